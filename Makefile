@@ -1,0 +1,90 @@
+# Every target does its own set-up: an environment in .venv, made by the first Python found that is
+# new enough, with the versions in constraints.txt. It is installed again only when pyproject.toml or
+# constraints.txt has changed.
+#
+#   make PYTHON=python3.12 test    choose the interpreter (when .venv does not exist yet)
+#   make test ARGS="-k clip"       pass more to pytest; the same for demo and bench
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/runtime.stamp
+DEV := $(VENV)/dev.stamp
+
+PYTHON ?=
+CANDIDATES := python3.11 python3.12 python3.13 python3.10 python3 python
+WORKERS ?= 2
+ARGS ?=
+
+# ensurepip first: an environment made by another tool may have no pip.
+define INSTALL
+$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null; \
+$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types bench clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(RUNTIME) ## train a small GPT under GradientControl, on the CPU, in about a minute
+	@$(BIN)/python -m gradilocks demo $(ARGS)
+
+# pytest comes last so that its closing line is the last line. One thread a worker: torch's own
+# threads would only compete with the other worker for the same cores.
+test: lint types ## everything that must hold: lint, format, types, tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(DEV) ## ruff: rules and format, changing nothing
+	@$(BIN)/python -m ruff check
+	@$(BIN)/python -m ruff format --check
+
+format: $(DEV) ## ruff: apply the format and the safe fixes
+	@$(BIN)/python -m ruff check --fix
+	@$(BIN)/python -m ruff format
+
+types: $(DEV) ## mypy, strict, over src
+	@$(BIN)/python -m mypy
+
+bench: $(DEV) ## measure a step against torch's own
+	@$(BIN)/python benchmarks/bench_step.py $(ARGS)
+
+clean: ## remove caches and build outputs; the environment stays (rm -r .venv for a new one)
+	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# numpy, because torch warns on import where it is missing.
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Gradilocks into $(VENV) (the first time: torch, about 200 MB to download) ..."
+	@$(INSTALL) -e . numpy
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Gradilocks and its test tools into $(VENV)" \
+	  "(the first time: torch, about 200 MB to download) ..."
+	@$(INSTALL) -e '.[dev]'
+	@touch $(RUNTIME) $@
+
+# A candidate is tried, not only looked up: a name on the PATH may be a shim for a version that is
+# not there, and Debian ships a python3 without ensurepip, which makes an environment without pip.
+# --clear replaces an environment whose interpreter has gone or that was left half made.
+$(BIN)/python:
+	@chosen=; incomplete=; \
+	for python in $(or $(PYTHON),$(CANDIDATES)); do \
+	  "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 || continue; \
+	  if "$$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then chosen=$$python; break; fi; \
+	  incomplete="$$incomplete $$python"; \
+	done; \
+	if [ -z "$$chosen" ] && [ -n "$$incomplete" ]; then \
+	  echo "Found$$incomplete, but without the venv and ensurepip modules that make an environment." >&2; \
+	  echo "On Debian or Ubuntu: apt-get install python3-venv. Or name another: make PYTHON=/path/to/python" >&2; \
+	  exit 1; \
+	elif [ -z "$$chosen" ]; then \
+	  echo "Gradilocks needs Python 3.10 or newer; none of these is:" \
+	    "$(or $(PYTHON),$(CANDIDATES))." >&2; \
+	  echo "Install Python 3.11, or name another: make PYTHON=/path/to/python" >&2; \
+	  exit 1; \
+	fi; \
+	echo "Creating $(VENV) with $$("$$chosen" --version) ..."; \
+	"$$chosen" -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }

@@ -1,0 +1,78 @@
+"""Gradilocks keeps the gradients of a PyTorch training run in the Goldilocks zone.
+
+Loss scaling pushes gradients up so that low precision does not round them to zero; clipping pulls
+them down so that one step does not wreck the weights. Importing this package imports nothing else:
+each public name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# Public name -> the module it lives in. Sorted; a test compares it with what can be imported.
+_HOME = {
+    "ClipByNorm": "clip",
+    "ClipByValue": "clip",
+    "DynamicScale": "scale",
+    "GradScaler": "dropin",
+    "GradientControl": "control",
+    "NoClip": "clip",
+    "NoScale": "scale",
+    "Outcome": "record",
+    "StaticScale": "scale",
+    "clip_grad_norm_": "dropin",
+    "clip_grad_value_": "dropin",
+    "clip_grads_with_norm_": "dropin",
+    "errors": "",
+    "get_total_norm": "dropin",
+}
+
+__all__ = [  # noqa: F822 (the names are loaded by __getattr__)
+    "ClipByNorm",
+    "ClipByValue",
+    "DynamicScale",
+    "GradScaler",
+    "GradientControl",
+    "NoClip",
+    "NoScale",
+    "Outcome",
+    "StaticScale",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_grads_with_norm_",
+    "errors",
+    "get_total_norm",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'gradilocks' has no attribute {name!r}")
+    home = _HOME[name]
+    if not home:
+        return importlib.import_module(f"gradilocks.{name}")
+    value = getattr(importlib.import_module(f"gradilocks.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if TYPE_CHECKING:
+    from gradilocks import errors
+    from gradilocks.clip import ClipByNorm, ClipByValue, NoClip
+    from gradilocks.control import GradientControl
+    from gradilocks.dropin import (
+        GradScaler,
+        clip_grad_norm_,
+        clip_grad_value_,
+        clip_grads_with_norm_,
+        get_total_norm,
+    )
+    from gradilocks.record import Outcome
+    from gradilocks.scale import DynamicScale, NoScale, StaticScale

@@ -1,0 +1,178 @@
+"""Policies and their state as a plain dict, and back; nothing is changed unless all of it fits.
+
+A control with a DynamicScale writes the five keys of torch's GradScaler beside its own, so either
+loads what the other saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gradilocks.errors import BadState
+from gradilocks.record import fetch
+from gradilocks.scale import LARGEST, SMALLEST, DynamicScale
+from gradilocks.values import ScaleState
+
+__all__ = ["VERSION", "Loaded", "check_number", "load", "save"]
+
+VERSION = 1
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_OUR_KEYS = ("version", "scale_policy", "clip_policy", "hysteresis", "steps", "streak")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that has been checked whole."""
+
+    scale_policy: Any
+    clip_policy: Any
+    scale: float
+    growth_tracker: int
+    hysteresis: int
+    steps: int | None
+    streak: int
+
+
+def save(
+    scale_policy: Any, clip_policy: Any, state: ScaleState, *, steps: int, streak: int
+) -> dict[str, Any]:
+    """The checkpoint as a dict of plain numbers, strings and dicts."""
+    scale, tracker, hysteresis = fetch(state.scale, state.growth_tracker, state.hysteresis)
+    saved: dict[str, Any] = {"scale": scale, "_growth_tracker": int(tracker)}
+    if isinstance(scale_policy, DynamicScale):
+        saved["growth_factor"] = scale_policy.growth_factor
+        saved["backoff_factor"] = scale_policy.backoff_factor
+        saved["growth_interval"] = scale_policy.growth_interval
+    saved["gradilocks"] = {
+        "version": VERSION,
+        "scale_policy": _describe(scale_policy),
+        "clip_policy": _describe(clip_policy),
+        "hysteresis": int(hysteresis),
+        "steps": steps,
+        "streak": streak,
+    }
+    return saved
+
+
+def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any) -> Loaded:
+    """Checks `saved` against the present policies and says what to go on with.
+
+    Args:
+        saved: from `save`, or from torch's `GradScaler.state_dict()`.
+        scale_policy: the policy in force; a checkpoint of another class does not fit.
+        clip_policy: likewise.
+
+    Returns:
+        What was loaded. Raises BadState if anything does not fit.
+    """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"state_dict must be a dict, got {type(saved).__name__}.")
+    if not saved:
+        raise BadState(
+            "the state_dict is empty, possibly because it was saved from a disabled GradScaler. "
+            "Start without it."
+        )
+    if "gradilocks" not in saved:
+        return _load_from_torch(saved, scale_policy, clip_policy)
+    ours = saved["gradilocks"]
+    if not isinstance(ours, Mapping):
+        raise BadState(f"state_dict['gradilocks'] must be a dict, got {type(ours).__name__}.")
+    version = ours.get("version")
+    if version != VERSION:
+        raise BadState(
+            f"the state_dict has version {version!r}; this Gradilocks reads version {VERSION}. "
+            "Load it with the Gradilocks that saved it."
+        )
+    _require(ours, _OUR_KEYS, where="state_dict['gradilocks']")
+    _require(saved, ("scale", "_growth_tracker"), where="state_dict")
+    return Loaded(
+        scale_policy=_rebuild(scale_policy, ours["scale_policy"], "scale"),
+        clip_policy=_rebuild(clip_policy, ours["clip_policy"], "clip"),
+        scale=_scale(saved["scale"]),
+        growth_tracker=_count("_growth_tracker", saved["_growth_tracker"]),
+        hysteresis=_count("hysteresis", ours["hysteresis"], lowest=-(2**31)),
+        steps=_count("steps", ours["steps"]),
+        streak=_count("streak", ours["streak"]),
+    )
+
+
+def _load_from_torch(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any) -> Loaded:
+    _require(saved, _TORCH_KEYS, where="state_dict")
+    if not isinstance(scale_policy, DynamicScale):
+        raise BadState(
+            "the state_dict is one of torch's GradScaler and needs scale='dynamic', this control "
+            f"has {type(scale_policy).__name__}."
+        )
+    scale = _scale(saved["scale"])
+    try:
+        policy = dataclasses.replace(
+            scale_policy,
+            growth_factor=saved["growth_factor"],
+            backoff_factor=saved["backoff_factor"],
+            growth_interval=saved["growth_interval"],
+        )
+    except (TypeError, ValueError) as error:
+        raise BadState(f"the state_dict does not fit: {error}") from error
+    return Loaded(
+        scale_policy=policy,
+        clip_policy=clip_policy,
+        scale=min(max(scale, policy.min_scale), policy.max_scale),
+        growth_tracker=_count("_growth_tracker", saved["_growth_tracker"]),
+        hysteresis=policy.hysteresis,
+        steps=None,
+        streak=0,
+    )
+
+
+def _describe(policy: Any) -> dict[str, Any]:
+    config = dataclasses.asdict(policy) if dataclasses.is_dataclass(policy) else {}
+    return {"name": type(policy).__name__, "config": config}  # type: ignore[arg-type]
+
+
+def _rebuild(policy: Any, described: Any, kind: str) -> Any:
+    present = type(policy).__name__
+    name = described.get("name") if isinstance(described, Mapping) else None
+    if name != present:
+        raise BadState(
+            f"the state_dict was saved with the {kind} policy {name}, this control has {present}. "
+            f"Make the control with {kind}={name}(...), or start without the state_dict."
+        )
+    if not dataclasses.is_dataclass(policy):
+        return policy
+    try:
+        return type(policy)(**described["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadState(f"the {kind} policy in the state_dict does not fit: {error}") from error
+
+
+def _require(saved: Mapping[str, Any], keys: tuple[str, ...], *, where: str) -> None:
+    missing = [key for key in keys if key not in saved]
+    if missing:
+        raise BadState(
+            f"{where} has no {', '.join(repr(key) for key in missing)}; it has "
+            f"{', '.join(repr(key) for key in saved)}. Expected what state_dict() of a "
+            "GradientControl or of torch's GradScaler returns."
+        )
+
+
+def _scale(value: Any) -> float:
+    scale = check_number("scale", value)
+    if not SMALLEST <= scale <= LARGEST:
+        raise BadState(f"the scale in the state_dict must be positive and finite, got {value}.")
+    return scale
+
+
+def check_number(name: str, value: Any) -> float:
+    """`value` as a float, or BadState."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise BadState(f"{name} in the state_dict must be a number, got {value!r}.")
+    return float(value)
+
+
+def _count(name: str, value: Any, *, lowest: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**31:
+        raise BadState(f"{name} in the state_dict must be a whole number, got {value!r}.")
+    return value

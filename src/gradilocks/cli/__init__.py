@@ -1,0 +1,63 @@
+"""The command line: ``gradilocks COMMAND``, one file a command.
+
+Arguments enter, an exit status leaves: 0, or 1 for a ``GradilocksError``, 2 for a wrong option,
+130 for an interrupt. This package is the only place in Gradilocks that prints and exits. typer and
+rich are imported when a command runs, and torch only by the commands that train.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from gradilocks.errors import GradilocksError
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: what follows the program's name; ``sys.argv[1:]`` if None.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        return _run(sys.argv[1:] if arguments is None else list(arguments))
+    except GradilocksError as error:
+        return _fail(str(error), status=1)
+    except KeyboardInterrupt:
+        return _fail("interrupted.", status=INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of the output went away (`gradilocks demo | head -1`). Python would flush
+        # stdout once more on its way out and print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    import typer
+
+    from gradilocks.cli.app import app
+
+    # The base of every mistake in a command line. typer gives it no public name: older versions
+    # take it from click, newer ones carry their own copy.
+    usage_error: type[Exception] = typer.BadParameter.mro()[1]
+    try:
+        status = app(arguments, prog_name="gradilocks", standalone_mode=False)
+    except usage_error as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "gradilocks"
+        message = " ".join(getattr(error, "format_message", error.__str__)().split())
+        return _fail(f"{message.rstrip('.')}. Try '{command} --help'.", status=2)
+    except typer.Abort:
+        return _fail("interrupted.", status=INTERRUPTED)
+    return status if isinstance(status, int) else 0
+
+
+def _fail(message: str, *, status: int) -> int:
+    print(f"gradilocks: {message}", file=sys.stderr)
+    return status

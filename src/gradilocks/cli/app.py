@@ -1,0 +1,33 @@
+"""The table of commands: one file a command, each listed here with the function that runs it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gradilocks.cli.demo import demo
+
+app = typer.Typer(
+    add_completion=False,
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help reads the same in a terminal, a pipe and a page of docs
+)
+
+app.command()(demo)
+
+
+@app.callback()
+def gradilocks(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Gradient magnitude control for PyTorch: loss scaling and clipping as one step."""
+    if version:
+        from gradilocks import __version__
+
+        print(f"gradilocks {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())

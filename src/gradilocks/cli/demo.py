@@ -1,0 +1,161 @@
+"""``gradilocks demo``: options enter, the run of ``gradilocks.demo`` is shown, a status leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from gradilocks.cli import INTERRUPTED
+from gradilocks.demo.values import LARGEST_SCALE, SMALLEST_SCALE, Settings, Step, Summary
+from gradilocks.errors import GradilocksError
+
+_DEFAULT = Settings()
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="How many optimizer steps.")] = _DEFAULT.steps,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the parameters and of the batches.")
+    ] = _DEFAULT.seed,
+    batch_accumulation: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=2**20,
+            help="How many equal micro-batches make a global batch. One, of 32 x 64 characters, is "
+            "computed: its loss is divided by this count before the backward pass, and its "
+            "gradients are multiplied by it, in fp32, after the backward pass.",
+        ),
+    ] = _DEFAULT.accumulation,
+    scale: Annotated[
+        str,
+        typer.Option(
+            metavar="dynamic|none|NUMBER",
+            help=f"What multiplies the loss. dynamic: {_DEFAULT.initial_scale:.0f} at the start, "
+            f"doubled after {_DEFAULT.growth_interval} clean steps in a row, halved after a "
+            "gradient overflowed. none: nothing. NUMBER: this, at every step.",
+        ),
+    ] = "dynamic",
+    clip: Annotated[
+        str,
+        typer.Option(
+            metavar="NUMBER|none", help="The largest norm that all gradients together may have."
+        ),
+    ] = str(_DEFAULT.clip),
+    json_path: Annotated[
+        str | None,
+        typer.Option("--json", metavar="PATH", help="Write the summary, as JSON, to a new file."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> int:
+    """Train a small GPT with fp16 layers under GradientControl: seconds, on any CPU.
+
+    The text is Python's own documentation. The layers compute in fp32 and store in fp16, as a
+    tensor core does, and the run ends with what was skipped, clipped, scaled and learned.
+    """
+    settings = Settings(
+        steps=steps,
+        seed=seed,
+        accumulation=batch_accumulation,
+        scale=_read_scale(scale),
+        clip=_read_clip(clip),
+    )
+    target = None if json_path is None else Path(json_path)
+    if target is not None:
+        _check_new(target)
+    return _train_and_show(settings, target, quiet=quiet)
+
+
+def _train_and_show(settings: Settings, target: Path | None, *, quiet: bool) -> int:
+    # Here and not above: rich, and torch even more, take longer to import than --help to print.
+    from gradilocks.cli.demo_view import (
+        conclude,
+        describe_so_far,
+        introduce,
+        open_console,
+        show_steps,
+    )
+
+    console = open_console(quiet=quiet)
+    done: list[Step] = []
+    try:
+        introduce(console, settings)
+        from gradilocks.demo.train import train
+
+        with show_steps(console, settings) as show:
+
+            def on_step(step: Step) -> None:
+                done.append(step)
+                show(step)
+
+            summary = train(settings, on_step)
+    except KeyboardInterrupt:
+        unwritten = "" if target is None else f" {target} was not written."
+        message = f"interrupted {describe_so_far(settings, done)}{unwritten}"
+        print(f"gradilocks: {message}", file=sys.stderr)
+        return INTERRUPTED
+    if target is not None:
+        _write(target, summary)
+    conclude(console, summary)
+    return 0
+
+
+def _read_scale(text: str) -> float | Literal["dynamic"] | None:
+    if text == "dynamic":
+        return "dynamic"
+    if text == "none":
+        return None
+    value = _read_number(text)
+    if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+        raise typer.BadParameter(
+            f"expected dynamic, none or a number between {SMALLEST_SCALE:.3g} and "
+            f"{LARGEST_SCALE:.3g}, got {text!r}.",
+            param_hint="'--scale'",
+        )
+    return value
+
+
+def _read_clip(text: str) -> float | None:
+    if text == "none":
+        return None
+    value = _read_number(text)
+    if not 0 < value < math.inf:
+        raise typer.BadParameter(
+            f"expected a finite number greater than 0, or none, got {text!r}.",
+            param_hint="'--clip'",
+        )
+    return value
+
+
+def _read_number(text: str) -> float:
+    """Returns the number, or NaN, which is in no range, for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _check_new(path: Path) -> None:
+    """Creates the file and removes it again: better to fail now than after the training."""
+    try:
+        path.open("x").close()
+        path.unlink()
+    except FileExistsError as error:
+        what = "is a folder" if path.is_dir() else "is already there"
+        raise GradilocksError(f"--json {path} {what}; give the path of a new file.") from error
+    except OSError as error:
+        raise GradilocksError(f"--json {path} cannot be written: {error.strerror}.") from error
+
+
+def _write(path: Path, summary: Summary) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            json.dump(summary.to_plain(), file, indent=2, allow_nan=False)
+            file.write("\n")
+    except OSError as error:
+        raise GradilocksError(f"--json {path} cannot be written: {error.strerror}.") from error

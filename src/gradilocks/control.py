@@ -1,0 +1,414 @@
+"""GradientControl: the one stateful object. It runs the stages in the one right order.
+
+    loss ─scale─▶ backward ─▶ collect ─▶ measure ─▶ reduce ─▶ clip ─▶ decide ─▶ update ─▶ record
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradilocks import checkpoint, update
+from gradilocks.clip import resolve_clip
+from gradilocks.decide import decide
+from gradilocks.diagnose import diagnose, scale_path
+from gradilocks.errors import NeverFinite, NoGradients, NonFiniteGradient, ScaleMisuse
+from gradilocks.gradients import Gradients, Names, collect, parameters_of
+from gradilocks.measure import measure
+from gradilocks.record import Outcome, Streak, fetch
+from gradilocks.reduce import reduce
+from gradilocks.scale import NoScale, resolve_scale, scale_loss
+from gradilocks.values import Decision, ScaleState, StepRecord
+
+__all__ = ["GradientControl"]
+
+
+class GradientControl:
+    """Scales, checks, clips and steps: one object between the loss and the optimizers.
+
+        backward(loss):  gradients += d(loss * scale)
+        step():          measure every gradient once
+                         multiplier = min(1, max_norm / norm) / scale
+                         if all are finite:  optimizer.step() on gradients * multiplier
+                         else:               nothing changes
+                         scale moves on
+
+    Args:
+        optimizer: any object with `param_groups` and `step`. torch's fused Adam, AdamW, SGD and
+            Adagrad unscale and clip inside their own pass; others get one multiplication.
+        more: further optimizers under the same scale, the same norm and the same decision.
+        model: the module (or a mapping from a prefix to a module) that names the parameters.
+        scale: "dynamic", None, a number or a scale policy.
+        clip: None, a number (the largest norm) or a clip policy.
+        on_nonfinite: "skip" leaves parameters as they were and goes on; "raise" does the same and
+            then raises NonFiniteGradient, which waits for the device at every step.
+        give_up_after: so many non-finite steps in a row raise NeverFinite; None for never.
+        process_group: the ranks that together hold the model, when its plain tensors are shards.
+            Data-parallel training needs none; DTensors bring their own.
+
+    Example:
+        >>> control = GradientControl(optimizer, model=model, clip=1.0)
+        >>> for batch in batches:
+        ...     control.backward(loss_of(batch))
+        ...     outcome = control.step()
+        ...     control.zero_grad()
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *more: Any,
+        model: nn.Module | Mapping[str, nn.Module] | None = None,
+        scale: object = "dynamic",
+        clip: object = None,
+        on_nonfinite: str = "skip",
+        give_up_after: int | None = 100,
+        process_group: Any = None,
+    ) -> None:
+        self._optimizers = _checked_optimizers((optimizer, *more))
+        self._names = Names(model, self._optimizers)
+        _check_parameters(parameters_of(self._optimizers, name=self._names), self._names)
+        self._scale_policy = resolve_scale(scale)
+        self._clip_policy = resolve_clip(clip)
+        if on_nonfinite not in ("skip", "raise"):
+            raise ValueError(f"on_nonfinite must be 'skip' or 'raise', got {on_nonfinite!r}.")
+        _check_give_up_after(give_up_after)
+        self._on_nonfinite = on_nonfinite
+        self._process_group = process_group
+        self._streak = Streak(give_up_after)
+        self._state = self._scale_policy.start(torch.device("cpu"))
+        self._steps = 0
+        self._backward_since_step = False
+        self._unscaled = False
+        self._loss_nonfinite: Tensor | None = None
+
+    @property
+    def scale(self) -> float:
+        """What the next loss is multiplied by. Reading it waits for the device."""
+        return fetch(self._state.scale)[0]
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, for callers who run `backward` themselves."""
+        _check_loss(loss)
+        if self._unscaled:
+            self._start_over_after_unscale()
+        self._move_to(loss.device)
+        broken = torch.logical_not(torch.isfinite(loss.detach()).all()).to(torch.float32)
+        before = self._loss_nonfinite
+        self._loss_nonfinite = broken if before is None else torch.maximum(before, broken)
+        self._backward_since_step = True
+        if isinstance(self._scale_policy, NoScale):
+            return loss
+        return scale_loss(loss, self._state.scale)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Adds the gradients of the scaled loss. Call it as often as gradients are accumulated.
+
+        Args:
+            loss: a scalar that requires grad.
+            kwargs: handed to `Tensor.backward` (`retain_graph`, `create_graph`, `inputs`).
+        """
+        _check_loss(loss)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"loss must be a scalar, got shape {tuple(loss.shape)}. Reduce it first, for "
+                "example with loss.mean() or loss.sum()."
+            )
+        self.scale_loss(loss).backward(**kwargs)
+
+    def unscale_(self) -> None:
+        """Makes the gradients true in place, for code that reads or changes them before `step`.
+
+        Costs a pass over the gradients; `step` then measures and decides on what it finds.
+        """
+        if self._unscaled:
+            raise ScaleMisuse(
+                "unscale_() has already been called since the last step(): the gradients are "
+                "unscaled, and doing it twice would shrink them by the scale again."
+            )
+        found = self._find_gradients()
+        for part, optimizer in zip(found, self._optimizers, strict=True):
+            self._check_unscaling(optimizer, part)
+        multiplier = torch.reciprocal(self._state.scale)
+        decision = Decision(skip=torch.zeros_like(multiplier), multiplier=multiplier)
+        update.apply_in_place(decision, [t for part in found for t in part.tensors])
+        self._unscaled = True
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Outcome:
+        """Decides on the gradients as they stand and steps every optimizer, or none.
+
+        Args:
+            closure: for an optimizer that evaluates the loss itself (LBFGS, SAM): clears the
+                gradients, calls `control.backward(loss)` and returns the loss. It may be called
+                several times; one non-finite evaluation undoes the whole step, which costs a copy
+                of the parameters and of the optimizer's state.
+
+        Returns:
+            The Outcome. Reading it is what waits for the device.
+        """
+        if closure is not None:
+            return self._step_with_closure(closure)
+        found = self._find_gradients()
+        for part, optimizer in zip(found, self._optimizers, strict=True):
+            self._check_unscaling(optimizer, part)
+        decision, outcome, record = self._judge(found)
+        for part, optimizer in zip(found, self._optimizers, strict=True):
+            update.apply_bound(decision, part.tensors)
+            update.update(optimizer, decision, part.tensors)
+        return self._conclude(outcome, record)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of every optimizer."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        self._unscaled = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a bit-identical continuation needs; plain numbers and strings.
+
+        With a DynamicScale it also carries the keys of torch's `GradScaler.state_dict()`, so
+        torch's scaler loads it as it is.
+        """
+        return checkpoint.save(
+            self._scale_policy,
+            self._clip_policy,
+            self._state,
+            steps=self._steps,
+            streak=int(fetch(self._streak.count)[0]),
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint of this class or of torch's `GradScaler`.
+
+        The policies' settings come from the checkpoint, as with torch's. A checkpoint that does not
+        fit raises BadState and changes nothing.
+        """
+        loaded = checkpoint.load(state_dict, self._scale_policy, self._clip_policy)
+        self._scale_policy, self._clip_policy = loaded.scale_policy, loaded.clip_policy
+        self._state.scale.fill_(loaded.scale)
+        self._state.growth_tracker.fill_(loaded.growth_tracker)
+        self._state.hysteresis.fill_(loaded.hysteresis)
+        self._streak.restore(loaded.streak)
+        if loaded.steps is not None:
+            self._steps = loaded.steps
+        self._forget_step()
+
+    def _find_gradients(self) -> list[Gradients]:
+        """The gradients of each optimizer, after checking that a scaled loss made them."""
+        _ = parameters_of(self._optimizers, name=self._names)
+        found = [
+            collect(
+                (param for group in optimizer.param_groups for param in group["params"]),
+                name=self._names,
+            )
+            for optimizer in self._optimizers
+        ]
+        if not self._backward_since_step:
+            raise ScaleMisuse(
+                "step() without a backward() since the last one: these gradients do not carry the "
+                "scale that step() would divide by. Call control.backward(loss), or "
+                "control.scale_loss(loss).backward(), before control.step()."
+            )
+        sharded = self._process_group is not None or any(p.replicas for p in found)
+        if not sharded and not any(part.params for part in found):
+            raise NoGradients(
+                "no parameter of the optimizer has a gradient. Check that the loss depends on the "
+                "parameters the optimizer was given, and that they require grad."
+            )
+        return found
+
+    def _judge(self, found: Sequence[Gradients]) -> tuple[Decision, Outcome, StepRecord]:
+        """Measures all gradients together and decides. Changes nothing."""
+        tensors = [tensor for part in found for tensor in part.tensors]
+        home = self._state.scale.device
+        policy = self._clip_policy
+        measurement = measure(
+            tensors, home=home, order=float(policy.order), detail=policy.needs_largest
+        )
+        replicas = _replicas(found)
+        if self._process_group is not None or replicas is not None:
+            measurement = reduce(measurement, group=self._process_group, replicas=replicas)
+        scale = self._state.scale
+        if self._unscaled:
+            scale = torch.ones_like(scale)
+        limit = policy.limit(measurement, scale)
+        decision = decide(measurement, scale, limit)
+        broken = self._loss_nonfinite
+        record = StepRecord(
+            step=self._steps + 1,
+            scale=self._state.scale.clone(),
+            norm=measurement.norm / scale,
+            limit=limit.limit,
+            clipped=limit.clipped * (1 - decision.skip),
+            skip=decision.skip,
+            loss_nonfinite=torch.zeros_like(decision.skip) if broken is None else broken,
+            nan=measurement.tensors.nan,
+            inf=measurement.tensors.inf,
+        )
+        params = [param for part in found for param in part.params]
+        return decision, Outcome(record, lambda: self._names.of(params)), record
+
+    def _conclude(self, outcome: Outcome, record: StepRecord) -> Outcome:
+        """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
+        self._scale_policy.advance(self._state, record.skip)
+        self._steps += 1
+        self._forget_step()
+        if self._streak.note(record):
+            self._give_up(outcome)
+        if self._on_nonfinite == "raise" and outcome.skipped:
+            raise NonFiniteGradient(
+                f"step {outcome.step} skipped: {outcome.describe()}; scale {outcome.scale:g}. "
+                "Parameters and optimizer state are as they were.",
+                culprits=outcome.culprits,
+            )
+        return outcome
+
+    def _give_up(self, outcome: Outcome) -> None:
+        symptoms = self._streak.symptoms()
+        lowest, highest = self._scale_policy.bounds()
+        diagnosis = diagnose(symptoms, lowest=lowest, highest=highest)
+        scales = [symptom.scale for symptom in symptoms]
+        raise NeverFinite(
+            f"{len(symptoms)} steps in a row had non-finite gradients; the parameters are as they "
+            f"were before the first of them.\n"
+            f"  culprits: {outcome.describe(at_most=5)}\n"
+            f"  scale:    {scale_path(scales)}\n"
+            f"  why:      {diagnosis.why}\n"
+            f"  try:      {diagnosis.advice}",
+            culprits=outcome.culprits,
+            scales=scales,
+            curable=diagnosis.curable,
+        )
+
+    def _step_with_closure(self, closure: Callable[[], Tensor]) -> Outcome:
+        if len(self._optimizers) != 1:
+            raise ValueError(
+                f"step(closure) drives one optimizer, this control has {len(self._optimizers)}. "
+                "Give each optimizer that needs a closure a GradientControl of its own."
+            )
+        (optimizer,) = self._optimizers
+        last: tuple[Outcome, StepRecord] | None = None
+
+        def make_true() -> None:
+            nonlocal last
+            found = self._find_gradients()
+            self._check_unscaling(optimizer, found[0])
+            decision, *last = self._judge(found)  # type: ignore[assignment]
+            if decision.skip.item():
+                raise _Skipped
+            update.apply_bound(decision, found[0].tensors)
+            update.apply_in_place(decision, found[0].tensors)
+            self._backward_since_step = False
+            self._unscaled = False
+
+        def evaluate() -> Tensor:
+            with torch.enable_grad():
+                loss = closure()
+            make_true()
+            return loss
+
+        before = update.Snapshot(optimizer)
+        try:
+            if self._backward_since_step:  # SAM takes its first step on gradients made before.
+                make_true()
+            optimizer.step(evaluate)
+        except _Skipped:
+            before.restore()
+        if last is None:
+            raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
+        return self._conclude(*last)
+
+    def _check_unscaling(self, optimizer: Any, part: Gradients) -> None:
+        if not isinstance(self._scale_policy, NoScale):
+            update.check_update(optimizer, part.params, part.tensors, self._names)
+
+    def _start_over_after_unscale(self) -> None:
+        params = parameters_of(self._optimizers, name=self._names)
+        if any(param.grad is not None for param in params):
+            raise ScaleMisuse(
+                "backward() after unscale_() would add scaled gradients to unscaled ones. Call "
+                "control.step() first, or clear the gradients with control.zero_grad()."
+            )
+        self._unscaled = False
+
+    def _move_to(self, device: torch.device) -> None:
+        if self._state.scale.device != device and self._steps == 0:
+            self._state = ScaleState(
+                scale=self._state.scale.to(device),
+                growth_tracker=self._state.growth_tracker.to(device),
+                hysteresis=self._state.hysteresis.to(device),
+            )
+
+    def _forget_step(self) -> None:
+        self._backward_since_step = self._unscaled = False
+        self._loss_nonfinite = None
+
+
+class _Skipped(Exception):
+    """Leaves an optimizer's step from inside its closure."""
+
+
+def _replicas(found: Sequence[Gradients]) -> list[int] | None:
+    """How many ranks hold each tensor; a plain tensor beside DTensors is on every rank."""
+    if not any(part.replicas for part in found):
+        return None
+    import torch.distributed as dist
+
+    everywhere = dist.get_world_size()
+    return [
+        held
+        for part in found
+        for held in (part.replicas or [everywhere] * len(part.params))
+    ]
+
+
+def _checked_optimizers(optimizers: Sequence[Any]) -> tuple[Any, ...]:
+    for optimizer in optimizers:
+        if isinstance(optimizer, type) or not (
+            hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))
+        ):
+            came = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else repr(
+                type(optimizer).__name__
+            )
+            raise TypeError(
+                "GradientControl takes optimizers, objects with param_groups and step(), got "
+                f"{came}. Write GradientControl(optimizer, model=model)."
+            )
+    return tuple(optimizers)
+
+
+def _check_parameters(params: Sequence[Tensor], names: Names) -> None:
+    if not params:
+        raise ValueError("the optimizer has no parameters, so there are no gradients to control.")
+    for param in params:
+        if param.is_meta:
+            raise ValueError(
+                f"{names(param)} is on the meta device and has no values. Give the model real "
+                "storage first, for example model.to_empty(device='cpu')."
+            )
+
+
+def _check_give_up_after(value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"give_up_after must be an int or None, got {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"give_up_after must be at least 1, or None for never, got {value}.")
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss must be a tensor, got {type(loss).__name__}.")
+    if not loss.is_floating_point():
+        raise TypeError(f"loss must be a real floating-point tensor, got {loss.dtype}.")
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss does not require grad, so it has no gradients. Was it computed under "
+            "torch.no_grad(), detached, or rebuilt from .item()?"
+        )
+
+

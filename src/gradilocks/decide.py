@@ -1,0 +1,42 @@
+"""A Measurement, the scale and a ClipLimit in, a Decision out: step or skip, and one multiplier.
+
+Skip is decided on the gradients as they stand, so on exactly what the optimizer would use.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gradilocks.values import ClipLimit, Decision, Measurement
+
+__all__ = ["decide"]
+
+
+def decide(measurement: Measurement, scale: Tensor, limit: ClipLimit) -> Decision:
+    """Decides one step, on the device.
+
+    Args:
+        measurement: of the gradients as they stand.
+        scale: 0-d, what they carry and must lose.
+        limit: for the unscaled gradients.
+
+    Returns:
+        `skip`, exactly 0 or 1; `multiplier`, clip coefficient over scale; and the bound on each
+        element if the limit has one. A multiplier that is not finite skips the step too.
+    """
+    multiplier = limit.coefficient / scale
+    skip = torch.maximum(
+        measurement.nonfinite, torch.logical_not(torch.isfinite(multiplier)).to(torch.float32)
+    )
+    skipped = skip > 0
+    bound = None
+    if limit.value is not None:
+        bound = torch.where(skipped, math.inf, limit.value * scale.to(multiplier.dtype))
+    return Decision(
+        skip=skip,
+        multiplier=torch.where(skipped, torch.ones_like(multiplier), multiplier),
+        bound=bound,
+    )

@@ -1,0 +1,117 @@
+"""Many non-finite steps in, a diagnosis out: could a smaller scale cure them, and what to try.
+
+An overflow that loss scaling caused goes away as the scale shrinks. A NaN that was born as a NaN,
+an Inf in the loss itself, or an Inf that stays however far the scale falls, do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Diagnosis", "Symptom", "diagnose", "scale_path"]
+
+# An overflow caused by the scale fades as the scale falls; after this many-fold it has had a chance.
+_FAIR_TRIAL = 256.0
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """One non-finite step, in numbers."""
+
+    scale: float
+    nan: int
+    inf: int
+    loss_nonfinite: bool
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Whether a smaller scale could still help, why, and what to try."""
+
+    curable: bool
+    why: str
+    advice: str
+
+
+def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> Diagnosis:
+    """Tells an overflow that a smaller scale cures from what no scale cures.
+
+    Args:
+        symptoms: the non-finite steps in a row, oldest first; at least one.
+        lowest: the smallest scale that the policy can reach.
+        highest: the largest.
+
+    Returns:
+        The diagnosis.
+    """
+    first, last = symptoms[0], symptoms[-1]
+    if last.loss_nonfinite:
+        return Diagnosis(
+            False,
+            "The loss itself was NaN or Inf before it was scaled, so no scale can cure this.",
+            "Check the batch and the forward pass: print the loss, look for log(0), a division by "
+            "zero, float16 activations above 65504, or a learning rate that has already diverged.",
+        )
+    if last.nan and not last.inf:
+        return Diagnosis(
+            False,
+            "There are NaN and no Inf, which is not an overflow, so no scale can cure this.",
+            "Look for 0/0, 0*inf, the gradient of sqrt or norm at zero, or an empty mean; "
+            "torch.autograd.set_detect_anomaly(True) names the operation.",
+        )
+    if lowest == highest == 1.0:
+        return Diagnosis(
+            False,
+            "The loss is not scaled, so there is no scale to shrink: the gradients overflow by "
+            "themselves.",
+            "Lower the learning rate or add warm-up, check the inputs' size, or run the "
+            "overflowing modules in float32.",
+        )
+    if lowest == highest:
+        return Diagnosis(
+            True,
+            f"The scale is fixed at {last.scale:g}; a smaller one may fit.",
+            "Use scale='dynamic', or a smaller StaticScale.",
+        )
+    fell = first.scale / last.scale
+    if last.scale <= lowest:
+        return Diagnosis(
+            False,
+            f"The scale is at its floor of {lowest:g} and there is still an Inf, so shrinking it "
+            "cannot cure this.",
+            "Lower the learning rate or add warm-up, check the inputs' size, or run the "
+            "overflowing modules in float32. min_scale sets the floor.",
+        )
+    if fell >= _FAIR_TRIAL and last.inf >= first.inf:
+        return Diagnosis(
+            False,
+            f"The scale fell {fell:g}-fold and the number of Inf did not ({first.inf} then, "
+            f"{last.inf} now), so shrinking it does not cure this.",
+            "Look for a division by zero or an exp that overflows in the culprits' modules; "
+            "torch.autograd.set_detect_anomaly(True) helps to find the operation.",
+        )
+    return Diagnosis(
+        True,
+        f"The loss is finite and the scale of {last.scale:g} can still shrink to {lowest:g}: this "
+        "looks like an overflow that a smaller scale cures.",
+        f"Start lower, for example DynamicScale(init_scale={last.scale / 16:g}), or give the scale "
+        "more steps to fall with a larger give_up_after.",
+    )
+
+
+def scale_path(scales: Sequence[float]) -> str:
+    """The scale's way in one short line: where it started, where it turned, where it ended."""
+    steps = [scales[0]]
+    for scale in scales[1:]:
+        if scale != steps[-1]:
+            steps.append(scale)
+    if len(steps) > 6:
+        shown = [f"{s:g}" for s in steps[:3]] + ["…"] + [f"{s:g}" for s in steps[-2:]]
+    else:
+        shown = [f"{s:g}" for s in steps]
+    if len(steps) == 1:
+        return f"{shown[0]} throughout"
+    halvings = math.log2(steps[0] / steps[-1])
+    return f"{' → '.join(shown)} ({halvings:.3g} halvings)"

@@ -1,0 +1,80 @@
+"""Everything Gradilocks raises on its own account.
+
+    GradilocksError
+    ├── BadState            (ValueError)    a state_dict that does not fit; nothing was loaded
+    ├── NoGradients         (RuntimeError)  step() with nothing to step on
+    ├── NonFiniteGradient   (RuntimeError)  a step was skipped and the caller asked to be told
+    │   └── NeverFinite                     so many in a row that training is going nowhere
+    ├── ScaleMisuse         (RuntimeError)  gradients that were scaled never, or twice
+    └── SharedParameter     (ValueError)    one parameter in two places that would both change it
+
+A wrong argument is a plain ValueError or TypeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "BadState",
+    "GradilocksError",
+    "NeverFinite",
+    "NoGradients",
+    "NonFiniteGradient",
+    "ScaleMisuse",
+    "SharedParameter",
+]
+
+
+class GradilocksError(Exception):
+    """The root of all of them."""
+
+
+class BadState(GradilocksError, ValueError):
+    """A state_dict of another version or policy, or one with a missing or impossible value."""
+
+
+class NoGradients(GradilocksError, RuntimeError):
+    """A step was asked for and no parameter has a gradient."""
+
+
+class ScaleMisuse(GradilocksError, RuntimeError):
+    """Gradients that were not made from a scaled loss, or that would be unscaled twice."""
+
+
+class SharedParameter(GradilocksError, ValueError):
+    """One parameter listed where each listing would change it once."""
+
+
+class NonFiniteGradient(GradilocksError, RuntimeError):
+    """A step had a NaN or Inf gradient. Parameters and optimizer state are as they were.
+
+    Attributes:
+        culprits: names of the parameters with non-finite gradients, in backward order.
+    """
+
+    def __init__(self, message: str, *, culprits: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.culprits = tuple(culprits)
+
+
+class NeverFinite(NonFiniteGradient):
+    """`give_up_after` steps in a row were non-finite.
+
+    Attributes:
+        culprits: as in `NonFiniteGradient`, of the last step.
+        scales: the scale in force at each of those steps, oldest first.
+        curable: whether a smaller scale could still bring finite gradients.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        culprits: Sequence[str] = (),
+        scales: Sequence[float] = (),
+        curable: bool = False,
+    ) -> None:
+        super().__init__(message, culprits=culprits)
+        self.scales = tuple(scales)
+        self.curable = curable

@@ -1,0 +1,160 @@
+"""Which tensors are the gradients, and what are they called.
+
+Parameters enter; the tensors to be measured and multiplied leave: the values of a sparse gradient,
+the local shard of a distributed one. Names are looked up only when somebody asks for them, so that
+a healthy step pays nothing for them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gradilocks.errors import SharedParameter
+
+__all__ = ["Gradients", "Names", "collect", "parameters_of"]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The parameters that have a gradient, in optimizer order, and that gradient's own elements."""
+
+    params: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
+    replicas: tuple[int, ...] | None = None
+    """How many ranks hold the same elements, per tensor; None if no gradient is distributed."""
+
+
+def collect(params: Iterable[Tensor], *, name: Callable[[Tensor], str]) -> Gradients:
+    """Finds the gradients of `params`, each parameter once, and refuses what cannot be measured.
+
+    A sparse gradient is coalesced first and put back: the same index listed twice is one element.
+
+    Args:
+        params: parameters, with or without a gradient.
+        name: tells a parameter's name, for the error message.
+
+    Returns:
+        The gradients that there are.
+    """
+    seen: set[int] = set()
+    having: list[Tensor] = []
+    tensors: list[Tensor] = []
+    replicas: list[int] = []
+    distributed = False
+    for param in params:
+        grad = param.grad
+        if grad is None or id(param) in seen:
+            continue
+        seen.add(id(param))
+        held = 1
+        if grad.layout is not torch.strided:
+            grad = _sparse_values(param, grad, name)
+        elif type(grad) is not Tensor and is_distributed(grad):
+            held, distributed = _replicas(param, grad, name), True
+            grad = cast("Tensor", cast("Any", grad).to_local())
+        if grad.is_meta:
+            raise ValueError(
+                f"the gradient of {name(param)} is on the meta device and has no values. Give the "
+                "model real storage first, for example model.to_empty(device='cpu')."
+            )
+        having.append(param)
+        tensors.append(grad)
+        replicas.append(held)
+    return Gradients(tuple(having), tuple(tensors), tuple(replicas) if distributed else None)
+
+
+def _sparse_values(param: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -> Tensor:
+    if grad.layout is not torch.sparse_coo:
+        raise ValueError(
+            f"the gradient of {name(param)} has layout {grad.layout}; strided and sparse_coo "
+            "gradients are supported. Convert it with grad.to_sparse() or grad.to_dense()."
+        )
+    if not grad.is_coalesced():
+        grad = grad.coalesce()
+        param.grad = grad
+    return grad._values()
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether `tensor` is a DTensor, without importing torch.distributed for those who have none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _replicas(param: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -> int:
+    held = 1
+    mesh = cast("Any", grad).device_mesh
+    for dim, placement in enumerate(cast("Any", grad).placements):
+        if placement.is_partial():
+            raise ValueError(
+                f"the gradient of {name(param)} is a DTensor with a Partial placement: its ranks "
+                "hold summands, not elements. Redistribute it to Replicate() or Shard() first."
+            )
+        if placement.is_replicate():
+            held *= int(mesh.size(dim))
+    return held
+
+
+def parameters_of(optimizers: Sequence[Any], *, name: Callable[[Tensor], str]) -> list[Tensor]:
+    """All parameters of all optimizers, in order; one that is listed twice is refused by name."""
+    params: list[Tensor] = [
+        param
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for param in group["params"]
+    ]
+    if len({id(param) for param in params}) != len(params):
+        seen: set[int] = set()
+        for param in params:
+            if id(param) in seen:
+                raise SharedParameter(
+                    f"{name(param)} is listed twice among the optimizers' parameter groups and "
+                    "would be stepped twice. List it once."
+                )
+            seen.add(id(param))
+    return params
+
+
+class Names:
+    """Parameters' names: as the model names them, else as the optimizer does, else their place."""
+
+    def __init__(
+        self, model: nn.Module | Mapping[str, nn.Module] | None, optimizers: Sequence[Any]
+    ) -> None:
+        if not (model is None or isinstance(model, (nn.Module, Mapping))):
+            raise TypeError(
+                "model must be a torch.nn.Module, or a mapping from a prefix to one, got "
+                f"{type(model).__name__}."
+            )
+        self._model = model
+        self._optimizers = optimizers
+
+    def __call__(self, param: Tensor) -> str:
+        return self.of([param])[0]
+
+    def of(self, params: Iterable[Tensor]) -> list[str]:
+        """The names of `params`, looked up now, so that replaced parameters are found too."""
+        known: dict[int, str] = {}
+        for number, optimizer in enumerate(self._optimizers):
+            prefix = f"optimizers[{number}]." if len(self._optimizers) > 1 else ""
+            for g, group in enumerate(optimizer.param_groups):
+                given = group.get("param_names")
+                for k, param in enumerate(group["params"]):
+                    place = f"{prefix}param_groups[{g}]['params'][{k}]"
+                    known[id(param)] = given[k] if given else place
+        for name, param in self._named_parameters():
+            known[id(param)] = name
+        return [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in params]
+
+    def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        if isinstance(self._model, nn.Module):
+            yield from self._model.named_parameters()
+        elif self._model is not None:
+            for prefix, module in self._model.items():
+                yield from module.named_parameters(prefix=prefix)

@@ -1,0 +1,114 @@
+"""Gradients in, a Measurement out: the one read of every gradient that a step pays for.
+
+The norm, the skip flag, the culprits' names and the telemetry all come from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradilocks import kernels
+from gradilocks.values import Measurement, Statistics
+
+__all__ = ["measure", "summarize", "total_norm"]
+
+
+def measure(
+    tensors: Sequence[Tensor], *, home: torch.device, order: float = 2.0, detail: bool = False
+) -> Measurement:
+    """Measures gradients as they stand, on whatever devices they lie.
+
+    Args:
+        tensors: the gradients' elements; may be empty.
+        home: the device on which the results are brought together.
+        order: the p of the norm.
+        detail: also find the largest magnitude and count the zeros.
+
+    Returns:
+        The Measurement, on `home`; nothing waits.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    if len(by_device) == 1:
+        (device,) = by_device
+        found = kernels.for_device(device).measure(tensors, order=order, detail=detail)
+        return summarize(_moved(found, home), order=order)
+    parts = [
+        _moved(
+            kernels.for_device(device).measure(
+                [tensors[i] for i in indices], order=order, detail=detail
+            ),
+            home,
+        )
+        for device, indices in by_device.items()
+    ]
+    places = [i for indices in by_device.values() for i in indices]
+    return summarize(_merged(parts, places, home=home, detail=detail), order=order)
+
+
+def summarize(statistics: Statistics, *, order: float) -> Measurement:
+    """The Measurement of tensors whose statistics are known."""
+    broken = (statistics.nan + statistics.inf).sum() > 0
+    return Measurement(
+        order=order,
+        tensors=statistics,
+        norm=total_norm(statistics.norms, order),
+        nonfinite=broken.to(torch.float32),
+    )
+
+
+def total_norm(norms: Tensor, order: float) -> Tensor:
+    """The norm over all tensors from the norm of each, never overflowing on the way."""
+    if norms.numel() == 0:
+        return norms.new_zeros(())
+    if order <= 0.0:
+        return torch.linalg.vector_norm(norms, order)
+    largest = norms.amax()
+    usable = (largest > 0) & torch.isfinite(largest)
+    safe = torch.where(usable, largest, torch.ones_like(largest))
+    return torch.where(usable, safe * torch.linalg.vector_norm(norms / safe, order), largest)
+
+
+def _moved(found: Statistics, home: torch.device) -> Statistics:
+    if found.norms.device == home:
+        return found
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(home, non_blocking=True)
+
+    return Statistics(
+        norms=move(found.norms),
+        nan=move(found.nan),
+        inf=move(found.inf),
+        largest=None if found.largest is None else move(found.largest),
+        zeros=None if found.zeros is None else move(found.zeros),
+    )
+
+
+def _merged(
+    parts: Sequence[Statistics], places: Sequence[int], *, home: torch.device, detail: bool
+) -> Statistics:
+    """Puts the devices' results back into the gradients' own order."""
+    order = torch.tensor(sorted(range(len(places)), key=places.__getitem__), device=home)
+
+    def merge(columns: list[Tensor], dtype: torch.dtype) -> Tensor:
+        if not columns:
+            return torch.zeros(0, dtype=dtype, device=home)
+        return torch.cat(columns)[order]
+
+    real = parts[0].norms.dtype if parts else torch.float64
+    return Statistics(
+        norms=merge([p.norms for p in parts], real),
+        nan=merge([p.nan for p in parts], torch.int64),
+        inf=merge([p.inf for p in parts], torch.int64),
+        largest=merge([p.largest for p in parts if p.largest is not None], real)
+        if detail
+        else None,
+        zeros=merge([p.zeros for p in parts if p.zeros is not None], torch.int64)
+        if detail
+        else None,
+    )

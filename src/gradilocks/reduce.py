@@ -1,0 +1,69 @@
+"""This rank's Measurement in, the run's Measurement out: one small collective.
+
+Every element of the model counts once. A rank's contribution is divided by the number of ranks that
+hold the same elements and all contributions are added; the skip flag is the largest of all flags.
+Every rank takes part, also one without gradients, and every rank computes the same numbers from the
+same gathered values, so no two ranks can decide differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.values import Measurement
+
+__all__ = ["reduce"]
+
+
+def reduce(
+    measurement: Measurement, *, group: Any = None, replicas: Sequence[int] | None = None
+) -> Measurement:
+    """Brings the ranks' measurements together.
+
+    Args:
+        measurement: of the gradients that this rank holds.
+        group: the process group whose ranks together hold the model; None for the default group.
+        replicas: for each tensor, how many ranks of the group hold the same elements; None if no
+            two ranks hold the same.
+
+    Returns:
+        A Measurement with the run's norm and flag; the per-tensor numbers stay this rank's.
+    """
+    import torch.distributed as dist
+
+    order, norms = measurement.order, measurement.tensors.norms
+    largest = norms.amax() if norms.numel() else norms.new_zeros(())
+    safe = torch.where((largest > 0) & torch.isfinite(largest), largest, torch.ones_like(largest))
+    if order == math.inf:
+        share = norms.new_zeros(())
+    else:
+        powers = (norms / safe) ** order
+        if replicas is not None:
+            powers = powers / torch.tensor(replicas, dtype=norms.dtype, device=norms.device)
+        share = powers.sum()
+    mine = torch.stack([largest, safe, share, measurement.nonfinite.to(norms.dtype)])
+    gathered = mine.new_zeros(dist.get_world_size(group), mine.numel())
+    dist.all_gather_into_tensor(gathered, mine, group=group)
+    return replace(
+        measurement,
+        norm=_total(gathered, order),
+        nonfinite=gathered[:, 3].amax().to(torch.float32),
+    )
+
+
+def _total(gathered: Tensor, order: float) -> Tensor:
+    """The norm from every rank's (largest, unit, sum of p-th powers in that unit)."""
+    largest, units, shares = gathered[:, 0].amax(), gathered[:, 1], gathered[:, 2]
+    if order == math.inf:
+        return largest
+    usable = (largest > 0) & torch.isfinite(largest)
+    unit = torch.where(usable, largest, torch.ones_like(largest))
+    # A rank with nothing but zeros has unit 1 and share 0: it adds nothing, whatever the unit.
+    sums = torch.where(shares > 0, shares * (units / unit) ** order, torch.zeros_like(shares))
+    return torch.where(usable, unit * sums.sum() ** (1.0 / order), largest)

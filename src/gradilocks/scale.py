@@ -1,0 +1,242 @@
+"""Loss in, scaled loss out; and the policies that say by how much.
+
+A policy is a frozen configuration. What moves is a ScaleState, advanced in place on its device, so
+that neither the host nor a captured graph has to know what the scale is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradilocks.values import ScaleState, wide
+
+__all__ = [
+    "DynamicScale",
+    "NoScale",
+    "ScalePolicy",
+    "StaticScale",
+    "advance_dynamic",
+    "resolve_scale",
+    "scale_loss",
+]
+
+SMALLEST = 2.0**-126
+"""The smallest scale whose reciprocal, and whose own float32 value, are both normal numbers."""
+LARGEST = float(torch.finfo(torch.float32).max)
+
+
+class ScalePolicy(Protocol):
+    """How the scale starts and how it moves on after each step."""
+
+    def start(self, device: torch.device) -> ScaleState:
+        """The state before the first step."""
+
+    def advance(self, state: ScaleState, skip: Tensor) -> None:
+        """Moves `state` on in place, given the step's skip flag (exactly 0 or 1)."""
+
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and the largest scale that this policy can reach."""
+
+
+@dataclass(frozen=True)
+class NoScale:
+    """Leaves the loss as it is; gradients are still measured, guarded and clipped.
+
+    For float32 and for bfloat16, whose range is that of float32.
+
+    Example:
+        >>> NoScale().start(torch.device("cpu")).scale.item()
+        1.0
+    """
+
+    def start(self, device: torch.device) -> ScaleState:
+        return _state(1.0, 0, 0, device)
+
+    def advance(self, state: ScaleState, skip: Tensor) -> None:
+        """A scale that is not there does not move."""
+
+    def bounds(self) -> tuple[float, float]:
+        return 1.0, 1.0
+
+
+@dataclass(frozen=True)
+class StaticScale:
+    """Multiplies the loss by the same number at every step.
+
+    Args:
+        scale: the factor; a power of two costs no precision.
+
+    Example:
+        >>> StaticScale(1024.0).start(torch.device("cpu")).scale.item()
+        1024.0
+    """
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        _check_scale("scale", self.scale)
+
+    def start(self, device: torch.device) -> ScaleState:
+        return _state(self.scale, 0, 0, device)
+
+    def advance(self, state: ScaleState, skip: Tensor) -> None:
+        """A static scale does not move."""
+
+    def bounds(self) -> tuple[float, float]:
+        return self.scale, self.scale
+
+
+@dataclass(frozen=True)
+class DynamicScale:
+    """Grows the scale while all is well and backs off when a gradient overflows.
+
+        skipped step:  tracker = 0;  hysteresis -= 1
+                       if hysteresis <= 0:  scale = max(scale * backoff_factor, min_scale)
+        taken step:    tracker += 1
+                       if tracker >= growth_interval:  tracker = 0;  hysteresis is full again
+                           if scale * growth_factor <= max_scale:  scale *= growth_factor
+
+    With `hysteresis=1` this is the rule of torch's GradScaler, bounded at both ends. With more, the
+    scale survives that many non-finite steps less one before it first backs off.
+
+    Args:
+        init_scale: the scale of the first step.
+        growth_factor: above 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: how many finite steps in a row it takes to grow.
+        min_scale: the floor. There the scale stops shrinking and stays usable.
+        max_scale: the ceiling. A growth that would pass it is not taken, so that a scale that is a
+            power of two stays one.
+        hysteresis: how many non-finite steps it takes to back off; refilled on growth.
+
+    Example:
+        >>> policy = DynamicScale(init_scale=8.0)
+        >>> state = policy.start(torch.device("cpu"))
+        >>> policy.advance(state, torch.tensor(1.0))
+        >>> state.scale.item()
+        4.0
+
+    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 2.0**-24
+    max_scale: float = 2.0**32
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "min_scale", "max_scale"):
+            _check_scale(name, getattr(self, name))
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise ValueError(
+                f"init_scale must lie between min_scale and max_scale, got {self.init_scale} "
+                f"outside [{self.min_scale}, {self.max_scale}]."
+            )
+        if not 1.0 < _number("growth_factor", self.growth_factor) < math.inf:
+            raise ValueError(f"growth_factor must be greater than 1, got {self.growth_factor}.")
+        if not 0.0 < _number("backoff_factor", self.backoff_factor) < 1.0:
+            raise ValueError(f"backoff_factor must be between 0 and 1, got {self.backoff_factor}.")
+        for name in ("growth_interval", "hysteresis"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+
+    def start(self, device: torch.device) -> ScaleState:
+        return _state(self.init_scale, 0, self.hysteresis, device)
+
+    def advance(self, state: ScaleState, skip: Tensor) -> None:
+        advance_dynamic(
+            state,
+            skip,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+            hysteresis=self.hysteresis,
+        )
+
+    def bounds(self) -> tuple[float, float]:
+        return self.min_scale, self.max_scale
+
+
+def advance_dynamic(
+    state: ScaleState,
+    skip: Tensor,
+    *,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int = 1,
+) -> None:
+    """The rule of `DynamicScale`, for callers whose factors may change in mid-run."""
+    skipped = skip > 0
+    left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
+    tracker = torch.where(skipped, 0, state.growth_tracker + 1)
+    full = (tracker >= growth_interval) & (growth_interval > 0)
+    scale = state.scale.to(wide(state.scale.device))
+    grown = scale * growth_factor
+    grown = torch.where(grown <= max_scale, grown, scale)
+    smaller = torch.clamp(scale * backoff_factor, min=min_scale)
+    scale = torch.where(skipped & (left <= 0), torch.minimum(smaller, scale), scale)
+    state.scale.copy_(torch.where(full, grown, scale))
+    state.growth_tracker.copy_(torch.where(full, 0, tracker))
+    state.hysteresis.copy_(torch.where(full, hysteresis, left))
+
+
+def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
+    """The loss times the scale; a half-precision loss is widened first, so it cannot overflow."""
+    if loss.dtype is torch.float16:
+        loss = loss.float()
+    return loss * scale.to(loss.device, non_blocking=True)
+
+
+def resolve_scale(given: object) -> ScalePolicy:
+    """The policy meant by GradientControl's `scale=`: a policy, "dynamic", a number or None."""
+    if given is None:
+        return NoScale()
+    if given == "dynamic":
+        return DynamicScale()
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        return StaticScale(float(given))
+    if isinstance(given, type) or not (hasattr(given, "start") and hasattr(given, "advance")):
+        came = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
+        raise TypeError(
+            "scale must be 'dynamic', None, a number or a scale policy such as "
+            f"DynamicScale(init_scale=1024.0), got {came}."
+        )
+    return given  # type: ignore[return-value]
+
+
+def _state(scale: float, tracker: int, hysteresis: int, device: torch.device) -> ScaleState:
+    return ScaleState(
+        scale=torch.full((), scale, dtype=torch.float32, device=device),
+        growth_tracker=torch.full((), tracker, dtype=torch.int32, device=device),
+        hysteresis=torch.full((), hysteresis, dtype=torch.int32, device=device),
+    )
+
+
+def _check_scale(name: str, value: float) -> None:
+    if not SMALLEST <= _number(name, value) <= LARGEST:
+        raise ValueError(
+            f"{name} must be a positive float32 whose reciprocal is finite, between {SMALLEST:.3g} "
+            f"and {LARGEST:.3g}, got {value}."
+        )
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
+    return float(value)

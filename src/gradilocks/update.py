@@ -1,0 +1,178 @@
+"""A Decision in; an optimizer stepped, or left exactly as it was, comes out.
+
+An optimizer that can take the decision inside its own pass gets `grad_scale` and `found_inf`, and
+unscaling and clipping cost no pass of their own. Any other gets its gradients multiplied in place
+and is stepped or not, which the host has to know: one of the two places where it waits.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks import kernels
+from gradilocks.values import Decision
+
+__all__ = [
+    "Snapshot",
+    "apply_in_place",
+    "check_update",
+    "handing_over",
+    "lacks_momentum",
+    "takes_decision",
+    "takes_scaler",
+    "update",
+]
+
+
+def update(optimizer: Any, decision: Decision, tensors: Sequence[Tensor]) -> None:
+    """Steps `optimizer` on its gradients, or leaves it bit for bit as it was.
+
+    Args:
+        optimizer: any object with `param_groups` and `step`.
+        decision: on one device; the bound on elements has been applied already.
+        tensors: the elements of this optimizer's gradients.
+    """
+    if not tensors:
+        return
+    if takes_decision(optimizer) and not lacks_momentum(optimizer):
+        grad_scale = torch.reciprocal(decision.multiplier).to(torch.float32)
+        with handing_over(optimizer, grad_scale=grad_scale, found_inf=decision.skip):
+            optimizer.step()
+    elif not decision.skip.item():
+        apply_in_place(decision, tensors)
+        optimizer.step()
+
+
+def apply_in_place(decision: Decision, tensors: Sequence[Tensor]) -> None:
+    """Multiplies the gradients themselves: one pass, none if the multiplier is 1."""
+    for device, on_device in _by_device(tensors).items():
+        kernels.for_device(device).multiply_(on_device, decision.multiplier.to(device))
+
+
+def apply_bound(decision: Decision, tensors: Sequence[Tensor]) -> None:
+    """Bounds the elements of the gradients as they stand, if the decision has a bound."""
+    if decision.bound is None:
+        return
+    for device, on_device in _by_device(tensors).items():
+        kernels.for_device(device).clamp_(on_device, decision.bound.to(device))
+
+
+def check_update(
+    optimizer: Any,
+    params: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    name: Callable[[Tensor], str],
+) -> None:
+    """Refuses scaled fp16 gradients that would have to be unscaled in fp16, before any step."""
+    if takes_decision(optimizer):
+        return
+    for param, tensor in zip(params, tensors, strict=True):
+        if tensor.dtype is torch.float16:
+            raise ValueError(
+                f"Attempting to unscale FP16 gradients. {name(param)} is float16, and dividing its "
+                "gradient by the scale in float16 would round small values to zero again. Keep the "
+                "parameters in float32 and run the forward pass under torch.autocast; or give the "
+                f"optimizer fused=True ({type(optimizer).__name__}(..., fused=True)), which unscales "
+                "in float32; or use scale=None."
+            )
+
+
+def takes_decision(optimizer: Any) -> bool:
+    """Whether `step` reads `grad_scale` and `found_inf` off the optimizer, as torch's fused do."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if any(group.get("fused") is False for group in optimizer.param_groups):
+        return False
+    return not takes_scaler(optimizer)
+
+
+def takes_scaler(optimizer: Any) -> bool:
+    """Whether `step` has a parameter `grad_scaler`, the older contract of apex and others."""
+    step = optimizer.step
+    return _names_grad_scaler(getattr(step, "__func__", step))
+
+
+@functools.lru_cache(maxsize=64)
+def _names_grad_scaler(step: Callable[..., Any]) -> bool:
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def lacks_momentum(optimizer: Any) -> bool:
+    """Whether a fused SGD would make its momentum buffers in this step.
+
+    It makes them without filling them, and a step that is then skipped leaves them so: the next
+    step adds whatever was in that memory to the weights. Such a step must be skipped by the host.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    return any(
+        param.grad is not None and optimizer.state[param].get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"] != 0
+        for param in group["params"]
+    )
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def handing_over(optimizer: Any, **attributes: Tensor | None) -> Iterator[None]:
+    """Sets attributes on the optimizer for one step and puts back what was there, come what may.
+
+    A `grad_scale` that the user had set is multiplied in.
+    """
+    before = {name: getattr(optimizer, name, _ABSENT) for name in attributes}
+    preset = before.get("grad_scale", _ABSENT)
+    try:
+        for name, value in attributes.items():
+            if name == "grad_scale" and isinstance(preset, Tensor):
+                value = preset if value is None else value * preset.to(value.device)
+            setattr(optimizer, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _ABSENT:
+                delattr(optimizer, name)
+            else:
+                setattr(optimizer, name, value)
+
+
+class Snapshot:
+    """An optimizer's parameters and state, kept so that a step can be undone.
+
+    Only a step with a closure needs one: by the time a later evaluation turns out non-finite, the
+    optimizer has moved the parameters already. It costs a copy of both.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._params = [
+            (param, param.detach().clone())
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ]
+        self._state = {param: copy.deepcopy(state) for param, state in optimizer.state.items()}
+
+    def restore(self) -> None:
+        """Puts everything back bit for bit."""
+        with torch.no_grad():
+            for param, before in self._params:
+                param.copy_(before)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+
+
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return by_device

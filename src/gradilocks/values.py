@@ -1,0 +1,100 @@
+"""What travels between the stages: plain data, no behaviour.
+
+Every tensor here is small and lies on the device that made it. Passing these values around never
+waits for that device; turning them into Python numbers does, and only `record` and `update` do so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["ClipLimit", "Decision", "Measurement", "ScaleState", "Statistics", "StepRecord"]
+
+
+@dataclass(frozen=True)
+class ScaleState:
+    """The moving part of a scale policy. The tensors are updated in place and never replaced."""
+
+    scale: Tensor
+    """float32, 0-d: what the loss is multiplied by."""
+    growth_tracker: Tensor
+    """int32, 0-d: finite steps in a row since the scale last moved."""
+    hysteresis: Tensor
+    """int32, 0-d: how many more non-finite steps until the scale backs off."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a kernel finds in a list of tensors; one entry a tensor, on the tensors' device."""
+
+    norms: Tensor
+    """float64 (float32 where the device has no float64): the norm of each tensor."""
+    nan: Tensor
+    """int64: how many elements are NaN."""
+    inf: Tensor
+    """int64: how many elements are Inf or -Inf."""
+    largest: Tensor | None = None
+    """As `norms`: the largest magnitude, NaN left out. Only when detail was asked for."""
+    zeros: Tensor | None = None
+    """int64: how many elements are exactly zero. Only when detail was asked for."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All gradients of a step, measured as they stand: scaled, if the loss was scaled."""
+
+    order: float
+    tensors: Statistics
+    norm: Tensor
+    """0-d: the norm over all tensors, as if they were one vector."""
+    nonfinite: Tensor
+    """float32, 0-d: exactly 1 if any element of any gradient is NaN or Inf, else exactly 0."""
+
+
+@dataclass(frozen=True)
+class ClipLimit:
+    """How far the unscaled gradients are to be pulled down."""
+
+    coefficient: Tensor
+    """0-d, in [0, 1]: every unscaled gradient is multiplied by it."""
+    limit: Tensor
+    """0-d: the bound that was put on the norm; inf if there is none."""
+    clipped: Tensor
+    """float32, 0-d: exactly 1 if the gradients change because of this limit, else exactly 0."""
+    value: float | None = None
+    """The bound on the magnitude of each unscaled element; None if there is none."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Step or skip, and by what every gradient is multiplied on the way into the optimizer."""
+
+    skip: Tensor
+    """float32, 0-d: exactly 1 or exactly 0."""
+    multiplier: Tensor
+    """0-d: clip coefficient over scale; 1 when the step is skipped."""
+    bound: Tensor | None = None
+    """0-d: the bound on each element of the gradients as they stand; inf when skipped."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step leaves behind, on the device, until somebody reads it."""
+
+    step: int
+    scale: Tensor
+    norm: Tensor
+    limit: Tensor
+    clipped: Tensor
+    skip: Tensor
+    loss_nonfinite: Tensor
+    nan: Tensor
+    inf: Tensor
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """The dtype for scalars that must not overflow: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
