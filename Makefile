@@ -21,6 +21,9 @@ $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/d
 $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 endef
 
+# Where the interpreter has gone (an upgrade of the system's Python), nothing counts as installed.
+$(shell test -x $(BIN)/python || rm -f $(RUNTIME) $(DEV))
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format types bench clean
 .DELETE_ON_ERROR:

@@ -204,7 +204,10 @@ def first_use_of_each_cli_command() -> dict[str, Command]:
     return uses
 
 
-@pytest.mark.parametrize(("name", "command"), first_use_of_each_cli_command().items())
+CLI_USES = first_use_of_each_cli_command()
+
+
+@pytest.mark.parametrize(("name", "command"), CLI_USES.items(), ids=list(CLI_USES))
 def test_every_gradilocks_command_in_a_document_exists(name, command):
     asked = subprocess.run(
         [sys.executable, "-m", "gradilocks", name, "--help"],

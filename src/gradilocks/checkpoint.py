@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gradilocks.errors import BadState
+from gradilocks.errors import BadState, MissingKey
 from gradilocks.record import fetch
 from gradilocks.scale import LARGEST, SMALLEST, DynamicScale
 from gradilocks.values import ScaleState
@@ -151,7 +151,7 @@ def _rebuild(policy: Any, described: Any, kind: str) -> Any:
 def _require(saved: Mapping[str, Any], keys: tuple[str, ...], *, where: str) -> None:
     missing = [key for key in keys if key not in saved]
     if missing:
-        raise BadState(
+        raise MissingKey(
             f"{where} has no {', '.join(repr(key) for key in missing)}; it has "
             f"{', '.join(repr(key) for key in saved)}. Expected what state_dict() of a "
             "GradientControl or of torch's GradScaler returns."

@@ -2,6 +2,7 @@
 
     GradilocksError
     ├── BadState            (ValueError)    a state_dict that does not fit; nothing was loaded
+    │   └── MissingKey      (KeyError)      one that lacks a key
     ├── NoGradients         (RuntimeError)  step() with nothing to step on
     ├── NonFiniteGradient   (RuntimeError)  a step was skipped and the caller asked to be told
     │   └── NeverFinite                     so many in a row that training is going nowhere
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 __all__ = [
     "BadState",
     "GradilocksError",
+    "MissingKey",
     "NeverFinite",
     "NoGradients",
     "NonFiniteGradient",
@@ -32,6 +34,13 @@ class GradilocksError(Exception):
 
 class BadState(GradilocksError, ValueError):
     """A state_dict of another version or policy, or one with a missing or impossible value."""
+
+
+class MissingKey(BadState, KeyError):
+    """A state_dict without a key that it must have; a KeyError too, as torch raises there."""
+
+    def __str__(self) -> str:  # KeyError would show the message in quotes.
+        return str(self.args[0])
 
 
 class NoGradients(GradilocksError, RuntimeError):

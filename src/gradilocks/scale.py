@@ -190,7 +190,7 @@ def advance_dynamic(
     grown = scale * growth_factor
     grown = torch.where(grown <= max_scale, grown, scale)
     smaller = torch.clamp(scale * backoff_factor, min=min_scale)
-    scale = torch.where(skipped & (left <= 0), torch.minimum(smaller, scale), scale)
+    scale = torch.where(skipped & (left <= 0), smaller, scale)
     state.scale.copy_(torch.where(full, grown, scale))
     state.growth_tracker.copy_(torch.where(full, 0, tracker))
     state.hysteresis.copy_(torch.where(full, hysteresis, left))

@@ -125,22 +125,27 @@ _ABSENT = object()
 
 
 @contextmanager
-def handing_over(optimizer: Any, **attributes: Tensor | None) -> Iterator[None]:
-    """Sets attributes on the optimizer for one step and puts back what was there, come what may.
+def handing_over(
+    optimizer: Any, *, grad_scale: Tensor | None, found_inf: Tensor | None, consume: bool = False
+) -> Iterator[None]:
+    """Sets `grad_scale` and `found_inf` on the optimizer for one step, whatever becomes of it.
 
-    A `grad_scale` that the user had set is multiplied in.
+    A `grad_scale` that the user had set is multiplied in and put back afterwards; with `consume`
+    it is put back only if the step raises, and taken away otherwise, as torch's scaler does.
     """
-    before = {name: getattr(optimizer, name, _ABSENT) for name in attributes}
-    preset = before.get("grad_scale", _ABSENT)
+    before = {name: getattr(optimizer, name, _ABSENT) for name in ("grad_scale", "found_inf")}
+    preset = before["grad_scale"]
+    if preset is not _ABSENT and preset is not None:
+        grad_scale = preset if grad_scale is None else grad_scale * preset  # type: ignore[assignment,operator]
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
     try:
-        for name, value in attributes.items():
-            if name == "grad_scale" and isinstance(preset, Tensor):
-                value = preset if value is None else value * preset.to(value.device)
-            setattr(optimizer, name, value)
         yield
+    except BaseException:
+        consume = False
+        raise
     finally:
         for name, value in before.items():
-            if value is _ABSENT:
+            if value is _ABSENT or consume:
                 delattr(optimizer, name)
             else:
                 setattr(optimizer, name, value)

@@ -52,7 +52,8 @@ def _run(arguments: list[str]) -> int:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "gradilocks"
         message = " ".join(getattr(error, "format_message", error.__str__)().split())
-        return _fail(f"{message.rstrip('.')}. Try '{command} --help'.", status=2)
+        stop = "" if message.endswith((".", "?")) else "."
+        return _fail(f"{message}{stop} Try '{command} --help'.", status=2)
     except typer.Abort:
         return _fail("interrupted.", status=INTERRUPTED)
     return status if isinstance(status, int) else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,25 +10,36 @@ from typing import Annotated, Literal
 import typer
 
 from gradilocks.cli import INTERRUPTED
-from gradilocks.demo.values import LARGEST_SCALE, SMALLEST_SCALE, Settings, Step, Summary
+from gradilocks.cli.options import number, whole_number
+from gradilocks.demo.values import LARGEST, SMALLEST, Settings, Step, Summary
 from gradilocks.errors import GradilocksError
 
 _DEFAULT = Settings()
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="How many optimizer steps.")] = _DEFAULT.steps,
+    steps: Annotated[
+        int,
+        typer.Option(
+            parser=whole_number(smallest=1), metavar="N", help="How many optimizer steps."
+        ),
+    ] = _DEFAULT.steps,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the parameters and of the batches.")
+        int,
+        typer.Option(
+            parser=whole_number(smallest=0, largest=2**63 - 1),
+            metavar="N",
+            help="Seed of the parameters and of the batches.",
+        ),
     ] = _DEFAULT.seed,
     batch_accumulation: Annotated[
         int,
         typer.Option(
-            min=1,
-            max=2**20,
-            help="How many equal micro-batches make a global batch. One, of 32 x 64 characters, is "
-            "computed: its loss is divided by this count before the backward pass, and its "
-            "gradients are multiplied by it, in fp32, after the backward pass.",
+            parser=whole_number(smallest=1, largest=2**20),
+            metavar="N",
+            help="How many equal micro-batches make a global batch. One, of "
+            f"{_DEFAULT.rows} x {_DEFAULT.length} characters, is computed: its loss is divided by "
+            "N before the backward pass, and its gradients are multiplied by N, in fp32, after it.",
         ),
     ] = _DEFAULT.accumulation,
     scale: Annotated[
@@ -53,10 +63,11 @@ def demo(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> int:
-    """Train a small GPT with fp16 layers under GradientControl: seconds, on any CPU.
+    """Train a small GPT in emulated fp16 under GradientControl.
 
-    The text is Python's own documentation. The layers compute in fp32 and store in fp16, as a
-    tensor core does, and the run ends with what was skipped, clipped, scaled and learned.
+    It learns Python's own documentation, on the CPU, in well under a minute. Its Linear layers
+    compute in fp32 and store in fp16, as a tensor core does. The run ends with what was skipped,
+    clipped, scaled and learned.
     """
     settings = Settings(
         steps=steps,
@@ -110,34 +121,19 @@ def _read_scale(text: str) -> float | Literal["dynamic"] | None:
         return "dynamic"
     if text == "none":
         return None
-    value = _read_number(text)
-    if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
-        raise typer.BadParameter(
-            f"expected dynamic, none or a number between {SMALLEST_SCALE:.3g} and "
-            f"{LARGEST_SCALE:.3g}, got {text!r}.",
-            param_hint="'--scale'",
-        )
-    return value
+    return number(
+        "--scale",
+        text,
+        smallest=SMALLEST,
+        largest=LARGEST,
+        words=("dynamic", "none"),
+    )
 
 
 def _read_clip(text: str) -> float | None:
     if text == "none":
         return None
-    value = _read_number(text)
-    if not 0 < value < math.inf:
-        raise typer.BadParameter(
-            f"expected a finite number greater than 0, or none, got {text!r}.",
-            param_hint="'--clip'",
-        )
-    return value
-
-
-def _read_number(text: str) -> float:
-    """Returns the number, or NaN, which is in no range, for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    return number("--clip", text, smallest=SMALLEST, largest=LARGEST, words=("none",))
 
 
 def _check_new(path: Path) -> None:

@@ -186,15 +186,17 @@ def _name_culprits(summary: Summary) -> str:
 
 def _suggest(console: Console, settings: Settings) -> None:
     name = program()
-    other, what = (
-        ("demo", "the same with a dynamic scale")
+    other = (
+        ("with a scale", f"{name} demo")
         if settings.scale is None
-        else ("demo --scale none", "the same without a scale: see the loss")
+        else ("without a scale", f"{name} demo --scale none")
     )
     console.print("Next:")
-    for command, meaning in (
-        (f"{name} {other}", what),
-        (f"{name} demo --help", "every option"),
-        ("docs/quickstart.md, examples/", "GradientControl in your own loop: ten lines"),
+    for what, how in (
+        other,
+        ("every option", f"{name} demo --help"),
+        ("in your own loop", "control = gradilocks.GradientControl(optimizer, clip=1.0)"),
+        ("", "control.backward(loss); control.step(); control.zero_grad()"),
+        ("", "as in docs/quickstart.md and examples/"),
     ):
-        console.print(f"  {command:<32}  {meaning}", soft_wrap=True, markup=False)
+        console.print(f"  {what:<16}  {how}", soft_wrap=True, markup=False)

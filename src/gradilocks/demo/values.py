@@ -15,9 +15,9 @@ LONGEST_LOSS_WINDOW = 50
 """The last loss is a mean over a sixth of the run, and over no more steps than this."""
 
 
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**127
-"""Between the two a scale and its reciprocal are both normal float32 numbers."""
+SMALLEST = 2.0**-126
+LARGEST = 2.0**127
+"""Between the two a scale or a limit, and its reciprocal, are both normal float32 numbers."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,11 @@ class Settings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.seed < 0:
             raise ValueError(f"seed must be 0 or more, got {self.seed}.")
-        if isinstance(self.scale, (int, float)) and not (
-            SMALLEST_SCALE <= self.scale <= LARGEST_SCALE
-        ):
-            raise ValueError(
-                f"scale must be between {SMALLEST_SCALE:.3g} and {LARGEST_SCALE:.3g}, "
-                f"got {self.scale}."
-            )
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"clip must be a finite number greater than 0, got {self.clip}.")
+        for name, value in (("scale", self.scale), ("clip", self.clip)):
+            if isinstance(value, (int, float)) and not SMALLEST <= value <= LARGEST:
+                raise ValueError(
+                    f"{name} must be between {SMALLEST:.3g} and {LARGEST:.3g}, got {value}."
+                )
         if self.heads < 1 or self.width % self.heads:
             raise ValueError(f"heads must divide width {self.width}, got {self.heads}.")
 

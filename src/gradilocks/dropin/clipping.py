@@ -1,0 +1,238 @@
+"""Drop-ins for torch.nn.utils: `clip_grad_norm_`, `clip_grads_with_norm_`, `get_total_norm`,
+`clip_grad_value_`.
+
+Same arguments, same results where torch's are sound. Where they are not: the norm of half-precision
+gradients is added in float32, the norm of finite gradients does not overflow, a NaN or Inf leaves
+every gradient as it is, a negative bound is an error, a parameter listed twice counts once, and
+sparse gradients work.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradilocks import kernels
+from gradilocks.clip import check_max_norm, clip_coefficient
+from gradilocks.dropin import known
+from gradilocks.gradients import Gradients, collect
+from gradilocks.measure import measure, summarize
+from gradilocks.reduce import reduce
+from gradilocks.values import Measurement, Statistics
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
+
+_TensorOrTensors = Tensor | Iterable[Tensor]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: _TensorOrTensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Shortens the gradients of `parameters` in place so that their norm is at most `max_norm`.
+
+    If `GradScaler.unscale_` has just measured these gradients and nothing has written to them
+    since, that norm is used and they are not read again; if nothing is to be clipped, they are not
+    read or written at all.
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
+        max_norm: the bound, not negative; `math.inf` only measures.
+        norm_type: the p of the norm; `math.inf` for the largest element.
+        error_if_nonfinite: raise if the norm is NaN or inf.
+        foreach: taken for compatibility; True on a device that has no foreach raises, as in torch.
+
+    Returns:
+        The norm before clipping: float32, or float64 if a gradient is float64.
+    """
+    params = _listed(parameters, warn_if_empty_generator=True)
+    bound = _bound("max_norm", max_norm)
+    found = collect(params, name=_place(params))
+    _check_foreach(foreach, found.tensors)
+    measurement = _measured(found, float(norm_type))
+    norm = _checked_norm(measurement, float(norm_type), found.tensors, error_if_nonfinite)
+    if found.tensors:
+        _shorten_(found.tensors, bound, measurement.norm, measurement.nonfinite)
+    return norm
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: _TensorOrTensors,
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Multiplies the gradients of `parameters` in place by `min(1, max_norm / (total_norm + 1e-6))`.
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
+        max_norm: the bound, not negative.
+        total_norm: as `get_total_norm` returned it. NaN and inf leave the gradients as they are.
+        foreach: as in `clip_grad_norm_`.
+    """
+    params = _listed(parameters)
+    bound = _bound("max_norm", max_norm)
+    found = collect(params, name=_place(params))
+    _check_foreach(foreach, found.tensors)
+    if found.tensors:
+        norm = torch.as_tensor(total_norm).detach()
+        nonfinite = torch.logical_not(torch.isfinite(norm)).to(torch.float32)
+        _shorten_(found.tensors, bound, norm.to(torch.promote_types(norm.dtype, torch.float32)), nonfinite)
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: _TensorOrTensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """The norm of `tensors` as if they were one vector.
+
+    Args:
+        tensors: a tensor or an iterable of tensors, such as gradients.
+        norm_type: the p of the norm; `math.inf` for the largest element.
+        error_if_nonfinite: raise if the norm is NaN or inf.
+        foreach: as in `clip_grad_norm_`.
+
+    Returns:
+        The norm: float32, or float64 if a tensor is float64.
+    """
+    given = _listed(tensors)
+    # Measured as gradients are: each once, sparse ones coalesced, distributed ones by their shard.
+    holders = [_Holder(tensor) for tensor in {id(t): t for t in given}.values()]
+    found = collect(holders, name=_place(given))  # type: ignore[arg-type]
+    _check_foreach(foreach, found.tensors)
+    measurement = _measured(found, float(norm_type))
+    return _checked_norm(measurement, float(norm_type), found.tensors, error_if_nonfinite)
+
+
+@torch.no_grad()
+def clip_grad_value_(
+    parameters: _TensorOrTensors, clip_value: float, foreach: bool | None = None
+) -> None:
+    """Bounds every element of the gradients of `parameters` to [-clip_value, clip_value] in place.
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
+        clip_value: the bound, not negative. NaN elements stay NaN.
+        foreach: as in `clip_grad_norm_`.
+    """
+    params = _listed(parameters)
+    bound = _bound("clip_value", clip_value)
+    found = collect(params, name=_place(params))
+    _check_foreach(foreach, found.tensors)
+    for device, tensors in _by_device(found.tensors).items():
+        kernels.for_device(device).clamp_(tensors, torch.tensor(bound, device=device))
+
+
+class _Holder:
+    """Stands where `collect` expects a parameter, for a caller who has only the gradient."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self.grad = grad
+
+
+def _measured(found: Gradients, order: float) -> Measurement:
+    tensors = found.tensors
+    home = tensors[0].device if tensors else torch.device("cpu")
+    norms = [known.recall(t) if order == 2.0 else None for t in tensors]
+    if all(norm is None for norm in norms):
+        measurement = measure(tensors, home=home, order=order)
+    else:
+        measurement = _measured_in_part(tensors, norms)
+    if found.replicas is not None:
+        import torch.distributed as dist
+
+        measurement = reduce(
+            measurement, replicas=[r or dist.get_world_size() for r in found.replicas]
+        )
+    return measurement
+
+
+def _measured_in_part(tensors: Sequence[Tensor], norms: list[float | None]) -> Measurement:
+    """Measures the tensors whose norm is not known and puts both together; all are on the CPU."""
+    unknown = [t for t, norm in zip(tensors, norms, strict=True) if norm is None]
+    nan = torch.zeros(len(tensors), dtype=torch.int64)
+    inf = torch.zeros_like(nan)
+    values = torch.tensor([norm or 0.0 for norm in norms], dtype=torch.float64)
+    if unknown:
+        rest = kernels.for_device(unknown[0].device).measure(unknown, order=2.0)
+        places = torch.tensor([i for i, norm in enumerate(norms) if norm is None])
+        values[places], nan[places], inf[places] = rest.norms, rest.nan, rest.inf
+    return summarize(Statistics(values, nan, inf), order=2.0)
+
+
+def _checked_norm(
+    measurement: Measurement, order: float, tensors: Sequence[Tensor], error_if_nonfinite: bool
+) -> Tensor:
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    norm = measurement.norm.to(torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32)
+    if error_if_nonfinite and bool(torch.logical_or(norm.isnan(), norm.isinf())):
+        raise RuntimeError(
+            f"The total norm of order {order} for gradients from `parameters` is non-finite, so it "
+            "cannot be clipped. To disable this error and scale the gradients by the non-finite "
+            "norm anyway, set `error_if_nonfinite=False`"
+        )
+    return norm
+
+
+def _shorten_(tensors: Sequence[Tensor], bound: float, norm: Tensor, nonfinite: Tensor) -> None:
+    coefficient = clip_coefficient(norm, bound, nonfinite)
+    for device, on_device in _by_device(tensors).items():
+        kernels.for_device(device).multiply_(on_device, coefficient.to(device))
+
+
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return by_device
+
+
+def _listed(given: _TensorOrTensors, *, warn_if_empty_generator: bool = False) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    listed = list(given)
+    if warn_if_empty_generator and not listed and isinstance(given, types.GeneratorType):
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=4
+        )
+    return listed
+
+
+def _bound(name: str, value: object) -> float:
+    return check_max_norm(float(value), name=name)  # type: ignore[arg-type]
+
+
+def _place(params: Sequence[object]) -> Callable[[object], str]:
+    def name(param: object) -> str:
+        index = next((i for i, p in enumerate(params) if p is param), 0)
+        return f"parameters[{index}]"
+
+    return name
+
+
+def _check_foreach(foreach: bool | None, tensors: Sequence[Tensor]) -> None:
+    if not foreach or not tensors:
+        return
+    from torch.utils._foreach_utils import _device_has_foreach_support
+
+    for tensor in tensors:
+        if not _device_has_foreach_support(tensor.device):
+            raise RuntimeError(
+                "foreach=True was passed, but can't use the foreach API on "
+                f"{tensor.device.type} tensors"
+            )
+
