@@ -99,6 +99,15 @@ def test_demo_in_a_pipe_is_plain_lines_and_ends_with_the_table_and_what_to_do_ne
     assert any(line.endswith("gradilocks demo --help") for line in lines)
 
 
+def test_demo_runs_without_numpy_and_without_a_word_about_it(tmp_path: Path) -> None:
+    missing = tmp_path / "numpy"
+    missing.mkdir()
+    (missing / "__init__.py").write_text("raise ModuleNotFoundError('numpy')")
+    path = os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path)])
+    done = run("demo", "--steps", "1", PYTHONPATH=path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_demo_names_the_culprits_of_skipped_steps() -> None:
     done = run("demo", "--steps", "2", "--scale", "1e30")
     assert done.returncode == 0, done.stderr

@@ -128,10 +128,11 @@ def test_training_lowers_the_loss_and_reports_every_step() -> None:
     assert all(math.isfinite(step.norm) for step in seen)
 
 
-def test_training_is_a_function_of_its_settings_and_leaves_the_global_seed_alone() -> None:
-    before = torch.random.get_rng_state()
+def test_training_is_a_function_of_its_settings_and_leaves_torch_as_it_was() -> None:
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     first = train(SMALL, ignore)
-    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert torch.get_num_threads() == threads
     assert replace(train(SMALL, ignore), seconds=0.0) == replace(first, seconds=0.0)
     assert train(replace(SMALL, seed=1), ignore).loss_first != first.loss_first
 

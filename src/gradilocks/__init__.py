@@ -30,7 +30,7 @@ _HOME = {
     "get_total_norm": "dropin",
 }
 
-__all__ = [  # noqa: F822 (the names are loaded by __getattr__)
+__all__ = [
     "ClipByNorm",
     "ClipByValue",
     "DynamicScale",

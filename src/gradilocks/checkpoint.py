@@ -128,8 +128,7 @@ def _load_from_torch(saved: Mapping[str, Any], scale_policy: Any, clip_policy: A
 
 
 def _describe(policy: Any) -> dict[str, Any]:
-    config = dataclasses.asdict(policy) if dataclasses.is_dataclass(policy) else {}
-    return {"name": type(policy).__name__, "config": config}  # type: ignore[arg-type]
+    return {"name": type(policy).__name__, "config": dataclasses.asdict(policy)}
 
 
 def _rebuild(policy: Any, described: Any, kind: str) -> Any:
@@ -140,8 +139,6 @@ def _rebuild(policy: Any, described: Any, kind: str) -> Any:
             f"the state_dict was saved with the {kind} policy {name}, this control has {present}. "
             f"Make the control with {kind}={name}(...), or start without the state_dict."
         )
-    if not dataclasses.is_dataclass(policy):
-        return policy
     try:
         return type(policy)(**described["config"])
     except (KeyError, TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
 """GradientControl: the one stateful object. It runs the stages in the one right order.
 
-    loss ─scale─▶ backward ─▶ collect ─▶ measure ─▶ reduce ─▶ clip ─▶ decide ─▶ update ─▶ record
+loss ─scale─▶ backward ─▶ collect ─▶ measure ─▶ reduce ─▶ clip ─▶ decide ─▶ update ─▶ record
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks import checkpoint, update
+from gradilocks.arguments import (
+    check_give_up_after,
+    check_loss,
+    check_parameters,
+    checked_optimizers,
+)
 from gradilocks.clip import resolve_clip
 from gradilocks.decide import decide
-from gradilocks.diagnose import diagnose, scale_path
-from gradilocks.errors import NeverFinite, NoGradients, NonFiniteGradient, ScaleMisuse
-from gradilocks.gradients import Gradients, Names, collect, parameters_of
+from gradilocks.diagnose import never_finite
+from gradilocks.errors import NoGradients, NonFiniteGradient, ScaleMisuse
+from gradilocks.gradients import Gradients, Names, collect, parameters_of, replicas_of
 from gradilocks.measure import measure
 from gradilocks.record import Outcome, Streak, fetch
 from gradilocks.reduce import reduce
@@ -68,14 +74,14 @@ class GradientControl:
         give_up_after: int | None = 100,
         process_group: Any = None,
     ) -> None:
-        self._optimizers = _checked_optimizers((optimizer, *more))
+        self._optimizers = checked_optimizers((optimizer, *more))
         self._names = Names(model, self._optimizers)
-        _check_parameters(parameters_of(self._optimizers, name=self._names), self._names)
+        check_parameters(parameters_of(self._optimizers, name=self._names), self._names)
         self._scale_policy = resolve_scale(scale)
         self._clip_policy = resolve_clip(clip)
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"on_nonfinite must be 'skip' or 'raise', got {on_nonfinite!r}.")
-        _check_give_up_after(give_up_after)
+        check_give_up_after(give_up_after)
         self._on_nonfinite = on_nonfinite
         self._process_group = process_group
         self._streak = Streak(give_up_after)
@@ -92,7 +98,7 @@ class GradientControl:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, for callers who run `backward` themselves."""
-        _check_loss(loss)
+        check_loss(loss)
         if self._unscaled:
             self._start_over_after_unscale()
         self._move_to(loss.device)
@@ -111,13 +117,13 @@ class GradientControl:
             loss: a scalar that requires grad.
             kwargs: handed to `Tensor.backward` (`retain_graph`, `create_graph`, `inputs`).
         """
-        _check_loss(loss)
+        check_loss(loss)
         if loss.numel() != 1:
             raise ValueError(
                 f"loss must be a scalar, got shape {tuple(loss.shape)}. Reduce it first, for "
                 "example with loss.mean() or loss.sum()."
             )
-        self.scale_loss(loss).backward(**kwargs)
+        self.scale_loss(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def unscale_(self) -> None:
         """Makes the gradients true in place, for code that reads or changes them before `step`.
@@ -198,7 +204,7 @@ class GradientControl:
 
     def _find_gradients(self) -> list[Gradients]:
         """The gradients of each optimizer, after checking that a scaled loss made them."""
-        _ = parameters_of(self._optimizers, name=self._names)
+        parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
         found = [
             collect(
                 (param for group in optimizer.param_groups for param in group["params"]),
@@ -228,7 +234,7 @@ class GradientControl:
         measurement = measure(
             tensors, home=home, order=float(policy.order), detail=policy.needs_largest
         )
-        replicas = _replicas(found)
+        replicas = replicas_of(found)
         if self._process_group is not None or replicas is not None:
             measurement = reduce(measurement, group=self._process_group, replicas=replicas)
         scale = self._state.scale
@@ -257,7 +263,13 @@ class GradientControl:
         self._steps += 1
         self._forget_step()
         if self._streak.note(record):
-            self._give_up(outcome)
+            symptoms = self._streak.symptoms()
+            raise never_finite(
+                symptoms,
+                bounds=self._scale_policy.bounds(),
+                culprits=outcome.culprits,
+                described=outcome.describe(at_most=5),
+            )
         if self._on_nonfinite == "raise" and outcome.skipped:
             raise NonFiniteGradient(
                 f"step {outcome.step} skipped: {outcome.describe()}; scale {outcome.scale:g}. "
@@ -265,23 +277,6 @@ class GradientControl:
                 culprits=outcome.culprits,
             )
         return outcome
-
-    def _give_up(self, outcome: Outcome) -> None:
-        symptoms = self._streak.symptoms()
-        lowest, highest = self._scale_policy.bounds()
-        diagnosis = diagnose(symptoms, lowest=lowest, highest=highest)
-        scales = [symptom.scale for symptom in symptoms]
-        raise NeverFinite(
-            f"{len(symptoms)} steps in a row had non-finite gradients; the parameters are as they "
-            f"were before the first of them.\n"
-            f"  culprits: {outcome.describe(at_most=5)}\n"
-            f"  scale:    {scale_path(scales)}\n"
-            f"  why:      {diagnosis.why}\n"
-            f"  try:      {diagnosis.advice}",
-            culprits=outcome.culprits,
-            scales=scales,
-            curable=diagnosis.curable,
-        )
 
     def _step_with_closure(self, closure: Callable[[], Tensor]) -> Outcome:
         if len(self._optimizers) != 1:
@@ -349,66 +344,3 @@ class GradientControl:
 
 class _Skipped(Exception):
     """Leaves an optimizer's step from inside its closure."""
-
-
-def _replicas(found: Sequence[Gradients]) -> list[int] | None:
-    """How many ranks hold each tensor; a plain tensor beside DTensors is on every rank."""
-    if not any(part.replicas for part in found):
-        return None
-    import torch.distributed as dist
-
-    everywhere = dist.get_world_size()
-    return [
-        held
-        for part in found
-        for held in (part.replicas or [everywhere] * len(part.params))
-    ]
-
-
-def _checked_optimizers(optimizers: Sequence[Any]) -> tuple[Any, ...]:
-    for optimizer in optimizers:
-        if isinstance(optimizer, type) or not (
-            hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))
-        ):
-            came = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else repr(
-                type(optimizer).__name__
-            )
-            raise TypeError(
-                "GradientControl takes optimizers, objects with param_groups and step(), got "
-                f"{came}. Write GradientControl(optimizer, model=model)."
-            )
-    return tuple(optimizers)
-
-
-def _check_parameters(params: Sequence[Tensor], names: Names) -> None:
-    if not params:
-        raise ValueError("the optimizer has no parameters, so there are no gradients to control.")
-    for param in params:
-        if param.is_meta:
-            raise ValueError(
-                f"{names(param)} is on the meta device and has no values. Give the model real "
-                "storage first, for example model.to_empty(device='cpu')."
-            )
-
-
-def _check_give_up_after(value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"give_up_after must be an int or None, got {type(value).__name__}.")
-    if value < 1:
-        raise ValueError(f"give_up_after must be at least 1, or None for never, got {value}.")
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"loss must be a tensor, got {type(loss).__name__}.")
-    if not loss.is_floating_point():
-        raise TypeError(f"loss must be a real floating-point tensor, got {loss.dtype}.")
-    if not loss.requires_grad:
-        raise ValueError(
-            "loss does not require grad, so it has no gradients. Was it computed under "
-            "torch.no_grad(), detached, or rebuilt from .item()?"
-        )
-
-

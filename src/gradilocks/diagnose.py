@@ -10,9 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Diagnosis", "Symptom", "diagnose", "scale_path"]
+from gradilocks.errors import NeverFinite
 
-# An overflow caused by the scale fades as the scale falls; after this many-fold it has had a chance.
+__all__ = ["Diagnosis", "Symptom", "diagnose", "never_finite", "scale_path"]
+
+# An overflow that the scale caused fades as the scale falls. So far is a fair chance to fade.
 _FAIR_TRIAL = 256.0
 
 
@@ -98,6 +100,29 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
         "looks like an overflow that a smaller scale cures.",
         f"Start lower, for example DynamicScale(init_scale={last.scale / 16:g}), or give the scale "
         "more steps to fall with a larger give_up_after.",
+    )
+
+
+def never_finite(
+    symptoms: Sequence[Symptom],
+    *,
+    bounds: tuple[float, float],
+    culprits: Sequence[str],
+    described: str,
+) -> NeverFinite:
+    """The error that says what happened, why, and what to try."""
+    diagnosis = diagnose(symptoms, lowest=bounds[0], highest=bounds[1])
+    scales = [symptom.scale for symptom in symptoms]
+    return NeverFinite(
+        f"{len(symptoms)} steps in a row had non-finite gradients; the parameters are as they were "
+        f"before the first of them.\n"
+        f"  culprits: {described}\n"
+        f"  scale:    {scale_path(scales)}\n"
+        f"  why:      {diagnosis.why}\n"
+        f"  try:      {diagnosis.advice}",
+        culprits=culprits,
+        scales=scales,
+        curable=diagnosis.curable,
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradilocks.errors import SharedParameter
 
-__all__ = ["Gradients", "Names", "collect", "parameters_of"]
+__all__ = ["Gradients", "Names", "collect", "parameters_of", "replicas_of"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Gradients:
     tensors: tuple[Tensor, ...]
     replicas: tuple[int, ...] | None = None
     """How many ranks hold the same elements, per tensor; None if no gradient is distributed."""
+
+
+EVERYWHERE = 0
+"""In `replicas`: a plain tensor, which beside distributed ones is on every rank."""
 
 
 def collect(params: Iterable[Tensor], *, name: Callable[[Tensor], str]) -> Gradients:
@@ -52,7 +56,7 @@ def collect(params: Iterable[Tensor], *, name: Callable[[Tensor], str]) -> Gradi
         if grad is None or id(param) in seen:
             continue
         seen.add(id(param))
-        held = 1
+        held = EVERYWHERE
         if grad.layout is not torch.strided:
             grad = _sparse_values(param, grad, name)
         elif type(grad) is not Tensor and is_distributed(grad):
@@ -82,7 +86,7 @@ def _sparse_values(param: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether `tensor` is a DTensor, without importing torch.distributed for those who have none."""
+    """Whether `tensor` is a DTensor; does not import torch.distributed to find out."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -99,6 +103,23 @@ def _replicas(param: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -> int
         if placement.is_replicate():
             held *= int(mesh.size(dim))
     return held
+
+
+def replicas_of(found: Sequence[Gradients]) -> list[int] | None:
+    """How many ranks hold each tensor; None if none is distributed.
+
+    A plain tensor beside distributed ones is taken to be on every rank.
+    """
+    if all(part.replicas is None for part in found):
+        return None
+    import torch.distributed as dist
+
+    everywhere = dist.get_world_size()
+    return [
+        held or everywhere
+        for part in found
+        for held in (part.replicas or [EVERYWHERE] * len(part.params))
+    ]
 
 
 def parameters_of(optimizers: Sequence[Any], *, name: Callable[[Tensor], str]) -> list[Tensor]:

@@ -30,11 +30,9 @@ def measure(
     Returns:
         The Measurement, on `home`; nothing waits.
     """
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
-    if len(by_device) == 1:
-        (device,) = by_device
+    places = kernels.by_device(tensors)
+    if len(places) == 1:
+        (device,) = places
         found = kernels.for_device(device).measure(tensors, order=order, detail=detail)
         return summarize(_moved(found, home), order=order)
     parts = [
@@ -44,10 +42,10 @@ def measure(
             ),
             home,
         )
-        for device, indices in by_device.items()
+        for device, indices in places.items()
     ]
-    places = [i for indices in by_device.values() for i in indices]
-    return summarize(_merged(parts, places, home=home, detail=detail), order=order)
+    order_of_parts = [i for indices in places.values() for i in indices]
+    return summarize(_merged(parts, order_of_parts, home=home, detail=detail), order=order)
 
 
 def summarize(statistics: Statistics, *, order: float) -> Measurement:
@@ -66,7 +64,8 @@ def total_norm(norms: Tensor, order: float) -> Tensor:
     if norms.numel() == 0:
         return norms.new_zeros(())
     if order <= 0.0:
-        return torch.linalg.vector_norm(norms, order)
+        total: Tensor = torch.linalg.vector_norm(norms, order)
+        return total
     largest = norms.amax()
     usable = (largest > 0) & torch.isfinite(largest)
     safe = torch.where(usable, largest, torch.ones_like(largest))

@@ -6,6 +6,7 @@ no more often than it could have reached the limit.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from gradilocks.diagnose import Symptom
 from gradilocks.values import StepRecord
 
-__all__ = ["NonFiniteCount", "Outcome", "Streak", "fetch"]
+__all__ = ["Findings", "NonFiniteCount", "Outcome", "Streak", "fetch"]
 
 
 def fetch(*scalars: Tensor) -> list[float]:
@@ -40,50 +41,38 @@ class NonFiniteCount(NamedTuple):
         return "NaN" if self.nan else "Inf"
 
 
-class Outcome:
-    """What became of one step. Reading any property waits for the device, once.
+class Findings:
+    """Whether a step was skipped, at which scale, and whose gradients were not finite.
 
-    Example:
-        >>> outcome = control.step()
-        >>> outcome.skipped, outcome.clipped
-        (False, True)
+    Reading any property waits for the device, once.
     """
 
-    def __init__(self, record: StepRecord, names: Callable[[], Sequence[str]]) -> None:
-        self._record = record
+    def __init__(
+        self,
+        *,
+        skip: Tensor,
+        scale: Tensor,
+        nan: Tensor,
+        inf: Tensor,
+        names: Callable[[], Sequence[str]],
+    ) -> None:
+        self._skip, self._scale, self._nan, self._inf = skip, scale, nan, inf
         self._names = names
-        self._values: list[float] | None = None
         self._counts: dict[str, NonFiniteCount] | None = None
 
-    @property
-    def step(self) -> int:
-        """The number of this step, from 1."""
-        return self._record.step
+    @functools.cached_property
+    def _values(self) -> list[float]:
+        return fetch(self._skip, self._scale)
 
     @property
     def skipped(self) -> bool:
         """Whether the parameters were left as they were."""
-        return self._read()[0] > 0
-
-    @property
-    def clipped(self) -> bool:
-        """Whether the gradients were pulled down. False when skipped."""
-        return self._read()[1] > 0
-
-    @property
-    def norm(self) -> float:
-        """The norm of the unscaled gradients before clipping; NaN or inf when they are not finite."""
-        return self._read()[2]
-
-    @property
-    def limit(self) -> float:
-        """The bound that was put on the norm; inf if there was none."""
-        return self._read()[3]
+        return self._values[0] > 0
 
     @property
     def scale(self) -> float:
         """The scale that these gradients carried."""
-        return self._read()[4]
+        return self._values[1]
 
     @property
     def culprits(self) -> tuple[str, ...]:
@@ -96,7 +85,7 @@ class Outcome:
         if self._counts is None:
             self._counts = {}
             if self.skipped:
-                counts = torch.stack([self._record.nan, self._record.inf]).tolist()
+                counts = torch.stack([self._nan, self._inf]).tolist()
                 # The last parameter's gradient is made first.
                 for name, nan, inf in reversed(list(zip(self._names(), *counts, strict=True))):
                     if nan or inf:
@@ -113,15 +102,56 @@ class Outcome:
 
     def __repr__(self) -> str:
         return (
+            f"{type(self).__name__}(skipped={self.skipped}, scale={self.scale:g}, "
+            f"culprits={self.culprits})"
+        )
+
+
+class Outcome(Findings):
+    """What became of one step of a GradientControl. Reading any property waits for the device.
+
+    Example:
+        >>> outcome = control.step()
+        >>> outcome.skipped, outcome.clipped
+        (False, True)
+    """
+
+    def __init__(self, record: StepRecord, names: Callable[[], Sequence[str]]) -> None:
+        super().__init__(
+            skip=record.skip, scale=record.scale, nan=record.nan, inf=record.inf, names=names
+        )
+        self._record = record
+
+    @functools.cached_property
+    def _values(self) -> list[float]:
+        record = self._record
+        return fetch(record.skip, record.scale, record.norm, record.limit, record.clipped)
+
+    @property
+    def step(self) -> int:
+        """The number of this step, from 1."""
+        return self._record.step
+
+    @property
+    def norm(self) -> float:
+        """The norm of the unscaled gradients before clipping; NaN or inf if they are not finite."""
+        return self._values[2]
+
+    @property
+    def limit(self) -> float:
+        """The bound that was put on the norm; inf if there was none."""
+        return self._values[3]
+
+    @property
+    def clipped(self) -> bool:
+        """Whether the gradients were pulled down. False when skipped."""
+        return self._values[4] > 0
+
+    def __repr__(self) -> str:
+        return (
             f"Outcome(step={self.step}, skipped={self.skipped}, norm={self.norm:.6g}, "
             f"clipped={self.clipped}, scale={self.scale:g}, culprits={self.culprits})"
         )
-
-    def _read(self) -> list[float]:
-        if self._values is None:
-            r = self._record
-            self._values = fetch(r.skip, r.clipped, r.norm, r.limit, r.scale)
-        return self._values
 
 
 class Streak:

@@ -22,6 +22,7 @@ from gradilocks.values import Decision
 
 __all__ = [
     "Snapshot",
+    "apply_bound",
     "apply_in_place",
     "check_update",
     "handing_over",
@@ -53,7 +54,8 @@ def update(optimizer: Any, decision: Decision, tensors: Sequence[Tensor]) -> Non
 
 def apply_in_place(decision: Decision, tensors: Sequence[Tensor]) -> None:
     """Multiplies the gradients themselves: one pass, none if the multiplier is 1."""
-    for device, on_device in _by_device(tensors).items():
+    for device, places in kernels.by_device(tensors).items():
+        on_device = [tensors[place] for place in places]
         kernels.for_device(device).multiply_(on_device, decision.multiplier.to(device))
 
 
@@ -61,7 +63,8 @@ def apply_bound(decision: Decision, tensors: Sequence[Tensor]) -> None:
     """Bounds the elements of the gradients as they stand, if the decision has a bound."""
     if decision.bound is None:
         return
-    for device, on_device in _by_device(tensors).items():
+    for device, places in kernels.by_device(tensors).items():
+        on_device = [tensors[place] for place in places]
         kernels.for_device(device).clamp_(on_device, decision.bound.to(device))
 
 
@@ -80,8 +83,8 @@ def check_update(
                 f"Attempting to unscale FP16 gradients. {name(param)} is float16, and dividing its "
                 "gradient by the scale in float16 would round small values to zero again. Keep the "
                 "parameters in float32 and run the forward pass under torch.autocast; or give the "
-                f"optimizer fused=True ({type(optimizer).__name__}(..., fused=True)), which unscales "
-                "in float32; or use scale=None."
+                f"optimizer fused=True, as in {type(optimizer).__name__}(..., fused=True), which "
+                "unscales in float32; or use scale=None."
             )
 
 
@@ -174,10 +177,3 @@ class Snapshot:
                 param.copy_(before)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
-
-
-def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    return by_device

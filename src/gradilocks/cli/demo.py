@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from gradilocks.cli import INTERRUPTED
+from gradilocks.cli.demo_text import describe_so_far
 from gradilocks.cli.options import number, whole_number
 from gradilocks.demo.values import LARGEST, SMALLEST, Settings, Step, Summary
 from gradilocks.errors import GradilocksError
@@ -84,20 +87,13 @@ def demo(
 
 def _train_and_show(settings: Settings, target: Path | None, *, quiet: bool) -> int:
     # Here and not above: rich, and torch even more, take longer to import than --help to print.
-    from gradilocks.cli.demo_view import (
-        conclude,
-        describe_so_far,
-        introduce,
-        open_console,
-        show_steps,
-    )
+    from gradilocks.cli.demo_view import conclude, introduce, open_console, show_steps
 
     console = open_console(quiet=quiet)
     done: list[Step] = []
     try:
         introduce(console, settings)
-        from gradilocks.demo.train import train
-
+        train = _import_train()
         with show_steps(console, settings) as show:
 
             def on_step(step: Step) -> None:
@@ -114,6 +110,14 @@ def _train_and_show(settings: Settings, target: Path | None, *, quiet: bool) -> 
         _write(target, summary)
     conclude(console, summary)
     return 0
+
+
+def _import_train() -> Callable[[Settings, Callable[[Step], None]], Summary]:
+    with warnings.catch_warnings():
+        # torch says this, once, where there is no NumPy; the demo needs none.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        from gradilocks.demo.train import train
+    return train
 
 
 def _read_scale(text: str) -> float | Literal["dynamic"] | None:

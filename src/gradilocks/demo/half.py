@@ -7,6 +7,7 @@ CPU at nearly the speed of fp32, where a real float16 matmul can be hundreds of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,5 +61,5 @@ class HalfLinear(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns ``inputs @ weight.T + bias`` for inputs of shape ``[..., in_features]``."""
-        outputs: torch.Tensor = _HalfLinearFunction.apply(inputs, self.weight, self.bias)
-        return outputs
+        apply: Callable[..., torch.Tensor] = _HalfLinearFunction.apply
+        return apply(inputs, self.weight, self.bias)

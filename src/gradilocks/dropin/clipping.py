@@ -19,10 +19,10 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.dropin import known
-from gradilocks.gradients import Gradients, collect
+from gradilocks.gradients import Gradients, collect, replicas_of
 from gradilocks.measure import measure, summarize
 from gradilocks.reduce import reduce
-from gradilocks.values import Measurement, Statistics
+from gradilocks.values import Measurement, Statistics, wide
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -71,7 +71,7 @@ def clip_grads_with_norm_(
     total_norm: Tensor,
     foreach: bool | None = None,
 ) -> None:
-    """Multiplies the gradients of `parameters` in place by `min(1, max_norm / (total_norm + 1e-6))`.
+    """Multiplies gradients in place by `min(1, max_norm / (total_norm + 1e-6))`.
 
     Args:
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
@@ -85,8 +85,9 @@ def clip_grads_with_norm_(
     _check_foreach(foreach, found.tensors)
     if found.tensors:
         norm = torch.as_tensor(total_norm).detach()
+        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
         nonfinite = torch.logical_not(torch.isfinite(norm)).to(torch.float32)
-        _shorten_(found.tensors, bound, norm.to(torch.promote_types(norm.dtype, torch.float32)), nonfinite)
+        _shorten_(found.tensors, bound, norm, nonfinite)
 
 
 @torch.no_grad()
@@ -131,8 +132,10 @@ def clip_grad_value_(
     bound = _bound("clip_value", clip_value)
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
-    for device, tensors in _by_device(found.tensors).items():
-        kernels.for_device(device).clamp_(tensors, torch.tensor(bound, device=device))
+    for device, places in kernels.by_device(found.tensors).items():
+        tensors = [found.tensors[place] for place in places]
+        limit = torch.tensor(bound, dtype=wide(device), device=device)
+        kernels.for_device(device).clamp_(tensors, limit)
 
 
 class _Holder:
@@ -150,13 +153,8 @@ def _measured(found: Gradients, order: float) -> Measurement:
         measurement = measure(tensors, home=home, order=order)
     else:
         measurement = _measured_in_part(tensors, norms)
-    if found.replicas is not None:
-        import torch.distributed as dist
-
-        measurement = reduce(
-            measurement, replicas=[r or dist.get_world_size() for r in found.replicas]
-        )
-    return measurement
+    replicas = replicas_of([found])
+    return measurement if replicas is None else reduce(measurement, replicas=replicas)
 
 
 def _measured_in_part(tensors: Sequence[Tensor], norms: list[float | None]) -> Measurement:
@@ -178,7 +176,8 @@ def _checked_norm(
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    norm = measurement.norm.to(torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32)
+    double = dtype in (torch.float64, torch.complex128)
+    norm = measurement.norm.to(torch.float64 if double else torch.float32)
     if error_if_nonfinite and bool(torch.logical_or(norm.isnan(), norm.isinf())):
         raise RuntimeError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it "
@@ -190,15 +189,9 @@ def _checked_norm(
 
 def _shorten_(tensors: Sequence[Tensor], bound: float, norm: Tensor, nonfinite: Tensor) -> None:
     coefficient = clip_coefficient(norm, bound, nonfinite)
-    for device, on_device in _by_device(tensors).items():
+    for device, places in kernels.by_device(tensors).items():
+        on_device = [tensors[place] for place in places]
         kernels.for_device(device).multiply_(on_device, coefficient.to(device))
-
-
-def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    return by_device
 
 
 def _listed(given: _TensorOrTensors, *, warn_if_empty_generator: bool = False) -> list[Tensor]:
@@ -235,4 +228,3 @@ def _check_foreach(foreach: bool | None, tensors: Sequence[Tensor]) -> None:
                 "foreach=True was passed, but can't use the foreach API on "
                 f"{tensor.device.type} tensors"
             )
-

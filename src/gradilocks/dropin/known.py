@@ -39,7 +39,6 @@ _norms: dict[int, _Known] = {}
 
 def remember(tensors: Sequence[Tensor], statistics: Statistics) -> None:
     """Keeps the 2-norms of those large finite CPU tensors that have just been measured."""
-    _norms.clear()
     if not tensors or tensors[0].device.type != "cpu":
         return
     for tensor, norm in zip(tensors, statistics.norms.tolist(), strict=True):

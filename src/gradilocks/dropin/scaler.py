@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,14 +20,14 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradilocks import kernels
 from gradilocks.dropin import known
+from gradilocks.dropin.flags import agree_across_ranks, any_flag
+from gradilocks.dropin.once import UnscaledOnce
 from gradilocks.dropin.state import check_state
-from gradilocks.errors import SharedParameter
 from gradilocks.gradients import Gradients, Names, collect
-from gradilocks.measure import total_norm
-from gradilocks.record import Outcome
+from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
 from gradilocks.update import handing_over, lacks_momentum, takes_scaler
-from gradilocks.values import ScaleState, Statistics, StepRecord
+from gradilocks.values import ScaleState, Statistics
 
 __all__ = ["GradScaler"]
 
@@ -81,11 +81,11 @@ class GradScaler(torch.amp.GradScaler):
         Names(model, ())  # Refuses what is no model, now rather than at the first overflow.
         self._model = model
         self._process_group = process_group
-        self._outcome: Outcome | None = None
+        self._outcome: Findings | None = None
         self._start_iteration()
 
     @property
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> Findings | None:
         """What became of the latest `step`, or None before the first. Reading it waits."""
         return self._outcome
 
@@ -93,7 +93,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiplies a tensor, or every tensor of an iterable, by the scale; fp16 in float32."""
         if not self._enabled:
             return outputs
-        self._scale_calls += 1
+        self._once.note_scaled_loss()
         return super().scale(_widened(outputs))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -154,7 +154,7 @@ class GradScaler(torch.amp.GradScaler):
                 )
             advance_dynamic(
                 ScaleState(scale, tracker, torch.ones_like(tracker)),
-                _any(found),
+                any_flag(found),
                 growth_factor=self._growth_factor,
                 backoff_factor=self._backoff_factor,
                 growth_interval=self._growth_interval,
@@ -171,44 +171,53 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state: dict[str, Any] = super().__getstate__()
         # What belongs to this process or to a step that is over: names, ranks, the last outcome.
-        state.update(_model=None, _process_group=None, _outcome=None, _found={}, _done={})
+        state.update(
+            _model=None, _process_group=None, _outcome=None, _found={}, _once=UnscaledOnce()
+        )
         return state
 
     def _start_iteration(self) -> None:
-        self._scale_calls = 0
-        self._found: dict[int, tuple[Gradients, list[Statistics]]] = {}
-        self._done: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        self._found: dict[int, _Findings] = {}
+        self._once = UnscaledOnce()
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Multiplies the gradients by `inv_scale` while measuring them; a flag a device."""
+        """Multiplies the gradients by `inv_scale` while looking at them; a flag a device."""
+        return self._examine(optimizer, inv_scale, found_inf, allow_fp16=allow_fp16)
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
+        """Looks at the gradients and leaves them as they are; a flag a device."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        flags: Any = self._examine(optimizer, None, torch.zeros_like(scale), allow_fp16=True)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags  # type: ignore[no-any-return]
+
+    def _examine(
+        self, optimizer: Any, inv_scale: Tensor | None, found_inf: Tensor, *, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
         names = Names(self._model, (optimizer,))
         found = self._gradients(optimizer, names, allow_fp16)
-        self._refuse_twice(found, names)
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in found.tensors:
-            by_device.setdefault(tensor.device, []).append(tensor)
+        self._once.refuse_twice(found.params, names)
         flags: dict[torch.device, Tensor] = {}
-        statistics = []
+        findings = _Findings()
         with torch.no_grad():
-            for device, tensors in by_device.items():
-                serve = kernels.for_device(device)
-                if allow_fp16:  # The inverse is 1: the caller only wants the flag.
-                    measured = serve.measure(tensors)
-                else:
-                    measured = serve.multiply_and_measure_(tensors, inv_scale.to(device))
-                broken = ((measured.nan + measured.inf).sum() > 0).to(torch.float32)
+            for device, places in kernels.by_device(found.tensors).items():
+                tensors = [found.tensors[place] for place in places]
+                factor = None if inv_scale is None else inv_scale.to(device)
+                looked = kernels.for_device(device).multiply_and_check_(tensors, factor)
+                broken = ((looked.nan + looked.inf).sum() > 0).to(torch.float32)
                 flags[device] = torch.maximum(broken, found_inf.to(device))
-                statistics.append(measured)
-        self._agree_across_ranks(flags, found, found_inf)
-        if not allow_fp16:
-            self._mark_done(found)
-            if len(by_device) == 1:
-                known.remember(found.tensors, statistics[0])
-        self._found[id(optimizer)] = found, statistics
+                findings.add([found.params[place] for place in places], looked)
+                if inv_scale is not None:
+                    known.remember(tensors, looked)
+        if self._process_group is not None or found.replicas is not None:
+            agree_across_ranks(flags, found_inf, group=self._process_group)
+        if inv_scale is not None:
+            self._once.mark(found.params)
+        self._found[id(optimizer)] = findings
         return flags
 
     def _gradients(self, optimizer: Any, names: Names, allow_fp16: bool) -> Gradients:
@@ -229,46 +238,6 @@ class GradScaler(torch.amp.GradScaler):
                 params.append(param)
         return collect(params, name=names)
 
-    def _refuse_twice(self, found: Gradients, names: Names) -> None:
-        """A gradient that this iteration has unscaled must not be divided by the scale again.
-
-        The same tensor is only safe to unscale again if it has been written to and another loss
-        has been scaled since.
-        """
-        for param in found.params:
-            done = self._done.get(id(param))
-            if done is None or param.grad is None:
-                continue
-            before, version, calls = done
-            if before() is param.grad and (
-                param.grad._version == version or calls == self._scale_calls
-            ):
-                raise SharedParameter(
-                    f"the gradient of {names(param)} has been unscaled already since the last "
-                    "update() and would be divided by the scale twice. Put each parameter into one "
-                    "optimizer, and give unscale_() and step() the same optimizer object."
-                )
-
-    def _mark_done(self, found: Gradients) -> None:
-        for param in found.params:
-            grad = param.grad
-            if grad is not None:
-                self._done[id(param)] = weakref.ref(grad), grad._version, self._scale_calls
-
-    def _agree_across_ranks(
-        self, flags: dict[torch.device, Tensor], found: Gradients, found_inf: Tensor
-    ) -> None:
-        if self._process_group is None and found.replicas is None:
-            return
-        import torch.distributed as dist
-
-        if not flags:
-            flags[found_inf.device] = found_inf.clone()
-        together = _any(list(flags.values()))
-        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._process_group)
-        for device in flags:
-            flags[device] = together.to(device)
-
     def _step_fused(
         self, optimizer: Any, state: dict[str, Any], args: Any, kwargs: dict[str, Any]
     ) -> float | None:
@@ -286,8 +255,8 @@ class GradScaler(torch.amp.GradScaler):
             self._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
         assert scale is not None
-        flags = [f.to(scale.device, non_blocking=True) for f in state["found_inf_per_device"].values()]
-        found_inf = _any(flags) if flags else torch.zeros_like(scale)
+        flags = list(state["found_inf_per_device"].values())
+        found_inf = any_flag(flags).to(scale.device) if flags else torch.zeros_like(scale)
         self._tell(optimizer, state)
         if lacks_momentum(optimizer) and found_inf.item():
             return None
@@ -297,34 +266,23 @@ class GradScaler(torch.amp.GradScaler):
         ):
             returned: float | None = optimizer.step(*args, **kwargs)
         if id(optimizer) in self._found:
-            self._mark_done(self._found[id(optimizer)][0])
+            self._once.mark(self._found[id(optimizer)].params)
         return returned
 
     def _tell(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Keeps what this step found, for `outcome`; everything stays on the device."""
-        if id(optimizer) not in self._found or self._scale is None:
+        if self._scale is None or not state["found_inf_per_device"]:
             return
-        found, parts = self._found[id(optimizer)]
-        if len(parts) != 1:
-            self._outcome = None
-            return
-        (measured,) = parts
-        unscaled = state["stage"] is OptState.UNSCALED
-        skip = _any(list(state["found_inf_per_device"].values()))
-        norm = total_norm(measured.norms, 2.0)
-        record = StepRecord(
-            step=0,
+        found = self._found[id(optimizer)]
+        home = self._scale.device
+        names = Names(self._model, (optimizer,))
+        self._outcome = Findings(
+            skip=any_flag([flag.to(home) for flag in state["found_inf_per_device"].values()]),
             scale=self._scale.clone(),
-            norm=norm if unscaled else norm / self._scale.to(norm.device),
-            limit=torch.full_like(norm, math.inf),
-            clipped=torch.zeros_like(skip),
-            skip=skip,
-            loss_nonfinite=torch.zeros_like(skip),
-            nan=measured.nan,
-            inf=measured.inf,
+            nan=torch.cat([part.to(home) for part in found.nan]),
+            inf=torch.cat([part.to(home) for part in found.inf]),
+            names=lambda: names.of(found.params),
         )
-        names, params = Names(self._model, (optimizer,)), found.params
-        self._outcome = Outcome(record, lambda: names.of(params))
 
     def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
         if isinstance(new_scale, (int, float)):
@@ -348,12 +306,18 @@ class GradScaler(torch.amp.GradScaler):
         scale.copy_(torch.clamp(new_scale.reshape(()), self._min_scale, self._max_scale))
 
 
-def _any(flags: list[Tensor]) -> Tensor:
-    """Exactly 1 if any flag is set, exactly 0 if none is; a sum of flags would be neither."""
-    together = flags[0].clone()
-    for flag in flags[1:]:
-        together = torch.maximum(together, flag.to(together.device))
-    return (together > 0).to(torch.float32)
+@dataclass
+class _Findings:
+    """What was seen in one optimizer's gradients, part by part, and whose they are."""
+
+    params: list[Tensor] = field(default_factory=list)
+    nan: list[Tensor] = field(default_factory=list)
+    inf: list[Tensor] = field(default_factory=list)
+
+    def add(self, params: list[Tensor], looked: Statistics) -> None:
+        self.params += params
+        self.nan.append(looked.nan)
+        self.inf.append(looked.inf)
 
 
 def _widened(outputs: Any) -> Any:

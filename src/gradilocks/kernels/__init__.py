@@ -14,7 +14,7 @@ from torch import Tensor
 from gradilocks.kernels import reference
 from gradilocks.values import Statistics
 
-__all__ = ["Kernels", "for_device"]
+__all__ = ["Kernels", "by_device", "for_device"]
 
 
 class Kernels(Protocol):
@@ -28,10 +28,10 @@ class Kernels(Protocol):
     def multiply_(self, tensors: Sequence[Tensor], multiplier: Tensor) -> None:
         """Multiplies every tensor in place."""
 
-    def multiply_and_measure_(
-        self, tensors: Sequence[Tensor], multiplier: Tensor, *, order: float = 2.0
+    def multiply_and_check_(
+        self, tensors: Sequence[Tensor], multiplier: Tensor | None
     ) -> Statistics:
-        """Multiplies every tensor in place and says what is in the result."""
+        """Multiplies every tensor in place and says what is in the result; norms where known."""
 
     def clamp_(self, tensors: Sequence[Tensor], bound: Tensor) -> None:
         """Bounds the magnitude of every element in place; NaN stays NaN."""
@@ -46,3 +46,11 @@ _TABLE: dict[str, Kernels] = {
 def for_device(device: torch.device) -> Kernels:
     """The implementation that serves `device`."""
     return _TABLE.get(device.type, cast("Kernels", reference))
+
+
+def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    """The tensors' places in the sequence, device by device."""
+    places: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(place)
+    return places

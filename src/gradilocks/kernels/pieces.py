@@ -25,12 +25,12 @@ def of(tensor: Tensor, size: int) -> Iterator[Tensor]:
         if tensor.numel():
             yield _flat(tensor) if is_dense(tensor) else tensor.reshape(-1)
     elif is_dense(tensor):
-        yield from _flat(tensor).split(size)
+        yield from torch.split(_flat(tensor), size)
     else:
         # A strided view: split its longest dimension until a copy of the rest is small.
         longest = max(range(tensor.dim()), key=tensor.size)
         half = tensor.size(longest) // 2
-        for part in tensor.split([half, tensor.size(longest) - half], dim=longest):
+        for part in torch.split(tensor, [half, tensor.size(longest) - half], dim=longest):
             yield from of(part, size)
 
 

@@ -1,0 +1,61 @@
+"""What users hand to a GradientControl, checked: what came, what was expected, the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradilocks.gradients import Names
+
+__all__ = ["check_give_up_after", "check_loss", "check_parameters", "checked_optimizers"]
+
+
+def checked_optimizers(optimizers: Sequence[Any]) -> tuple[Any, ...]:
+    for optimizer in optimizers:
+        if isinstance(optimizer, type) or not (
+            hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))
+        ):
+            came = (
+                f"the class {optimizer.__name__}"
+                if isinstance(optimizer, type)
+                else repr(type(optimizer).__name__)
+            )
+            raise TypeError(
+                "GradientControl takes optimizers, objects with param_groups and step(), got "
+                f"{came}. Write GradientControl(optimizer, model=model)."
+            )
+    return tuple(optimizers)
+
+
+def check_parameters(params: Sequence[Tensor], names: Names) -> None:
+    if not params:
+        raise ValueError("the optimizer has no parameters, so there are no gradients to control.")
+    for param in params:
+        if param.is_meta:
+            raise ValueError(
+                f"{names(param)} is on the meta device and has no values. Give the model real "
+                "storage first, for example model.to_empty(device='cpu')."
+            )
+
+
+def check_give_up_after(value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"give_up_after must be an int or None, got {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"give_up_after must be at least 1, or None for never, got {value}.")
+
+
+def check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss must be a tensor, got {type(loss).__name__}.")
+    if not loss.is_floating_point():
+        raise TypeError(f"loss must be a real floating-point tensor, got {loss.dtype}.")
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss does not require grad, so it has no gradients. Was it computed under "
+            "torch.no_grad(), detached, or rebuilt from .item()?"
+        )
