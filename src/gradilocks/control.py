@@ -19,6 +19,7 @@ from gradilocks.arguments import (
     checked_optimizers,
 )
 from gradilocks.clip import resolve_clip
+from gradilocks.closure import step_with_closure
 from gradilocks.decide import decide
 from gradilocks.diagnose import never_finite
 from gradilocks.errors import NoGradients, NonFiniteGradient, ScaleMisuse
@@ -287,31 +288,25 @@ class GradientControl:
         (optimizer,) = self._optimizers
         last: tuple[Outcome, StepRecord] | None = None
 
-        def make_true() -> None:
+        def make_true() -> bool:
             nonlocal last
-            found = self._find_gradients()
-            self._check_unscaling(optimizer, found[0])
-            decision, *last = self._judge(found)  # type: ignore[assignment]
-            if decision.skip.item():
-                raise _Skipped
-            update.apply_bound(decision, found[0].tensors)
-            update.apply_in_place(decision, found[0].tensors)
-            self._backward_since_step = False
-            self._unscaled = False
+            (found,) = self._find_gradients()
+            self._check_unscaling(optimizer, found)
+            decision, outcome, record = self._judge([found])
+            last = outcome, record
+            if outcome.skipped:
+                return False
+            update.apply_bound(decision, found.tensors)
+            update.apply_in_place(decision, found.tensors)
+            self._backward_since_step = self._unscaled = False
+            return True
 
-        def evaluate() -> Tensor:
-            with torch.enable_grad():
-                loss = closure()
-            make_true()
-            return loss
-
-        before = update.Snapshot(optimizer)
-        try:
-            if self._backward_since_step:  # SAM takes its first step on gradients made before.
-                make_true()
-            optimizer.step(evaluate)
-        except _Skipped:
-            before.restore()
+        step_with_closure(
+            optimizer,
+            closure,
+            make_true=make_true,
+            gradients_are_waiting=self._backward_since_step,
+        )
         if last is None:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
         return self._conclude(*last)
@@ -340,7 +335,3 @@ class GradientControl:
     def _forget_step(self) -> None:
         self._backward_since_step = self._unscaled = False
         self._loss_nonfinite = None
-
-
-class _Skipped(Exception):
-    """Leaves an optimizer's step from inside its closure."""

@@ -7,7 +7,6 @@ and is stepped or not, which the host has to know: one of the two places where i
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +20,11 @@ from gradilocks import kernels
 from gradilocks.values import Decision
 
 __all__ = [
-    "Snapshot",
     "apply_bound",
     "apply_in_place",
     "check_update",
     "handing_over",
-    "lacks_momentum",
+    "must_skip_on_host",
     "takes_decision",
     "takes_scaler",
     "update",
@@ -124,6 +122,11 @@ def lacks_momentum(optimizer: Any) -> bool:
     )
 
 
+def must_skip_on_host(optimizer: Any, skip: Tensor) -> bool:
+    """Whether a fused optimizer that cannot skip this one step itself has to."""
+    return lacks_momentum(optimizer) and bool(skip.item())
+
+
 _ABSENT = object()
 
 
@@ -152,28 +155,3 @@ def handing_over(
                 delattr(optimizer, name)
             else:
                 setattr(optimizer, name, value)
-
-
-class Snapshot:
-    """An optimizer's parameters and state, kept so that a step can be undone.
-
-    Only a step with a closure needs one: by the time a later evaluation turns out non-finite, the
-    optimizer has moved the parameters already. It costs a copy of both.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._params = [
-            (param, param.detach().clone())
-            for group in optimizer.param_groups
-            for param in group["params"]
-        ]
-        self._state = {param: copy.deepcopy(state) for param, state in optimizer.state.items()}
-
-    def restore(self) -> None:
-        """Puts everything back bit for bit."""
-        with torch.no_grad():
-            for param, before in self._params:
-                param.copy_(before)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)

@@ -16,6 +16,10 @@ from gradilocks.errors import GradilocksError
 INTERRUPTED = 130
 
 
+class Interrupted(Exception):
+    """Raised by a command in place of KeyboardInterrupt, to say what it had done by then."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
@@ -29,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(sys.argv[1:] if arguments is None else list(arguments))
     except GradilocksError as error:
         return _fail(str(error), status=1)
+    except Interrupted as interrupt:
+        return _fail(f"interrupted {interrupt}", status=INTERRUPTED)
     except KeyboardInterrupt:
         return _fail("interrupted.", status=INTERRUPTED)
     except BrokenPipeError:
@@ -54,8 +60,10 @@ def _run(arguments: list[str]) -> int:
         message = " ".join(getattr(error, "format_message", error.__str__)().split())
         stop = "" if message.endswith((".", "?")) else "."
         return _fail(f"{message}{stop} Try '{command} --help'.", status=2)
-    except typer.Abort:
-        return _fail("interrupted.", status=INTERRUPTED)
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
+    if status == INTERRUPTED:  # how newer versions of typer report a KeyboardInterrupt
+        raise KeyboardInterrupt
     return status if isinstance(status, int) else 0
 
 

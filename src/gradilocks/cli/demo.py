@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from gradilocks.cli import INTERRUPTED
+from gradilocks.cli import Interrupted
 from gradilocks.cli.demo_text import describe_so_far
 from gradilocks.cli.options import number, whole_number
 from gradilocks.demo.values import LARGEST, SMALLEST, Settings, Step, Summary
@@ -65,7 +64,7 @@ def demo(
         typer.Option("--json", metavar="PATH", help="Write the summary, as JSON, to a new file."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
-) -> int:
+) -> None:
     """Train a small GPT in emulated fp16 under GradientControl.
 
     It learns Python's own documentation, on the CPU, in well under a minute. Its Linear layers
@@ -82,10 +81,10 @@ def demo(
     target = None if json_path is None else Path(json_path)
     if target is not None:
         _check_new(target)
-    return _train_and_show(settings, target, quiet=quiet)
+    _train_and_show(settings, target, quiet=quiet)
 
 
-def _train_and_show(settings: Settings, target: Path | None, *, quiet: bool) -> int:
+def _train_and_show(settings: Settings, target: Path | None, *, quiet: bool) -> None:
     # Here and not above: rich, and torch even more, take longer to import than --help to print.
     from gradilocks.cli.demo_view import conclude, introduce, open_console, show_steps
 
@@ -101,15 +100,12 @@ def _train_and_show(settings: Settings, target: Path | None, *, quiet: bool) -> 
                 show(step)
 
             summary = train(settings, on_step)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         unwritten = "" if target is None else f" {target} was not written."
-        message = f"interrupted {describe_so_far(settings, done)}{unwritten}"
-        print(f"gradilocks: {message}", file=sys.stderr)
-        return INTERRUPTED
+        raise Interrupted(f"{describe_so_far(settings, done)}{unwritten}") from interrupt
     if target is not None:
         _write(target, summary)
     conclude(console, summary)
-    return 0
 
 
 def _import_train() -> Callable[[Settings, Callable[[Step], None]], Summary]:

@@ -26,7 +26,7 @@ from gradilocks.dropin.state import check_state
 from gradilocks.gradients import Gradients, Names, collect
 from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
-from gradilocks.update import handing_over, lacks_momentum, takes_scaler
+from gradilocks.update import handing_over, must_skip_on_host, takes_scaler
 from gradilocks.values import ScaleState, Statistics
 
 __all__ = ["GradScaler"]
@@ -258,7 +258,7 @@ class GradScaler(torch.amp.GradScaler):
         flags = list(state["found_inf_per_device"].values())
         found_inf = any_flag(flags).to(scale.device) if flags else torch.zeros_like(scale)
         self._tell(optimizer, state)
-        if lacks_momentum(optimizer) and found_inf.item():
+        if must_skip_on_host(optimizer, found_inf):
             return None
         unscaled = state["stage"] is OptState.UNSCALED
         with handing_over(

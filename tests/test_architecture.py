@@ -1,0 +1,113 @@
+"""The three sentences that hold the house up, read off the source itself."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "gradilocks"
+FILES = sorted(SOURCE.rglob("*.py"))
+STAGES = {"scale", "measure", "reduce", "clip", "decide", "update", "record"}
+# Who brings the stages together, and who reads their state into a checkpoint.
+MEETING_PLACES = {"control", "dropin", "checkpoint", "__init__"}
+# Reading a number off a tensor waits for its device. These may: the two named places, and the
+# reference kernels, whose CPU paths have nothing to wait for.
+MAY_READ = {"record.py", "update.py", "kernels/reference.py", "kernels/norms.py", "dropin/known.py"}
+READS = {"item", "tolist", "cpu", "numpy"}
+
+
+def _imports(path: Path) -> set[str]:
+    """The rooms of gradilocks that a file imports: `gradilocks.kernels.pieces` is `kernels`."""
+    rooms: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            # `from gradilocks import kernels` names rooms; `from gradilocks.clip import x` does not.
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        rooms |= {
+            parts[1] for n in names if (parts := n.split("."))[0] == "gradilocks" and parts[1:]
+        }
+    return rooms
+
+
+def _place(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def _room(path: Path) -> str:
+    return Path(path.relative_to(SOURCE).parts[0]).stem
+
+
+@pytest.mark.parametrize("stage", sorted(STAGES))
+def test_a_stage_imports_no_other_stage(stage: str) -> None:
+    imported = _imports(SOURCE / f"{stage}.py") & STAGES
+    assert not imported, f"{stage}.py imports {imported}; stages meet in control.py and dropin"
+
+
+def test_stages_meet_only_in_control_and_dropin() -> None:
+    for path in FILES:
+        met = _imports(path) & STAGES
+        if len(met) > 1:
+            assert _room(path) in MEETING_PLACES, f"{_place(path)} brings together {met}"
+
+
+def test_data_and_kernels_know_nothing_of_stages() -> None:
+    below = [SOURCE / "values.py", SOURCE / "errors.py", SOURCE / "gradients.py"]
+    for path in [*below, *(SOURCE / "kernels").glob("*.py")]:
+        assert not _imports(path) & (STAGES | {"control", "dropin"}), _place(path)
+
+
+def test_demo_and_command_line_use_only_public_names() -> None:
+    public = {"errors", "cli", "demo"}
+    for room in ("cli", "demo"):
+        for path in (SOURCE / room).glob("*.py"):
+            inner = _imports(path) & {p.stem for p in SOURCE.glob("*.py")} - public - {"__init__"}
+            assert not inner, f"{_place(path)} reaches into {inner}"
+
+
+def test_the_training_path_needs_torch_alone() -> None:
+    for path in FILES:
+        if _room(path) in {"cli", "demo"}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            roots = {name.split(".")[0] for name in names}
+            assert not roots & {"numpy", "rich", "typer", "plotly", "triton"}, _place(path)
+
+
+def test_the_host_reads_device_numbers_only_in_named_places() -> None:
+    for path in FILES:
+        if _room(path) in {"cli", "demo"} or _place(path) in MAY_READ:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                assert node.func.attr not in READS, f"{_place(path)}:{node.lineno} reads a tensor"
+
+
+def test_only_the_command_line_prints_and_exits() -> None:
+    for path in FILES:
+        if _room(path) in {"cli", "__main__"}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in {"print", "exit", "quit"}, _place(path)
+
+
+def test_every_module_opens_with_what_it_is_for() -> None:
+    for path in FILES:
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{_place(path)} has no docstring"
+
+
+def test_no_room_is_overcrowded() -> None:
+    for path in FILES:
+        lines = len(path.read_text().splitlines())
+        assert lines <= 340, f"{_place(path)} has {lines} lines: two subjects in one room?"
