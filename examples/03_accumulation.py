@@ -49,7 +49,9 @@ def main():
     outcome = control.step()
     same = all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     print(f"with one bad micro-batch: skipped: {outcome.skipped}, weights unchanged: {same}")
-    assert outcome.skipped and same and abs(at_once.norm - in_parts.norm) < 1e-5 * at_once.norm
+    assert same
+    assert outcome.skipped
+    assert abs(at_once.norm - in_parts.norm) < 1e-5 * at_once.norm
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def _imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            # `from gradilocks import kernels` names rooms; `from gradilocks.clip import x` does not.
+            # `from gradilocks import kernels` names a room by what it imports.
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue

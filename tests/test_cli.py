@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import gradilocks
+from gradilocks.cli.interrupts import HeldInterrupts
 
 ESCAPE = "\x1b"
 COMMAND = [sys.executable, "-m", "gradilocks"]
@@ -188,6 +190,55 @@ def test_an_interrupt_says_what_was_done_and_exits_with_130(tmp_path: Path) -> N
     assert complaint.endswith(f"{path} was not written.\n")
     assert complaint.count("\n") == 1
     assert not path.exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+def test_an_interrupt_while_torch_is_imported_is_held_until_it_can_be_clean() -> None:
+    with subprocess.Popen(
+        [*COMMAND, "demo"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=restore_interrupts,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 130
+    assert complaint.startswith("gradilocks: interrupted after 1 of 300 steps: ")
+    assert complaint.count("\n") == 1
+
+
+def test_interrupts_are_held_until_released_and_only_the_first() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        reached = []
+        with pytest.raises(KeyboardInterrupt), HeldInterrupts() as interrupts:
+            interrupts.release()
+            reached.append("release without an interrupt is silent")
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), HeldInterrupts() as interrupts:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("held")
+            interrupts.release()
+        with pytest.raises(KeyboardInterrupt), HeldInterrupts():
+            signal.raise_signal(signal.SIGINT)
+            reached.append("held until the end of the block")
+        with pytest.raises(KeyboardInterrupt), HeldInterrupts():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            reached.append("never")
+        assert len(reached) == 3
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with HeldInterrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows reports a closed pipe in another way")

@@ -49,7 +49,7 @@ def reduce(
         share = powers.sum()
     mine = torch.stack([largest, safe, share, measurement.nonfinite.to(norms.dtype)])
     gathered = mine.new_zeros(dist.get_world_size(group), mine.numel())
-    dist.all_gather_into_tensor(gathered, mine, group=group)
+    dist.all_gather(list(gathered.unbind(0)), mine, group=group)
     return replace(
         measurement,
         norm=_total(gathered, order),

@@ -12,6 +12,7 @@ import typer
 
 from gradilocks.cli import Interrupted
 from gradilocks.cli.demo_text import describe_so_far
+from gradilocks.cli.interrupts import HeldInterrupts
 from gradilocks.cli.options import number, whole_number
 from gradilocks.demo.values import LARGEST, SMALLEST, Settings, Step, Summary
 from gradilocks.errors import GradilocksError
@@ -92,12 +93,14 @@ def _train_and_show(settings: Settings, target: Path | None, *, quiet: bool) -> 
     done: list[Step] = []
     try:
         introduce(console, settings)
-        train = _import_train()
-        with show_steps(console, settings) as show:
+        # Until the first step is done: torch imports more of itself on the way there.
+        with HeldInterrupts() as interrupts, show_steps(console, settings) as show:
+            train = _import_train()
 
             def on_step(step: Step) -> None:
                 done.append(step)
                 show(step)
+                interrupts.release()
 
             summary = train(settings, on_step)
     except KeyboardInterrupt as interrupt:
