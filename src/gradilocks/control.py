@@ -22,13 +22,14 @@ from gradilocks.clip import resolve_clip
 from gradilocks.closure import step_with_closure
 from gradilocks.decide import decide
 from gradilocks.diagnose import never_finite
-from gradilocks.errors import NoGradients, NonFiniteGradient, ScaleMisuse
+from gradilocks.errors import NoGradients, NonFiniteGradient
 from gradilocks.gradients import Gradients, Names, collect, parameters_of, replicas_of
 from gradilocks.measure import measure
+from gradilocks.order import CallOrder
 from gradilocks.record import Outcome, Streak, fetch
 from gradilocks.reduce import reduce
 from gradilocks.scale import NoScale, resolve_scale, scale_loss
-from gradilocks.values import Decision, ScaleState, StepRecord
+from gradilocks.values import Decision, ScaleState, StepRecord, moved
 
 __all__ = ["GradientControl"]
 
@@ -88,8 +89,7 @@ class GradientControl:
         self._streak = Streak(give_up_after)
         self._state = self._scale_policy.start(torch.device("cpu"))
         self._steps = 0
-        self._backward_since_step = False
-        self._unscaled = False
+        self._order = CallOrder()
         self._loss_nonfinite: Tensor | None = None
 
     @property
@@ -100,13 +100,15 @@ class GradientControl:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, for callers who run `backward` themselves."""
         check_loss(loss)
-        if self._unscaled:
-            self._start_over_after_unscale()
-        self._move_to(loss.device)
+        params = parameters_of(self._optimizers, name=self._names)
+        if not isinstance(self._scale_policy, NoScale):
+            self._order.check_backward(params)
+        self._move_to(params[0].device)
         broken = torch.logical_not(torch.isfinite(loss.detach()).all()).to(torch.float32)
+        broken = moved(broken, self._state.scale.device)
         before = self._loss_nonfinite
         self._loss_nonfinite = broken if before is None else torch.maximum(before, broken)
-        self._backward_since_step = True
+        self._order.scaled = True
         if isinstance(self._scale_policy, NoScale):
             return loss
         return scale_loss(loss, self._state.scale)
@@ -131,18 +133,14 @@ class GradientControl:
 
         Costs a pass over the gradients; `step` then measures and decides on what it finds.
         """
-        if self._unscaled:
-            raise ScaleMisuse(
-                "unscale_() has already been called since the last step(): the gradients are "
-                "unscaled, and doing it twice would shrink them by the scale again."
-            )
+        self._order.check_unscale()
         found = self._find_gradients()
         for part, optimizer in zip(found, self._optimizers, strict=True):
             self._check_unscaling(optimizer, part)
         multiplier = torch.reciprocal(self._state.scale)
         decision = Decision(skip=torch.zeros_like(multiplier), multiplier=multiplier)
         update.apply_in_place(decision, [t for part in found for t in part.tensors])
-        self._unscaled = True
+        self._order.unscaled = True
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Outcome:
         """Decides on the gradients as they stand and steps every optimizer, or none.
@@ -171,7 +169,8 @@ class GradientControl:
         """Clears the gradients of every optimizer."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
-        self._unscaled = False
+        self._order.forget()
+        self._loss_nonfinite = None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-identical continuation needs; plain numbers and strings.
@@ -201,7 +200,8 @@ class GradientControl:
         self._streak.restore(loaded.streak)
         if loaded.steps is not None:
             self._steps = loaded.steps
-        self._forget_step()
+        self._order.forget()
+        self._loss_nonfinite = None
 
     def _find_gradients(self) -> list[Gradients]:
         """The gradients of each optimizer, after checking that a scaled loss made them."""
@@ -213,12 +213,7 @@ class GradientControl:
             )
             for optimizer in self._optimizers
         ]
-        if not self._backward_since_step:
-            raise ScaleMisuse(
-                "step() without a backward() since the last one: these gradients do not carry the "
-                "scale that step() would divide by. Call control.backward(loss), or "
-                "control.scale_loss(loss).backward(), before control.step()."
-            )
+        self._order.check_scaled("step()")
         sharded = self._process_group is not None or any(p.replicas for p in found)
         if not sharded and not any(part.params for part in found):
             raise NoGradients(
@@ -239,7 +234,7 @@ class GradientControl:
         if self._process_group is not None or replicas is not None:
             measurement = reduce(measurement, group=self._process_group, replicas=replicas)
         scale = self._state.scale
-        if self._unscaled:
+        if self._order.unscaled:
             scale = torch.ones_like(scale)
         limit = policy.limit(measurement, scale)
         decision = decide(measurement, scale, limit)
@@ -262,11 +257,12 @@ class GradientControl:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         self._scale_policy.advance(self._state, record.skip)
         self._steps += 1
-        self._forget_step()
+        self._order.note_step(parameters_of(self._optimizers, name=self._names))
+        self._loss_nonfinite = None
         if self._streak.note(record):
-            symptoms = self._streak.symptoms()
             raise never_finite(
-                symptoms,
+                self._streak.symptoms(),
+                in_a_row=int(fetch(self._streak.count)[0]),
                 bounds=self._scale_policy.bounds(),
                 culprits=outcome.culprits,
                 described=outcome.describe(at_most=5),
@@ -298,14 +294,14 @@ class GradientControl:
                 return False
             update.apply_bound(decision, found.tensors)
             update.apply_in_place(decision, found.tensors)
-            self._backward_since_step = self._unscaled = False
+            self._order.forget()
             return True
 
         step_with_closure(
             optimizer,
             closure,
             make_true=make_true,
-            gradients_are_waiting=self._backward_since_step,
+            gradients_are_waiting=self._order.scaled,
         )
         if last is None:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
@@ -315,23 +311,10 @@ class GradientControl:
         if not isinstance(self._scale_policy, NoScale):
             update.check_update(optimizer, part.params, part.tensors, self._names)
 
-    def _start_over_after_unscale(self) -> None:
-        params = parameters_of(self._optimizers, name=self._names)
-        if any(param.grad is not None for param in params):
-            raise ScaleMisuse(
-                "backward() after unscale_() would add scaled gradients to unscaled ones. Call "
-                "control.step() first, or clear the gradients with control.zero_grad()."
-            )
-        self._unscaled = False
-
     def _move_to(self, device: torch.device) -> None:
-        if self._state.scale.device != device and self._steps == 0:
+        if self._state.scale.device != device:
             self._state = ScaleState(
                 scale=self._state.scale.to(device),
                 growth_tracker=self._state.growth_tracker.to(device),
                 hysteresis=self._state.hysteresis.to(device),
             )
-
-    def _forget_step(self) -> None:
-        self._backward_since_step = self._unscaled = False
-        self._loss_nonfinite = None

@@ -16,6 +16,10 @@ __all__ = ["Diagnosis", "Symptom", "diagnose", "never_finite", "scale_path"]
 
 # An overflow that the scale caused fades as the scale falls. So far is a fair chance to fade.
 _FAIR_TRIAL = 256.0
+_TAME = (
+    "Lower the learning rate or add warm-up, check the inputs' size, or run the overflowing modules "
+    "in float32."
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
         The diagnosis.
     """
     first, last = symptoms[0], symptoms[-1]
+    fell = first.scale / last.scale
     if last.loss_nonfinite:
         return Diagnosis(
             False,
@@ -56,10 +61,15 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
             "Check the batch and the forward pass: print the loss, look for log(0), a division by "
             "zero, float16 activations above 65504, or a learning rate that has already diverged.",
         )
-    if last.nan and not last.inf:
+    if (
+        last.nan
+        and not last.inf
+        and (last.scale <= 1.0 or fell >= _FAIR_TRIAL or lowest == highest)
+    ):
         return Diagnosis(
             False,
-            "There are NaN and no Inf, which is not an overflow, so no scale can cure this.",
+            "There are NaN and no Inf, and the scale is not to blame: it "
+            + (f"fell {fell:g}-fold and they stayed." if fell > 1.0 else f"is {last.scale:g}."),
             "Look for 0/0, 0*inf, the gradient of sqrt or norm at zero, or an empty mean; "
             "torch.autograd.set_detect_anomaly(True) names the operation.",
         )
@@ -68,8 +78,7 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
             False,
             "The loss is not scaled, so there is no scale to shrink: the gradients overflow by "
             "themselves.",
-            "Lower the learning rate or add warm-up, check the inputs' size, or run the "
-            "overflowing modules in float32.",
+            _TAME,
         )
     if lowest == highest:
         return Diagnosis(
@@ -77,14 +86,12 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
             f"The scale is fixed at {last.scale:g}; a smaller one may fit.",
             "Use scale='dynamic', or a smaller StaticScale.",
         )
-    fell = first.scale / last.scale
     if last.scale <= lowest:
         return Diagnosis(
             False,
             f"The scale is at its floor of {lowest:g} and there is still an Inf, so shrinking it "
             "cannot cure this.",
-            "Lower the learning rate or add warm-up, check the inputs' size, or run the "
-            "overflowing modules in float32. min_scale sets the floor.",
+            f"{_TAME} min_scale sets the floor.",
         )
     if fell >= _FAIR_TRIAL and last.inf >= first.inf:
         return Diagnosis(
@@ -94,10 +101,11 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
             "Look for a division by zero or an exp that overflows in the culprits' modules; "
             "torch.autograd.set_detect_anomaly(True) helps to find the operation.",
         )
+    what = "NaN and no Inf, which float16 makes of an overflow on its way back (Inf - Inf)"
     return Diagnosis(
         True,
-        f"The loss is finite and the scale of {last.scale:g} can still shrink to {lowest:g}: this "
-        "looks like an overflow that a smaller scale cures.",
+        f"The loss is finite, the gradients hold {what if not last.inf else 'Inf'}, and the scale "
+        f"of {last.scale:g} can still shrink to {lowest:g}: a smaller one may cure this.",
         f"Start lower, for example DynamicScale(init_scale={last.scale / 16:g}), or give the scale "
         "more steps to fall with a larger give_up_after.",
     )
@@ -106,6 +114,7 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
 def never_finite(
     symptoms: Sequence[Symptom],
     *,
+    in_a_row: int,
     bounds: tuple[float, float],
     culprits: Sequence[str],
     described: str,
@@ -114,8 +123,8 @@ def never_finite(
     diagnosis = diagnose(symptoms, lowest=bounds[0], highest=bounds[1])
     scales = [symptom.scale for symptom in symptoms]
     return NeverFinite(
-        f"{len(symptoms)} steps in a row had non-finite gradients; the parameters are as they were "
-        f"before the first of them.\n"
+        f"{_counted(in_a_row, 'step')} in a row had non-finite gradients; the parameters are as "
+        f"they were before the first of them.\n"
         f"  culprits: {described}\n"
         f"  scale:    {scale_path(scales)}\n"
         f"  why:      {diagnosis.why}\n"
@@ -139,4 +148,9 @@ def scale_path(scales: Sequence[float]) -> str:
     if len(steps) == 1:
         return f"{shown[0]} throughout"
     halvings = math.log2(steps[0] / steps[-1])
-    return f"{' → '.join(shown)} ({halvings:.3g} halvings)"
+    return f"{' → '.join(shown)} ({_counted(halvings, 'halving')})"
+
+
+def _counted(number: float, noun: str) -> str:
+    number = round(number, 2)
+    return f"{number:g} {noun}" if number == 1 else f"{number:g} {noun}s"

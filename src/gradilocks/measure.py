@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.values import Measurement, Statistics
+from gradilocks.values import Measurement, Statistics, moved
 
 __all__ = ["measure", "summarize", "total_norm"]
 
@@ -75,16 +75,12 @@ def total_norm(norms: Tensor, order: float) -> Tensor:
 def _moved(found: Statistics, home: torch.device) -> Statistics:
     if found.norms.device == home:
         return found
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(home, non_blocking=True)
-
     return Statistics(
-        norms=move(found.norms),
-        nan=move(found.nan),
-        inf=move(found.inf),
-        largest=None if found.largest is None else move(found.largest),
-        zeros=None if found.zeros is None else move(found.zeros),
+        norms=moved(found.norms, home),
+        nan=moved(found.nan, home),
+        inf=moved(found.inf, home),
+        largest=None if found.largest is None else moved(found.largest, home),
+        zeros=None if found.zeros is None else moved(found.zeros, home),
     )
 
 

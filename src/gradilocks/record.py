@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.diagnose import Symptom
-from gradilocks.values import StepRecord
+from gradilocks.values import StepRecord, wide
 
 __all__ = ["Findings", "NonFiniteCount", "Outcome", "Streak", "fetch"]
 
@@ -25,8 +25,7 @@ def fetch(*scalars: Tensor) -> list[float]:
     home = scalars[0].device
     if home.type == "cpu":
         return [float(s) for s in scalars]
-    wide = [s.to(home, torch.float32) for s in scalars]
-    return [float(v) for v in torch.stack(wide).tolist()]
+    return [float(v) for v in torch.stack([s.to(home, wide(home)) for s in scalars]).tolist()]
 
 
 class NonFiniteCount(NamedTuple):

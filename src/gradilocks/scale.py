@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradilocks.values import ScaleState, wide
+from gradilocks.values import ScaleState, moved, wide
 
 __all__ = [
     "DynamicScale",
@@ -200,7 +200,7 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     """The loss times the scale; a half-precision loss is widened first, so it cannot overflow."""
     if loss.dtype is torch.float16:
         loss = loss.float()
-    return loss * scale.to(loss.device, non_blocking=True)
+    return loss * moved(scale, loss.device)
 
 
 def resolve_scale(given: object) -> ScalePolicy:

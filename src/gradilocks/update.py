@@ -19,6 +19,8 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.values import Decision
 
+_LARGEST = float(torch.finfo(torch.float32).max)
+
 __all__ = [
     "apply_bound",
     "apply_in_place",
@@ -41,13 +43,23 @@ def update(optimizer: Any, decision: Decision, tensors: Sequence[Tensor]) -> Non
     """
     if not tensors:
         return
-    if takes_decision(optimizer) and not lacks_momentum(optimizer):
-        grad_scale = torch.reciprocal(decision.multiplier).to(torch.float32)
+    if takes_decision(optimizer) and not lacks_momentum(optimizer) and not _too_small(decision):
+        grad_scale = torch.reciprocal(decision.multiplier).clamp(max=_LARGEST).to(torch.float32)
         with handing_over(optimizer, grad_scale=grad_scale, found_inf=decision.skip):
             optimizer.step()
     elif not decision.skip.item():
         apply_in_place(decision, tensors)
         optimizer.step()
+
+
+def _too_small(decision: Decision) -> bool:
+    """Whether 1 / multiplier is more than float32 holds, as a norm of 1e39 clipped to 1 makes it.
+
+    Asked on the CPU alone, where asking is free. Elsewhere such a norm is clipped as far as float32
+    goes, to 3e-39 of itself.
+    """
+    multiplier = decision.multiplier
+    return multiplier.device.type == "cpu" and 0.0 < multiplier.item() < 1.0 / _LARGEST
 
 
 def apply_in_place(decision: Decision, tensors: Sequence[Tensor]) -> None:

@@ -98,3 +98,11 @@ class StepRecord:
 def wide(device: torch.device) -> torch.dtype:
     """The dtype for scalars that must not overflow: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; without waiting, unless the host itself is where it goes.
+
+    A copy to the host that does not wait may be read before it has arrived.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")

@@ -67,8 +67,8 @@ def test_transposed_parameters_train_as_contiguous_ones(fused, clip):
         control = GradientControl(sgd(p, fused=fused), clip=clip)
         for _ in range(3):
             control.zero_grad()
-            control.backward(loss_making((p, gradient if p is plain else
-                                          gradient.t().contiguous().t())))
+            laid_out = gradient if p is plain else gradient.t().contiguous().t()
+            control.backward(loss_making((p, laid_out)))
             control.step()
     torch.testing.assert_close(turned, plain, rtol=0, atol=1e-6)
 
@@ -183,14 +183,17 @@ def test_sparse_and_dense_gradients_share_one_norm():
 
 
 def test_a_compressed_sparse_gradient_is_refused_by_name_with_the_way_out():
-    model = nn.Linear(3, 3, bias=False)
-    control = GradientControl(sgd(model.weight), model=model)
-    control.backward(model(torch.ones(1, 3)).sum())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls the layout a beta feature.
-        model.weight.grad = model.weight.grad.to_sparse_csr()
-    with pytest.raises(ValueError, match=r"weight.*sparse_csr.*to_sparse\(\)"):
+        compressed = torch.eye(3).to_sparse_csr()
+    model, p = nn.Module(), parameter(0.0)
+    model.register_parameter("graph", nn.Parameter(compressed))
+    control = GradientControl(sgd(model.graph, p), model=model)
+    control.backward(loss_making((p, 1.0)))
+    model.graph.grad = compressed.clone()
+    with pytest.raises(ValueError, match=r"graph has layout torch.sparse_csr.*to_sparse\(\)"):
         control.step()
+    assert p.item() == 0.0
 
 
 @pytest.mark.parametrize("name", ["Adam", "Adam fused", "SGD momentum", "SGD nesterov fused"])
@@ -213,17 +216,26 @@ def test_other_dtypes_train_as_torchs_scaler(name, dtype):
     assert_same(contents(optimizer), contents(plain))
 
 
-@pytest.mark.parametrize(
-    "name", ["Adam fused", "AdamW fused", "SGD fused", "SGD momentum fused", "Adagrad fused"]
-)
+# Fused SGD of torch up to 2.13 leaves every full vector of half-precision parameters on the CPU as
+# it was (pytorch #191763), so it is tested on fewer elements than a vector holds.
+FUSED_SIZES = {
+    "Adam fused": 64,
+    "AdamW fused": 64,
+    "Adagrad fused": 64,
+    "SGD fused": 3,
+    "SGD momentum fused": 3,
+}
+
+
+@pytest.mark.parametrize("name", FUSED_SIZES)
 def test_float16_parameters_train_with_a_fused_optimizer_as_under_torchs_scaler(name):
     torch.manual_seed(0)
-    p = nn.Parameter(torch.randn(64).half())
+    p = nn.Parameter(torch.randn(FUSED_SIZES[name]).half())
     q = nn.Parameter(p.detach().clone())
     optimizer, plain = OPTIMIZERS[name]([p]), OPTIMIZERS[name]([q])
     control, scaler = GradientControl(optimizer), torch.amp.GradScaler("cpu")
     for _ in range(5):
-        g = torch.randn(64) * 1e-6  # Below float16 once unscaled, so it must happen in float32.
+        g = torch.randn(len(p)) * 1e-6  # Below float16 once unscaled, so it must happen in float32.
         control.zero_grad()
         plain.zero_grad()
         control.backward((p.float() * g).sum())
@@ -232,6 +244,18 @@ def test_float16_parameters_train_with_a_fused_optimizer_as_under_torchs_scaler(
         scaler.step(plain)
         scaler.update()
     assert_same(contents(optimizer), contents(plain))
+
+
+@pytest.mark.parametrize("size", [0.3, 3.0, 300.0])
+def test_clipped_bfloat16_gradients_are_rounded_once(size):
+    p = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    control = GradientControl(sgd(p), clip=0.7)
+    control.backward((p.float() * size).sum())
+    made = p.grad.double() / 65536.0
+    norm = made.norm().item()
+    assert control.step().norm == pytest.approx(norm, rel=1e-6)
+    expected = (made * (0.7 / (norm + 1e-6))).to(torch.bfloat16)
+    assert torch.equal(-p.detach(), expected)
 
 
 def test_the_first_momentum_step_of_float16_gradients_does_not_round_them_to_zero():
@@ -282,11 +306,20 @@ def test_float16_gradients_without_a_scale_are_stepped(fused, clip):
 
 def test_float16_gradients_are_clipped_by_their_true_norm():
     p = nn.Parameter(torch.zeros(70_000, dtype=torch.float16))
-    control = GradientControl(sgd(p, fused=True), scale=None, clip=1.0)
+    control = GradientControl(sgd(p), scale=None, clip=1.0)
     outcome = control_step(control, (p, 300.0))
     norm = 300.0 * math.sqrt(70_000)
     assert outcome.norm == pytest.approx(norm, rel=1e-6)
-    assert -p[0].item() == pytest.approx(300.0 / norm, rel=1e-3)
+    # One rounding to float16; the coefficient of 1.26e-5 itself must not be rounded to it.
+    assert -p[0].item() == pytest.approx(300.0 / norm, rel=2.0**-11)
+
+
+def test_a_coefficient_below_float16_does_not_zero_float16_gradients():
+    p = nn.Parameter(torch.zeros(5, dtype=torch.float16))
+    control = GradientControl(sgd(p), scale=None, clip=1e-3)
+    outcome = control_step(control, (p, 60000.0))
+    assert outcome.clipped
+    assert -p[0].item() == pytest.approx(1e-3 / math.sqrt(5), rel=2.0**-10)
 
 
 @pytest.mark.parametrize("value", [1.0, 2.0, 1e5])
@@ -414,10 +447,10 @@ def test_zero_gradients_stay_zero_and_are_no_reason_to_skip(fused):
     assert p.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_5120_bfloat16_ones_have_their_true_norm(fused):
+@pytest.mark.parametrize("name", ["SGD", "AdamW fused"])
+def test_5120_bfloat16_ones_have_their_true_norm(name):
     p = nn.Parameter(torch.zeros(5120, dtype=torch.bfloat16))
-    control = GradientControl(sgd(p, fused=fused))
+    control = GradientControl(OPTIMIZERS[name]([p]))
     assert control_step(control, (p, 1.0)).norm == pytest.approx(71.554175, rel=1e-7)
 
 
@@ -635,16 +668,13 @@ def test_no_gradient_at_all_is_told_and_the_way_out_with_it():
     assert control.state_dict() == before
 
 
-@pytest.mark.parametrize("clip", [None, 0.5, ClipByValue(0.1)])
-def test_a_gradient_expanded_from_one_element_is_measured_right(clip):
-    p = nn.Parameter(torch.zeros(6))
-    control = GradientControl(sgd(p, fused=True), clip=clip, scale=None)
+def test_a_gradient_expanded_from_one_element_is_measured_right():
+    p = nn.Parameter(torch.zeros(2, 3))
+    control = GradientControl(sgd(p), scale=None)
     control.backward(loss_making((p, 0.0)))
-    p.grad = torch.tensor([0.5]).expand(6).clone()
-    reference = control.step().norm
-    control.backward(loss_making((p, 0.0)))
-    p.grad = torch.tensor([0.5]).expand(2, 3).reshape(6)
-    assert control.step().norm == reference == pytest.approx(0.5 * math.sqrt(6))
+    p.grad = torch.tensor([0.5]).expand(2, 3)
+    assert control.step().norm == pytest.approx(0.5 * math.sqrt(6))
+    assert p.unique().tolist() == [-0.5]
 
 
 def test_gradients_of_a_growing_scale_keep_their_bits():

@@ -21,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 import gradilocks
 
@@ -292,14 +293,22 @@ def _grads(params: list[Tensor]) -> list[Tensor]:
 def _is_at_fault(side: Side, op: Op) -> bool:
     if op.name == "clip_norm":
         return not _finite(_grads(side.of(op.which)))  # B11: a NaN or Inf spreads or zeroes.
+    if op.name == "found_inf" and side.setup.enabled:
+        state = side.scaler._per_optimizer_states.get(id(side.optimizers[op.which]))
+        return bool(state) and state["stage"] is not OptState.READY
     if op.name == "step" and side.setup.enabled:
         kind, optimizer = side.setup.kinds[op.which], side.optimizers[op.which]
+        state = side.scaler._per_optimizer_states.get(id(optimizer))
+        if kind.startswith("fused") and state and state["stage"] is OptState.UNSCALED:
+            # unscale_ before backward: torch fails inside the optimizer, and B5 then leaves a
+            # grad_scale behind.
+            if not state["found_inf_per_device"] and _grads(side.params[op.which]):
+                return True
         if kind != "fused SGD, momentum":
             return False
         # B14: the first step of a fused SGD with momentum is skipped.
         if any("momentum_buffer" in optimizer.state.get(p, {}) for p in side.params[op.which]):
             return False
-        state = side.scaler._per_optimizer_states.get(id(optimizer))
         flagged = state and any(f.item() for f in state["found_inf_per_device"].values())
         return bool(flagged) or not _finite(_grads(side.params[op.which]))
     return False
@@ -381,31 +390,44 @@ def _compare_sides(torchs: Side, ours: Side, where: str, rtol: float) -> None:
             if expected.grad is not None:
                 compare_tensors(expected.grad, got.grad, f"gradient of {name}", rtol)
     for theirs, mine in zip(torchs.optimizers, ours.optimizers, strict=True):
-        _compare_states(theirs.state_dict()["state"], mine.state_dict()["state"], where, rtol)
+        expected, got = list(theirs.state.values()), list(mine.state.values())
+        assert len(got) == len(expected), f"optimizer state {where}"
+        for pair in zip(expected, got, strict=True):
+            _compare_states(*pair, where, rtol)
 
 
 def _compare_states(expected: Any, got: Any, where: str, rtol: float) -> None:
     assert expected.keys() == got.keys(), f"optimizer state {where}"
     for key, value in expected.items():
-        if isinstance(value, dict):
-            _compare_states(value, got[key], where, rtol)
-        elif isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             compare_tensors(value, got[key], f"optimizer state {key} {where}", rtol)
         else:
             assert got[key] == value, f"optimizer state {key} {where}"
 
 
 def compare_tensors(expected: Tensor, got: Tensor, what: str, rtol: float = 0.0) -> None:
-    """Bit for bit (NaN for NaN), or within `rtol` of the tensor's largest finite element."""
+    """Bit for bit (any NaN for any NaN), or within `rtol` of the tensor's largest finite element."""
     expected, got = expected.detach(), got.detach()
     assert got.dtype is expected.dtype, what
     assert got.shape == expected.shape, what
-    atol = 0.0
-    if rtol and expected.numel():
+    bits = _BITS[expected.dtype]
+    if torch.equal(expected.view(bits), got.view(bits)):
+        return
+    if rtol:
         finite = expected[torch.isfinite(expected)].abs()
         atol = rtol * float(finite.max()) if finite.numel() else 0.0
-    close = torch.isclose(got, expected, rtol=0.0, atol=atol, equal_nan=True)
-    assert bool(close.all()), f"{what}: expected {expected}, got {got}"
+        same = torch.isclose(got, expected, rtol=0.0, atol=atol, equal_nan=True)
+    else:
+        same = (expected.view(bits) == got.view(bits)) | (expected.isnan() & got.isnan())
+    assert bool(same.all()), f"{what}: expected {expected}, got {got}"
+
+
+_BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
 
 
 # --- drawing programs ------------------------------------------------------------------------
@@ -423,13 +445,13 @@ def setups(*, half: bool) -> st.SearchStrategy[Setup]:
     @st.composite
     def draw_setup(draw: Any) -> Setup:
         kinds = draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3))
-        large = draw(st.integers(0, 9)) == 0
+        large = draw(st.integers(0, 9)) == 7
         chosen = [torch.float32 if large else draw(st.sampled_from(dtypes)) for _ in kinds]
         return Setup(
             kinds=tuple(kinds),
             dtypes=tuple(chosen),
             large=large,
-            enabled=draw(st.integers(0, 9)) != 0,
+            enabled=draw(st.integers(0, 9)) != 7,
             init_scale=draw(st.sampled_from([1.0, 3.0, 1024.0, 65536.0])),
             growth_factor=draw(st.sampled_from([2.0, 1.5, 16.0])),
             backoff_factor=draw(st.sampled_from([0.5, 0.3])),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 def test_a_careful_program_is_bit_identical_to_torch():
     seen = programs.Seen()
 
-    @settings(programs.STABLE, max_examples=250)
+    @settings(programs.STABLE, max_examples=300)
     @given(programs.careful_programs())
     def check(program):
         programs.run(*program, seen)
@@ -23,7 +23,7 @@ def test_a_careful_program_is_bit_identical_to_torch():
 def test_a_careless_program_fails_as_it_fails_in_torch_and_leaves_the_same_behind():
     seen = programs.Seen()
 
-    @settings(programs.STABLE, max_examples=250)
+    @settings(programs.STABLE, max_examples=300)
     @given(programs.careless_programs())
     def check(program):
         programs.run(*program, seen)
@@ -48,15 +48,16 @@ def test_a_careless_program_fails_as_it_fails_in_torch_and_leaves_the_same_behin
 
 
 def test_a_program_that_clips_agrees_with_torch_to_the_accuracy_of_a_float32_norm():
-    # torch measures the norm and divides by it in float32: two roundings, each up to 6e-8, and as
-    # much again for every step whose rounding the first one tips over. Ours rounds once. 1e-6 of a
-    # tensor's size leaves room for five iterations of that and is far below any real difference.
+    # torch measures the norm and divides by it in float32, which alone moves a norm of order 3 by
+    # up to 8e-7; ours is measured in float64 and rounded once. Over 13,000 operations the largest
+    # difference seen is 8.4e-7 of a tensor's size, so 2e-6 holds, and no real difference hides in
+    # it: the smallest clip drawn here changes a gradient by more than a tenth.
     seen = programs.Seen()
 
-    @settings(programs.STABLE, max_examples=250)
+    @settings(programs.STABLE, max_examples=300)
     @given(programs.careful_programs(norm_clip=True))
     def check(program):
-        programs.run(*program, seen, rtol=1e-6)
+        programs.run(*program, seen, rtol=2e-6)
 
     check()
     assert seen.counts["clip_norm"] > 300, seen.counts

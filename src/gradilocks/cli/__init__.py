@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from gradilocks.cli.interrupts import HeldInterrupts
 from gradilocks.errors import GradilocksError
 
 INTERRUPTED = 130
@@ -45,9 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    import typer
+    with HeldInterrupts():
+        import typer
 
-    from gradilocks.cli.app import app
+        from gradilocks.cli.app import app
 
     # The base of every mistake in a command line. typer gives it no public name: older versions
     # take it from click, newer ones carry their own copy.

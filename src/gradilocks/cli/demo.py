@@ -86,23 +86,25 @@ def demo(
 
 
 def _train_and_show(settings: Settings, target: Path | None, *, quiet: bool) -> None:
-    # Here and not above: rich, and torch even more, take longer to import than --help to print.
-    from gradilocks.cli.demo_view import conclude, introduce, open_console, show_steps
-
-    console = open_console(quiet=quiet)
     done: list[Step] = []
     try:
-        introduce(console, settings)
         # Until the first step is done: torch imports more of itself on the way there.
-        with HeldInterrupts() as interrupts, show_steps(console, settings) as show:
+        with HeldInterrupts() as interrupts:
+            # Here and not above: rich, and torch even more, take longer to import than --help
+            # takes to print.
+            from gradilocks.cli.demo_view import conclude, introduce, open_console, show_steps
+
+            console = open_console(quiet=quiet)
+            introduce(console, settings)
             train = _import_train()
+            with show_steps(console, settings) as show:
 
-            def on_step(step: Step) -> None:
-                done.append(step)
-                show(step)
-                interrupts.release()
+                def on_step(step: Step) -> None:
+                    done.append(step)
+                    show(step)
+                    interrupts.release()
 
-            summary = train(settings, on_step)
+                summary = train(settings, on_step)
     except KeyboardInterrupt as interrupt:
         unwritten = "" if target is None else f" {target} was not written."
         raise Interrupted(f"{describe_so_far(settings, done)}{unwritten}") from interrupt

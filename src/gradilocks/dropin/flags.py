@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks.values import moved
+
 __all__ = ["agree_across_ranks", "any_flag"]
 
 
@@ -15,7 +17,7 @@ def any_flag(flags: Sequence[Tensor]) -> Tensor:
     """Exactly 1 if any flag is set, exactly 0 if none is; a sum of flags would be neither."""
     together = flags[0].clone()
     for flag in flags[1:]:
-        together = torch.maximum(together, flag.to(together.device, non_blocking=True))
+        together = torch.maximum(together, moved(flag, together.device))
     return (together > 0).to(torch.float32)
 
 

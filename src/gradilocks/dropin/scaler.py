@@ -27,7 +27,7 @@ from gradilocks.gradients import Gradients, Names, collect
 from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
 from gradilocks.update import handing_over, must_skip_on_host, takes_scaler
-from gradilocks.values import ScaleState, Statistics
+from gradilocks.values import ScaleState, Statistics, moved
 
 __all__ = ["GradScaler"]
 
@@ -143,7 +143,7 @@ class GradScaler(torch.amp.GradScaler):
             self._set_scale(scale, new_scale)
         else:
             found = [
-                flag.to(scale.device, non_blocking=True)
+                moved(flag, scale.device)
                 for state in self._per_optimizer_states.values()
                 for flag in state["found_inf_per_device"].values()
             ]
