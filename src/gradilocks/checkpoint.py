@@ -88,8 +88,10 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any) -> Loade
         )
     _require(ours, _OUR_KEYS, where="state_dict['gradilocks']")
     _require(saved, ("scale", "_growth_tracker"), where="state_dict")
+    rebuilt = _rebuild(scale_policy, ours["scale_policy"], "scale")
+    _check_bounds(_scale(saved["scale"]), *rebuilt.bounds())
     return Loaded(
-        scale_policy=_rebuild(scale_policy, ours["scale_policy"], "scale"),
+        scale_policy=rebuilt,
         clip_policy=_rebuild(clip_policy, ours["clip_policy"], "clip"),
         scale=_scale(saved["scale"]),
         growth_tracker=_count("_growth_tracker", saved["_growth_tracker"]),
@@ -160,6 +162,15 @@ def _scale(value: Any) -> float:
     if not SMALLEST <= scale <= LARGEST:
         raise BadState(f"the scale in the state_dict must be positive and finite, got {value}.")
     return scale
+
+
+def _check_bounds(scale: float, lowest: float, highest: float) -> None:
+    # The scale is a float32, the policy's bounds are not.
+    if not lowest * (1 - 1e-6) <= scale <= highest * (1 + 1e-6):
+        raise BadState(
+            f"the scale in the state_dict must lie in [{lowest:g}, {highest:g}], as its policy "
+            f"says, got {scale:g}."
+        )
 
 
 def check_number(name: str, value: Any) -> float:

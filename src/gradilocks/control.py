@@ -5,7 +5,7 @@ loss ─scale─▶ backward ─▶ collect ─▶ measure ─▶ reduce ─▶ 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,10 +100,9 @@ class GradientControl:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, for callers who run `backward` themselves."""
         check_loss(loss)
-        params = parameters_of(self._optimizers, name=self._names)
         if not isinstance(self._scale_policy, NoScale):
-            self._order.check_backward(params)
-        self._move_to(params[0].device)
+            self._order.check_backward(self._parameters())
+        self._move_to(next(self._parameters()).device)
         broken = torch.logical_not(torch.isfinite(loss.detach()).all()).to(torch.float32)
         broken = moved(broken, self._state.scale.device)
         before = self._loss_nonfinite
@@ -126,7 +125,12 @@ class GradientControl:
                 f"loss must be a scalar, got shape {tuple(loss.shape)}. Reduce it first, for "
                 "example with loss.mean() or loss.sum()."
             )
-        self.scale_loss(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+        before = self._order.scaled
+        try:
+            self.scale_loss(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._order.scaled = before
+            raise
 
     def unscale_(self) -> None:
         """Makes the gradients true in place, for code that reads or changes them before `step`.
@@ -136,7 +140,7 @@ class GradientControl:
         self._order.check_unscale()
         found = self._find_gradients()
         for part, optimizer in zip(found, self._optimizers, strict=True):
-            self._check_unscaling(optimizer, part)
+            self._check_unscaling(optimizer, part, in_place=True)
         multiplier = torch.reciprocal(self._state.scale)
         decision = Decision(skip=torch.zeros_like(multiplier), multiplier=multiplier)
         update.apply_in_place(decision, [t for part in found for t in part.tensors])
@@ -158,7 +162,7 @@ class GradientControl:
             return self._step_with_closure(closure)
         found = self._find_gradients()
         for part, optimizer in zip(found, self._optimizers, strict=True):
-            self._check_unscaling(optimizer, part)
+            self._check_unscaling(optimizer, part, in_place=not update.takes_decision(optimizer))
         decision, outcome, record = self._judge(found)
         for part, optimizer in zip(found, self._optimizers, strict=True):
             update.apply_bound(decision, part.tensors)
@@ -167,8 +171,12 @@ class GradientControl:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of every optimizer."""
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
+        for param in self._parameters():
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad = param.grad.detach()
+                param.grad.zero_()
         self._order.forget()
         self._loss_nonfinite = None
 
@@ -207,10 +215,7 @@ class GradientControl:
         """The gradients of each optimizer, after checking that a scaled loss made them."""
         parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
         found = [
-            collect(
-                (param for group in optimizer.param_groups for param in group["params"]),
-                name=self._names,
-            )
+            collect(parameters_of([optimizer], name=self._names), name=self._names)
             for optimizer in self._optimizers
         ]
         self._order.check_scaled("step()")
@@ -251,13 +256,13 @@ class GradientControl:
             inf=measurement.tensors.inf,
         )
         params = [param for part in found for param in part.params]
-        return decision, Outcome(record, lambda: self._names.of(params)), record
+        return decision, Outcome(record, lambda: self._names.in_backward_order(params)), record
 
     def _conclude(self, outcome: Outcome, record: StepRecord) -> Outcome:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         self._scale_policy.advance(self._state, record.skip)
         self._steps += 1
-        self._order.note_step(parameters_of(self._optimizers, name=self._names))
+        self._order.note_step(self._parameters())
         self._loss_nonfinite = None
         if self._streak.note(record):
             raise never_finite(
@@ -287,7 +292,7 @@ class GradientControl:
         def make_true() -> bool:
             nonlocal last
             (found,) = self._find_gradients()
-            self._check_unscaling(optimizer, found)
+            self._check_unscaling(optimizer, found, in_place=True)
             decision, outcome, record = self._judge([found])
             last = outcome, record
             if outcome.skipped:
@@ -307,12 +312,17 @@ class GradientControl:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
         return self._conclude(*last)
 
-    def _check_unscaling(self, optimizer: Any, part: Gradients) -> None:
-        if not isinstance(self._scale_policy, NoScale):
-            update.check_update(optimizer, part.params, part.tensors, self._names)
+    def _check_unscaling(self, optimizer: Any, part: Gradients, *, in_place: bool) -> None:
+        if in_place and not isinstance(self._scale_policy, NoScale):
+            update.check_unscaling_in_place(optimizer, part.params, part.tensors, self._names)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def _move_to(self, device: torch.device) -> None:
-        if self._state.scale.device != device:
+        if device.type != "meta" and self._state.scale.device != device:
             self._state = ScaleState(
                 scale=self._state.scale.to(device),
                 growth_tracker=self._state.growth_tracker.to(device),

@@ -17,8 +17,8 @@ __all__ = ["Diagnosis", "Symptom", "diagnose", "never_finite", "scale_path"]
 # An overflow that the scale caused fades as the scale falls. So far is a fair chance to fade.
 _FAIR_TRIAL = 256.0
 _TAME = (
-    "Lower the learning rate or add warm-up, check the inputs' size, or run the overflowing modules "
-    "in float32."
+    "Lower the learning rate or add warm-up, check the inputs' size, or run the overflowing "
+    "modules in float32."
 )
 
 
@@ -68,7 +68,7 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
     ):
         return Diagnosis(
             False,
-            "There are NaN and no Inf, and the scale is not to blame: it "
+            "There are NaN and no Inf. This is not an overflow that a smaller scale cures: it "
             + (f"fell {fell:g}-fold and they stayed." if fell > 1.0 else f"is {last.scale:g}."),
             "Look for 0/0, 0*inf, the gradient of sqrt or norm at zero, or an empty mean; "
             "torch.autograd.set_detect_anomaly(True) names the operation.",
@@ -86,7 +86,7 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
             f"The scale is fixed at {last.scale:g}; a smaller one may fit.",
             "Use scale='dynamic', or a smaller StaticScale.",
         )
-    if last.scale <= lowest:
+    if last.scale <= lowest * (1 + 1e-6):  # The scale is a float32, the floor is not.
         return Diagnosis(
             False,
             f"The scale is at its floor of {lowest:g} and there is still an Inf, so shrinking it "
@@ -105,7 +105,7 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
     return Diagnosis(
         True,
         f"The loss is finite, the gradients hold {what if not last.inf else 'Inf'}, and the scale "
-        f"of {last.scale:g} can still shrink to {lowest:g}: a smaller one may cure this.",
+        f"of {last.scale:g} can still shrink to {lowest:g}: a smaller scale may cure this.",
         f"Start lower, for example DynamicScale(init_scale={last.scale / 16:g}), or give the scale "
         "more steps to fall with a larger give_up_after.",
     )

@@ -153,6 +153,13 @@ class Names:
                 "model must be a torch.nn.Module, or a mapping from a prefix to one, got "
                 f"{type(model).__name__}."
             )
+        if isinstance(model, Mapping):
+            for prefix, module in model.items():
+                if not all((isinstance(prefix, str), isinstance(module, nn.Module))):
+                    raise TypeError(
+                        "a model mapping goes from a prefix (str) to a torch.nn.Module, got "
+                        f"{type(prefix).__name__} to {type(module).__name__}."
+                    )
         self._model = model
         self._optimizers = optimizers
 
@@ -161,17 +168,37 @@ class Names:
 
     def of(self, params: Iterable[Tensor]) -> list[str]:
         """The names of `params`, looked up now, so that replaced parameters are found too."""
+        known = self._in_optimizers()
+        known.update((id(param), name) for name, param in self._named_parameters())
+        return [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in params]
+
+    def in_backward_order(self, params: Sequence[Tensor]) -> list[tuple[int, str]]:
+        """The places of `params` with their names, last gradient of the forward pass first.
+
+        The model's own order, reversed; without a model, the optimizers' order, reversed.
+        """
+        order = {id(param): place for place, (_, param) in enumerate(self._named_parameters())}
+        places = sorted(
+            range(len(params)), key=lambda i: (order.get(id(params[i]), -1), i), reverse=True
+        )
+        names = self.of(params)
+        return [(place, names[place]) for place in places]
+
+    def _in_optimizers(self) -> dict[int, str]:
+        """By parameter: the name that its optimizer was given, or else its place there."""
         known: dict[int, str] = {}
+        taken: set[str] = set()
         for number, optimizer in enumerate(self._optimizers):
             prefix = f"optimizers[{number}]." if len(self._optimizers) > 1 else ""
             for g, group in enumerate(optimizer.param_groups):
                 given = group.get("param_names")
                 for k, param in enumerate(group["params"]):
-                    place = f"{prefix}param_groups[{g}]['params'][{k}]"
-                    known[id(param)] = given[k] if given else place
-        for name, param in self._named_parameters():
-            known[id(param)] = name
-        return [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in params]
+                    name = given[k] if given else f"{prefix}param_groups[{g}]['params'][{k}]"
+                    if name in taken:  # Two optimizers whose models name their parts alike.
+                        name = f"{prefix}{name}"
+                    taken.add(name)
+                    known[id(param)] = name
+        return known
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         if isinstance(self._model, nn.Module):

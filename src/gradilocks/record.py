@@ -53,7 +53,7 @@ class Findings:
         scale: Tensor,
         nan: Tensor,
         inf: Tensor,
-        names: Callable[[], Sequence[str]],
+        names: Callable[[], Sequence[tuple[int, str]]],
     ) -> None:
         self._skip, self._scale, self._nan, self._inf = skip, scale, nan, inf
         self._names = names
@@ -84,11 +84,10 @@ class Findings:
         if self._counts is None:
             self._counts = {}
             if self.skipped:
-                counts = torch.stack([self._nan, self._inf]).tolist()
-                # The last parameter's gradient is made first.
-                for name, nan, inf in reversed(list(zip(self._names(), *counts, strict=True))):
-                    if nan or inf:
-                        self._counts[name] = NonFiniteCount(nan, inf)
+                nan, inf = torch.stack([self._nan, self._inf]).tolist()
+                for place, name in self._names():
+                    if nan[place] or inf[place]:
+                        self._counts[name] = NonFiniteCount(nan[place], inf[place])
         return self._counts
 
     def describe(self, *, at_most: int = 3) -> str:
@@ -115,7 +114,7 @@ class Outcome(Findings):
         (False, True)
     """
 
-    def __init__(self, record: StepRecord, names: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, record: StepRecord, names: Callable[[], Sequence[tuple[int, str]]]) -> None:
         super().__init__(
             skip=record.skip, scale=record.scale, nan=record.nan, inf=record.inf, names=names
         )

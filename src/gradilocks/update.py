@@ -24,7 +24,7 @@ _LARGEST = float(torch.finfo(torch.float32).max)
 __all__ = [
     "apply_bound",
     "apply_in_place",
-    "check_update",
+    "check_unscaling_in_place",
     "handing_over",
     "must_skip_on_host",
     "takes_decision",
@@ -43,7 +43,9 @@ def update(optimizer: Any, decision: Decision, tensors: Sequence[Tensor]) -> Non
     """
     if not tensors:
         return
-    if takes_decision(optimizer) and not lacks_momentum(optimizer) and not _too_small(decision):
+    if takes_decision(optimizer) and not _too_small(decision):
+        if must_skip_on_host(optimizer, decision.skip, decision.multiplier):
+            return
         grad_scale = torch.reciprocal(decision.multiplier).clamp(max=_LARGEST).to(torch.float32)
         with handing_over(optimizer, grad_scale=grad_scale, found_inf=decision.skip):
             optimizer.step()
@@ -78,15 +80,13 @@ def apply_bound(decision: Decision, tensors: Sequence[Tensor]) -> None:
         kernels.for_device(device).clamp_(on_device, decision.bound.to(device))
 
 
-def check_update(
+def check_unscaling_in_place(
     optimizer: Any,
     params: Sequence[Tensor],
     tensors: Sequence[Tensor],
     name: Callable[[Tensor], str],
 ) -> None:
-    """Refuses scaled fp16 gradients that would have to be unscaled in fp16, before any step."""
-    if takes_decision(optimizer):
-        return
+    """Refuses fp16 gradients that would have to be unscaled in fp16, before any step."""
     for param, tensor in zip(params, tensors, strict=True):
         if tensor.dtype is torch.float16:
             raise ValueError(
@@ -102,7 +102,8 @@ def takes_decision(optimizer: Any) -> bool:
     """Whether `step` reads `grad_scale` and `found_inf` off the optimizer, as torch's fused do."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    if any(group.get("fused") is False for group in optimizer.param_groups):
+    # A checkpoint of an unfused optimizer brings fused=None into the groups of a fused one.
+    if any("fused" in group and not group["fused"] for group in optimizer.param_groups):
         return False
     return not takes_scaler(optimizer)
 
@@ -118,25 +119,56 @@ def _names_grad_scaler(step: Callable[..., Any]) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
 
 
-def lacks_momentum(optimizer: Any) -> bool:
-    """Whether a fused SGD would make its momentum buffers in this step.
+def must_skip_on_host(optimizer: Any, skip: Tensor, multiplier: Tensor) -> bool:
+    """Whether a fused optimizer that cannot skip this one step by itself has to skip it.
 
-    It makes them without filling them, and a step that is then skipped leaves them so: the next
-    step adds whatever was in that memory to the weights. Such a step must be skipped by the host.
+    A fused SGD makes its momentum buffers without filling them, and a step that is then skipped
+    leaves them so: the next one adds whatever was in that memory to the weights. So the host asks
+    before a step that makes buffers. If it is to be taken, and a group has buffers for some
+    parameters only, which torch's fused SGD cannot handle, the others get theirs here.
+
+    Args:
+        optimizer: takes the decision inside its own pass.
+        skip: the step's flag.
+        multiplier: what the gradients will be multiplied by.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return False
-    return any(
-        param.grad is not None and optimizer.state[param].get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        if group["momentum"] != 0
+    lacking = [
+        (group, fresh) for group in optimizer.param_groups if (fresh := _fresh(optimizer, group))
+    ]
+    if not lacking:
+        return False
+    if skip.item():
+        return True
+    for group, fresh in lacking:
+        if len(fresh) < sum(param.grad is not None for param in group["params"]):
+            for param in fresh:
+                optimizer.state[param]["momentum_buffer"] = _first_buffer(param, group, multiplier)
+    return False
+
+
+def _fresh(optimizer: Any, group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of a group that have a gradient and no momentum yet."""
+    if group["momentum"] == 0:
+        return []
+    nothing: dict[str, Any] = {}  # `state` would make an entry for whom it is asked.
+    return [
+        param
         for param in group["params"]
-    )
+        if param.grad is not None
+        and optimizer.state.get(param, nothing).get("momentum_buffer") is None
+    ]
 
 
-def must_skip_on_host(optimizer: Any, skip: Tensor) -> bool:
-    """Whether a fused optimizer that cannot skip this one step itself has to."""
-    return lacks_momentum(optimizer) and bool(skip.item())
+def _first_buffer(param: Tensor, group: dict[str, Any], multiplier: Tensor) -> Tensor:
+    """What makes `momentum * buffer + (1 - dampening) * g` equal to g, which a first step is."""
+    assert param.grad is not None
+    if group["dampening"] == 0:
+        return torch.zeros_like(param.grad)
+    share = multiplier.to(param.device) * (group["dampening"] / group["momentum"])
+    buffer: Tensor = (param.grad * share).to(param.grad.dtype)
+    return buffer
 
 
 _ABSENT = object()

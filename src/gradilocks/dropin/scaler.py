@@ -26,7 +26,12 @@ from gradilocks.dropin.state import check_state
 from gradilocks.gradients import Gradients, Names, collect
 from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
-from gradilocks.update import handing_over, must_skip_on_host, takes_scaler
+from gradilocks.update import (
+    handing_over,
+    must_skip_on_host,
+    takes_decision,
+    takes_scaler,
+)
 from gradilocks.values import ScaleState, Statistics, moved
 
 __all__ = ["GradScaler"]
@@ -118,7 +123,8 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if supports and (takes_decision(optimizer) or takes_scaler(optimizer)):
             returned = self._step_fused(optimizer, state, args, kwargs)
         else:
             if state["stage"] is OptState.READY:
@@ -258,9 +264,10 @@ class GradScaler(torch.amp.GradScaler):
         flags = list(state["found_inf_per_device"].values())
         found_inf = any_flag(flags).to(scale.device) if flags else torch.zeros_like(scale)
         self._tell(optimizer, state)
-        if must_skip_on_host(optimizer, found_inf):
-            return None
         unscaled = state["stage"] is OptState.UNSCALED
+        multiplier = torch.ones_like(scale) if unscaled else torch.reciprocal(scale)
+        if must_skip_on_host(optimizer, found_inf, multiplier):
+            return None
         with handing_over(
             optimizer, grad_scale=None if unscaled else scale, found_inf=found_inf, consume=True
         ):
@@ -281,7 +288,7 @@ class GradScaler(torch.amp.GradScaler):
             scale=self._scale.clone(),
             nan=torch.cat([part.to(home) for part in found.nan]),
             inf=torch.cat([part.to(home) for part in found.inf]),
-            names=lambda: names.of(found.params),
+            names=lambda: names.in_backward_order(found.params),
         )
 
     def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:

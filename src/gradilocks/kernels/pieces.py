@@ -57,5 +57,5 @@ def _flat(tensor: Tensor) -> Tensor:
 def in_float(part: Tensor) -> Tensor:
     """The piece in a dtype that norms can be summed in: float32, or float64 for float64."""
     if part.is_complex():
-        part = part.abs()
+        return part.to(torch.complex128).abs()
     return part if part.dtype in (torch.float32, torch.float64) else part.float()
