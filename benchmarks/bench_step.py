@@ -36,7 +36,7 @@ def gpt_shapes(vocabulary: int, width: int, layers: int, context: int) -> Iterat
 
 SIZES: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "124M": lambda: list(gpt_shapes(50257, 768, 12, 1024)),
-    "1M": lambda: list(gpt_shapes(2048, 64, 12, 256)),
+    "1M": lambda: list(gpt_shapes(2048, 80, 12, 256)),
 }
 
 
@@ -116,7 +116,7 @@ def step_rows(size: str, *, limit: float, rounds: int) -> list[Row]:
             fused=False,
         ),
         with_scaler(
-            "gradilocks drop-in, torch fused AdamW",
+            "drop-in, torch fused AdamW",
             load,
             limit,
             gradilocks.GradScaler("cpu"),

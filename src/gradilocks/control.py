@@ -5,6 +5,7 @@ loss ─scale─▶ backward ─▶ collect ─▶ measure ─▶ reduce ─▶ 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,14 @@ from gradilocks.closure import step_with_closure
 from gradilocks.decide import decide
 from gradilocks.diagnose import never_finite
 from gradilocks.errors import NoGradients, NonFiniteGradient
-from gradilocks.gradients import Gradients, Names, collect, parameters_of, replicas_of
+from gradilocks.gradients import (
+    Gradients,
+    Names,
+    collect,
+    parameters_of,
+    replicas_of,
+    roof_of,
+)
 from gradilocks.measure import measure
 from gradilocks.order import CallOrder
 from gradilocks.record import Outcome, Streak, fetch
@@ -99,18 +107,9 @@ class GradientControl:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, for callers who run `backward` themselves."""
-        check_loss(loss)
-        if not isinstance(self._scale_policy, NoScale):
-            self._order.check_backward(self._parameters())
-        self._move_to(next(self._parameters()).device)
-        broken = torch.logical_not(torch.isfinite(loss.detach()).all()).to(torch.float32)
-        broken = moved(broken, self._state.scale.device)
-        before = self._loss_nonfinite
-        self._loss_nonfinite = broken if before is None else torch.maximum(before, broken)
-        self._order.scaled = True
-        if isinstance(self._scale_policy, NoScale):
-            return loss
-        return scale_loss(loss, self._state.scale)
+        scaled = self._scaled(loss)
+        self._order.handed_out = True
+        return scaled
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Adds the gradients of the scaled loss. Call it as often as gradients are accumulated.
@@ -127,7 +126,7 @@ class GradientControl:
             )
         before = self._order.scaled
         try:
-            self.scale_loss(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+            self._scaled(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             self._order.scaled = before
             raise
@@ -177,8 +176,9 @@ class GradientControl:
             elif param.grad is not None:
                 param.grad = param.grad.detach()
                 param.grad.zero_()
-        self._order.forget()
-        self._loss_nonfinite = None
+        self._order.note_cleared()
+        if not self._order.scaled:
+            self._loss_nonfinite = None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-identical continuation needs; plain numbers and strings.
@@ -211,6 +211,20 @@ class GradientControl:
         self._order.forget()
         self._loss_nonfinite = None
 
+    def _scaled(self, loss: Tensor) -> Tensor:
+        check_loss(loss)
+        if not isinstance(self._scale_policy, NoScale):
+            self._order.check_backward(self._parameters())
+        self._move_to(next(self._parameters()).device)
+        broken = torch.logical_not(torch.isfinite(loss.detach()).all()).to(torch.float32)
+        broken = moved(broken, self._state.scale.device)
+        before = self._loss_nonfinite
+        self._loss_nonfinite = broken if before is None else torch.maximum(before, broken)
+        self._order.scaled = True
+        if isinstance(self._scale_policy, NoScale):
+            return loss
+        return scale_loss(loss, self._state.scale)
+
     def _find_gradients(self) -> list[Gradients]:
         """The gradients of each optimizer, after checking that a scaled loss made them."""
         parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
@@ -242,7 +256,7 @@ class GradientControl:
         if self._order.unscaled:
             scale = torch.ones_like(scale)
         limit = policy.limit(measurement, scale)
-        decision = decide(measurement, scale, limit)
+        decision = decide(measurement, scale, limit, roof=roof_of(tensors))
         broken = self._loss_nonfinite
         record = StepRecord(
             step=self._steps + 1,
@@ -255,7 +269,8 @@ class GradientControl:
             nan=measurement.tensors.nan,
             inf=measurement.tensors.inf,
         )
-        params = [param for part in found for param in part.params]
+        # Weak: an Outcome that somebody keeps must not keep a parameter that was replaced.
+        params = [weakref.ref(param) for part in found for param in part.params]
         return decision, Outcome(record, lambda: self._names.in_backward_order(params)), record
 
     def _conclude(self, outcome: Outcome, record: StepRecord) -> Outcome:

@@ -15,22 +15,26 @@ from gradilocks.values import ClipLimit, Decision, Measurement
 __all__ = ["decide"]
 
 
-def decide(measurement: Measurement, scale: Tensor, limit: ClipLimit) -> Decision:
+def decide(
+    measurement: Measurement, scale: Tensor, limit: ClipLimit, *, roof: float = math.inf
+) -> Decision:
     """Decides one step, on the device.
 
     Args:
         measurement: of the gradients as they stand.
         scale: 0-d, what they carry and must lose.
         limit: for the unscaled gradients.
+        roof: the largest number that the gradients' dtype holds.
 
     Returns:
         `skip`, exactly 0 or 1; `multiplier`, clip coefficient over scale; and the bound on each
-        element if the limit has one. A multiplier that is not finite skips the step too.
+        element if the limit has one. A multiplier that is not finite skips the step, and so does
+        one above 1 that takes finite gradients beyond their dtype.
     """
     multiplier = limit.coefficient / scale
-    skip = torch.maximum(
-        measurement.nonfinite, torch.logical_not(torch.isfinite(multiplier)).to(torch.float32)
-    )
+    too_large = (multiplier > 1.0) & (measurement.norm * multiplier > roof)
+    unusable = too_large | torch.logical_not(torch.isfinite(multiplier))
+    skip = torch.maximum(measurement.nonfinite, unusable.to(torch.float32))
     skipped = skip > 0
     bound = None
     if limit.value is not None:

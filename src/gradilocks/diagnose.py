@@ -106,8 +106,8 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
         True,
         f"The loss is finite, the gradients hold {what if not last.inf else 'Inf'}, and the scale "
         f"of {last.scale:g} can still shrink to {lowest:g}: a smaller scale may cure this.",
-        f"Start lower, for example DynamicScale(init_scale={last.scale / 16:g}), or give the scale "
-        "more steps to fall with a larger give_up_after.",
+        f"Start lower, for example DynamicScale(init_scale={max(last.scale / 16, lowest)!r}), or "
+        "give the scale more steps to fall with a larger give_up_after.",
     )
 
 

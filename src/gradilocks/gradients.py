@@ -8,6 +8,7 @@ a healthy step pays nothing for them.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from gradilocks.errors import SharedParameter
 
-__all__ = ["Gradients", "Names", "collect", "parameters_of", "replicas_of"]
+__all__ = ["Gradients", "Names", "collect", "parameters_of", "replicas_of", "roof_of"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,12 @@ def replicas_of(found: Sequence[Gradients]) -> list[int] | None:
     ]
 
 
+def roof_of(tensors: Sequence[Tensor]) -> float:
+    """The largest number that all of them can hold; half precision is stepped in float32."""
+    double = bool(tensors) and all(tensor.dtype is torch.float64 for tensor in tensors)
+    return torch.finfo(torch.float64 if double else torch.float32).max
+
+
 def parameters_of(optimizers: Sequence[Any], *, name: Callable[[Tensor], str]) -> list[Tensor]:
     """All parameters of all optimizers, in order; one that is listed twice is refused by name."""
     params: list[Tensor] = [
@@ -172,17 +179,17 @@ class Names:
         known.update((id(param), name) for name, param in self._named_parameters())
         return [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in params]
 
-    def in_backward_order(self, params: Sequence[Tensor]) -> list[tuple[int, str]]:
+    def in_backward_order(self, params: Sequence[weakref.ref[Tensor]]) -> list[tuple[int, str]]:
         """The places of `params` with their names, last gradient of the forward pass first.
 
-        The model's own order, reversed; without a model, the optimizers' order, reversed.
+        The model's own order, reversed; without a model, the optimizers' order, reversed. A
+        parameter that is gone has no name and is left out.
         """
         order = {id(param): place for place, (_, param) in enumerate(self._named_parameters())}
-        places = sorted(
-            range(len(params)), key=lambda i: (order.get(id(params[i]), -1), i), reverse=True
-        )
-        names = self.of(params)
-        return [(place, names[place]) for place in places]
+        living = [(i, param) for i, ref in enumerate(params) if (param := ref()) is not None]
+        living.sort(key=lambda pair: (order.get(id(pair[1]), -1), pair[0]), reverse=True)
+        names = self.of(param for _, param in living)
+        return [(place, name) for (place, _), name in zip(living, names, strict=True)]
 
     def _in_optimizers(self) -> dict[int, str]:
         """By parameter: the name that its optimizer was given, or else its place there."""

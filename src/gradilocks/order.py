@@ -22,6 +22,8 @@ class CallOrder:
     def __init__(self) -> None:
         self.scaled = False
         """Whether a loss has been scaled since the last step."""
+        self.handed_out = False
+        """Whether a scaled loss was handed out, so that its backward may come at any time."""
         self.unscaled = False
         """Whether `unscale_` has made the gradients true already."""
         self._stepped_on: tuple[weakref.ref[Tensor], int] | None = None
@@ -40,7 +42,7 @@ class CallOrder:
             )
         elif self._stepped_on is not None:
             tensor, version = self._stepped_on
-            if tensor() is there and there._version == version:
+            if tensor() is there and there._version == version and not _cleared_unseen(there):
                 raise ScaleMisuse(
                     "the gradients of the last step are still there, and backward() would add "
                     "scaled gradients to them. Clear them with control.zero_grad() after every "
@@ -67,11 +69,25 @@ class CallOrder:
 
     def note_step(self, params: Iterable[Tensor]) -> None:
         """The gradients have been used up; they should be cleared next."""
-        self.scaled = self.unscaled = False
+        self.scaled = self.handed_out = self.unscaled = False
         grad = next((p.grad for p in params if p.grad is not None), None)
         self._stepped_on = None if grad is None else (weakref.ref(grad), grad._version)
 
-    def forget(self) -> None:
-        """The gradients have been cleared, or another run's state has been loaded."""
-        self.scaled = self.unscaled = False
+    def note_cleared(self) -> None:
+        """The gradients are gone. A loss that was handed out may still bring new ones."""
+        self.scaled = self.handed_out
+        self.unscaled = False
         self._stepped_on = None
+
+    def forget(self) -> None:
+        """Another run's state has been loaded, or an evaluation has been used up."""
+        self.scaled = self.handed_out = self.unscaled = False
+        self._stepped_on = None
+
+
+def _cleared_unseen(grad: Tensor) -> bool:
+    """Whether `grad` was zeroed through `.data`, which its version counter does not see.
+
+    Asked on the CPU alone, where asking is free.
+    """
+    return grad.device.type == "cpu" and not bool(grad.count_nonzero())

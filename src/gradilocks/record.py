@@ -161,7 +161,7 @@ class Streak:
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        self.count = torch.zeros((), dtype=torch.int32)
+        self.count = torch.zeros((), dtype=torch.int32, device="cpu")
         self._until_reading = limit or 0
         self._recent: deque[StepRecord] = deque(maxlen=min(limit, 1000) if limit else 1)
 

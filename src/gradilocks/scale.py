@@ -28,6 +28,7 @@ __all__ = [
 SMALLEST = 2.0**-126
 """The smallest scale whose reciprocal, and whose own float32 value, are both normal numbers."""
 LARGEST = float(torch.finfo(torch.float32).max)
+_MOST = torch.iinfo(torch.int32).max
 
 
 class ScalePolicy(Protocol):
@@ -150,6 +151,8 @@ class DynamicScale:
                 raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        if self.hysteresis > _MOST:
+            raise ValueError(f"hysteresis must be at most {_MOST}, got {self.hysteresis}.")
 
     def start(self, device: torch.device) -> ScaleState:
         return _state(self.init_scale, 0, self.hysteresis, device)
@@ -185,13 +188,13 @@ def advance_dynamic(
     skipped = skip > 0
     left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
     tracker = torch.where(skipped, 0, state.growth_tracker + 1)
-    full = (tracker >= growth_interval) & (growth_interval > 0)
+    # The tracker is an int32: a longer interval is one that no run reaches.
+    full = (tracker >= min(growth_interval, _MOST)) & (growth_interval > 0)
     scale = state.scale.to(wide(state.scale.device))
     grown = scale * growth_factor
     grown = torch.where(grown <= max_scale, grown, scale)
-    smaller = torch.clamp(scale * backoff_factor, min=min_scale)
-    scale = torch.where(skipped & (left <= 0), smaller, scale)
-    state.scale.copy_(torch.where(full, grown, scale))
+    scale = torch.where(skipped & (left <= 0), scale * backoff_factor, scale)
+    state.scale.copy_(torch.where(full, grown, scale).clamp(min_scale, max_scale))
     state.growth_tracker.copy_(torch.where(full, 0, tracker))
     state.hysteresis.copy_(torch.where(full, hysteresis, left))
 
@@ -232,11 +235,14 @@ def _check_scale(name: str, value: float) -> None:
     if not SMALLEST <= _number(name, value) <= LARGEST:
         raise ValueError(
             f"{name} must be a positive float32 whose reciprocal is finite, between {SMALLEST:.3g} "
-            f"and {LARGEST:.3g}, got {value}."
+            f"and {LARGEST:.3g}, got {_number(name, value)}."
         )
 
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # An int beyond every float.
+        return math.inf

@@ -7,8 +7,8 @@ and is stepped or not, which the host has to know: one of the two places where i
 
 from __future__ import annotations
 
-import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,7 +46,7 @@ def update(optimizer: Any, decision: Decision, tensors: Sequence[Tensor]) -> Non
     if takes_decision(optimizer) and not _too_small(decision):
         if must_skip_on_host(optimizer, decision.skip, decision.multiplier):
             return
-        grad_scale = torch.reciprocal(decision.multiplier).clamp(max=_LARGEST).to(torch.float32)
+        grad_scale = _as_divisor(decision.multiplier)
         with handing_over(optimizer, grad_scale=grad_scale, found_inf=decision.skip):
             optimizer.step()
     elif not decision.skip.item():
@@ -61,7 +61,13 @@ def _too_small(decision: Decision) -> bool:
     goes, to 3e-39 of itself.
     """
     multiplier = decision.multiplier
-    return multiplier.device.type == "cpu" and 0.0 < multiplier.item() < 1.0 / _LARGEST
+    return multiplier.device.type == "cpu" and multiplier.item() < 1.0 / _LARGEST
+
+
+def _as_divisor(multiplier: Tensor) -> Tensor:
+    """1 / multiplier as fused optimizers take it; inf only for a multiplier of 0."""
+    divisor = torch.reciprocal(multiplier)
+    return torch.where(multiplier > 0, divisor.clamp(max=_LARGEST), divisor).to(torch.float32)
 
 
 def apply_in_place(decision: Decision, tensors: Sequence[Tensor]) -> None:
@@ -102,21 +108,25 @@ def takes_decision(optimizer: Any) -> bool:
     """Whether `step` reads `grad_scale` and `found_inf` off the optimizer, as torch's fused do."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    # A checkpoint of an unfused optimizer brings fused=None into the groups of a fused one.
-    if any("fused" in group and not group["fused"] for group in optimizer.param_groups):
+    # A checkpoint of an unfused optimizer brings fused=None into the groups of a fused one, and
+    # torch's own step then goes by the groups.
+    by_groups = getattr(type(optimizer).step, "__module__", "").startswith("torch.optim")
+    if by_groups and any("fused" in g and not g["fused"] for g in optimizer.param_groups):
         return False
     return not takes_scaler(optimizer)
 
 
 def takes_scaler(optimizer: Any) -> bool:
     """Whether `step` has a parameter `grad_scaler`, the older contract of apex and others."""
-    step = optimizer.step
-    return _names_grad_scaler(getattr(step, "__func__", step))
+    step = getattr(optimizer.step, "__func__", optimizer.step)
+    known = _takes_scaler.get(step)
+    if known is None:
+        known = _takes_scaler[step] = "grad_scaler" in inspect.signature(step).parameters
+    return known
 
 
-@functools.lru_cache(maxsize=64)
-def _names_grad_scaler(step: Callable[..., Any]) -> bool:
-    return "grad_scaler" in inspect.signature(step).parameters
+# By function, and only as long as it lives: a step that wraps its optimizer must not keep it alive.
+_takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def must_skip_on_host(optimizer: Any, skip: Tensor, multiplier: Tensor) -> bool:
@@ -140,6 +150,8 @@ def must_skip_on_host(optimizer: Any, skip: Tensor, multiplier: Tensor) -> bool:
     if not lacking:
         return False
     if skip.item():
+        # As if stepped, so that an LR scheduler does not complain.
+        setattr(optimizer, "_opt_called", True)  # noqa: B010 (mypy knows no such attribute)
         return True
     for group, fresh in lacking:
         if len(fresh) < sum(param.grad is not None for param in group["params"]):
@@ -162,13 +174,18 @@ def _fresh(optimizer: Any, group: dict[str, Any]) -> list[Tensor]:
 
 
 def _first_buffer(param: Tensor, group: dict[str, Any], multiplier: Tensor) -> Tensor:
-    """What makes `momentum * buffer + (1 - dampening) * g` equal to g, which a first step is."""
+    """What makes `momentum * buffer + (1 - dampening) * g` equal to g, which a first step is.
+
+    Here g is what SGD makes of the gradient: turned round by `maximize`, with the weight decay.
+    """
     assert param.grad is not None
     if group["dampening"] == 0:
         return torch.zeros_like(param.grad)
-    share = multiplier.to(param.device) * (group["dampening"] / group["momentum"])
-    buffer: Tensor = (param.grad * share).to(param.grad.dtype)
-    return buffer
+    gradient = param.grad.to(torch.promote_types(param.grad.dtype, torch.float32))
+    gradient = gradient * (-multiplier if group["maximize"] else multiplier).to(gradient.device)
+    gradient = gradient + group["weight_decay"] * param.detach()
+    buffer: Tensor = gradient * (group["dampening"] / group["momentum"])
+    return buffer.to(param.grad.dtype)
 
 
 _ABSENT = object()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 INF, NAN = float("inf"), float("nan")
 
@@ -100,44 +100,42 @@ def assert_same(one, other, where="contents"):
         assert one == other, f"{where}: {one} and {other}"
 
 
-O = torch.optim  # noqa: E741
-
 OPTIMIZERS = {
-    "Adam": lambda params: O.Adam(params, lr=0.01),
-    "Adam fused": lambda params: O.Adam(params, lr=0.01, fused=True),
-    "Adam amsgrad": lambda params: O.Adam(params, lr=0.01, amsgrad=True, weight_decay=0.1),
-    "Adam amsgrad fused": lambda params: O.Adam(
+    "Adam": lambda params: optim.Adam(params, lr=0.01),
+    "Adam fused": lambda params: optim.Adam(params, lr=0.01, fused=True),
+    "Adam amsgrad": lambda params: optim.Adam(params, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "Adam amsgrad fused": lambda params: optim.Adam(
         params, lr=0.01, amsgrad=True, weight_decay=0.1, fused=True
     ),
-    "AdamW": lambda params: O.AdamW(params, lr=0.01),
-    "AdamW fused": lambda params: O.AdamW(params, lr=0.01, fused=True),
-    "AdamW fused maximize": lambda params: O.AdamW(params, lr=0.01, fused=True, maximize=True),
-    "SGD": lambda params: O.SGD(params, lr=0.1),
-    "SGD fused": lambda params: O.SGD(params, lr=0.1, fused=True),
-    "SGD momentum": lambda params: O.SGD(params, lr=0.1, momentum=0.9),
-    "SGD momentum fused": lambda params: O.SGD(params, lr=0.1, momentum=0.9, fused=True),
-    "SGD nesterov": lambda params: O.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
-    "SGD nesterov fused": lambda params: O.SGD(
+    "AdamW": lambda params: optim.AdamW(params, lr=0.01),
+    "AdamW fused": lambda params: optim.AdamW(params, lr=0.01, fused=True),
+    "AdamW fused maximize": lambda params: optim.AdamW(params, lr=0.01, fused=True, maximize=True),
+    "SGD": lambda params: optim.SGD(params, lr=0.1),
+    "SGD fused": lambda params: optim.SGD(params, lr=0.1, fused=True),
+    "SGD momentum": lambda params: optim.SGD(params, lr=0.1, momentum=0.9),
+    "SGD momentum fused": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    "SGD nesterov": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD nesterov fused": lambda params: optim.SGD(
         params, lr=0.1, momentum=0.9, nesterov=True, fused=True
     ),
-    "SGD dampening": lambda params: O.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
-    "SGD dampening fused": lambda params: O.SGD(
+    "SGD dampening": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+    "SGD dampening fused": lambda params: optim.SGD(
         params, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1, fused=True
     ),
-    "Adagrad": lambda params: O.Adagrad(params, lr=0.1),
-    "Adagrad fused": lambda params: O.Adagrad(params, lr=0.1, lr_decay=0.01, fused=True),
-    "RMSprop": lambda params: O.RMSprop(params, lr=0.01),
-    "RMSprop centered": lambda params: O.RMSprop(params, lr=0.01, centered=True, momentum=0.9),
+    "Adagrad": lambda params: optim.Adagrad(params, lr=0.1),
+    "Adagrad fused": lambda params: optim.Adagrad(params, lr=0.1, lr_decay=0.01, fused=True),
+    "RMSprop": lambda params: optim.RMSprop(params, lr=0.01),
+    "RMSprop centered": lambda params: optim.RMSprop(params, lr=0.01, centered=True, momentum=0.9),
 }
 
 MORE_OPTIMIZERS = {
-    "Adadelta": lambda params: O.Adadelta(params),
-    "Adafactor": lambda params: O.Adafactor(params),
-    "Adamax": lambda params: O.Adamax(params, lr=0.01),
-    "ASGD": lambda params: O.ASGD(params, lr=0.1),
-    "NAdam": lambda params: O.NAdam(params, lr=0.01),
-    "RAdam": lambda params: O.RAdam(params, lr=0.01),
-    "Rprop": lambda params: O.Rprop(params, lr=0.01),
+    "Adadelta": lambda params: optim.Adadelta(params),
+    "Adafactor": lambda params: optim.Adafactor(params),
+    "Adamax": lambda params: optim.Adamax(params, lr=0.01),
+    "ASGD": lambda params: optim.ASGD(params, lr=0.1),
+    "NAdam": lambda params: optim.NAdam(params, lr=0.01),
+    "RAdam": lambda params: optim.RAdam(params, lr=0.01),
+    "Rprop": lambda params: optim.Rprop(params, lr=0.01),
 }
 
 EVERY_OPTIMIZER = OPTIMIZERS | MORE_OPTIMIZERS

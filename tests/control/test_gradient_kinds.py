@@ -490,7 +490,20 @@ def test_a_frozen_parameter_stays_and_moves_again_when_unfrozen(name):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"dampening": 0.5}, {"nesterov": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dampening": 0.5},
+        {"nesterov": True},
+        {"weight_decay": 0.25},
+        {"maximize": True},
+        {"dampening": 0.5, "weight_decay": 0.25},
+        {"dampening": 0.5, "maximize": True},
+        {"dampening": 0.5, "weight_decay": 0.25, "maximize": True},
+    ],
+    ids=lambda settings: ", ".join(settings) or "plain",
+)
 @pytest.mark.parametrize("first_is_skipped", [False, True])
 def test_a_parameter_unfrozen_after_the_first_step_gets_momentum_of_its_own(
     fused, settings, first_is_skipped
@@ -508,6 +521,7 @@ def test_a_parameter_unfrozen_after_the_first_step_gets_momentum_of_its_own(
         r.grad = torch.tensor([1.0])
         s.grad = torch.tensor([2.0]) if step >= 2 else None
         plain.step()
+    # Quarters and halves, so that fused and unfused kernels round nothing.
     assert (p.item(), q.item()) == (r.item(), s.item())
 
 

@@ -373,6 +373,61 @@ def test_a_second_step_on_the_same_gradients_is_refused():
     assert p.item() == -1.0
 
 
+@pytest.mark.parametrize("gradient", [1.0, NAN])
+@pytest.mark.parametrize("fused", [False, True])
+def test_adding_to_the_gradients_of_the_last_step_is_refused(gradient, fused):
+    p = parameter(0.0)
+    optimizer = torch.optim.SGD([p], lr=1.0, fused=fused)
+    control = GradientControl(optimizer)
+    control.backward(loss_making((p, gradient)))
+    control.step()
+    made, state = gradients(optimizer), control.state_dict()
+    for attempt in (control.backward, control.scale_loss):
+        with pytest.raises(ScaleMisuse, match=r"still there.*zero_grad"):
+            attempt(loss_making((p, 1.0)))
+    assert_same(gradients(optimizer), made)
+    assert control.state_dict() == state
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("through_the_optimizer", [True, False])
+def test_clearing_after_a_step_lets_the_next_one_begin(set_to_none, through_the_optimizer):
+    p = parameter(0.0)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    control = GradientControl(optimizer)
+    clear = optimizer.zero_grad if through_the_optimizer else control.zero_grad
+    for _ in range(3):
+        control.backward(loss_making((p, 1.0)))
+        control.step()
+        clear(set_to_none=set_to_none)
+    assert p.item() == -3.0
+
+
+def test_without_a_scale_gradients_may_be_added_to_those_of_the_last_step():
+    p, q = parameter(0.0), parameter(0.0)
+    control, plain = (
+        GradientControl(torch.optim.SGD([p], lr=1.0), scale=None),
+        torch.optim.SGD([q], lr=1.0),
+    )
+    for _ in range(3):
+        control.backward((p * 2.0).sum())
+        control.step()
+        (q * 2.0).sum().backward()
+        plain.step()
+    assert p.item() == q.item() == -12.0
+
+
+def test_a_loss_may_be_scaled_before_the_gradients_are_cleared():
+    # forward, scale, clear, backward, step: the order of many a loop.
+    p = parameter(0.0)
+    control = GradientControl(torch.optim.SGD([p], lr=1.0))
+    scaled = control.scale_loss(loss_making((p, 1.0)))
+    control.zero_grad()
+    scaled.backward()
+    assert not control.step().skipped
+    assert p.item() == -1.0
+
+
 def test_a_backward_that_fails_leaves_no_step_to_be_taken():
     p = parameter(0.0)
     control = GradientControl(torch.optim.SGD([p], lr=1.0), scale=StaticScale(4.0))

@@ -192,8 +192,9 @@ def test_a_scale_that_is_no_power_of_two_trains_as_torchs(name):
 
 def test_a_loss_scaled_by_hand_trains_as_one_handed_to_backward():
     (model, optimizer), (other, other_optimizer) = twins(OPTIMIZERS["AdamW fused"])
-    control, by_hand = GradientControl(optimizer, clip=0.5), GradientControl(
-        other_optimizer, clip=0.5
+    control, by_hand = (
+        GradientControl(optimizer, clip=0.5),
+        GradientControl(other_optimizer, clip=0.5),
     )
     for batch in batches(20):
         control.zero_grad()

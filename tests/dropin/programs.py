@@ -10,10 +10,11 @@ test_scaler_faults.py; where one is left out, its number in the list of faults i
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -299,11 +300,11 @@ def _is_at_fault(side: Side, op: Op) -> bool:
     if op.name == "step" and side.setup.enabled:
         kind, optimizer = side.setup.kinds[op.which], side.optimizers[op.which]
         state = side.scaler._per_optimizer_states.get(id(optimizer))
-        if kind.startswith("fused") and state and state["stage"] is OptState.UNSCALED:
-            # unscale_ before backward: torch fails inside the optimizer, and B5 then leaves a
-            # grad_scale behind.
-            if not state["found_inf_per_device"] and _grads(side.params[op.which]):
-                return True
+        unscaled = bool(state) and state["stage"] is OptState.UNSCALED
+        if kind.startswith("fused") and unscaled and not state["found_inf_per_device"]:
+            # unscale_ before backward: torch fails inside the optimizer, and by B5 a grad_scale
+            # stays behind.
+            return bool(_grads(side.params[op.which]))
         if kind != "fused SGD, momentum":
             return False
         # B14: the first step of a fused SGD with momentum is skipped.
@@ -406,7 +407,7 @@ def _compare_states(expected: Any, got: Any, where: str, rtol: float) -> None:
 
 
 def compare_tensors(expected: Tensor, got: Tensor, what: str, rtol: float = 0.0) -> None:
-    """Bit for bit (any NaN for any NaN), or within `rtol` of the tensor's largest finite element."""
+    """Bit for bit (NaN is NaN), or within `rtol` of the tensor's largest finite element."""
     expected, got = expected.detach(), got.detach()
     assert got.dtype is expected.dtype, what
     assert got.shape == expected.shape, what
@@ -436,6 +437,7 @@ _SPECIAL = st.sampled_from([math.inf, -math.inf, math.nan])
 _NEW_SCALE = st.sampled_from([0.25, 1.0, 3.0, 128.0, 2.0**18])
 
 
+@functools.cache
 def setups(*, half: bool) -> st.SearchStrategy[Setup]:
     """Any mix of one to three optimizers; with `half` also half-precision parameters."""
     dtypes = [torch.float32, torch.float32, torch.float64]
@@ -461,6 +463,7 @@ def setups(*, half: bool) -> st.SearchStrategy[Setup]:
     return draw_setup()
 
 
+@functools.cache
 def any_op(count: int, *, norm_clip: bool) -> st.SearchStrategy[Op]:
     """One operation without regard to what came before it."""
     one = st.integers(0, count - 1)
@@ -469,7 +472,11 @@ def any_op(count: int, *, norm_clip: bool) -> st.SearchStrategy[Op]:
         st.builds(Op, st.just("backward"), one_or_all, st.none(), st.sampled_from(["one", "list"])),
         st.builds(Op, st.just("plant"), one, _SPECIAL, st.integers(0, 1)),
         st.builds(
-            Op, st.just("write"), one_or_all, st.none(), st.sampled_from(["in place", "data", "new"])
+            Op,
+            st.just("write"),
+            one_or_all,
+            st.none(),
+            st.sampled_from(["in place", "data", "new"]),
         ),
         st.builds(Op, st.just("unscale_"), one),
         st.builds(
@@ -488,9 +495,7 @@ def any_op(count: int, *, norm_clip: bool) -> st.SearchStrategy[Op]:
         ),
         st.builds(Op, st.just("zero_grad"), one_or_all, st.none(), st.booleans()),
         st.builds(Op, st.just("clip_value"), one_or_all, st.sampled_from([0.5, 100.0])),
-        st.builds(
-            Op, st.just("set_growth_interval"), st.just(0), st.sampled_from([1, 2, 5, 2000])
-        ),
+        st.builds(Op, st.just("set_growth_interval"), st.just(0), st.sampled_from([1, 2, 5, 2000])),
         st.builds(Op, st.just("set_growth_factor"), st.just(0), st.sampled_from([2.0, 3.0])),
         st.builds(Op, st.just("set_backoff_factor"), st.just(0), st.sampled_from([0.5, 0.9])),
         st.builds(Op, st.just("get_scale")),
@@ -525,7 +530,7 @@ def iterations(draw: Any, count: int, norm_clip: bool) -> list[Op]:
     ops = [Op("backward", count)]
     for _ in range(draw(st.integers(0, 2))):
         ops.append(Op("backward", draw(st.integers(0, count)), None, "one"))
-    if draw(st.booleans()):
+    if draw(st.integers(0, 3)) == (3 if norm_clip else 0):
         ops.append(Op("plant", draw(st.integers(0, count - 1)), draw(_SPECIAL), 1))
     for which in range(count):
         if draw(st.booleans()):
@@ -544,13 +549,26 @@ def iterations(draw: Any, count: int, norm_clip: bool) -> list[Op]:
     return ops
 
 
+_BETWEEN = st.sampled_from(
+    [
+        [],
+        [Op("fresh scaler", 0, None, "crosswise")],
+        [Op("fresh scaler", 0, None, "its own")],
+        [Op("pickle")],
+        [Op("save")],
+        [Op("load saved")],
+    ]
+)
+
+
 @st.composite
 def careful_programs(draw: Any, *, norm_clip: bool = False) -> tuple[Setup, list[Op]]:
     """Iterations in the right order, with up to three operations put in anywhere."""
     setup = draw(setups(half=not norm_clip))
     count = len(setup.kinds)
-    rounds = draw(st.lists(iterations(count, norm_clip), min_size=2, max_size=5))
-    ops = [op for ops in rounds for op in ops]
+    ops = []
+    for ops_of_one in draw(st.lists(iterations(count, norm_clip), min_size=2, max_size=5)):
+        ops += ops_of_one + draw(_BETWEEN)
     for _ in range(draw(st.integers(0, 3))):
         place = draw(st.integers(0, len(ops)))
         ops.insert(place, draw(any_op(count, norm_clip=norm_clip)))
@@ -561,11 +579,21 @@ def careful_programs(draw: Any, *, norm_clip: bool = False) -> tuple[Setup, list
 def careless_programs(draw: Any) -> tuple[Setup, list[Op]]:
     """Operations in any order at all, most of them misuse."""
     setup = draw(setups(half=True))
-    op = any_op(len(setup.kinds), norm_clip=False)
-    return setup, draw(st.lists(op, min_size=5, max_size=30))
+    count = len(setup.kinds)
+    one = one_of(count)
+    usual = st.builds(Op, st.sampled_from(["backward", "unscale_", "step", "step", "update"]), one)
+    single = st.one_of(usual, usual, any_op(count, norm_clip=False)).map(lambda op: [op])
+    nothing_to_step_on = one.map(
+        lambda which: [Op("zero_grad", which, None, True), Op("step", which)]
+    )
+    pickled_too_early = one.map(lambda which: [Op("unscale_", which), Op("pickle")])
+    phrase = st.one_of(single, single, single, single, nothing_to_step_on, pickled_too_early)
+    ops = [] if draw(st.integers(0, 4)) == 4 else [Op("backward", count)]
+    for each in draw(st.lists(phrase, min_size=8, max_size=25)):
+        ops += each
+    return setup, ops
 
 
-def both() -> Iterator[tuple[str, type]]:
-    """The two scaler classes, for tests that state a fact of both."""
-    yield "torch", torch.amp.GradScaler
-    yield "gradilocks", gradilocks.GradScaler
+@functools.cache
+def one_of(count: int) -> st.SearchStrategy[int]:
+    return st.integers(0, count - 1)

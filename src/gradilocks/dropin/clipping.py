@@ -9,6 +9,7 @@ sparse gradients work.
 
 from __future__ import annotations
 
+import math
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +20,11 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.dropin import known
+from gradilocks.dropin.once import note_clipped
 from gradilocks.gradients import Gradients, collect, replicas_of
 from gradilocks.measure import measure, summarize
 from gradilocks.reduce import reduce
-from gradilocks.values import Measurement, Statistics, wide
+from gradilocks.values import Measurement, Statistics, moved, wide
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -57,10 +59,12 @@ def clip_grad_norm_(
     bound = _bound("max_norm", max_norm)
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
-    measurement = _measured(found, float(norm_type))
-    norm = _checked_norm(measurement, float(norm_type), found.tensors, error_if_nonfinite)
+    order = _order(norm_type)
+    recalled = [known.recall(t) if order == 2.0 else None for t in found.tensors]
+    measurement = _measured(found, order, recalled)
+    norm = _checked_norm(measurement, order, found.tensors, error_if_nonfinite)
     if found.tensors:
-        _shorten_(found.tensors, bound, measurement.norm, measurement.nonfinite)
+        _multiply_(found, clip_coefficient(measurement.norm, bound, measurement.nonfinite))
     return norm
 
 
@@ -84,10 +88,10 @@ def clip_grads_with_norm_(
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
     if found.tensors:
-        norm = torch.as_tensor(total_norm).detach()
+        norm = torch.as_tensor(total_norm, device=found.tensors[0].device).detach()
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
         nonfinite = torch.logical_not(torch.isfinite(norm)).to(torch.float32)
-        _shorten_(found.tensors, bound, norm, nonfinite)
+        _multiply_(found, clip_coefficient(norm, bound, nonfinite))
 
 
 @torch.no_grad()
@@ -109,12 +113,12 @@ def get_total_norm(
         The norm: float32, or float64 if a tensor is float64.
     """
     given = _listed(tensors)
-    # Measured as gradients are: each once, sparse ones coalesced, distributed ones by their shard.
-    holders = [_Holder(tensor) for tensor in {id(t): t for t in given}.values()]
+    # Measured as gradients are: sparse ones coalesced, distributed ones by their shard.
+    holders = [_Holder(tensor) for tensor in given]
     found = collect(holders, name=_place(given))  # type: ignore[arg-type]
     _check_foreach(foreach, found.tensors)
-    measurement = _measured(found, float(norm_type))
-    return _checked_norm(measurement, float(norm_type), found.tensors, error_if_nonfinite)
+    measurement = _measured(found, _order(norm_type))
+    return _checked_norm(measurement, _order(norm_type), found.tensors, error_if_nonfinite)
 
 
 @torch.no_grad()
@@ -145,27 +149,27 @@ class _Holder:
         self.grad = grad
 
 
-def _measured(found: Gradients, order: float) -> Measurement:
+def _measured(found: Gradients, order: float, recalled: Sequence[float | None] = ()) -> Measurement:
     tensors = found.tensors
     home = tensors[0].device if tensors else torch.device("cpu")
-    norms = [known.recall(t) if order == 2.0 else None for t in tensors]
-    if all(norm is None for norm in norms):
+    if all(norm is None for norm in recalled):
         measurement = measure(tensors, home=home, order=order)
     else:
-        measurement = _measured_in_part(tensors, norms)
+        measurement = _measured_in_part(tensors, recalled)
     replicas = replicas_of([found])
     return measurement if replicas is None else reduce(measurement, replicas=replicas)
 
 
-def _measured_in_part(tensors: Sequence[Tensor], norms: list[float | None]) -> Measurement:
+def _measured_in_part(tensors: Sequence[Tensor], norms: Sequence[float | None]) -> Measurement:
     """Measures the tensors whose norm is not known and puts both together; all are on the CPU."""
     unknown = [t for t, norm in zip(tensors, norms, strict=True) if norm is None]
-    nan = torch.zeros(len(tensors), dtype=torch.int64)
+    nan = torch.zeros(len(tensors), dtype=torch.int64, device="cpu")
     inf = torch.zeros_like(nan)
-    values = torch.tensor([norm or 0.0 for norm in norms], dtype=torch.float64)
+    values = torch.tensor([norm or 0.0 for norm in norms], dtype=torch.float64, device="cpu")
     if unknown:
         rest = kernels.for_device(unknown[0].device).measure(unknown, order=2.0)
-        places = torch.tensor([i for i, norm in enumerate(norms) if norm is None])
+        unmeasured = [i for i, norm in enumerate(norms) if norm is None]
+        places = torch.tensor(unmeasured, dtype=torch.int64, device="cpu")
         values[places], nan[places], inf[places] = rest.norms, rest.nan, rest.inf
     return summarize(Statistics(values, nan, inf), order=2.0)
 
@@ -178,7 +182,7 @@ def _checked_norm(
         dtype = torch.promote_types(dtype, tensor.dtype)
     double = dtype in (torch.float64, torch.complex128)
     norm = measurement.norm.to(torch.float64 if double else torch.float32)
-    if error_if_nonfinite and bool(torch.logical_or(norm.isnan(), norm.isinf())):
+    if error_if_nonfinite and not bool(torch.isfinite(measurement.norm)):
         raise RuntimeError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it "
             "cannot be clipped. To disable this error and scale the gradients by the non-finite "
@@ -187,11 +191,12 @@ def _checked_norm(
     return norm
 
 
-def _shorten_(tensors: Sequence[Tensor], bound: float, norm: Tensor, nonfinite: Tensor) -> None:
-    coefficient = clip_coefficient(norm, bound, nonfinite)
-    for device, places in kernels.by_device(tensors).items():
-        on_device = [tensors[place] for place in places]
-        kernels.for_device(device).multiply_(on_device, coefficient.to(device))
+def _multiply_(found: Gradients, coefficient: Tensor) -> None:
+    versions = [grad._version for param in found.params if (grad := param.grad) is not None]
+    for device, places in kernels.by_device(found.tensors).items():
+        on_device = [found.tensors[place] for place in places]
+        kernels.for_device(device).multiply_(on_device, moved(coefficient, device))
+    note_clipped(found.params, versions)
 
 
 def _listed(given: _TensorOrTensors, *, warn_if_empty_generator: bool = False) -> list[Tensor]:
@@ -207,6 +212,13 @@ def _listed(given: _TensorOrTensors, *, warn_if_empty_generator: bool = False) -
 
 def _bound(name: str, value: object) -> float:
     return check_max_norm(float(value), name=name)  # type: ignore[arg-type]
+
+
+def _order(norm_type: object) -> float:
+    order = float(norm_type)  # type: ignore[arg-type]
+    if math.isnan(order):
+        raise ValueError("norm_type must be a number or math.inf, got nan.")
+    return order
 
 
 def _place(params: Sequence[object]) -> Callable[[object], str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradilocks.values import moved
 
-__all__ = ["agree_across_ranks", "any_flag"]
+__all__ = ["agree_across_ranks", "any_flag", "has_gradients", "refuse_overflow"]
 
 
 def any_flag(flags: Sequence[Tensor]) -> Tensor:
@@ -31,3 +31,27 @@ def agree_across_ranks(flags: dict[torch.device, Tensor], found_inf: Tensor, *, 
     dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
     for device in flags:
         flags[device] = together.to(device)
+
+
+def has_gradients(optimizer: Any) -> bool:
+    """Whether any parameter of the optimizer has a gradient."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def refuse_overflow(flags: dict[torch.device, Tensor], optimizer: Any, scale: Tensor) -> None:
+    """Sets the flag where finite gradients, divided by a scale below 1, are finite no longer.
+
+    A fused optimizer divides where nobody looks. Looked at on the CPU alone, where it costs
+    nothing to find out that the scale is not below 1.
+    """
+    cpu = torch.device("cpu")
+    if scale.device != cpu or cpu not in flags or bool(scale >= 1.0):
+        return
+    roof = torch.finfo(torch.float32).max * scale.double()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            grad = param.grad
+            if grad is not None and grad.device == cpu and grad.layout is torch.strided:
+                over = grad.numel() > 0 and grad.dtype is not torch.float64
+                if over and bool(grad.abs().max().double() > roof):
+                    flags[cpu] = torch.ones_like(flags[cpu])

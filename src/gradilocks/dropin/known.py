@@ -2,7 +2,10 @@
 
 A norm is used again only if the gradient is the same tensor, torch's version counter says that
 nothing has written to it, and a sample of its elements still adds up to the same number. The sample
-is there for writes that the counter does not see: those through `.data` or NumPy.
+is there for writes that the counter does not see, those through `.data` or NumPy: it finds one that
+changes a gradient as a whole, and may miss one that changes a few elements of a large gradient.
+Comparing every element would find all of them and cost what the reuse saves (124 M elements on two
+cores: the loop is 1.04 times as fast as torch's with it, 1.15 times without).
 
 Small gradients are not kept: measuring one again takes less time than proving that it has not
 changed.

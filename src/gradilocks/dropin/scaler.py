@@ -7,11 +7,9 @@ gradients work on every device, and a fused SGD whose first step is skipped star
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,10 +18,11 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradilocks import kernels
 from gradilocks.dropin import known
-from gradilocks.dropin.flags import agree_across_ranks, any_flag
+from gradilocks.dropin.flags import agree_across_ranks, any_flag, has_gradients, refuse_overflow
+from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce
-from gradilocks.dropin.state import check_state
-from gradilocks.gradients import Gradients, Names, collect
+from gradilocks.dropin.state import check_state, set_scale
+from gradilocks.gradients import Names, parameters_of
 from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
 from gradilocks.update import (
@@ -32,7 +31,7 @@ from gradilocks.update import (
     takes_decision,
     takes_scaler,
 )
-from gradilocks.values import ScaleState, Statistics, moved
+from gradilocks.values import ScaleState, moved
 
 __all__ = ["GradScaler"]
 
@@ -98,7 +97,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiplies a tensor, or every tensor of an iterable, by the scale; fp16 in float32."""
         if not self._enabled:
             return outputs
-        self._once.note_scaled_loss()
+        self._once.note_scaled(outputs)
         return super().scale(_widened(outputs))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -146,7 +145,13 @@ class GradScaler(torch.amp.GradScaler):
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            self._set_scale(scale, new_scale)
+            set_scale(
+                scale,
+                new_scale,
+                device=self._device,
+                lowest=self._min_scale,
+                highest=self._max_scale,
+            )
         else:
             found = [
                 moved(flag, scale.device)
@@ -177,72 +182,72 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._process_group is not None:
+            raise TypeError(
+                "a GradScaler with a process_group cannot be pickled: the group belongs to this "
+                "process, and without it the ranks would stop agreeing. Save state_dict() instead."
+            )
         state: dict[str, Any] = super().__getstate__()
-        # What belongs to this process or to a step that is over: names, ranks, the last outcome.
-        state.update(
-            _model=None, _process_group=None, _outcome=None, _found={}, _once=UnscaledOnce()
-        )
+        state.update(_model=None, **self._nothing_yet())
         return state
 
+    def __copy__(self) -> GradScaler:
+        """Shares the model and the process group; steps of its own from here on."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(super().__getstate__())
+        made.__dict__.update(self._nothing_yet())
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
+        return self.__copy__()
+
+    @staticmethod
+    def _nothing_yet() -> dict[str, Any]:
+        """What belongs to a step, before there is one."""
+        return {"_outcome": None, "_found": {}, "_once": UnscaledOnce(), "_only_looking": None}
+
     def _start_iteration(self) -> None:
-        self._found: dict[int, _Findings] = {}
+        self._found: dict[int, Looked] = {}
         self._once = UnscaledOnce()
+        self._only_looking: Tensor | None = None
+        known.forget()
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Multiplies the gradients by `inv_scale` while looking at them; a flag a device."""
-        return self._examine(optimizer, inv_scale, found_inf, allow_fp16=allow_fp16)
+        multiply = inv_scale is not self._only_looking
+        names = Names(self._model, (optimizer,))
+        found = gradients_of(optimizer, names, allow_fp16=allow_fp16)
+        if multiply:
+            self._once.refuse_twice(found.params, names)
+        flags: dict[torch.device, Tensor] = {}
+        looked = self._found[id(optimizer)] = Looked()
+        with torch.no_grad():
+            for device, places in kernels.by_device(found.tensors).items():
+                tensors = [found.tensors[place] for place in places]
+                factor = inv_scale.to(device) if multiply else None
+                statistics = kernels.for_device(device).multiply_and_check_(tensors, factor)
+                broken = ((statistics.nan + statistics.inf).sum() > 0).to(torch.float32)
+                flags[device] = torch.maximum(broken, found_inf.to(device))
+                looked.add([found.params[place] for place in places], statistics)
+                if multiply:
+                    known.remember(tensors, statistics)
+        if self._process_group is not None or found.replicas is not None:
+            agree_across_ranks(flags, found_inf, group=self._process_group)
+        if multiply:
+            self._once.mark(found.params)
+        return flags
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
         """Looks at the gradients and leaves them as they are; a flag a device."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        flags: Any = self._examine(optimizer, None, torch.zeros_like(scale), allow_fp16=True)
+        self._only_looking = torch.ones_like(scale)
+        flags: Any = self._unscale_grads_(
+            optimizer, self._only_looking, torch.zeros_like(scale), True
+        )
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags  # type: ignore[no-any-return]
-
-    def _examine(
-        self, optimizer: Any, inv_scale: Tensor | None, found_inf: Tensor, *, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        names = Names(self._model, (optimizer,))
-        found = self._gradients(optimizer, names, allow_fp16)
-        self._once.refuse_twice(found.params, names)
-        flags: dict[torch.device, Tensor] = {}
-        findings = _Findings()
-        with torch.no_grad():
-            for device, places in kernels.by_device(found.tensors).items():
-                tensors = [found.tensors[place] for place in places]
-                factor = None if inv_scale is None else inv_scale.to(device)
-                looked = kernels.for_device(device).multiply_and_check_(tensors, factor)
-                broken = ((looked.nan + looked.inf).sum() > 0).to(torch.float32)
-                flags[device] = torch.maximum(broken, found_inf.to(device))
-                findings.add([found.params[place] for place in places], looked)
-                if inv_scale is not None:
-                    known.remember(tensors, looked)
-        if self._process_group is not None or found.replicas is not None:
-            agree_across_ranks(flags, found_inf, group=self._process_group)
-        if inv_scale is not None:
-            self._once.mark(found.params)
-        self._found[id(optimizer)] = findings
-        return flags
-
-    def _gradients(self, optimizer: Any, names: Names, allow_fp16: bool) -> Gradients:
-        params: list[Tensor] = []
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if not isinstance(param, Tensor):
-                    raise AssertionError(
-                        f"expected param to be torch.Tensor, got {type(param).__name__}"
-                    )
-                if not allow_fp16 and param.grad is not None and param.grad.dtype is torch.float16:
-                    raise ValueError(
-                        f"Attempting to unscale FP16 gradients. {names(param)} is float16: keep "
-                        "the parameters in float32 and run the forward pass under torch.autocast, "
-                        "or use an optimizer with fused=True and let scaler.step() unscale inside "
-                        "it."
-                    )
-                params.append(param)
-        return collect(params, name=names)
 
     def _step_fused(
         self, optimizer: Any, state: dict[str, Any], args: Any, kwargs: dict[str, Any]
@@ -256,15 +261,23 @@ class GradScaler(torch.amp.GradScaler):
                 FutureWarning,
                 stacklevel=3,
             )
-            return optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[no-any-return]
-        if state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
-        scale = self._get_scale_async()
-        assert scale is not None
-        flags = list(state["found_inf_per_device"].values())
-        found_inf = any_flag(flags).to(scale.device) if flags else torch.zeros_like(scale)
-        self._tell(optimizer, state)
+            kwargs["grad_scaler"] = self
+            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+        scale, _ = self._check_scale_growth_tracker("step")
         unscaled = state["stage"] is OptState.UNSCALED
+        if not unscaled:
+            names = Names(self._model, (optimizer,))
+            self._once.refuse_twice(parameters_of([optimizer], name=names), names)
+            self._check_inf_per_device(optimizer)
+            refuse_overflow(state["found_inf_per_device"], optimizer, scale)
+        flags = list(state["found_inf_per_device"].values())
+        if not flags and has_gradients(optimizer):
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer. Its gradients came after "
+                "unscale_() and still carry the scale: call backward() before unscale_()."
+            )
+        found_inf = moved(any_flag(flags), scale.device) if flags else torch.zeros_like(scale)
+        self._tell(optimizer, state)
         multiplier = torch.ones_like(scale) if unscaled else torch.reciprocal(scale)
         if must_skip_on_host(optimizer, found_inf, multiplier):
             return None
@@ -273,58 +286,19 @@ class GradScaler(torch.amp.GradScaler):
         ):
             returned: float | None = optimizer.step(*args, **kwargs)
         if id(optimizer) in self._found:
-            self._once.mark(self._found[id(optimizer)].params)
+            self._once.mark(self._found[id(optimizer)].params())
         return returned
 
     def _tell(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Keeps what this step found, for `outcome`; everything stays on the device."""
-        if self._scale is None or not state["found_inf_per_device"]:
-            return
-        found = self._found[id(optimizer)]
-        home = self._scale.device
-        names = Names(self._model, (optimizer,))
-        self._outcome = Findings(
-            skip=any_flag([flag.to(home) for flag in state["found_inf_per_device"].values()]),
-            scale=self._scale.clone(),
-            nan=torch.cat([part.to(home) for part in found.nan]),
-            inf=torch.cat([part.to(home) for part in found.inf]),
-            names=lambda: names.in_backward_order(found.params),
-        )
-
-    def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
-        if isinstance(new_scale, (int, float)):
-            if not 0.0 < new_scale < math.inf:
-                raise ValueError(f"new_scale must be positive and finite, got {new_scale}.")
-            scale.fill_(min(max(new_scale, self._min_scale), self._max_scale))
-            return
-        reason = (
-            "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-            "torch.FloatTensor with requires_grad=False."
-        )
-        if (
-            new_scale.device.type != self._device
-            or new_scale.numel() != 1
-            or new_scale.requires_grad
-        ):
-            raise AssertionError(
-                f"{reason} Got {new_scale.numel()} element(s) on {new_scale.device.type}, "
-                f"requires_grad={new_scale.requires_grad}."
+        looked, flags = self._found.get(id(optimizer)), state["found_inf_per_device"]
+        if looked is not None and flags and self._scale is not None:
+            self._outcome = looked.findings(
+                optimizer,
+                skip=any_flag(list(flags.values())),
+                scale=self._scale,
+                model=self._model,
             )
-        scale.copy_(torch.clamp(new_scale.reshape(()), self._min_scale, self._max_scale))
-
-
-@dataclass
-class _Findings:
-    """What was seen in one optimizer's gradients, part by part, and whose they are."""
-
-    params: list[Tensor] = field(default_factory=list)
-    nan: list[Tensor] = field(default_factory=list)
-    inf: list[Tensor] = field(default_factory=list)
-
-    def add(self, params: list[Tensor], looked: Statistics) -> None:
-        self.params += params
-        self.nan.append(looked.nan)
-        self.inf.append(looked.inf)
 
 
 def _widened(outputs: Any) -> Any:

@@ -1,7 +1,6 @@
 """A tensor's elements as one-dimensional pieces small enough for the cache, without a copy.
 
-Summing piece by piece is also what keeps a float32 sum accurate: a piece adds a million squares at
-most, and the pieces' sums are added in float64.
+Whoever works on a piece twice finds it in the cache the second time.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from torch import Tensor
 __all__ = ["READ", "WRITE", "in_float", "is_dense", "of"]
 
 READ = 1 << 20
-"""Elements a piece when it is only read: large, so that calls are few (30 ms; 37 ms at 2^17)."""
+"""Elements a piece when it is only read: large, so that calls are few; half precision is widened
+a piece at a time."""
 WRITE = 1 << 17
 """Elements a piece when it is worked on twice: 512 KiB of float32 stay in a core's L2."""
 
@@ -23,7 +23,7 @@ def of(tensor: Tensor, size: int) -> Iterator[Tensor]:
     """Yields the elements of `tensor` in pieces of at most `size`; views if it is dense."""
     if tensor.numel() <= size:
         if tensor.numel():
-            yield _flat(tensor) if is_dense(tensor) else tensor.reshape(-1)
+            yield _flat(tensor) if is_dense(tensor) else tensor.reshape(-1).contiguous()
     elif is_dense(tensor):
         yield from torch.split(_flat(tensor), size)
     else:

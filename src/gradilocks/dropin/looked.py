@@ -1,0 +1,73 @@
+"""What was seen in one optimizer's gradients, told later without keeping them alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.gradients import Gradients, Names, collect
+from gradilocks.record import Findings
+from gradilocks.values import Statistics
+
+__all__ = ["Looked", "gradients_of"]
+
+
+class Looked:
+    """NaN and Inf counts, part by part, beside weak references to whose they are."""
+
+    def __init__(self) -> None:
+        self._params: list[weakref.ref[Tensor]] = []
+        self._nan: list[Tensor] = []
+        self._inf: list[Tensor] = []
+
+    def add(self, params: Sequence[Tensor], statistics: Statistics) -> None:
+        """Takes in the numbers of one device's gradients."""
+        self._params += [weakref.ref(param) for param in params]
+        self._nan.append(statistics.nan)
+        self._inf.append(statistics.inf)
+
+    def params(self) -> list[Tensor]:
+        """The parameters that are still there."""
+        return [param for ref in self._params if (param := ref()) is not None]
+
+    def findings(self, optimizer: Any, *, skip: Tensor, scale: Tensor, model: Any) -> Findings:
+        """What to tell of the step."""
+        owner: Callable[[], Any] = weakref.ref(optimizer)
+        home = scale.device
+
+        def names() -> list[tuple[int, str]]:
+            there = owner()
+            known = Names(model, () if there is None else (there,))
+            return known.in_backward_order(self._params)
+
+        nothing = torch.zeros(0, dtype=torch.int64, device=home)
+        return Findings(
+            skip=skip.to(home),
+            scale=scale.clone(),
+            nan=torch.cat([nothing, *(part.to(home) for part in self._nan)]),
+            inf=torch.cat([nothing, *(part.to(home) for part in self._inf)]),
+            names=names,
+        )
+
+
+def gradients_of(optimizer: Any, names: Names, *, allow_fp16: bool) -> Gradients:
+    """The gradients of an optimizer's parameters; refuses what torch's scaler refuses."""
+    params: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not isinstance(param, Tensor):
+                raise AssertionError(
+                    f"expected param to be torch.Tensor, got {type(param).__name__}"
+                )
+            if not allow_fp16 and param.grad is not None and param.grad.dtype is torch.float16:
+                raise ValueError(
+                    f"Attempting to unscale FP16 gradients. {names(param)} is float16: keep the "
+                    "parameters in float32 and run the forward pass under torch.autocast, or use "
+                    "an optimizer with fused=True and let scaler.step() unscale inside it."
+                )
+            params.append(param)
+    return collect(params, name=names)
