@@ -26,7 +26,7 @@ from gradilocks.values import Statistics
 __all__ = ["forget", "recall", "remember"]
 
 _WORTH_KEEPING = 1 << 16
-_SAMPLE = 1 << 11
+_SAMPLE = 1 << 8
 
 
 @dataclass(frozen=True)

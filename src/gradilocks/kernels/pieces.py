@@ -15,8 +15,8 @@ __all__ = ["READ", "WRITE", "in_float", "is_dense", "of"]
 READ = 1 << 20
 """Elements a piece when it is only read: large, so that calls are few; half precision is widened
 a piece at a time."""
-WRITE = 1 << 17
-"""Elements a piece when it is worked on twice: 512 KiB of float32 stay in a core's L2."""
+WRITE = 1 << 19
+"""Elements a piece when it is worked on twice: two cores keep 1 MiB of float32 each in their L2."""
 
 
 def of(tensor: Tensor, size: int) -> Iterator[Tensor]:
