@@ -823,9 +823,10 @@ def test_the_outcome_is_that_of_the_latest_step(param):
     scaler = GradScaler("cpu", init_scale=8.0)
     backward(scaler, param, other)
     param.grad[0] = math.nan
-    scaler.step(sgd(param))
+    first, second = sgd(param), sgd(other)
+    scaler.step(first)
     assert scaler.outcome.skipped
-    scaler.step(sgd(other))
+    scaler.step(second)
     assert not scaler.outcome.skipped
 
 

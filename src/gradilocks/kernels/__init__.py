@@ -5,6 +5,8 @@ Every implementation is a module with the functions of `reference`, same names a
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from gradilocks.kernels import reference
 from gradilocks.values import Statistics
 
-__all__ = ["Kernels", "by_device", "for_device"]
+__all__ = ["Kernels", "by_device", "describe", "for_device"]
 
 
 class Kernels(Protocol):
@@ -38,14 +40,47 @@ class Kernels(Protocol):
 
 
 # Device type -> implementation. A device that is not listed is served by the reference.
-_TABLE: dict[str, Kernels] = {
-    "cpu": cast("Kernels", reference),
-}
+_TABLE = {"cpu": "reference", "cuda": "fused"}
+
+_chosen: dict[str, tuple[Kernels, str]] = {}
 
 
 def for_device(device: torch.device) -> Kernels:
-    """The implementation that serves `device`."""
-    return _TABLE.get(device.type, cast("Kernels", reference))
+    """The implementation that serves `device`; chosen on first use."""
+    kind = device.type
+    if kind not in _chosen:
+        _chosen[kind] = _choose(kind)
+    return _chosen[kind][0]
+
+
+def describe() -> dict[str, str]:
+    """Which implementation each device takes, and why.
+
+    Example:
+        >>> describe()["cpu"]
+        'reference: plain torch is what the table lists for cpu'
+    """
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    for kind in kinds:
+        for_device(torch.device(kind))
+    return {kind: why for kind, (_, why) in _chosen.items()}
+
+
+def _choose(kind: str) -> tuple[Kernels, str]:
+    plain = cast("Kernels", reference)
+    if _TABLE.get(kind) != "fused":
+        return plain, f"reference: plain torch is what the table lists for {kind}"
+    try:
+        fused = importlib.import_module("gradilocks.kernels.fused")
+    except ImportError as error:
+        return plain, f"reference: Triton cannot be imported ({error})"
+    try:
+        fused.try_out(torch.device(kind))
+    except Exception as error:
+        why = f"Triton's kernels do not run on {kind} ({type(error).__name__}: {error})"
+        warnings.warn(f"Gradilocks goes on with plain torch: {why}", RuntimeWarning, stacklevel=4)
+        return plain, f"reference: {why}"
+    return cast("Kernels", fused), f"fused: Triton's kernels run on {kind}"
 
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:

@@ -62,7 +62,7 @@ def multiply_(tensors: Sequence[Tensor], multiplier: Tensor) -> None:
         multiplier: 0-d, on that device.
     """
     if multiplier.device.type != "cpu":
-        torch._foreach_mul_(list(tensors), multiplier.to(torch.float32))
+        _multiply_on_device_(tensors, multiplier)
         return
     factor = multiplier.item()
     if factor == 1.0:
@@ -91,7 +91,7 @@ def multiply_and_check_(tensors: Sequence[Tensor], multiplier: Tensor | None) ->
     """
     if tensors[0].device.type != "cpu":
         if multiplier is not None:
-            torch._foreach_mul_(list(tensors), multiplier.to(torch.float32))
+            _multiply_on_device_(tensors, multiplier)
         return measure(tensors)
     factor = None if multiplier is None else multiplier.item()
     small, _ = _by_size(tensors)
@@ -164,6 +164,13 @@ def _statistics(found: list[norms.Found]) -> Statistics:
     table = torch.tensor(found, **_WIDE)  # Counts are exact in it up to 2^53.
     counts = table[:, 1:].to(torch.int64)
     return Statistics(table[:, 0], counts[:, 0], counts[:, 1])
+
+
+def _multiply_on_device_(tensors: Sequence[Tensor], multiplier: Tensor) -> None:
+    factor = multiplier.to(torch.float32)
+    for tensor in tensors:
+        # In float32, because torch would round the factor to a half dtype first.
+        tensor.copy_(tensor.float() * factor if tensor.dtype in _HALF else tensor * factor)
 
 
 def _measure_on_device(tensors: Sequence[Tensor], *, order: float, detail: bool) -> Statistics:
