@@ -59,13 +59,13 @@ clean: ## remove caches and build outputs; the environment stays (rm -r .venv fo
 
 # numpy, because torch warns on import where it is missing.
 $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing Gradilocks into $(VENV) (the first time: torch, about 200 MB to download) ..."
+	@echo "Installing Gradilocks into $(VENV) (the first time also torch: 200 MB as a CPU build, several GB with CUDA) ..."
 	@$(INSTALL) -e . numpy
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Gradilocks and its test tools into $(VENV)" \
-	  "(the first time: torch, about 200 MB to download) ..."
+	  "(the first time also torch: 200 MB as a CPU build, several GB with CUDA) ..."
 	@$(INSTALL) -e '.[dev]'
 	@touch $(RUNTIME) $@
 

@@ -164,17 +164,18 @@ def clip_rows(size: str, *, limit: float, rounds: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=[*SIZES, "all"], default="all")
-    parser.add_argument("--rounds", type=int, default=0, help="0: 25 for large, 300 for small")
+    parser.add_argument("--rounds", type=int, default=0, help="default: 31, or 300 if small")
     parser.add_argument("--limit", type=float, default=None, help="the norm's limit; default both")
     parser.add_argument("-o", "--output", type=Path, default=None, help="also write JSON here")
     options = parser.parse_args()
     rows: list[Row] = []
+    print(environment(), flush=True)
     for size in SIZES if options.size == "all" else [options.size]:
-        rounds = options.rounds or (25 if size == "124M" else 300)
+        rounds = options.rounds or (31 if size == "124M" else 300)
         for limit in [1.0, math.inf] if options.limit is None else [options.limit]:
-            rows += step_rows(size, limit=limit, rounds=rounds)
-            rows += clip_rows(size, limit=limit, rounds=rounds)
-    print(environment())
+            for measured in (step_rows, clip_rows):
+                rows += measured(size, limit=limit, rounds=rounds)
+                print(f"{rows[-1].workload}: measured", flush=True)
     print(table(rows))
     if options.output:
         save(options.output, rows)

@@ -113,4 +113,4 @@ def test_every_module_opens_with_what_it_is_for() -> None:
 def test_no_room_is_overcrowded() -> None:
     for path in FILES:
         lines = len(path.read_text().splitlines())
-        assert lines <= 360, f"{_place(path)} has {lines} lines: two subjects in one room?"
+        assert lines <= 400, f"{_place(path)} has {lines} lines: two subjects in one room?"

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from gradilocks.gradients import Names
 
-__all__ = ["check_give_up_after", "check_loss", "check_parameters", "checked_optimizers"]
+__all__ = [
+    "check_closure",
+    "check_give_up_after",
+    "check_loss",
+    "check_parameters",
+    "checked_optimizers",
+]
 
 
 def checked_optimizers(optimizers: Sequence[Any]) -> tuple[Any, ...]:
@@ -58,4 +64,13 @@ def check_loss(loss: object) -> None:
         raise ValueError(
             "loss does not require grad, so it has no gradients. Was it computed under "
             "torch.no_grad(), detached, or rebuilt from .item()?"
+        )
+
+
+def check_closure(closure: object) -> None:
+    """`step` takes a closure or nothing; who comes from GradScaler may hand it an optimizer."""
+    if not callable(closure) or isinstance(closure, Tensor):
+        raise TypeError(
+            f"closure must be a function that returns the loss, got {type(closure).__name__}. The "
+            "control knows its optimizers: call control.step()."
         )

@@ -159,13 +159,13 @@ def clip_coefficient(norm: Tensor, max_norm: float, nonfinite: Tensor) -> Tensor
     return torch.where(nonfinite > 0, torch.ones_like(norm), coefficient)
 
 
-def check_max_norm(value: object, *, name: str = "max_norm") -> float:
+def check_max_norm(value: object, *, name: str = "max_norm", none: str = "math.inf") -> float:
     """`value` as a float; a clear error if it is no number, negative or NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
     if not value >= 0.0:
         raise ValueError(
-            f"{name} must not be negative or NaN, got {value}. Use math.inf to measure only."
+            f"{name} must not be negative or NaN, got {value}. Use {none} to measure only."
         )
     return float(value)
 
@@ -175,7 +175,7 @@ def resolve_clip(given: object) -> ClipPolicy:
     if given is None:
         return NoClip()
     if isinstance(given, (int, float)) and not isinstance(given, bool):
-        return ClipByNorm(float(given))
+        return ClipByNorm(check_max_norm(given, name="clip", none="None"))
     if isinstance(given, type) or not hasattr(given, "limit"):
         came = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
         raise TypeError(

@@ -44,6 +44,8 @@ def step_with_closure(
     def evaluate() -> Tensor:
         with torch.enable_grad():
             loss = closure()
+        if loss is None:
+            raise TypeError("the closure must return the loss, it returned None.")
         require_finite()
         return loss
 

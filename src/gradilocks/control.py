@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradilocks import checkpoint, update
 from gradilocks.arguments import (
+    check_closure,
     check_give_up_after,
     check_loss,
     check_parameters,
@@ -97,7 +98,8 @@ class GradientControl:
         self._streak = Streak(give_up_after)
         self._state = self._scale_policy.start(torch.device("cpu"))
         self._steps = 0
-        self._order = CallOrder()
+        unscaled = isinstance(self._scale_policy, NoScale)
+        self._order = CallOrder(tuple if unscaled else self._parameters)
         self._loss_nonfinite: Tensor | None = None
 
     @property
@@ -158,14 +160,19 @@ class GradientControl:
             The Outcome. Reading it is what waits for the device.
         """
         if closure is not None:
+            check_closure(closure)
             return self._step_with_closure(closure)
         found = self._find_gradients()
         for part, optimizer in zip(found, self._optimizers, strict=True):
             self._check_unscaling(optimizer, part, in_place=not update.takes_decision(optimizer))
         decision, outcome, record = self._judge(found)
-        for part, optimizer in zip(found, self._optimizers, strict=True):
-            update.apply_bound(decision, part.tensors)
-            update.update(optimizer, decision, part.tensors)
+        try:
+            for part, optimizer in zip(found, self._optimizers, strict=True):
+                update.apply_bound(decision, part.tensors)
+                update.update(optimizer, decision, part.tensors)
+        except BaseException:
+            self._after_a_failed_update()
+            raise
         return self._conclude(outcome, record)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -208,14 +215,18 @@ class GradientControl:
         self._streak.restore(loaded.streak)
         if loaded.steps is not None:
             self._steps = loaded.steps
-        self._order.forget()
+        self._order.note_step(self._parameters())  # What is there carries another scale.
         self._loss_nonfinite = None
 
     def _scaled(self, loss: Tensor) -> Tensor:
         check_loss(loss)
         if not isinstance(self._scale_policy, NoScale):
             self._order.check_backward(self._parameters())
-        self._move_to(next(self._parameters()).device)
+        first = next(self._parameters(), None)
+        if first is None:
+            check_parameters([], self._names)
+        else:
+            self._move_to(first.device)
         broken = torch.logical_not(torch.isfinite(loss.detach()).all()).to(torch.float32)
         broken = moved(broken, self._state.scale.device)
         before = self._loss_nonfinite
@@ -232,7 +243,8 @@ class GradientControl:
             collect(parameters_of([optimizer], name=self._names), name=self._names)
             for optimizer in self._optimizers
         ]
-        self._order.check_scaled("step()")
+        if not isinstance(self._scale_policy, NoScale):
+            self._order.check_scaled("step()")
         sharded = self._process_group is not None or any(p.replicas for p in found)
         if not sharded and not any(part.params for part in found):
             raise NoGradients(
@@ -272,6 +284,13 @@ class GradientControl:
         # Weak: an Outcome that somebody keeps must not keep a parameter that was replaced.
         params = [weakref.ref(param) for part in found for param in part.params]
         return decision, Outcome(record, lambda: self._names.in_backward_order(params)), record
+
+    def _after_a_failed_update(self) -> None:
+        """So that a retry does not divide by the scale again, or step an optimizer twice."""
+        if len(self._optimizers) > 1:
+            self._order.note_step(self._parameters())
+        elif not update.takes_decision(self._optimizers[0]):
+            self._order.unscaled = True
 
     def _conclude(self, outcome: Outcome, record: StepRecord) -> Outcome:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
@@ -314,14 +333,15 @@ class GradientControl:
                 return False
             update.apply_bound(decision, found.tensors)
             update.apply_in_place(decision, found.tensors)
-            self._order.forget()
+            self._order.note_step(self._parameters())
             return True
 
         step_with_closure(
             optimizer,
             closure,
             make_true=make_true,
-            gradients_are_waiting=self._order.scaled,
+            gradients_are_waiting=self._order.scaled
+            and any(param.grad is not None for param in self._parameters()),
         )
         if last is None:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")

@@ -6,20 +6,25 @@ trains on numbers that are wrong by a factor of the scale, and nothing else woul
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from gradilocks.errors import ScaleMisuse
 
-__all__ = ["CallOrder"]
+__all__ = ["CallOrder", "refuse_scaled"]
 
 
 class CallOrder:
     """Knows what the gradients are at the moment, and refuses a call that does not fit."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        self._parameters = parameters
+        with _lock:
+            _alive.add(self)
         self.scaled = False
         """Whether a loss has been scaled since the last step."""
         self.handed_out = False
@@ -53,9 +58,10 @@ class CallOrder:
         """Before gradients are divided by the scale."""
         if not self.scaled:
             raise ScaleMisuse(
-                f"{caller} without a backward() since the last step: these gradients do not carry "
-                f"the scale that {caller} would divide by. Call control.backward(loss), or "
-                f"control.scale_loss(loss).backward(), before control.{caller}."
+                f"{caller} without a backward() since the last step or zero_grad(): these "
+                f"gradients do not carry the scale that {caller} would divide by. Call "
+                f"control.backward(loss), or control.scale_loss(loss).backward(), before "
+                f"control.{caller}, or inside the closure."
             )
 
     def check_unscale(self) -> None:
@@ -79,10 +85,28 @@ class CallOrder:
         self.unscaled = False
         self._stepped_on = None
 
-    def forget(self) -> None:
-        """Another run's state has been loaded, or an evaluation has been used up."""
-        self.scaled = self.handed_out = self.unscaled = False
-        self._stepped_on = None
+    def carries_scale(self, params: Iterable[Tensor]) -> bool:
+        """Whether one of these parameters has a gradient that is scaled at the moment."""
+        if not self.scaled or self.unscaled:
+            return False
+        mine = {id(param) for param in self._parameters()}
+        return any(id(param) in mine for param in params)
+
+
+_alive: weakref.WeakSet[CallOrder] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def refuse_scaled(params: Sequence[Tensor]) -> None:
+    """Raises if a clip function is about to take scaled gradients for true ones."""
+    with _lock:
+        orders = list(_alive)
+    if any(order.carries_scale(params) for order in orders):
+        raise ScaleMisuse(
+            "these gradients still carry the scale of a GradientControl and would be clipped by "
+            "that much too far. Use GradientControl(..., clip=1.0), or call control.unscale_() "
+            "first."
+        )
 
 
 def _cleared_unseen(grad: Tensor) -> bool:
@@ -90,4 +114,6 @@ def _cleared_unseen(grad: Tensor) -> bool:
 
     Asked on the CPU alone, where asking is free.
     """
-    return grad.device.type == "cpu" and not bool(grad.count_nonzero())
+    if grad.device.type != "cpu" or grad.layout is not torch.strided:
+        return False
+    return not bool(grad.count_nonzero())

@@ -94,7 +94,12 @@ class Findings:
         """The culprits in words: `Inf in head.weight, NaN in body.bias (+2 more)`."""
         parts = [f"{count} in {name}" for name, count in self.counts.items()]
         if not parts:
-            return "non-finite gradients on another rank" if self.skipped else "finite gradients"
+            if not self.skipped:
+                return "finite gradients"
+            return (
+                "no NaN or Inf in a gradient that is here: it is on another rank, its parameter is "
+                "gone, or finite gradients overflow when they are unscaled"
+            )
         more = f" (+{len(parts) - at_most} more)" if len(parts) > at_most else ""
         return ", ".join(parts[:at_most]) + more
 

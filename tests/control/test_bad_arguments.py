@@ -95,7 +95,7 @@ def test_a_clip_of_a_wrong_type_is_a_type_error_that_lists_what_fits(given):
 
 @pytest.mark.parametrize("given", [-1.0, -1, -math.inf, math.nan])
 def test_a_negative_max_norm_is_a_value_error_that_names_the_way_out(given):
-    with pytest.raises(ValueError, match=r"max_norm must not be negative or NaN, got .*math\.inf"):
+    with pytest.raises(ValueError, match=r"clip must not be negative or NaN, got .*None"):
         GradientControl(sgd(parameter(1.0)), clip=given)
 
 
@@ -189,7 +189,7 @@ def test_a_bad_argument_leaves_the_optimizer_free_for_another_try():
     p = parameter(1.0)
     optimizer = sgd(p)
     attributes = set(vars(optimizer))
-    with pytest.raises(ValueError, match="max_norm"):
+    with pytest.raises(ValueError, match="clip"):
         GradientControl(optimizer, clip=-1.0)
     assert set(vars(optimizer)) == attributes
     assert not control_step(GradientControl(optimizer, clip=1.0), (p, 1.0)).skipped

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gradilocks
 from gradilocks import ClipByNorm, ClipByValue, GradientControl, NoClip
 from gradilocks.decide import decide
 from gradilocks.measure import measure
@@ -269,3 +270,8 @@ def test_a_bound_on_elements_turns_the_direction_but_not_the_signs():
     assert found.tolist() == [0.5, -0.25, -0.5, 0.5]
     assert outcome.clipped
     assert outcome.norm == pytest.approx(math.sqrt(9 + 0.0625 + 49 + 0.25), rel=1e-6)
+
+
+def test_every_public_policy_is_listed_here():
+    public = {name for name in gradilocks.__all__ if "Clip" in name} - {"GradScaler"}
+    assert {type(policy).__name__ for policy in POLICIES.values()} == public

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gradilocks
 from gradilocks import DynamicScale, GradientControl, NoScale, StaticScale
 
 POLICIES = {
@@ -252,3 +253,8 @@ def test_with_hysteresis_one_it_is_torchs_rule(flags, interval):
     for skipped, ours in zip(flags, path(policy, flags)[1:], strict=True):
         torch._amp_update_scale_(scale, tracker, flag(skipped), 2.0, 0.5, interval)
         assert ours == scale.item()
+
+
+def test_every_public_policy_is_listed_here():
+    public = {name for name in gradilocks.__all__ if "Scale" in name} - {"GradScaler"}
+    assert {type(policy).__name__ for policy in POLICIES.values()} == public

@@ -23,6 +23,7 @@ from gradilocks.dropin import known
 from gradilocks.dropin.once import note_clipped
 from gradilocks.gradients import Gradients, collect, replicas_of
 from gradilocks.measure import measure, summarize
+from gradilocks.order import refuse_scaled
 from gradilocks.reduce import reduce
 from gradilocks.values import Measurement, Statistics, moved, wide
 
@@ -57,6 +58,7 @@ def clip_grad_norm_(
     """
     params = _listed(parameters, warn_if_empty_generator=True)
     bound = _bound("max_norm", max_norm)
+    refuse_scaled(params)
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
     order = _order(norm_type)
@@ -85,6 +87,7 @@ def clip_grads_with_norm_(
     """
     params = _listed(parameters)
     bound = _bound("max_norm", max_norm)
+    refuse_scaled(params)
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
     if found.tensors:
@@ -134,6 +137,7 @@ def clip_grad_value_(
     """
     params = _listed(parameters)
     bound = _bound("clip_value", clip_value)
+    refuse_scaled(params)
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
     for device, places in kernels.by_device(found.tensors).items():

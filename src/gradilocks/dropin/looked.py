@@ -24,6 +24,13 @@ class Looked:
         self._nan: list[Tensor] = []
         self._inf: list[Tensor] = []
 
+    @staticmethod
+    def nothing() -> Findings:
+        """What a disabled scaler tells: nothing was looked at, nothing was skipped."""
+        zero = torch.zeros((), dtype=torch.float32, device="cpu")
+        none = torch.zeros(0, dtype=torch.int64, device="cpu")
+        return Findings(skip=zero, scale=torch.ones_like(zero), nan=none, inf=none, names=list)
+
     def add(self, params: Sequence[Tensor], statistics: Statistics) -> None:
         """Takes in the numbers of one device's gradients."""
         self._params += [weakref.ref(param) for param in params]

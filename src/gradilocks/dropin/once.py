@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from gradilocks.errors import SharedParameter
 __all__ = ["UnscaledOnce", "note_clipped"]
 
 _alive: weakref.WeakSet[UnscaledOnce] = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 class UnscaledOnce:
@@ -21,7 +23,8 @@ class UnscaledOnce:
     def __init__(self) -> None:
         self._losses = 0
         self._done: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        _alive.add(self)
+        with _lock:
+            _alive.add(self)
 
     def note_scaled(self, outputs: Any) -> None:
         """Losses have been scaled; with more than one, backward may come between two steps."""
@@ -61,5 +64,7 @@ class UnscaledOnce:
 
 def note_clipped(params: Sequence[Tensor], versions: Sequence[int]) -> None:
     """Our own clip has written to these gradients, whose versions were `versions` before."""
-    for once in _alive:
+    with _lock:
+        living = list(_alive)
+    for once in living:
         once._follow(params, versions)

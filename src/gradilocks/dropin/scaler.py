@@ -7,6 +7,7 @@ gradients work on every device, and a fused SGD whose first step is skipped star
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -112,6 +113,7 @@ class GradScaler(torch.amp.GradScaler):
             What `optimizer.step` returns, or None when the host knows that it was skipped.
         """
         if not self._enabled:
+            self._outcome = Looked.nothing()
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
         if "closure" in kwargs:
             raise RuntimeError(
@@ -179,6 +181,7 @@ class GradScaler(torch.amp.GradScaler):
         """Goes on from a `state_dict` of this class or of torch's; changes nothing if it is bad."""
         if self._enabled and len(state_dict):
             check_state(state_dict, lowest=self._min_scale, highest=self._max_scale)
+            state_dict = {**state_dict, "scale": float(state_dict["scale"])}
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,7 +202,12 @@ class GradScaler(torch.amp.GradScaler):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
-        return self.__copy__()
+        made = self.__copy__()
+        shared = {"_model", "_process_group", "_once"}
+        for name, value in made.__dict__.items():
+            if name not in shared:
+                made.__dict__[name] = copy.deepcopy(value, memo)
+        return made
 
     @staticmethod
     def _nothing_yet() -> dict[str, Any]:

@@ -27,6 +27,16 @@ def check_state(state: Mapping[str, Any], *, lowest: float, highest: float) -> N
     for key in _KEYS:
         if isinstance(state[key], bool) or not isinstance(state[key], (int, float)):
             raise BadState(f"{key} in the state_dict must be a number, got {state[key]!r}.")
+        at_least = -1 if key == "_growth_tracker" else 0
+        if key != "scale" and not at_least < state[key] < math.inf:
+            raise BadState(
+                f"{key} in the state_dict must be positive and finite, got {state[key]}."
+            )
+    if state["_growth_tracker"] != int(state["_growth_tracker"]) or state["_growth_tracker"] < 0:
+        raise BadState(
+            "_growth_tracker in the state_dict must be a whole number, got "
+            f"{state['_growth_tracker']}."
+        )
     scale = state["scale"]
     if not lowest <= scale <= highest:
         collapsed = (

@@ -169,8 +169,10 @@ def _statistics(found: list[norms.Found]) -> Statistics:
 def _multiply_on_device_(tensors: Sequence[Tensor], multiplier: Tensor) -> None:
     factor = multiplier.to(torch.float32)
     for tensor in tensors:
-        # In float32, because torch would round the factor to a half dtype first.
-        tensor.copy_(tensor.float() * factor if tensor.dtype in _HALF else tensor * factor)
+        if tensor.dtype in _HALF:  # In float32, as torch would round the factor to half first.
+            tensor.copy_(tensor.float() * factor)
+        else:
+            tensor.mul_(factor)
 
 
 def _measure_on_device(tensors: Sequence[Tensor], *, order: float, detail: bool) -> Statistics:
