@@ -28,6 +28,7 @@ from gradilocks.errors import NoGradients, NonFiniteGradient
 from gradilocks.gradients import (
     Gradients,
     Names,
+    any_distributed,
     collect,
     parameters_of,
     replicas_of,
@@ -245,8 +246,7 @@ class GradientControl:
         ]
         if not isinstance(self._scale_policy, NoScale):
             self._order.check_scaled("step()")
-        sharded = self._process_group is not None or any(p.replicas for p in found)
-        if not sharded and not any(part.params for part in found):
+        if not self._has_ranks() and not any(part.params for part in found):
             raise NoGradients(
                 "no parameter of the optimizer has a gradient. Check that the loss depends on the "
                 "parameters the optimizer was given, and that they require grad."
@@ -261,9 +261,10 @@ class GradientControl:
         measurement = measure(
             tensors, home=home, order=float(policy.order), detail=policy.needs_largest
         )
-        replicas = replicas_of(found)
-        if self._process_group is not None or replicas is not None:
-            measurement = reduce(measurement, group=self._process_group, replicas=replicas)
+        if self._has_ranks():
+            measurement = reduce(
+                measurement, group=self._process_group, replicas=replicas_of(found)
+            )
         scale = self._state.scale
         if self._order.unscaled:
             scale = torch.ones_like(scale)
@@ -350,6 +351,9 @@ class GradientControl:
     def _check_unscaling(self, optimizer: Any, part: Gradients, *, in_place: bool) -> None:
         if in_place and not isinstance(self._scale_policy, NoScale):
             update.check_unscaling_in_place(optimizer, part.params, part.tensors, self._names)
+
+    def _has_ranks(self) -> bool:
+        return self._process_group is not None or any_distributed(self._parameters())
 
     def _parameters(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:

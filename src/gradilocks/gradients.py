@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from gradilocks.errors import SharedParameter
 
-__all__ = ["Gradients", "Names", "collect", "parameters_of", "replicas_of", "roof_of"]
+__all__ = [
+    "Gradients",
+    "Names",
+    "any_distributed",
+    "collect",
+    "parameters_of",
+    "replicas_of",
+    "roof_of",
+]
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,14 @@ def _replicas(param: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -> int
         if placement.is_replicate():
             held *= int(mesh.size(dim))
     return held
+
+
+def any_distributed(params: Iterable[Tensor]) -> bool:
+    """Whether ranks hold parts of these parameters, so that all of them must take part.
+
+    Asked of the parameters, not of the gradients: a rank without gradients must not stay away.
+    """
+    return "torch.distributed.tensor" in sys.modules and any(is_distributed(p) for p in params)
 
 
 def replicas_of(found: Sequence[Gradients]) -> list[int] | None:

@@ -26,6 +26,7 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
         distributed_overflow,
         control_over_shards,
         experts,
+        one_rank_without_gradients,
     ]
     return run_all(programs, tmp_path_factory.mktemp("ranks"))
 
@@ -176,3 +177,23 @@ def test_norms_of_every_order_add_up_over_ranks(returned: Returned) -> None:
     expected = [10.954451, a + b, (a**3 + b**3) ** (1 / 3), b]
     for found in returned["experts"]:
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def one_rank_without_gradients(rank: int) -> list[Any]:
+    """Distributed parameters, of which rank 1 has no gradient: it takes part all the same."""
+    from torch.distributed.tensor import Shard
+
+    param = _dtensor([3.0, 4.0], Shard(0))
+    if rank == 1:
+        param.grad = None
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    control = gradilocks.GradientControl(optimizer, scale=None, clip=1.0)
+    outcome = control.step()
+    return [outcome.skipped, outcome.norm, param.to_local().tolist()]
+
+
+def test_a_rank_without_gradients_takes_part(returned: Returned) -> None:
+    first, second = returned["one_rank_without_gradients"]
+    assert first[:2] == second[:2] == [False, 3.0]
+    assert first[2] == pytest.approx([-1.0], rel=1e-6)
+    assert second[2] == [0.0]

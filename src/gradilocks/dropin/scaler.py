@@ -23,7 +23,7 @@ from gradilocks.dropin.flags import agree_across_ranks, any_flag, has_gradients,
 from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce
 from gradilocks.dropin.state import check_state, set_scale
-from gradilocks.gradients import Names, parameters_of
+from gradilocks.gradients import Names, any_distributed, parameters_of
 from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
 from gradilocks.update import (
@@ -241,7 +241,8 @@ class GradScaler(torch.amp.GradScaler):
                 looked.add([found.params[place] for place in places], statistics)
                 if multiply:
                     known.remember(tensors, statistics)
-        if self._process_group is not None or found.replicas is not None:
+        params = parameters_of([optimizer], name=names)
+        if self._process_group is not None or any_distributed(params):
             agree_across_ranks(flags, found_inf, group=self._process_group)
         if multiply:
             self._once.mark(found.params)
