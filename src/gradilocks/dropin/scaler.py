@@ -23,7 +23,7 @@ from gradilocks.dropin.flags import agree_across_ranks, any_flag, has_gradients,
 from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce
 from gradilocks.dropin.state import check_state, set_scale
-from gradilocks.gradients import Names, any_distributed, parameters_of
+from gradilocks.gradients import Names, any_distributed
 from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
 from gradilocks.update import (
@@ -241,7 +241,7 @@ class GradScaler(torch.amp.GradScaler):
                 looked.add([found.params[place] for place in places], statistics)
                 if multiply:
                     known.remember(tensors, statistics)
-        params = parameters_of([optimizer], name=names)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
         if self._process_group is not None or any_distributed(params):
             agree_across_ranks(flags, found_inf, group=self._process_group)
         if multiply:
@@ -276,7 +276,8 @@ class GradScaler(torch.amp.GradScaler):
         unscaled = state["stage"] is OptState.UNSCALED
         if not unscaled:
             names = Names(self._model, (optimizer,))
-            self._once.refuse_twice(parameters_of([optimizer], name=names), names)
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self._once.refuse_twice(params, names)
             self._check_inf_per_device(optimizer)
             refuse_overflow(state["found_inf_per_device"], optimizer, scale)
         flags = list(state["found_inf_per_device"].values())
