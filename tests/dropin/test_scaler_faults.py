@@ -5,7 +5,9 @@ when a later torch repairs it, that test fails and the entry can go.
 """
 
 import contextlib
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -365,6 +367,20 @@ class TestB9AGradientThatIsUnscaledTwice:
         torch.nn.utils.clip_grad_norm_([param], 1.0)
         with pytest.raises(SharedParameter):
             scaler.unscale_(sgd(param))
+
+    def test_an_optimizer_is_kept_until_update_so_that_no_other_gets_its_id(self, param):
+        scaler = GradScaler("cpu", init_scale=8.0)
+        backward(scaler, param)
+        optimizer = sgd(param)
+        gone = weakref.ref(optimizer)
+        scaler.unscale_(optimizer)
+        del optimizer
+        gc.collect()
+        assert gone() is not None
+        scaler.step(gone())
+        scaler.update()
+        gc.collect()
+        assert gone() is None
 
     @pytest.mark.parametrize("set_to_none", [False, True])
     def test_two_optimizers_may_take_turns_on_new_gradients(self, param, set_to_none):

@@ -121,6 +121,7 @@ class GradScaler(torch.amp.GradScaler):
                 "gradilocks.GradientControl.step(closure) is."
             )
         self._check_scale_growth_tracker("step")
+        self._held[id(optimizer)] = optimizer
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
@@ -212,10 +213,17 @@ class GradScaler(torch.amp.GradScaler):
     @staticmethod
     def _nothing_yet() -> dict[str, Any]:
         """What belongs to a step, before there is one."""
-        return {"_outcome": None, "_found": {}, "_once": UnscaledOnce(), "_only_looking": None}
+        return {
+            "_outcome": None,
+            "_found": {},
+            "_held": {},
+            "_once": UnscaledOnce(),
+            "_only_looking": None,
+        }
 
     def _start_iteration(self) -> None:
         self._found: dict[int, Looked] = {}
+        self._held: dict[int, Any] = {}  # Alive until `update`: no id means two optimizers.
         self._once = UnscaledOnce()
         self._only_looking: Tensor | None = None
         known.forget()
@@ -229,6 +237,7 @@ class GradScaler(torch.amp.GradScaler):
         found = gradients_of(optimizer, names, allow_fp16=allow_fp16)
         if multiply:
             self._once.refuse_twice(found.params, names)
+        self._held[id(optimizer)] = optimizer
         flags: dict[torch.device, Tensor] = {}
         looked = self._found[id(optimizer)] = Looked()
         with torch.no_grad():
