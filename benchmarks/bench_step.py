@@ -2,183 +2,161 @@
 
     python benchmarks/bench_step.py                # 124 M and 1 M parameters, CPU
     python benchmarks/bench_step.py --size 1M --rounds 200
+    python benchmarks/bench_step.py --device cuda  # everything on a GPU of 139 GiB
+    python benchmarks/bench_step.py --device cuda --rows step,clip --size 1.1B,124M
 
 Every contender starts each round from the same scaled gradients, copied in outside the clock, and
-ends with the same parameters; the run stops if they are not the same. The norm is above the limit,
-so every contender has to clip; `--limit inf` makes it so that nobody has to.
+ends with the same parameters; the run says so and ends with status 1 if they are not the same. The
+norm is above the limit, so every contender has to clip; with `--limit 1e9` nobody has to. Since the
+gradients were just written, small ones may still be in the cache, for everybody alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+import sys
+import time
+import traceback
 from pathlib import Path
 
 import torch
-from harness import Contender, Row, alternate, environment, save, table
-from torch import Tensor
+from compete import Settings, free
+from environment import environment
+from floor import Floor
+from harness import WARM_UP
+from report import Row, save, table
+from row_sets import ROW_SETS, Job
+from workloads import EXPERTS, SIZES
 
-import gradilocks
-
-SCALE = 2.0**16
-
-
-def gpt_shapes(vocabulary: int, width: int, layers: int, context: int) -> Iterator[tuple[int, ...]]:
-    """A GPT-2-like model: 148 tensors with 12 layers."""
-    yield from ((vocabulary, width), (context, width))
-    for _ in range(layers):
-        yield from ((width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,))
-        yield from ((width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width))
-        yield (width,)
-    yield from ((width,), (width,))
-
-
-SIZES: dict[str, Callable[[], list[tuple[int, ...]]]] = {
-    "124M": lambda: list(gpt_shapes(50257, 768, 12, 1024)),
-    "1M": lambda: list(gpt_shapes(2048, 80, 12, 256)),
-}
-
-
-class Workload:
-    """Parameters, and the scaled gradients that every round starts from."""
-
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.start = [torch.randn(s, generator=generator) * 0.02 for s in shapes]
-        self.scaled = [torch.randn(s, generator=generator) * 1e-3 * SCALE for s in shapes]
-        self.loss = torch.ones((), requires_grad=True)
-
-    def parameters(self) -> list[Tensor]:
-        """A fresh copy of the parameters, with room for gradients."""
-        made = [tensor.clone().requires_grad_() for tensor in self.start]
-        for param in made:
-            param.grad = torch.zeros_like(param)
-        return made
-
-    def put_gradients(self, params: list[Tensor]) -> None:
-        """Scaled gradients, as backward would leave them."""
-        for param, grad in zip(params, self.scaled, strict=True):
-            assert param.grad is not None
-            param.grad.copy_(grad)
-
-
-def with_scaler(
-    name: str,
-    load: Workload,
-    limit: float,
-    scaler: torch.amp.GradScaler,
-    clip: Callable[..., Tensor],
-    *,
-    fused: bool,
-) -> tuple[Contender, list[Tensor]]:
-    """The loop that people have: unscale_, clip_grad_norm_, step, update."""
-    params = load.parameters()
-    optimizer = torch.optim.AdamW(params, lr=1e-4, fused=fused)
-
-    def run() -> None:
-        scaler.scale(load.loss)
-        scaler.unscale_(optimizer)
-        clip(params, limit)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Contender(name, run, lambda: load.put_gradients(params)), params
-
-
-def with_control(name: str, load: Workload, limit: float) -> tuple[Contender, list[Tensor]]:
-    """GradientControl over torch's fused AdamW."""
-    params = load.parameters()
-    optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
-    control = gradilocks.GradientControl(optimizer, clip=limit)
-
-    def run() -> None:
-        control.scale_loss(load.loss)
-        control.step()
-
-    return Contender(name, run, lambda: load.put_gradients(params)), params
-
-
-def step_rows(size: str, *, limit: float, rounds: int) -> list[Row]:
-    """Times one workload and checks that all contenders did the same work."""
-    load = Workload(SIZES[size]())
-    torch_clip = torch.nn.utils.clip_grad_norm_
-    made = [
-        with_scaler(
-            "torch, fused AdamW", load, limit, torch.amp.GradScaler("cpu"), torch_clip, fused=True
-        ),
-        with_scaler(
-            "torch, default AdamW",
-            load,
-            limit,
-            torch.amp.GradScaler("cpu"),
-            torch_clip,
-            fused=False,
-        ),
-        with_scaler(
-            "drop-in, torch fused AdamW",
-            load,
-            limit,
-            gradilocks.GradScaler("cpu"),
-            gradilocks.clip_grad_norm_,
-            fused=True,
-        ),
-        with_control("GradientControl, torch fused AdamW", load, limit),
-    ]
-    count = sum(t.numel() for t in load.start)
-    clipped = "no clipping needed" if limit == math.inf else "clipping"
-    workload = f"{count / 1e6:.1f} M in {len(load.start)} tensors, {clipped}"
-    rows = alternate(workload, [contender for contender, _ in made], rounds=rounds)
-    for contender, params in made[1:]:
-        for expected, actual in zip(made[0][1], params, strict=True):
-            # torch's norm over 124 M elements is off by 1e-3, ours by 1e-7: AdamW sees nearly none
-            # of it, because it divides by the gradients' own size.
-            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5, msg=contender.name)
-    return rows
-
-
-def clip_rows(size: str, *, limit: float, rounds: int) -> list[Row]:
-    """clip_grad_norm_ alone."""
-    load = Workload(SIZES[size]())
-    mine, theirs = load.parameters(), load.parameters()
-    what = "nothing to clip" if limit == math.inf else "clipping"
-    count = sum(t.numel() for t in load.start)
-    return alternate(
-        f"clip_grad_norm_ alone, {count / 1e6:.1f} M, {what}",
-        [
-            Contender(
-                "torch",
-                lambda: torch.nn.utils.clip_grad_norm_(theirs, limit),
-                lambda: load.put_gradients(theirs),
-            ),
-            Contender(
-                "gradilocks",
-                lambda: gradilocks.clip_grad_norm_(mine, limit),
-                lambda: load.put_gradients(mine),
-            ),
-        ],
-        rounds=rounds,
-    )
+CPU_SIZES = ["124M", "1M"]
+GPU_SIZES = ["1.1B", "124M", "22M", "0.3M", "8M"]
+COMPILED = ["124M", "22M", "0.3M", "tiny"]
+"""Where torch.compile needs seconds, not minutes."""
+CPU_ROUNDS = {"124M": 31}
+GPU_ROUNDS = {"1.1B": 15, "2.5B": 15, "124M": 51, "8M": 61}
+NEVER = 1e9
+"""A limit that no gradient reaches, and that no code can tell from one that is reached."""
+GROWTH_INTERVAL = 2000
 
 
 def main() -> None:
+    options = parsed()
+    device = torch.device(options.device)
+    settings = Settings(device, queued=options.queued)
+    print(environment(device), flush=True)
+    floor = Floor(device) if device.type == "cuda" else None
+    extra: dict[str, object] = {}
+    if floor is not None:
+        extra["copy_bytes_per_second"] = floor.bytes_per_second
+        print(f"copy bandwidth: {floor.bytes_per_second / 1e12:.3f} TB/s", flush=True)
+        free()
+    rows: list[Row] = []
+    begun = time.perf_counter()
+    for row_set, job in jobs(options, settings, floor):
+        try:
+            found = ROW_SETS[row_set](job)
+        except Exception as error:  # The other rows are still worth having.
+            traceback.print_exc()
+            name = f"{row_set}, {job.size}, limit {job.limit:g}"
+            settings.notes.say(f"{name}: {type(error).__name__}: {error}", failure=True)
+            found = []
+        rows += found
+        free()
+        for workload in dict.fromkeys(row.workload for row in found):
+            print(f"{workload}: measured, {time.perf_counter() - begun:.0f} s", flush=True)
+        if options.output:
+            save(options.output, rows, device=device, notes=settings.notes, extra=extra)
+    print(table(rows) if rows else "Nothing was measured: no such rows of that size.")
+    if settings.notes.failed:
+        print("Not everything is as it should be; the notes above say what.", file=sys.stderr)
+        sys.exit(1)
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=[*SIZES, "all"], default="all")
-    parser.add_argument("--rounds", type=int, default=0, help="default: 31, or 300 if small")
+    known = list(dict.fromkeys([*SIZES, *EXPERTS]))
+    parser.add_argument("--size", default="all", help=f"of {','.join(known)}; default: all")
+    parser.add_argument("--rounds", type=int, default=0, help="default: more for small sizes")
     parser.add_argument("--limit", type=float, default=None, help="the norm's limit; default both")
     parser.add_argument("-o", "--output", type=Path, default=None, help="also write JSON here")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--rows", default="", help=f"of {','.join(ROW_SETS)}; default: step,clip on a CPU, or all"
+    )
+    parser.add_argument(
+        "--compile",
+        choices=["some", "all", "none"],
+        default="some",
+        help="where torch.compile takes part on a GPU; some: where compiling is quick",
+    )
+    parser.add_argument(
+        "--queued", action="store_true", help="time the GPU also with its queue full, host hidden"
+    )
     options = parser.parse_args()
-    rows: list[Row] = []
-    print(environment(), flush=True)
-    for size in SIZES if options.size == "all" else [options.size]:
-        rounds = options.rounds or (31 if size == "124M" else 300)
-        for limit in [1.0, math.inf] if options.limit is None else [options.limit]:
-            for measured in (step_rows, clip_rows):
-                rows += measured(size, limit=limit, rounds=rounds)
-                print(f"{rows[-1].workload}: measured", flush=True)
-    print(table(rows))
-    if options.output:
-        save(options.output, rows)
+    everything = list(ROW_SETS) if options.device == "cuda" else ["step", "clip"]
+    options.rows = options.rows.split(",") if options.rows else everything
+    options.size = options.size.split(",")
+    if unknown := set(options.rows) - set(ROW_SETS):
+        parser.error(f"--rows takes {', '.join(ROW_SETS)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(options.size) - {*known, "all"}:
+        parser.error(f"--size takes {', '.join(known)} or all, got {', '.join(sorted(unknown))}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
+    steps = (options.rounds + WARM_UP + 4) * (2 if options.queued else 1)
+    if steps >= GROWTH_INTERVAL:
+        parser.error(f"--rounds: the scale grows after {GROWTH_INTERVAL} steps; take fewer rounds")
+    return options
+
+
+def jobs(
+    options: argparse.Namespace, settings: Settings, floor: Floor | None
+) -> list[tuple[str, Job]]:
+    """What is to be measured, in order."""
+    on_gpu = settings.device.type == "cuda"
+    planned = []
+    for row_set in options.rows:
+        for size in sizes_of(row_set, options.size, on_gpu=on_gpu):
+            every = on_gpu or size == "tiny"
+            some = options.compile == "some" and size in COMPILED
+            for limit in limits_of(row_set, size, options.limit, on_gpu=on_gpu):
+                job = Job(
+                    size,
+                    limit,
+                    rounds=options.rounds or rounds_of(size, on_gpu=on_gpu),
+                    settings=settings,
+                    floor=floor,
+                    compiled=every and (some or options.compile == "all"),
+                    every=every,
+                )
+                planned.append((row_set, job))
+    return planned
+
+
+def sizes_of(row_set: str, asked: list[str], *, on_gpu: bool) -> list[str]:
+    """The sizes of a set of rows; an asked size that it does not have is left out."""
+    if "all" not in asked:
+        there = EXPERTS if row_set == "moe" else SIZES
+        return [size for size in asked if size in there]
+    if row_set == "moe":
+        return ["2.5B"]
+    if not on_gpu:
+        return CPU_SIZES
+    return GPU_SIZES if row_set == "step" else ["1.1B"]
+
+
+def limits_of(row_set: str, size: str, asked: float | None, *, on_gpu: bool) -> list[float]:
+    """Both kinds of limit for the rows whose work depends on it."""
+    if asked is not None:
+        return [asked]
+    if not on_gpu:
+        return [1.0, math.inf]
+    both = row_set == "clip" or (row_set == "step" and size == "1.1B")
+    return [1.0, NEVER] if both else [1.0]
+
+
+def rounds_of(size: str, *, on_gpu: bool) -> int:
+    return GPU_ROUNDS.get(size, 200) if on_gpu else CPU_ROUNDS.get(size, 300)
 
 
 if __name__ == "__main__":

@@ -1,127 +1,119 @@
-"""One way to time: contenders alternate in one process, medians and spread, ratios inside the run.
+"""One way to time: contenders alternate in one process, each set up again outside the clock.
 
-A contender is set up before each timed call, outside the clock. On a GPU the device is synchronised
-before the clock starts and before it stops.
+On the CPU a call has one time, the wall's. On a GPU it has three, all of the same call on a device
+that was idle before: by events on the device, on the wall with a final synchronize, and of the host
+alone, until the call returns. Asked for `queued`, a further call gives a fourth: by events, with
+the device still at work when the call begins, as it is after a real backward, so that launches
+queue up and the time has no host in it.
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+WARM_UP = 3
+
+# About what an H100 or H200 runs at under load; only the length of a pause depends on it.
+_CYCLES_PER_MS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a contender has built: `run` is on the clock, `prepare` is not."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], object]
+    result: Callable[[], Sequence[Tensor]]
+    """What `run` has changed, for comparison with the others."""
+    ahead: int = 0
+    """How many steps it took while it was built."""
+    keeps: object = None
+    """What must live as long as `run` does, if `run` itself does not hold on to it."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to be timed: `run` is on the clock, `prepare` is not."""
+    """Who takes part."""
 
     name: str
-    run: Callable[[], object]
-    prepare: Callable[[], object] = lambda: None
+    build: Callable[[], Ready]
+    baseline: bool = False
+    """One of those whose fastest the ratios are against: torch's own ways."""
+    optional: bool = False
+    """May fail or give another result: then it is left out with a note."""
 
 
-@dataclass
-class Row:
-    """One contender's result on one workload; times in milliseconds."""
-
-    workload: str
-    contender: str
-    median_ms: float
-    p10_ms: float
-    p90_ms: float
-    rounds: int
-    faster: float = field(default=1.0)
-    """Median of the baseline over this median: above 1 is faster than the baseline."""
+Times = dict[str, list[float]]
+"""Milliseconds, round by round, of each measure: "wall" and, on a GPU, "gpu", "host", "queued"."""
 
 
 def alternate(
-    workload: str, contenders: Sequence[Contender], *, rounds: int, warm_up: int = 3
-) -> list[Row]:
-    """Times every contender once a round; the first one is the baseline of the ratios."""
-    times: dict[str, list[float]] = {c.name: [] for c in contenders}
-    for number in range(warm_up + rounds):
+    ready: Sequence[Ready], *, rounds: int, device: torch.device, queued: bool = False
+) -> list[Times]:
+    """Times everybody once a round, after a few rounds that do not count."""
+    clock = _GpuClock() if device.type == "cuda" else _CpuClock()
+    times: list[Times] = [{} for _ in ready]
+    for number in range(WARM_UP + rounds):
         # Another one begins each round, so that nobody always follows the same neighbour.
-        shift = number % len(contenders)
-        for contender in [*contenders[shift:], *contenders[:shift]]:
-            contender.prepare()
-            _synchronize()
-            start = time.perf_counter()
-            contender.run()
-            _synchronize()
-            if number >= warm_up:
-                times[contender.name].append((time.perf_counter() - start) * 1e3)
-    baseline = statistics.median(times[contenders[0].name])
-    rows = []
-    for name, taken in times.items():
-        median = statistics.median(taken)
-        tenths = statistics.quantiles(taken, n=10)
-        rows.append(
-            Row(workload, name, median, tenths[0], tenths[-1], rounds, faster=baseline / median)
-        )
-    return rows
+        shift = number % len(ready)
+        order = [*range(shift, len(ready)), *range(shift)]
+        for place in order:
+            taken = clock.time(ready[place])
+            if queued and isinstance(clock, _GpuClock):
+                taken["queued"] = clock.time_queued(ready[place], host_ms=taken["host"])
+            if number >= WARM_UP:
+                for measure, value in taken.items():
+                    times[place].setdefault(measure, []).append(value)
+    return times
 
 
-def environment() -> dict[str, object]:
-    """What the numbers depend on."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "cpu": _cpu_model(),
-        "threads": torch.get_num_threads(),
-        "gpu": gpu,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "system": platform.system(),
-    }
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
-    lines = [
-        "| workload | contender | median ms | 10 % to 90 % | faster than the first |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r.workload} | {r.contender} | {r.median_ms:.2f} | {r.p10_ms:.2f} to {r.p90_ms:.2f} "
-        f"| {r.faster:.2f}× |"
-        for r in rows
-    ]
-    return "\n".join(lines)
-
-
-def save(
-    path: Path, rows: Sequence[Row], *, note: str = "", extra: dict[str, object] | None = None
-) -> None:
-    """Writes results with hardware, versions and the command that made them."""
-    # The command as it is typed in the repository, whatever the folder it was run from.
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    content = {
-        "command": command,
-        "environment": environment(),
-        "note": note,
-        "rows": [asdict(row) for row in rows],
-        **(extra or {}),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
+def synchronize(device: torch.device) -> None:
+    """Waits for the device, where there is something to wait for."""
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+class _CpuClock:
+    def time(self, ready: Ready) -> dict[str, float]:
+        ready.prepare()
+        start = time.perf_counter()
+        ready.run()
+        return {"wall": (time.perf_counter() - start) * 1e3}
+
+
+class _GpuClock:
+    def __init__(self) -> None:
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+
+    def time(self, ready: Ready) -> dict[str, float]:
+        ready.prepare()
+        torch.cuda.synchronize()
+        self._start.record()
+        start = time.perf_counter()
+        ready.run()
+        returned = time.perf_counter()
+        self._end.record()
+        torch.cuda.synchronize()
+        end = time.perf_counter()
+        return {
+            "gpu": self._start.elapsed_time(self._end),
+            "wall": (end - start) * 1e3,
+            "host": (returned - start) * 1e3,
+        }
+
+    def time_queued(self, ready: Ready, *, host_ms: float) -> float:
+        """By events, after a pause on the device that is longer than the host needs."""
+        ready.prepare()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int((1.5 * host_ms + 1.0) * _CYCLES_PER_MS))
+        self._start.record()
+        ready.run()
+        self._end.record()
+        torch.cuda.synchronize()
+        return self._start.elapsed_time(self._end)

@@ -28,6 +28,7 @@ _HOME = {
     "clip_grads_with_norm_": "dropin",
     "errors": "",
     "get_total_norm": "dropin",
+    "optim": "",
 }
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "errors",
     "get_total_norm",
+    "optim",
 ]
 
 
@@ -64,7 +66,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from gradilocks import errors
+    from gradilocks import errors, optim
     from gradilocks.clip import ClipByNorm, ClipByValue, NoClip
     from gradilocks.control import GradientControl
     from gradilocks.dropin import (

@@ -22,7 +22,6 @@ from gradilocks.arguments import (
 )
 from gradilocks.clip import resolve_clip
 from gradilocks.closure import step_with_closure
-from gradilocks.decide import decide
 from gradilocks.diagnose import never_finite
 from gradilocks.errors import NoGradients, NonFiniteGradient
 from gradilocks.gradients import (
@@ -31,15 +30,13 @@ from gradilocks.gradients import (
     any_distributed,
     collect,
     parameters_of,
-    replicas_of,
-    roof_of,
 )
-from gradilocks.measure import measure
+from gradilocks.judge import Judge, Verdict
 from gradilocks.order import CallOrder
-from gradilocks.record import Outcome, Streak, fetch
-from gradilocks.reduce import reduce
-from gradilocks.scale import NoScale, resolve_scale, scale_loss
-from gradilocks.values import Decision, ScaleState, StepRecord, moved
+from gradilocks.record import Outcome, fetch
+from gradilocks.roll import Called
+from gradilocks.scale import resolve_scale
+from gradilocks.values import Decision
 
 __all__ = ["GradientControl"]
 
@@ -89,24 +86,25 @@ class GradientControl:
         self._optimizers = checked_optimizers((optimizer, *more))
         self._names = Names(model, self._optimizers)
         check_parameters(parameters_of(self._optimizers, name=self._names), self._names)
-        self._scale_policy = resolve_scale(scale)
-        self._clip_policy = resolve_clip(clip)
+        policies = resolve_scale(scale), resolve_clip(clip)
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"on_nonfinite must be 'skip' or 'raise', got {on_nonfinite!r}.")
         check_give_up_after(give_up_after)
         self._on_nonfinite = on_nonfinite
         self._process_group = process_group
-        self._streak = Streak(give_up_after)
-        self._state = self._scale_policy.start(torch.device("cpu"))
-        self._steps = 0
-        unscaled = isinstance(self._scale_policy, NoScale)
-        self._order = CallOrder(tuple if unscaled else self._parameters)
-        self._loss_nonfinite: Tensor | None = None
+        self._judge = Judge(
+            *policies,
+            names=self._names,
+            give_up_after=give_up_after,
+            process_group=process_group,
+        )
+        self._order = CallOrder(self._parameters if self._judge.scales else tuple)
+        self._checked: weakref.ref[Called] | None = None
 
     @property
     def scale(self) -> float:
         """What the next loss is multiplied by. Reading it waits for the device."""
-        return fetch(self._state.scale)[0]
+        return fetch(self._judge.state.scale)[0]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, for callers who run `backward` themselves."""
@@ -143,7 +141,7 @@ class GradientControl:
         found = self._find_gradients()
         for part, optimizer in zip(found, self._optimizers, strict=True):
             self._check_unscaling(optimizer, part, in_place=True)
-        multiplier = torch.reciprocal(self._state.scale)
+        multiplier = torch.reciprocal(self._judge.state.scale)
         decision = Decision(skip=torch.zeros_like(multiplier), multiplier=multiplier)
         update.apply_in_place(decision, [t for part in found for t in part.tensors])
         self._order.unscaled = True
@@ -163,18 +161,29 @@ class GradientControl:
         if closure is not None:
             check_closure(closure)
             return self._step_with_closure(closure)
-        found = self._find_gradients()
-        for part, optimizer in zip(found, self._optimizers, strict=True):
-            self._check_unscaling(optimizer, part, in_place=not update.takes_decision(optimizer))
-        decision, outcome, record = self._judge(found)
-        try:
+        called = self._call()
+        if called is not None:
+            verdict = self._judge.settle(called, unscaled=self._order.unscaled)
+            parts: list[Sequence[Tensor]] = self._parts(called)
+        else:
+            found = self._find_gradients()
             for part, optimizer in zip(found, self._optimizers, strict=True):
-                update.apply_bound(decision, part.tensors)
-                update.update(optimizer, decision, part.tensors)
+                in_place = not update.takes_decision(optimizer)
+                self._check_unscaling(optimizer, part, in_place=in_place)
+            verdict = self._judge_by_stages(found)
+            parts = [part.tensors for part in found]
+        try:
+            for tensors, optimizer in zip(parts, self._optimizers, strict=True):
+                update.apply_bound(verdict.decision, tensors)
+                if called is not None and hasattr(optimizer, "hold"):
+                    optimizer.hold(called if len(self._optimizers) == 1 else None)
+                update.update(optimizer, verdict.decision, tensors)
         except BaseException:
-            self._after_a_failed_update()
+            self._after_a_failed_update(verdict)
             raise
-        return self._conclude(outcome, record)
+        if called is not None:
+            called.release()
+        return self._conclude(verdict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of every optimizer."""
@@ -186,7 +195,7 @@ class GradientControl:
                 param.grad.zero_()
         self._order.note_cleared()
         if not self._order.scaled:
-            self._loss_nonfinite = None
+            self._judge.forget_loss()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-identical continuation needs; plain numbers and strings.
@@ -195,11 +204,11 @@ class GradientControl:
         torch's scaler loads it as it is.
         """
         return checkpoint.save(
-            self._scale_policy,
-            self._clip_policy,
-            self._state,
-            steps=self._steps,
-            streak=int(fetch(self._streak.count)[0]),
+            self._judge.scale_policy,
+            self._judge.clip_policy,
+            self._judge.state,
+            steps=int(fetch(self._judge.steps)[0]),
+            streak=int(fetch(self._judge.streak.count)[0]),
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -208,34 +217,51 @@ class GradientControl:
         The policies' settings come from the checkpoint, as with torch's. A checkpoint that does not
         fit raises BadState and changes nothing.
         """
-        loaded = checkpoint.load(state_dict, self._scale_policy, self._clip_policy)
-        self._scale_policy, self._clip_policy = loaded.scale_policy, loaded.clip_policy
-        self._state.scale.fill_(loaded.scale)
-        self._state.growth_tracker.fill_(loaded.growth_tracker)
-        self._state.hysteresis.fill_(loaded.hysteresis)
-        self._streak.restore(loaded.streak)
+        judge = self._judge
+        loaded = checkpoint.load(state_dict, judge.scale_policy, judge.clip_policy)
+        judge.scale_policy, judge.clip_policy = loaded.scale_policy, loaded.clip_policy
+        judge.state.scale.fill_(loaded.scale)
+        judge.state.growth_tracker.fill_(loaded.growth_tracker)
+        judge.state.hysteresis.fill_(loaded.hysteresis)
+        judge.streak.restore(loaded.streak)
         if loaded.steps is not None:
-            self._steps = loaded.steps
+            judge.set_steps(loaded.steps)
         self._order.note_step(self._parameters())  # What is there carries another scale.
-        self._loss_nonfinite = None
+        judge.forget_loss()
 
     def _scaled(self, loss: Tensor) -> Tensor:
         check_loss(loss)
-        if not isinstance(self._scale_policy, NoScale):
+        if self._judge.scales:
             self._order.check_backward(self._parameters())
         first = next(self._parameters(), None)
         if first is None:
             check_parameters([], self._names)
-        else:
-            self._move_to(first.device)
-        broken = torch.logical_not(torch.isfinite(loss.detach()).all()).to(torch.float32)
-        broken = moved(broken, self._state.scale.device)
-        before = self._loss_nonfinite
-        self._loss_nonfinite = broken if before is None else torch.maximum(before, broken)
+            raise AssertionError("an optimizer without parameters was not refused")
+        scaled = self._judge.scaled(loss, first.device)
         self._order.scaled = True
-        if isinstance(self._scale_policy, NoScale):
-            return loss
-        return scale_loss(loss, self._state.scale)
+        return scaled
+
+    def _call(self) -> Called | None:
+        """The gradients of all optimizers if the short way can be taken, checked once."""
+        judge = self._judge
+        if self._process_group is not None:
+            return None
+        called = judge.express.call(self._optimizers, judge.scale_policy, judge.clip_policy)
+        if called is None or called.device != judge.state.scale.device:
+            return None
+        if self._checked is None or self._checked() is not called:
+            parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
+            self._checked = weakref.ref(called)
+            self._ends = self._ends_of(called)
+        if judge.scales:
+            self._order.check_scaled("step()")
+            for tensors, optimizer in zip(self._parts(called), self._optimizers, strict=True):
+                if not update.takes_decision(optimizer):
+                    params = called.params
+                    if len(self._optimizers) > 1:
+                        params = [p for p in params if p.grad is not None]
+                    update.check_unscaling_in_place(optimizer, params, tensors, self._names)
+        return called
 
     def _find_gradients(self) -> list[Gradients]:
         """The gradients of each optimizer, after checking that a scaled loss made them."""
@@ -244,7 +270,7 @@ class GradientControl:
             collect(parameters_of([optimizer], name=self._names), name=self._names)
             for optimizer in self._optimizers
         ]
-        if not isinstance(self._scale_policy, NoScale):
+        if self._judge.scales:
             self._order.check_scaled("step()")
         if not self._has_ranks() and not any(part.params for part in found):
             raise NoGradients(
@@ -253,57 +279,27 @@ class GradientControl:
             )
         return found
 
-    def _judge(self, found: Sequence[Gradients]) -> tuple[Decision, Outcome, StepRecord]:
-        """Measures all gradients together and decides. Changes nothing."""
-        tensors = [tensor for part in found for tensor in part.tensors]
-        home = self._state.scale.device
-        policy = self._clip_policy
-        measurement = measure(
-            tensors, home=home, order=float(policy.order), detail=policy.needs_largest
-        )
-        if self._has_ranks():
-            measurement = reduce(
-                measurement, group=self._process_group, replicas=replicas_of(found)
-            )
-        scale = self._state.scale
-        if self._order.unscaled:
-            scale = torch.ones_like(scale)
-        limit = policy.limit(measurement, scale)
-        decision = decide(measurement, scale, limit, roof=roof_of(tensors))
-        broken = self._loss_nonfinite
-        record = StepRecord(
-            step=self._steps + 1,
-            scale=self._state.scale.clone(),
-            norm=measurement.norm / scale,
-            limit=limit.limit,
-            clipped=limit.clipped * (1 - decision.skip),
-            skip=decision.skip,
-            loss_nonfinite=torch.zeros_like(decision.skip) if broken is None else broken,
-            nan=measurement.tensors.nan,
-            inf=measurement.tensors.inf,
-        )
-        # Weak: an Outcome that somebody keeps must not keep a parameter that was replaced.
-        params = [weakref.ref(param) for part in found for param in part.params]
-        return decision, Outcome(record, lambda: self._names.in_backward_order(params)), record
+    def _judge_by_stages(self, found: Sequence[Gradients]) -> Verdict:
+        return self._judge.judge(found, unscaled=self._order.unscaled, has_ranks=self._has_ranks())
 
-    def _after_a_failed_update(self) -> None:
+    def _after_a_failed_update(self, verdict: Verdict) -> None:
         """So that a retry does not divide by the scale again, or step an optimizer twice."""
+        self._judge.undo(verdict)
         if len(self._optimizers) > 1:
             self._order.note_step(self._parameters())
         elif not update.takes_decision(self._optimizers[0]):
             self._order.unscaled = True
 
-    def _conclude(self, outcome: Outcome, record: StepRecord) -> Outcome:
+    def _conclude(self, verdict: Verdict) -> Outcome:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
-        self._scale_policy.advance(self._state, record.skip)
-        self._steps += 1
+        outcome = verdict.outcome
+        hopeless = self._judge.conclude(verdict)
         self._order.note_step(self._parameters())
-        self._loss_nonfinite = None
-        if self._streak.note(record):
+        if hopeless:
             raise never_finite(
-                self._streak.symptoms(),
-                in_a_row=int(fetch(self._streak.count)[0]),
-                bounds=self._scale_policy.bounds(),
+                self._judge.streak.symptoms(),
+                in_a_row=int(fetch(self._judge.streak.count)[0]),
+                bounds=self._judge.scale_policy.bounds(),
                 culprits=outcome.culprits,
                 described=outcome.describe(at_most=5),
             )
@@ -322,18 +318,17 @@ class GradientControl:
                 "Give each optimizer that needs a closure a GradientControl of its own."
             )
         (optimizer,) = self._optimizers
-        last: tuple[Outcome, StepRecord] | None = None
+        last: Verdict | None = None
 
         def make_true() -> bool:
             nonlocal last
             (found,) = self._find_gradients()
             self._check_unscaling(optimizer, found, in_place=True)
-            decision, outcome, record = self._judge([found])
-            last = outcome, record
-            if outcome.skipped:
+            last = self._judge_by_stages([found])
+            if last.outcome.skipped:
                 return False
-            update.apply_bound(decision, found.tensors)
-            update.apply_in_place(decision, found.tensors)
+            update.apply_bound(last.decision, found.tensors)
+            update.apply_in_place(last.decision, found.tensors)
             self._order.note_step(self._parameters())
             return True
 
@@ -346,10 +341,10 @@ class GradientControl:
         )
         if last is None:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
-        return self._conclude(*last)
+        return self._conclude(last)
 
     def _check_unscaling(self, optimizer: Any, part: Gradients, *, in_place: bool) -> None:
-        if in_place and not isinstance(self._scale_policy, NoScale):
+        if in_place and self._judge.scales:
             update.check_unscaling_in_place(optimizer, part.params, part.tensors, self._names)
 
     def _has_ranks(self) -> bool:
@@ -360,10 +355,19 @@ class GradientControl:
             for group in optimizer.param_groups:
                 yield from group["params"]
 
-    def _move_to(self, device: torch.device) -> None:
-        if device.type != "meta" and self._state.scale.device != device:
-            self._state = ScaleState(
-                scale=self._state.scale.to(device),
-                growth_tracker=self._state.growth_tracker.to(device),
-                hysteresis=self._state.hysteresis.to(device),
+    def _ends_of(self, called: Called) -> list[int]:
+        """Where each optimizer's gradients end among all of them."""
+        ends, place = [], 0
+        having = {id(param) for param in called.params}
+        for optimizer in self._optimizers:
+            place += sum(
+                id(param) in having for group in optimizer.param_groups for param in group["params"]
             )
+            ends.append(place)
+        return ends
+
+    def _parts(self, called: Called) -> list[Sequence[Tensor]]:
+        if len(self._optimizers) == 1:
+            return [called.grads]
+        begins = [0, *self._ends]
+        return [called.grads[a:b] for a, b in zip(begins, self._ends, strict=False)]

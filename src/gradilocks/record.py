@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from gradilocks.diagnose import Symptom
-from gradilocks.values import StepRecord, wide
+from gradilocks.values import ROW, Statistics, StepRecord, wide
 
 __all__ = ["Findings", "NonFiniteCount", "Outcome", "Streak", "fetch"]
 
 
 def fetch(*scalars: Tensor) -> list[float]:
-    """0-d tensors as Python numbers, in one transfer."""
+    """0-d tensors, or one 1-d tensor, as Python numbers, in one transfer."""
+    if scalars[0].dim() == 1:
+        return [float(value) for value in scalars[0].tolist()]
     home = scalars[0].device
     if home.type == "cpu":
         return [float(s) for s in scalars]
@@ -81,9 +83,10 @@ class Findings:
     @property
     def counts(self) -> Mapping[str, NonFiniteCount]:
         """How many NaN and Inf each culprit has, in backward order."""
+        skipped = self.skipped
         if self._counts is None:
             self._counts = {}
-            if self.skipped:
+            if skipped:
                 nan, inf = torch.stack([self._nan, self._inf]).tolist()
                 for place, name in self._names():
                     if nan[place] or inf[place]:
@@ -119,36 +122,66 @@ class Outcome(Findings):
         (False, True)
     """
 
-    def __init__(self, record: StepRecord, names: Callable[[], Sequence[tuple[int, str]]]) -> None:
-        super().__init__(
-            skip=record.skip, scale=record.scale, nan=record.nan, inf=record.inf, names=names
-        )
-        self._record = record
+    def __init__(
+        self,
+        record: StepRecord,
+        names: Callable[[], Sequence[tuple[int, str]]],
+        *,
+        step: int | None = None,
+        live: bool = False,
+    ) -> None:
+        self._record, self._names, self._step, self._live = record, names, step, live
+        self._read: dict[str, float] | None = None
+        self._counts: dict[str, NonFiniteCount] | None = None
 
-    @functools.cached_property
+    @property
+    def _numbers(self) -> dict[str, float]:
+        # A step that was captured in a CUDA graph happens again at each replay.
+        if self._read is None or self._live:
+            self._read = dict(zip(ROW, fetch(self._record.row), strict=False))
+            self._counts = None
+        return self._read
+
+    @property
     def _values(self) -> list[float]:
-        record = self._record
-        return fetch(record.skip, record.scale, record.norm, record.limit, record.clipped)
+        return [self._numbers["skip"], self._numbers["scale"]]
+
+    @property
+    def _nan(self) -> Tensor:  # type: ignore[override]
+        return self._record.statistics.nan
+
+    @property
+    def _inf(self) -> Tensor:  # type: ignore[override]
+        return self._record.statistics.inf
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was measured, gradient by gradient in the optimizers' order, on the device.
+
+        Taking it does not wait; the gradients were measured as they stood, so scaled. `largest`
+        and `zeros` are None where finding them would have cost another read.
+        """
+        return self._record.statistics
 
     @property
     def step(self) -> int:
         """The number of this step, from 1."""
-        return self._record.step
+        return int(self._numbers["step"]) if self._step is None else self._step
 
     @property
     def norm(self) -> float:
         """The norm of the unscaled gradients before clipping; NaN or inf if they are not finite."""
-        return self._values[2]
+        return self._numbers["norm"]
 
     @property
     def limit(self) -> float:
         """The bound that was put on the norm; inf if there was none."""
-        return self._values[3]
+        return self._numbers["limit"]
 
     @property
     def clipped(self) -> bool:
         """Whether the gradients were pulled down. False when skipped."""
-        return self._values[4] > 0
+        return self._numbers["clipped"] > 0
 
     def __repr__(self) -> str:
         return (
@@ -161,44 +194,82 @@ class Streak:
     """Counts non-finite steps in a row, on the device, and says when there are too many.
 
     The counter is read only when it could have reached the limit, so a healthy run with a limit of
-    100 waits once in 100 steps.
+    100 reads it once in 100 steps. On a GPU it is sent for without waiting and looked at when it
+    has arrived, so the host learns of the limit a few steps late.
     """
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.count = torch.zeros((), dtype=torch.int32, device="cpu")
         self._until_reading = limit or 0
-        self._recent: deque[StepRecord] = deque(maxlen=min(limit, 1000) if limit else 1)
+        self._recent: deque[Tensor] = deque(maxlen=min(limit, 1000) if limit else 1)
+        self._coming: tuple[Tensor, torch.cuda.Event] | None = None
 
     def note(self, record: StepRecord) -> bool:
         """Takes note of a step; True if the limit has been reached."""
         skip = record.skip
-        if self.count.device != skip.device:
-            self.count = self.count.to(skip.device)
+        self.move_to(skip.device)
         self.count.copy_(torch.where(skip > 0, self.count + 1, 0))
-        self._recent.append(record)
+        return self.watch(record)
+
+    def watch(self, record: StepRecord) -> bool:
+        """As `note`, after a step that has been counted already."""
+        self._recent.append(record.row)
         if self.limit is None:
             return False
         self._until_reading -= 1
         if self._until_reading > 0:
             return False
-        count = int(self.count.item())
-        self._until_reading = max(1, self.limit - count)
+        count = self._counted()
+        if count is None:
+            return False
+        self._until_reading += max(1, self.limit - count)
         return count >= self.limit
+
+    def move_to(self, device: torch.device) -> None:
+        """Counts on `device` from here on."""
+        if self.count.device != device:
+            self.count = self.count.to(device)
+
+    def _counted(self) -> int | None:
+        """The counter when the host first asked for it; None if it has not arrived yet."""
+        if self.count.device.type != "cuda":
+            self._until_reading = 0
+            return int(self.count.item())
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        if self._coming is None:
+            host = torch.empty((), dtype=torch.int32, device="cpu", pin_memory=True)
+            host.copy_(self.count, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+            self._coming = host, arrived
+        host, arrived = self._coming
+        if not arrived.query():  # type: ignore[no-untyped-call]
+            return None
+        self._coming = None
+        return int(host.item())
 
     def symptoms(self) -> list[Symptom]:
         """The non-finite steps of the present run of them, oldest first."""
         found: list[Symptom] = []
-        for record in reversed(self._recent):
-            skip, scale, loss = fetch(record.skip, record.scale, record.loss_nonfinite)
-            if not skip:
+        for row in reversed(self._recent):
+            numbers = dict(zip(ROW, fetch(row), strict=False))
+            if not numbers["skip"]:
                 break
-            nan, inf = torch.stack([record.nan.sum(), record.inf.sum()]).tolist()
-            found.append(Symptom(scale=scale, nan=nan, inf=inf, loss_nonfinite=loss > 0))
+            found.append(
+                Symptom(
+                    scale=numbers["scale"],
+                    nan=int(numbers["nan"]),
+                    inf=int(numbers["inf"]),
+                    loss_nonfinite=numbers["loss_nonfinite"] > 0,
+                )
+            )
         return found[::-1]
 
     def restore(self, count: int) -> None:
         """Goes on from a checkpoint."""
         self.count.fill_(count)
         self._recent.clear()
+        self._coming = None
         self._until_reading = max(1, (self.limit or 0) - count)

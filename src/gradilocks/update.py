@@ -46,7 +46,9 @@ def update(optimizer: Any, decision: Decision, tensors: Sequence[Tensor]) -> Non
     if takes_decision(optimizer) and not _too_small(decision):
         if must_skip_on_host(optimizer, decision.skip, decision.multiplier):
             return
-        grad_scale = _as_divisor(decision.multiplier)
+        grad_scale = decision.divisor
+        if grad_scale is None:
+            grad_scale = _as_divisor(decision.multiplier)
         with handing_over(optimizer, grad_scale=grad_scale, found_inf=decision.skip):
             optimizer.step()
     elif not decision.skip.item():

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ClipLimit", "Decision", "Measurement", "ScaleState", "Statistics", "StepRecord"]
+__all__ = [
+    "ROW",
+    "ClipLimit",
+    "Decision",
+    "Measurement",
+    "ScaleState",
+    "Statistics",
+    "StepRecord",
+    "moved",
+    "wide",
+]
 
 
 @dataclass(frozen=True)
@@ -78,21 +88,35 @@ class Decision:
     """0-d: clip coefficient over scale; 1 when the step is skipped."""
     bound: Tensor | None = None
     """0-d: the bound on each element of the gradients as they stand; inf when skipped."""
+    divisor: Tensor | None = None
+    """float32, 0-d: 1 / multiplier as fused optimizers take it, if it is known already."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """What one step leaves behind, on the device, until somebody reads it."""
 
-    step: int
-    scale: Tensor
-    norm: Tensor
-    limit: Tensor
-    clipped: Tensor
+    row: Tensor
+    """float64 (float32 where the device has none), 1-d: the numbers that ROW names."""
     skip: Tensor
-    loss_nonfinite: Tensor
-    nan: Tensor
-    inf: Tensor
+    """float32, 0-d: as in the Decision; good until the next step."""
+    statistics: Statistics
+
+
+ROW = (
+    "skip",
+    "scale",
+    "norm",
+    "limit",
+    "clipped",
+    "step",
+    "loss_nonfinite",
+    "nan",
+    "inf",
+)
+"""Whether the step was skipped, the scale that the gradients carried, the norm of the unscaled
+gradients, the bound on it, whether they were pulled down, the step's number, whether the loss was
+not finite, and how many NaN and Inf there were in all."""
 
 
 def wide(device: torch.device) -> torch.dtype:

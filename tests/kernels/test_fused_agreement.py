@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
-from gradilocks.kernels import describe, for_device, fused, reference, table
+from gradilocks.kernels import describe, for_device, fused, located, reference, table
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -75,10 +75,10 @@ def known_to_the_interpreter(dtype, device):
 def small_chunks(monkeypatch, request):
     """So that the interpreter, which is slow, sees tensors of several chunks."""
     if "cpu" in request.node.name:
-        monkeypatch.setattr(fused, "CHUNK", 512)
+        monkeypatch.setattr(located, "CHUNK", 512)
         monkeypatch.setattr(fused, "TILE", 128)
     yield
-    table._tables.clear()
+    table._layouts.clear()
 
 
 @on_each_device
@@ -86,7 +86,7 @@ def small_chunks(monkeypatch, request):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_measuring_agrees_with_the_reference(dtype, order, device):
     known_to_the_interpreter(dtype, device)
-    tensors = gradients(dtype, chunk=fused.CHUNK)
+    tensors = gradients(dtype, chunk=located.CHUNK)
     found = fused.measure(on(device, tensors), order=order, detail=True)
     wanted = reference.measure(tensors, order=order, detail=True)
     assert found.nan.tolist() == wanted.nan.tolist()
@@ -101,7 +101,7 @@ def test_measuring_agrees_with_the_reference(dtype, order, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_multiplying_writes_the_reference_s_bits(dtype, factor, device):
     known_to_the_interpreter(dtype, device)
-    tensors = gradients(dtype, chunk=fused.CHUNK)
+    tensors = gradients(dtype, chunk=located.CHUNK)
     number = torch.full((), factor)
     ours, checked = on(device, tensors), on(device, tensors)
     fused.multiply_(ours, number.to(device))
@@ -122,7 +122,7 @@ def test_multiplying_writes_the_reference_s_bits(dtype, factor, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_clamping_writes_the_reference_s_bits(dtype, bound, device):
     known_to_the_interpreter(dtype, device)
-    tensors = gradients(dtype, chunk=fused.CHUNK)
+    tensors = gradients(dtype, chunk=located.CHUNK)
     ours, theirs = on(device, tensors), [tensor.clone() for tensor in tensors]
     fused.clamp_(ours, torch.full((), bound, device=device))
     reference.clamp_(theirs, torch.full((), bound))
@@ -151,7 +151,7 @@ def test_the_same_gradients_give_the_same_bits(device):
 def test_pointers_are_sent_again_only_when_they_change(device):
     tensors = on(device, [values("plain", 900, torch.float32)])
     fused.measure(tensors)
-    (made,) = table._tables.values()
+    (made,) = table._layouts.values()
     sent = made._pointers
     fused.measure(tensors)
     assert made._pointers is sent

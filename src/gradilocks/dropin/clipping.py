@@ -13,6 +13,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.dropin import known
-from gradilocks.dropin.once import note_clipped
+from gradilocks.dropin.once import writing_ourselves
 from gradilocks.gradients import Gradients, collect, replicas_of
-from gradilocks.measure import measure, summarize
+from gradilocks.measure import summarize
 from gradilocks.order import refuse_scaled
 from gradilocks.reduce import reduce
 from gradilocks.values import Measurement, Statistics, moved, wide
@@ -62,11 +63,12 @@ def clip_grad_norm_(
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
     order = _order(norm_type)
-    recalled = [known.recall(t) if order == 2.0 else None for t in found.tensors]
-    measurement = _measured(found, order, recalled)
-    norm = _checked_norm(measurement, order, found.tensors, error_if_nonfinite)
+    devices, double = _by_device(found.tensors), _any_double(found.tensors)
+    measurement = _measured(found, order, devices, double=double, reuse=True)
+    norm = _checked_norm(measurement, double, error_if_nonfinite)
     if found.tensors:
-        _multiply_(found, clip_coefficient(measurement.norm, bound, measurement.nonfinite))
+        coefficient = clip_coefficient(measurement.norm, bound, measurement.nonfinite)
+        _multiply_(found, devices, coefficient)
     return norm
 
 
@@ -91,10 +93,12 @@ def clip_grads_with_norm_(
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
     if found.tensors:
-        norm = torch.as_tensor(total_norm, device=found.tensors[0].device).detach()
+        device = found.tensors[0].device
+        norm = _on_device(total_norm, device)
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
-        nonfinite = torch.logical_not(torch.isfinite(norm)).to(torch.float32)
-        _multiply_(found, clip_coefficient(norm, bound, nonfinite))
+        nonfinite = torch.logical_not(norm.abs() < math.inf).to(torch.float32)
+        coefficient = clip_coefficient(norm, bound, nonfinite)
+        _multiply_(found, _by_device(found.tensors), coefficient)
 
 
 @torch.no_grad()
@@ -120,8 +124,9 @@ def get_total_norm(
     holders = [_Holder(tensor) for tensor in given]
     found = collect(holders, name=_place(given))  # type: ignore[arg-type]
     _check_foreach(foreach, found.tensors)
-    measurement = _measured(found, _order(norm_type))
-    return _checked_norm(measurement, _order(norm_type), found.tensors, error_if_nonfinite)
+    devices, double = _by_device(found.tensors), _any_double(found.tensors)
+    measurement = _measured(found, _order(norm_type), devices, double=double)
+    return _checked_norm(measurement, double, error_if_nonfinite)
 
 
 @torch.no_grad()
@@ -140,10 +145,10 @@ def clip_grad_value_(
     refuse_scaled(params)
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
-    for device, places in kernels.by_device(found.tensors).items():
-        tensors = [found.tensors[place] for place in places]
-        limit = torch.tensor(bound, dtype=wide(device), device=device)
-        kernels.for_device(device).clamp_(tensors, limit)
+    with writing_ourselves(found.params):
+        for device, tensors in _by_device(found.tensors).items():
+            limit = torch.full((), bound, dtype=wide(device), device=device)
+            kernels.for_device(device).clamp_(tensors, limit)
 
 
 class _Holder:
@@ -153,54 +158,92 @@ class _Holder:
         self.grad = grad
 
 
-def _measured(found: Gradients, order: float, recalled: Sequence[float | None] = ()) -> Measurement:
-    tensors = found.tensors
-    home = tensors[0].device if tensors else torch.device("cpu")
-    if all(norm is None for norm in recalled):
-        measurement = measure(tensors, home=home, order=order)
-    else:
-        measurement = _measured_in_part(tensors, recalled)
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """The tensors device by device, the first one's device first."""
+    devices = kernels.by_device(tensors)
+    return {device: [tensors[place] for place in places] for device, places in devices.items()}
+
+
+def _on_device(number: Any, device: torch.device) -> Tensor:
+    """A tensor or a Python number as a tensor on `device`; torch.as_tensor would wait."""
+    if isinstance(number, Tensor):
+        return moved(number.detach(), device)
+    return torch.full((), number, dtype=torch.float32, device=device)
+
+
+def _any_double(tensors: Sequence[Tensor]) -> bool:
+    return not {tensor.dtype for tensor in tensors}.isdisjoint((torch.float64, torch.complex128))
+
+
+def _measured(
+    found: Gradients,
+    order: float,
+    devices: dict[torch.device, list[Tensor]],
+    *,
+    double: bool,
+    reuse: bool = False,
+) -> Measurement:
+    """Measures gradients, those of `found` by `devices`; with `reuse`, only what is not known."""
     replicas = replicas_of([found])
-    return measurement if replicas is None else reduce(measurement, replicas=replicas)
+    reuse = reuse and order == 2.0 and replicas is None
+    parts = [
+        known.measured(tensors)
+        if reuse
+        else kernels.for_device(device).measure(tensors, order=order)
+        for device, tensors in devices.items()
+    ]
+    statistics = _joined(parts, next(iter(devices), torch.device("cpu")))
+    if replicas is not None:
+        held = list(zip(found.tensors, replicas, strict=True))
+        replicas = [many for device in devices for t, many in held if t.device == device]
+        return reduce(summarize(statistics, order=order), replicas=replicas)
+    if order == 2.0 and not double and statistics.norms.dtype is torch.float64:
+        return _summarized(statistics)
+    return summarize(statistics, order=order)
 
 
-def _measured_in_part(tensors: Sequence[Tensor], norms: Sequence[float | None]) -> Measurement:
-    """Measures the tensors whose norm is not known and puts both together; all are on the CPU."""
-    unknown = [t for t, norm in zip(tensors, norms, strict=True) if norm is None]
-    nan = torch.zeros(len(tensors), dtype=torch.int64, device="cpu")
-    inf = torch.zeros_like(nan)
-    values = torch.tensor([norm or 0.0 for norm in norms], dtype=torch.float64, device="cpu")
-    if unknown:
-        rest = kernels.for_device(unknown[0].device).measure(unknown, order=2.0)
-        unmeasured = [i for i, norm in enumerate(norms) if norm is None]
-        places = torch.tensor(unmeasured, dtype=torch.int64, device="cpu")
-        values[places], nan[places], inf[places] = rest.norms, rest.nan, rest.inf
-    return summarize(Statistics(values, nan, inf), order=2.0)
+def _joined(parts: Sequence[Statistics], home: torch.device) -> Statistics:
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        nothing = torch.zeros(0, dtype=dtype, device=home)
+        return torch.cat([nothing, *(moved(column, home) for column in columns)])
+
+    return Statistics(
+        norms=join([part.norms for part in parts], wide(home)),
+        nan=join([part.nan for part in parts], torch.int64),
+        inf=join([part.inf for part in parts], torch.int64),
+    )
 
 
-def _checked_norm(
-    measurement: Measurement, order: float, tensors: Sequence[Tensor], error_if_nonfinite: bool
-) -> Tensor:
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    double = dtype in (torch.float64, torch.complex128)
-    norm = measurement.norm.to(torch.float64 if double else torch.float32)
+def _summarized(statistics: Statistics) -> Measurement:
+    """As `summarize`, in 4 launches where that takes some 20, if no gradient is float64.
+
+    The square of a float32 norm is far from the ends of float64, so the sum needs no care, and it
+    is finite just when every element is.
+    """
+    norm = torch.linalg.vector_norm(statistics.norms)
+    nonfinite = torch.logical_not(norm < math.inf).to(torch.float32)
+    return Measurement(order=2.0, tensors=statistics, norm=norm, nonfinite=nonfinite)
+
+
+def _checked_norm(measurement: Measurement, double: bool, error_if_nonfinite: bool) -> Tensor:
     if error_if_nonfinite and not bool(torch.isfinite(measurement.norm)):
         raise RuntimeError(
-            f"The total norm of order {order} for gradients from `parameters` is non-finite, so it "
-            "cannot be clipped. To disable this error and scale the gradients by the non-finite "
-            "norm anyway, set `error_if_nonfinite=False`"
+            f"The total norm of order {measurement.order} for gradients from `parameters` is "
+            "non-finite, so it cannot be clipped. To disable this error and scale the gradients by "
+            "the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    return norm
+    return measurement.norm.to(torch.float64 if double else torch.float32)
 
 
-def _multiply_(found: Gradients, coefficient: Tensor) -> None:
-    versions = [grad._version for param in found.params if (grad := param.grad) is not None]
-    for device, places in kernels.by_device(found.tensors).items():
-        on_device = [found.tensors[place] for place in places]
-        kernels.for_device(device).multiply_(on_device, moved(coefficient, device))
-    note_clipped(found.params, versions)
+def _multiply_(
+    found: Gradients, devices: dict[torch.device, list[Tensor]], coefficient: Tensor
+) -> None:
+    with writing_ourselves(found.params):
+        for device, tensors in devices.items():
+            kernels.for_device(device).multiply_(tensors, moved(coefficient, device))
 
 
 def _listed(given: _TensorOrTensors, *, warn_if_empty_generator: bool = False) -> list[Tensor]:

@@ -10,15 +10,26 @@ from torch import Tensor
 
 from gradilocks.values import moved
 
-__all__ = ["agree_across_ranks", "any_flag", "has_gradients", "refuse_overflow"]
+__all__ = [
+    "agree_across_ranks",
+    "any_flag",
+    "has_gradients",
+    "largest_flag",
+    "refuse_overflow",
+]
+
+
+def largest_flag(flags: Sequence[Tensor]) -> Tensor:
+    """Above 0 if any flag is set; with one flag, that one itself."""
+    together = flags[0]
+    for flag in flags[1:]:
+        together = torch.maximum(together, moved(flag, together.device))
+    return together
 
 
 def any_flag(flags: Sequence[Tensor]) -> Tensor:
     """Exactly 1 if any flag is set, exactly 0 if none is; a sum of flags would be neither."""
-    together = flags[0].clone()
-    for flag in flags[1:]:
-        together = torch.maximum(together, moved(flag, together.device))
-    return (together > 0).to(torch.float32)
+    return (largest_flag(flags) > 0).to(torch.float32)
 
 
 def agree_across_ranks(flags: dict[torch.device, Tensor], found_inf: Tensor, *, group: Any) -> None:
@@ -30,7 +41,7 @@ def agree_across_ranks(flags: dict[torch.device, Tensor], found_inf: Tensor, *, 
     together = any_flag(list(flags.values()))
     dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
     for device in flags:
-        flags[device] = together.to(device)
+        flags[device] = moved(together, device)
 
 
 def has_gradients(optimizer: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradilocks.gradients import Gradients, Names, collect
 from gradilocks.record import Findings
-from gradilocks.values import Statistics
+from gradilocks.values import Statistics, moved
 
 __all__ = ["Looked", "gradients_of"]
 
@@ -51,30 +51,35 @@ class Looked:
             known = Names(model, () if there is None else (there,))
             return known.in_backward_order(self._params)
 
-        nothing = torch.zeros(0, dtype=torch.int64, device=home)
         return Findings(
-            skip=skip.to(home),
+            skip=moved(skip, home),
             scale=scale.clone(),
-            nan=torch.cat([nothing, *(part.to(home) for part in self._nan)]),
-            inf=torch.cat([nothing, *(part.to(home) for part in self._inf)]),
+            nan=_joined(self._nan, home),
+            inf=_joined(self._inf, home),
             names=names,
         )
 
 
+def _joined(parts: Sequence[Tensor], home: torch.device) -> Tensor:
+    if len(parts) == 1:
+        return moved(parts[0], home)
+    nothing = torch.zeros(0, dtype=torch.int64, device=home)
+    return torch.cat([nothing, *(moved(part, home) for part in parts)])
+
+
 def gradients_of(optimizer: Any, names: Names, *, allow_fp16: bool) -> Gradients:
     """The gradients of an optimizer's parameters; refuses what torch's scaler refuses."""
-    params: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if not isinstance(param, Tensor):
-                raise AssertionError(
-                    f"expected param to be torch.Tensor, got {type(param).__name__}"
-                )
-            if not allow_fp16 and param.grad is not None and param.grad.dtype is torch.float16:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        if not isinstance(param, Tensor):
+            raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
+    found = collect(params, name=names)
+    if not allow_fp16:
+        for param, tensor in zip(found.params, found.tensors, strict=True):
+            if tensor.dtype is torch.float16:
                 raise ValueError(
                     f"Attempting to unscale FP16 gradients. {names(param)} is float16: keep the "
                     "parameters in float32 and run the forward pass under torch.autocast, or use "
                     "an optimizer with fused=True and let scaler.step() unscale inside it."
                 )
-            params.append(param)
-    return collect(params, name=names)
+    return found

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from gradilocks.errors import SharedParameter
 
-__all__ = ["UnscaledOnce", "note_clipped"]
+__all__ = ["UnscaledOnce", "writing_ourselves"]
 
 _alive: weakref.WeakSet[UnscaledOnce] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -22,7 +23,9 @@ class UnscaledOnce:
 
     def __init__(self) -> None:
         self._losses = 0
-        self._done: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # By the parameter's id. Two dicts, as a tuple a parameter would wake the garbage collector.
+        self._grads: dict[int, weakref.ref[Tensor]] = {}
+        self._versions: dict[int, int] = {}
         with _lock:
             _alive.add(self)
 
@@ -32,10 +35,9 @@ class UnscaledOnce:
 
     def mark(self, params: Iterable[Tensor]) -> None:
         """The gradients of `params` are unscaled now."""
-        for param in params:
-            grad = param.grad
-            if grad is not None:
-                self._done[id(param)] = weakref.ref(grad), grad._version
+        grads = _gradients(params)
+        self._grads.update(zip(grads, map(weakref.ref, grads.values()), strict=True))
+        self._versions.update(zip(grads, [g._version for g in grads.values()], strict=True))
 
     def refuse_twice(self, params: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
         """Raises if one of them has been unscaled already.
@@ -43,28 +45,40 @@ class UnscaledOnce:
         The same tensor may be unscaled again if somebody has written to it since, other than our
         own clip functions, and there was more than one loss to run backward on.
         """
+        if not self._grads:
+            return
         for param in params:
-            done, grad = self._done.get(id(param)), param.grad
-            if done is None or grad is None:
+            done, grad = self._grads.get(id(param)), param.grad
+            if done is None or grad is None or done() is not grad:
                 continue
-            before, version = done
-            if before() is grad and (grad._version == version or self._losses == 1):
+            if grad._version == self._versions[id(param)] or self._losses == 1:
                 raise SharedParameter(
                     f"the gradient of {name(param)} has been unscaled already since the last "
                     "update() and would be divided by the scale twice. Put each parameter into one "
                     "optimizer, and give unscale_() and step() the same optimizer object."
                 )
 
-    def _follow(self, params: Sequence[Tensor], versions: Sequence[int]) -> None:
-        for param, version in zip(params, versions, strict=True):
-            done, grad = self._done.get(id(param)), param.grad
-            if done is not None and grad is not None and done == (weakref.ref(grad), version):
-                self._done[id(param)] = done[0], grad._version
+    def _follow(self, grads: dict[int, Tensor], versions: Sequence[int]) -> None:
+        for param, grad, version in zip(grads, grads.values(), versions, strict=True):
+            if self._versions.get(param) == version and self._grads[param]() is grad:
+                self._versions[param] = grad._version
 
 
-def note_clipped(params: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Our own clip has written to these gradients, whose versions were `versions` before."""
+@contextmanager
+def writing_ourselves(params: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, our own clip writes to the gradients of `params`; that makes no new gradients."""
     with _lock:
-        living = list(_alive)
+        living = [once for once in _alive if once._grads]
+    if not living:
+        yield
+        return
+    grads = _gradients(params)
+    versions = [grad._version for grad in grads.values()]
+    yield
     for once in living:
-        once._follow(params, versions)
+        once._follow(grads, versions)
+
+
+def _gradients(params: Iterable[Tensor]) -> dict[int, Tensor]:
+    """The gradients that there are, by their parameter's id."""
+    return {id(param): grad for param in params if (grad := param.grad) is not None}

@@ -19,7 +19,13 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradilocks import kernels
 from gradilocks.dropin import known
-from gradilocks.dropin.flags import agree_across_ranks, any_flag, has_gradients, refuse_overflow
+from gradilocks.dropin.flags import (
+    agree_across_ranks,
+    any_flag,
+    has_gradients,
+    largest_flag,
+    refuse_overflow,
+)
 from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce
 from gradilocks.dropin.state import check_state, set_scale
@@ -32,7 +38,7 @@ from gradilocks.update import (
     takes_decision,
     takes_scaler,
 )
-from gradilocks.values import ScaleState, moved
+from gradilocks.values import ScaleState, Statistics, moved
 
 __all__ = ["GradScaler"]
 
@@ -136,7 +142,7 @@ class GradScaler(torch.amp.GradScaler):
                     "No inf checks were recorded for this optimizer. None of its parameters has a "
                     "gradient: was backward() called, and does the loss depend on them?"
                 )
-            self._tell(optimizer, state)
+            self._tell(optimizer, any_flag(list(state["found_inf_per_device"].values())))
             returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         known.forget()
@@ -168,7 +174,7 @@ class GradScaler(torch.amp.GradScaler):
                 )
             advance_dynamic(
                 ScaleState(scale, tracker, torch.ones_like(tracker)),
-                any_flag(found),
+                largest_flag(found),
                 growth_factor=self._growth_factor,
                 backoff_factor=self._backoff_factor,
                 growth_interval=self._growth_interval,
@@ -240,20 +246,23 @@ class GradScaler(torch.amp.GradScaler):
         self._held[id(optimizer)] = optimizer
         flags: dict[torch.device, Tensor] = {}
         looked = self._found[id(optimizer)] = Looked()
+        seen: list[tuple[list[Tensor], Statistics]] = []
         with torch.no_grad():
             for device, places in kernels.by_device(found.tensors).items():
                 tensors = [found.tensors[place] for place in places]
-                factor = inv_scale.to(device) if multiply else None
+                factor = moved(inv_scale, device) if multiply else None
                 statistics = kernels.for_device(device).multiply_and_check_(tensors, factor)
-                broken = ((statistics.nan + statistics.inf).sum() > 0).to(torch.float32)
-                flags[device] = torch.maximum(broken, found_inf.to(device))
+                broken = (statistics.nan + statistics.inf).any()
+                flags[device] = torch.maximum(broken, moved(found_inf, device))
                 looked.add([found.params[place] for place in places], statistics)
-                if multiply:
-                    known.remember(tensors, statistics)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if self._process_group is not None or any_distributed(params):
+                seen.append((tensors, statistics))
+        every = (param for group in optimizer.param_groups for param in group["params"])
+        if self._process_group is not None or any_distributed(every):
             agree_across_ranks(flags, found_inf, group=self._process_group)
         if multiply:
+            with torch.no_grad():
+                for tensors, statistics in seen:  # After the collective, which `known` counts.
+                    known.remember(tensors, statistics)
             self._once.mark(found.params)
         return flags
 
@@ -296,7 +305,8 @@ class GradScaler(torch.amp.GradScaler):
                 "unscale_() and still carry the scale: call backward() before unscale_()."
             )
         found_inf = moved(any_flag(flags), scale.device) if flags else torch.zeros_like(scale)
-        self._tell(optimizer, state)
+        if flags:
+            self._tell(optimizer, found_inf)
         multiplier = torch.ones_like(scale) if unscaled else torch.reciprocal(scale)
         if must_skip_on_host(optimizer, found_inf, multiplier):
             return None
@@ -308,15 +318,12 @@ class GradScaler(torch.amp.GradScaler):
             self._once.mark(self._found[id(optimizer)].params())
         return returned
 
-    def _tell(self, optimizer: Any, state: dict[str, Any]) -> None:
+    def _tell(self, optimizer: Any, skip: Tensor) -> None:
         """Keeps what this step found, for `outcome`; everything stays on the device."""
-        looked, flags = self._found.get(id(optimizer)), state["found_inf_per_device"]
-        if looked is not None and flags and self._scale is not None:
+        looked = self._found.get(id(optimizer))
+        if looked is not None and self._scale is not None:
             self._outcome = looked.findings(
-                optimizer,
-                skip=any_flag(list(flags.values())),
-                scale=self._scale,
-                model=self._model,
+                optimizer, skip=skip, scale=self._scale, model=self._model
             )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradilocks.kernels import reference
 from gradilocks.values import Statistics
 
-__all__ = ["Kernels", "by_device", "describe", "for_device"]
+__all__ = ["Kernels", "by_device", "describe", "for_device", "is_fused"]
 
 
 class Kernels(Protocol):
@@ -51,6 +51,11 @@ def for_device(device: torch.device) -> Kernels:
     if kind not in _chosen:
         _chosen[kind] = _choose(kind)
     return _chosen[kind][0]
+
+
+def is_fused(device: torch.device) -> bool:
+    """Whether the kernels in Triton serve `device`."""
+    return for_device(device) is not cast("Kernels", reference)
 
 
 def describe() -> dict[str, str]:

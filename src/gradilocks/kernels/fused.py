@@ -10,7 +10,6 @@ other than 1, 2 and inf, goes to `reference`.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,25 +17,32 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gradilocks.kernels import pieces, reference
+from gradilocks.kernels import reference
+from gradilocks.kernels.launch import Launch, launch_for
+from gradilocks.kernels.located import Located, locate
 from gradilocks.kernels.programs import change_kernel, gather_kernel, measure_kernel
-from gradilocks.kernels.table import Table, table_for
-from gradilocks.values import Statistics
+from gradilocks.kernels.settling import settle_kernel
+from gradilocks.values import ScaleState, Statistics
 
-__all__ = ["clamp_", "measure", "multiply_", "multiply_and_check_", "try_out"]
+__all__ = [
+    "clamp_",
+    "measure",
+    "measure_located",
+    "multiply_",
+    "multiply_and_check_",
+    "settle",
+    "try_out",
+]
 
-CHUNK = 1 << 15
-"""Elements a program: 0.98 ms at 2^15, 1.03 at 2^14, 0.99 at 2^16 (1.1 B float32, H200)."""
 TILE = 2048
 WARPS = 8
-
-_TYPES: dict[torch.dtype, Any] = {
+TYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float64: tl.float64,
 }
-_ORDERS = {2.0: 2, 1.0: 1, math.inf: 0}
+ORDERS = {2.0: 2, 1.0: 1, math.inf: 0}
 
 
 def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = False) -> Statistics:
@@ -60,97 +66,145 @@ def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Runs each kernel once on a few numbers; raises if one does not compile or is wrong."""
+    """Runs each kernel twice on a few numbers; raises if one does not compile or is wrong.
+
+    Twice, because the second launch of a kernel takes a shorter way than the first.
+    """
     numbers = [torch.tensor([3.0, -4.0], device=device)]
-    multiply_(numbers, torch.full((), 2.0, device=device))
-    clamp_(numbers, torch.full((), 7.0, device=device))
-    found = multiply_and_check_(numbers, torch.full((), 0.5, device=device))
-    if measure(numbers).norms.ne(found.norms).any() or found.norms.sub(21.25**0.5).abs().gt(1e-6):
-        raise RuntimeError(f"the kernels give {found.norms} where sqrt(21.25) is right")
+    for half in (3.0, 1.5):
+        multiply_(numbers, torch.full((), 2.0, device=device))
+        clamp_(numbers, torch.full((), 7.0, device=device))
+        found = multiply_and_check_(numbers, torch.full((), 0.25, device=device))
+        expected = math.hypot(half / 2, min(half / 3 * 4, 3.5) / 2)
+        wrong = found.norms.sub(expected).abs().gt(1e-6)
+        if measure(numbers).norms.ne(found.norms).any() or wrong.any():
+            raise RuntimeError(f"the kernels give {found.norms} where {expected} is right")
+
+
+def measure_located(
+    located: Located, *, multiplier: Tensor | None = None, order: float = 2.0
+) -> tuple[Tensor, Tensor]:
+    """Measures tensors that the kernels can take.
+
+    Returns:
+        float64 [2, tensors], the norms and the largest magnitudes; int64 [3, tensors], how many
+        elements are 0, NaN and Inf.
+    """
+    layout, device = located.layout, located.device
+    chunks, count = layout.chunks, layout.count
+    reals = torch.empty(2, chunks, dtype=torch.float64, device=device)
+    counts = torch.empty(3, chunks, dtype=torch.int32, device=device)
+    out_reals = torch.empty(2, count, dtype=torch.float64, device=device)
+    out_counts = torch.empty(3, count, dtype=torch.int64, device=device)
+    power = ORDERS[order]
+    for bucket in layout.buckets:
+        _measuring(bucket.kind, layout.chunk, power, multiplier)(
+            bucket.chunks, device, located.pointers, layout.sizes, layout.owner, layout.index,
+            layout.sizes if multiplier is None else multiplier, reals, counts,
+            bucket.first, chunks,
+        )  # fmt: skip
+    launch_for(gather_kernel, 4, ORDER=power, BLOCK=1024)(
+        count, device, layout.begin, layout.counts, reals, counts, out_reals, out_counts,
+        chunks, count,
+    )  # fmt: skip
+    return out_reals, out_counts
+
+
+def settle(
+    reals: Tensor,
+    counts: Tensor,
+    rules: Tensor,
+    state: ScaleState,
+    streak: Tensor,
+    steps: Tensor,
+    loss: Tensor | None,
+    skip: Tensor,
+    divisor: Tensor,
+    multiplier: Tensor,
+    row: Tensor,
+    *,
+    order: float,
+    clip: bool,
+    dynamic: bool,
+    unscaled: bool,
+) -> None:
+    """Decides a step and moves the scale on, in one launch; see `settling` for the arguments."""
+    like = None if loss is None else loss.dtype
+    launch_for(
+        settle_kernel, 4, like, ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
+        UNSCALED=unscaled, LOSS=loss is not None, BLOCK=1024,
+    )(
+        1, row.device, reals, counts, rules, state.scale, state.growth_tracker, state.hysteresis,
+        streak, steps, row if loss is None else loss, skip, divisor, multiplier, row,
+        reals.shape[1],
+    )  # fmt: skip
+
+
+def _measuring(kind: Any, chunk: int, power: int, multiplier: Tensor | None) -> Launch:
+    dtype, align = kind
+    return launch_for(
+        measure_kernel, WARPS, None if multiplier is None else multiplier.dtype,
+        MULTIPLY=multiplier is not None, ORDER=power, DTYPE=TYPES[dtype],
+        SUM=_sum_type(dtype), CHUNK=chunk, TILE=min(TILE, chunk), ALIGN=align,
+    )  # fmt: skip
 
 
 def _measured(tensors: Sequence[Tensor], multiplier: Tensor | None, order: float) -> Statistics:
-    device = tensors[0].device
-    buckets, rest = _buckets(tensors)
-    if order not in _ORDERS:
-        buckets, rest = {}, list(range(len(tensors)))
-    reals = torch.zeros(2, len(tensors), dtype=torch.float64, device=device)
-    counts = torch.zeros(3, len(tensors), dtype=torch.int64, device=device)
-    outs = (reals[0], reals[1], counts[0], counts[1], counts[2])
-    for dtype, places in buckets.items():
-        table, pointers, align = _located([tensors[i] for i in places])
-        if not table.chunks:
-            continue
-        chunk_reals = torch.empty(2, table.chunks, dtype=torch.float64, device=device)
-        chunk_counts = torch.empty(3, table.chunks, dtype=torch.int32, device=device)
-        parts = (chunk_reals[0], chunk_reals[1], chunk_counts[0], chunk_counts[1], chunk_counts[2])
-        measure_kernel[(table.chunks,)](
-            pointers, table.sizes, table.owner, table.index,
-            table.sizes if multiplier is None else multiplier, *parts,
-            MULTIPLY=multiplier is not None, ORDER=_ORDERS[order], DTYPE=_TYPES[dtype],
-            SUM=_sum_type(dtype), CHUNK=table.chunk, TILE=TILE, ALIGN=align, num_warps=WARPS,
-        )  # fmt: skip
-        gather_kernel[(table.count,)](
-            table.first, table.at(places), *parts, *outs,
-            ORDER=_ORDERS[order], BLOCK=1024, num_warps=4,
-        )  # fmt: skip
+    located = locate(tensors)
+    rest = located.rest
+    if order not in ORDERS:
+        rest = tuple(range(len(tensors)))
+        shape = (3, len(tensors))
+        reals = torch.empty(shape, dtype=torch.float64, device=located.device)
+        counts = torch.empty(shape, dtype=torch.int64, device=located.device)
+    else:
+        reals, counts = measure_located(located, multiplier=multiplier, order=order)
     if rest:
-        _fill_in([tensors[i] for i in rest], rest, multiplier, order, outs)
-    return Statistics(outs[0], outs[3], outs[4], largest=outs[1], zeros=outs[2])
+        _fill_in([tensors[i] for i in rest], rest, multiplier, order, reals, counts)
+    if multiplier is not None:
+        torch.autograd.graph.increment_version(tensors)
+    return Statistics(reals[0], counts[1], counts[2], largest=reals[1], zeros=counts[0])
 
 
 def _fill_in(
     tensors: list[Tensor],
-    places: list[int],
+    places: Sequence[int],
     multiplier: Tensor | None,
     order: float,
-    outs: tuple[Tensor, ...],
+    reals: Tensor,
+    counts: Tensor,
 ) -> None:
     """What the kernels cannot take, by the reference, put into its places."""
     if multiplier is not None:
         reference.multiply_(tensors, multiplier)
     found = reference.measure(tensors, order=order, detail=True)
-    index = torch.tensor(places, dtype=torch.int64, device=outs[0].device)
-    columns = (found.norms, found.largest, found.zeros, found.nan, found.inf)
-    for out, column in zip(outs, columns, strict=True):
-        assert column is not None
-        out[index] = column.to(out.dtype)
+    assert found.largest is not None
+    assert found.zeros is not None
+    for column, place in enumerate(places):
+        reals[0, place], reals[1, place] = found.norms[column], found.largest[column]
+        counts[0, place] = found.zeros[column]
+        counts[1, place], counts[2, place] = found.nan[column], found.inf[column]
 
 
 def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:
-    buckets, rest = _buckets(tensors)
-    for dtype, places in buckets.items():
-        table, pointers, align = _located([tensors[i] for i in places])
-        if table.chunks:
-            change_kernel[(table.chunks,)](
-                pointers, table.sizes, table.owner, table.index, number,
-                CLAMP=clamp, DTYPE=_TYPES[dtype], SUM=_sum_type(dtype),
-                CHUNK=table.chunk, TILE=TILE, ALIGN=align, num_warps=WARPS,
-            )  # fmt: skip
-    if rest:
-        others = [tensors[i] for i in rest]
+    located = locate(tensors)
+    layout = located.layout
+    for bucket in layout.buckets:
+        kind: Any = bucket.kind
+        dtype, align = kind
+        launch = launch_for(
+            change_kernel, WARPS, number.dtype, CLAMP=clamp, DTYPE=TYPES[dtype],
+            SUM=_sum_type(dtype),
+            CHUNK=layout.chunk, TILE=min(TILE, layout.chunk), ALIGN=align,
+        )  # fmt: skip
+        launch(
+            bucket.chunks, located.device, located.pointers, layout.sizes, layout.owner,
+            layout.index, number, bucket.first,
+        )  # fmt: skip
+    if located.rest:
+        others = [tensors[i] for i in located.rest]
         (reference.clamp_ if clamp else reference.multiply_)(others, number)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> tuple[dict[torch.dtype, list[int]], list[int]]:
-    """Places by dtype, and the places of what the kernels cannot take."""
-    buckets: dict[torch.dtype, list[int]] = {}
-    rest: list[int] = []
-    for place, tensor in enumerate(tensors):
-        dtype = tensor.dtype
-        if dtype in _TYPES and (tensor.is_contiguous() or pieces.is_dense(tensor)):
-            buckets.setdefault(dtype, []).append(place)
-        else:
-            rest.append(place)
-    return buckets, rest
-
-
-def _located(tensors: list[Tensor]) -> tuple[Table, Tensor, int]:
-    """The table of these tensors, their pointers on the device, and how far those are aligned."""
-    sizes = tuple([tensor.numel() for tensor in tensors])
-    pointers = array("q", [tensor.data_ptr() for tensor in tensors])
-    table = table_for(sizes, CHUNK, tensors[0].device)
-    return table, table.point_at(pointers), 16 if table.aligned else tensors[0].element_size()
+    torch.autograd.graph.increment_version(tensors)
 
 
 def _sum_type(dtype: torch.dtype) -> Any:

@@ -11,10 +11,22 @@ loaded at once.
 
 from __future__ import annotations
 
+import inspect
+
 import triton
 import triton.language as tl
 
-__all__ = ["change_kernel", "gather_kernel", "measure_kernel"]
+__all__ = ["change_kernel", "gather_kernel", "measure_kernel", "settled"]
+
+
+def settled(function):
+    """triton.jit, compiled alike whatever the numbers and however the tables are aligned."""
+    names = list(inspect.signature(function).parameters)
+    return triton.jit(
+        function,
+        do_not_specialize=[name for name in names if name.islower() and name[-4:] != "_ptr"],
+        do_not_specialize_on_alignment=[name for name in names if name[-4:] == "_ptr"],
+    )
 
 
 @triton.jit
@@ -55,10 +67,10 @@ def _sweep(
     return tl.sum(sums), tl.max(peaks), tl.sum(zeros)
 
 
-@triton.jit
+@settled
 def measure_kernel(
-    pointers_ptr, sizes_ptr, owner_ptr, index_ptr, multiplier_ptr,
-    norm_ptr, peak_ptr, zeros_ptr, nan_ptr, inf_ptr,
+    pointers_ptr, sizes_ptr, owner_ptr, index_ptr, multiplier_ptr, reals_ptr, counts_ptr,
+    first, chunks,
     MULTIPLY: tl.constexpr, ORDER: tl.constexpr, DTYPE: tl.constexpr, SUM: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +80,7 @@ def measure_kernel(
     back. A chunk whose sum is NaN, inf or too small to be trusted is read again, in float64 and in
     units of its largest magnitude.
     """
-    program = tl.program_id(0)
+    program = first + tl.program_id(0)
     owner = tl.load(owner_ptr + program)
     start = tl.load(index_ptr + program).to(tl.int64) * CHUNK
     base = tl.multiple_of(tl.load(pointers_ptr + owner).to(tl.pointer_type(DTYPE)), ALIGN)
@@ -121,24 +133,23 @@ def measure_kernel(
         if ORDER == 2:
             norm = tl.sqrt(norm)
         norm = norm * unit
-    tl.store(norm_ptr + program, norm)
-    tl.store(peak_ptr + program, largest)
-    tl.store(zeros_ptr + program, zeros)
-    tl.store(nan_ptr + program, nan)
-    tl.store(inf_ptr + program, inf)
+    tl.store(reals_ptr + program, norm)
+    tl.store(reals_ptr + chunks + program, largest)
+    tl.store(counts_ptr + program, zeros)
+    tl.store(counts_ptr + chunks + program, nan)
+    tl.store(counts_ptr + 2 * chunks + program, inf)
 
 
-@triton.jit
+@settled
 def gather_kernel(
-    first_ptr, places_ptr,
-    chunk_norm_ptr, chunk_peak_ptr, chunk_zeros_ptr, chunk_nan_ptr, chunk_inf_ptr,
-    norm_ptr, peak_ptr, zeros_ptr, nan_ptr, inf_ptr,
+    begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, out_reals_ptr, out_counts_ptr,
+    chunks, tensors,
     ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tensor's numbers from those of its chunks, added up in the chunks' order."""
     owner = tl.program_id(0)
-    begin = tl.load(first_ptr + owner)
-    end = tl.load(first_ptr + owner + 1)
+    begin = tl.load(begin_ptr + owner)
+    end = begin + tl.load(chunk_counts_ptr + owner)
     lanes = tl.arange(0, BLOCK)
     peaks = tl.zeros([BLOCK], tl.float64)
     units = tl.zeros([BLOCK], tl.float64)
@@ -148,18 +159,18 @@ def gather_kernel(
     for chunk in range(begin, end, BLOCK):
         at = chunk + lanes
         inside = at < end
-        peaks = tl.maximum(peaks, tl.load(chunk_peak_ptr + at, mask=inside, other=0.0))
-        norms = tl.load(chunk_norm_ptr + at, mask=inside, other=0.0)
+        peaks = tl.maximum(peaks, tl.load(reals_ptr + chunks + at, mask=inside, other=0.0))
+        norms = tl.load(reals_ptr + at, mask=inside, other=0.0)
         units = tl.maximum(units, tl.where(norms == norms, norms, 0.0))
-        zeros += tl.load(chunk_zeros_ptr + at, mask=inside, other=0).to(tl.int64)
-        nans += tl.load(chunk_nan_ptr + at, mask=inside, other=0).to(tl.int64)
-        infs += tl.load(chunk_inf_ptr + at, mask=inside, other=0).to(tl.int64)
+        zeros += tl.load(counts_ptr + at, mask=inside, other=0).to(tl.int64)
+        nans += tl.load(counts_ptr + chunks + at, mask=inside, other=0).to(tl.int64)
+        infs += tl.load(counts_ptr + 2 * chunks + at, mask=inside, other=0).to(tl.int64)
     unit = tl.max(units)
     unit = tl.where((unit > 0.0) & (unit < float("inf")), unit, 1.0)
     sums = tl.zeros([BLOCK], tl.float64)
     for chunk in range(begin, end, BLOCK):
         at = chunk + lanes
-        norms = tl.load(chunk_norm_ptr + at, mask=at < end, other=0.0) / unit
+        norms = tl.load(reals_ptr + at, mask=at < end, other=0.0) / unit
         if ORDER == 2:
             sums += norms * norms
         else:
@@ -175,17 +186,17 @@ def gather_kernel(
     inf = tl.sum(infs)
     norm = tl.where(inf > 0, float("inf"), norm)
     norm = tl.where(nan > 0, float("nan"), norm)
-    place = tl.load(places_ptr + owner)
-    tl.store(norm_ptr + place, norm)
-    tl.store(peak_ptr + place, peak)
-    tl.store(zeros_ptr + place, tl.sum(zeros))
-    tl.store(nan_ptr + place, nan)
-    tl.store(inf_ptr + place, inf)
+    tl.store(out_reals_ptr + owner, norm)
+    tl.store(out_reals_ptr + tensors + owner, peak)
+    tl.store(out_counts_ptr + owner, tl.sum(zeros))
+    tl.store(out_counts_ptr + tensors + owner, nan)
+    tl.store(out_counts_ptr + 2 * tensors + owner, inf)
 
 
-@triton.jit
+@settled
 def change_kernel(
     pointers_ptr, sizes_ptr, owner_ptr, index_ptr, number_ptr,
+    first,
     CLAMP: tl.constexpr, DTYPE: tl.constexpr, SUM: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -194,7 +205,7 @@ def change_kernel(
     idle = number == float("inf") if CLAMP else number == 1.0
     if idle:
         return
-    program = tl.program_id(0)
+    program = first + tl.program_id(0)
     owner = tl.load(owner_ptr + program)
     start = tl.load(index_ptr + program).to(tl.int64) * CHUNK
     base = tl.multiple_of(tl.load(pointers_ptr + owner).to(tl.pointer_type(DTYPE)), ALIGN)

@@ -1,83 +1,141 @@
-"""Where a multi-tensor kernel finds its tensors: a table of pointers and chunks on the device.
+"""Where a multi-tensor kernel finds its tensors: tables of chunks and of pointers on the device.
 
-The chunks depend on the tensors' sizes alone and are made once for a set of them. The pointers are
-sent again only when they have changed: every step if gradients are set to None, never if they stay.
+The chunks depend on the tensors' sizes and kinds alone and are made once for a set of them. The
+pointers are sent again only when they have changed: every step if gradients are set to None, never
+if they stay. Sending does not wait.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Table", "table_for"]
+__all__ = ["Bucket", "Layout", "keep_if_captured", "layout_for", "send"]
 
-_MOST_TABLES = 64
+_MOST_LAYOUTS = 64
+_captured: list[object] = []
 
 
-class Table:
-    """The chunks of a list of tensors of given sizes, and where those tensors are.
+class Bucket(NamedTuple):
+    """The chunks of all tensors of one kind, which one launch works on."""
+
+    kind: Hashable
+    first: int
+    chunks: int
+
+
+class Layout:
+    """The chunks of a list of tensors of given sizes and kinds.
 
     A chunk is a run of at most `chunk` elements of one tensor; a kernel gets a program a chunk.
+    Chunks are numbered bucket by bucket.
+
+    Args:
+        sizes: elements of each tensor.
+        kinds: what a launch must have in common, tensor by tensor; None leaves a tensor out.
+        chunk: elements a chunk, a power of two.
+        most: about how many chunks there may be; a model that would have more gets larger ones.
+        device: where the tables go.
     """
 
-    def __init__(self, sizes: Sequence[int], chunk: int, device: torch.device) -> None:
-        counts = torch.tensor(
-            [-(-size // chunk) for size in sizes], dtype=torch.int64, device="cpu"
-        )
-        first = torch.zeros(len(sizes) + 1, dtype=torch.int64, device="cpu")
-        first[1:] = counts.cumsum(0)
-        owner = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
-        index = torch.arange(int(first[-1]), device="cpu") - first[owner]
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        kinds: Sequence[Hashable],
+        chunk: int,
+        most: int,
+        device: torch.device,
+    ) -> None:
+        while sum(sizes) > chunk * most:
+            chunk *= 2
+        members: dict[Hashable, list[int]] = {}
+        for place, kind in enumerate(kinds):
+            if kind is not None and sizes[place]:
+                members.setdefault(kind, []).append(place)
+        counts = torch.zeros(len(sizes), dtype=torch.int64, device="cpu")
+        begin = torch.zeros_like(counts)
+        owners, indices, buckets, first = [], [], [], 0
+        for kind, places in members.items():
+            each = torch.tensor([-(-sizes[place] // chunk) for place in places], device="cpu")
+            at = torch.tensor(places, device="cpu")
+            starts = each.cumsum(0) - each
+            counts[at], begin[at] = each, first + starts
+            total = int(each.sum())
+            owners.append(torch.repeat_interleave(at, each))
+            indices.append(
+                torch.arange(total, device="cpu") - torch.repeat_interleave(starts, each)
+            )
+            buckets.append(Bucket(kind, first, total))
+            first += total
+        nothing = [torch.zeros(0, dtype=torch.int64, device="cpu")]
         self.device = device
         self.count = len(sizes)
         self.chunk = chunk
-        self.chunks = int(first[-1])
-        self.sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu").to(device)
-        self.owner = owner.to(torch.int32).to(device)
-        self.index = index.to(torch.int32).to(device)
-        self.first = first.to(torch.int32).to(device)
-        self.aligned = False
-        self._sent = array("q")
+        self.chunks = first
+        self.buckets = tuple(buckets)
+        self.sizes = send(torch.tensor(sizes, dtype=torch.int64, device="cpu"), device)
+        self.owner = send(torch.cat(owners or nothing).to(torch.int32), device)
+        self.index = send(torch.cat(indices or nothing).to(torch.int32), device)
+        self.begin = send(begin.to(torch.int32), device)
+        self.counts = send(counts.to(torch.int32), device)
+        self._addresses: list[int] = []
         self._pointers = self.sizes
-        self._places: tuple[list[int], Tensor] | None = None
 
-    def point_at(self, pointers: array[int]) -> Tensor:
-        """The pointers on the device; sent only if they are not what was sent before."""
-        if pointers != self._sent:
-            union = 0
-            for pointer in pointers:
-                union |= pointer
-            self.aligned = union % 16 == 0
-            # A new tensor each time: a kernel that is still queued may be reading the last one.
-            self._pointers = self._upload(pointers)
-            self._sent = pointers
+    def point_at(self, addresses: list[int]) -> Tensor:
+        """The tensors' addresses on the device; sent only if they are not what was sent before."""
+        if addresses != self._addresses:
+            self._pointers = send(array("q", addresses), self.device)
+            self._addresses = addresses
+        keep_if_captured(self, self._pointers)
         return self._pointers
 
-    def at(self, places: list[int]) -> Tensor:
-        """The places of the tensors in the caller's own list, on the device."""
-        if self._places is None or self._places[0] != places:
-            self._places = places, self._upload(array("q", places))
-        return self._places[1]
 
-    def _upload(self, numbers: array[int]) -> Tensor:
-        host = torch.frombuffer(numbers, dtype=torch.int64)
-        if self.device.type == "cpu":
-            return host.clone()
-        return host.pin_memory().to(self.device, non_blocking=True)
+def send(numbers: Tensor | array[int], device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor on `device`, without waiting for it.
+
+    Always a new tensor: a kernel that is still queued may be reading the last one.
+    """
+    if isinstance(numbers, array):
+        numbers = torch.frombuffer(numbers, dtype=torch.int64)
+    if device.type != "cuda":
+        return numbers.to(device, copy=True)
+    if numbers.numel() == 0:
+        return torch.empty_like(numbers, device=device)
+    pinned = numbers.pin_memory()
+    keep_if_captured(pinned)  # It is sent again at every replay.
+    return pinned.to(device, non_blocking=True)
 
 
-_tables: dict[tuple[tuple[int, ...], int, torch.device], Table] = {}
+def keep_if_captured(*needed: object) -> None:
+    """Keeps for good what a CUDA graph that is being captured will read at every replay."""
+    if _capturing():
+        _captured.extend(needed)
 
 
-def table_for(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Table:
-    """The table for tensors of these sizes, made on first use and kept."""
-    key = (sizes, chunk, device)
-    table = _tables.get(key)
-    if table is None:
-        if len(_tables) >= _MOST_TABLES:
-            _tables.pop(next(iter(_tables)))
-        table = _tables[key] = Table(sizes, chunk, device)
-    return table
+def _capturing() -> bool:
+    ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return ready and torch.cuda.is_current_stream_capturing()
+
+
+_layouts: dict[tuple[object, ...], Layout] = {}
+
+
+def layout_for(
+    sizes: tuple[int, ...],
+    kinds: tuple[Hashable, ...],
+    chunk: int,
+    most: int,
+    device: torch.device,
+) -> Layout:
+    """The layout for tensors of these sizes and kinds, made on first use and kept."""
+    key = (sizes, kinds, chunk, most, device)
+    layout = _layouts.get(key)
+    if layout is None:
+        if len(_layouts) >= _MOST_LAYOUTS:
+            _layouts.pop(next(iter(_layouts)))
+        layout = _layouts[key] = Layout(sizes, kinds, chunk, most, device)
+    return layout

@@ -1,0 +1,49 @@
+"""What the numbers of a run depend on: hardware and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from pathlib import Path
+
+import torch
+
+import gradilocks
+import gradilocks.kernels
+
+
+def environment(device: torch.device) -> dict[str, object]:
+    """What the numbers depend on."""
+    found: dict[str, object] = {
+        "cpu": _cpu_model(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "gradilocks": gradilocks.__version__,
+        "system": platform.system(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+        found["cuda"] = torch.version.cuda
+        found["kernels"] = gradilocks.kernels.describe()[device.type]
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,112 @@
+"""From gradients to a decision in three launches, for the policies that everybody uses.
+
+The stages say what a step means, and serve every device and every policy. On a GPU they would cost
+some forty small launches a step, each a few microseconds of the host's time. Where the Triton
+kernels serve and the policies are the known ones, this does the same in three: read, add up,
+settle.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks import kernels
+from gradilocks.clip import ClipByNorm, ClipPolicy, NoClip
+from gradilocks.kernels.table import keep_if_captured, send
+from gradilocks.roll import Called, Roll
+from gradilocks.scale import DynamicScale, NoScale, ScalePolicy, StaticScale
+from gradilocks.values import Decision, ScaleState, Statistics, StepRecord
+
+__all__ = ["Express"]
+
+_ORDERS = {2.0: 2, 1.0: 1, float("inf"): 0}
+_MOST = torch.iinfo(torch.int32).max
+
+
+class Express:
+    """Knows when the short way can be taken, and takes it."""
+
+    def __init__(self) -> None:
+        self._roll = Roll()
+        self._made_for: tuple[object, ...] = ()
+        self._device: torch.device | None = None
+
+    def call(
+        self, optimizers: Sequence[Any], scale: ScalePolicy, clip: ClipPolicy
+    ) -> Called | None:
+        """The gradients of all optimizers, or None if the stages have to do it."""
+        if type(scale) not in (NoScale, StaticScale, DynamicScale):
+            return None
+        if type(clip) is not NoClip and (type(clip) is not ClipByNorm or clip.order not in _ORDERS):
+            return None
+        if len(optimizers) == 1 and hasattr(optimizers[0], "gradients"):
+            called = optimizers[0].gradients()
+            return called if isinstance(called, Called) else None
+        params = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
+        if not params or not kernels.is_fused(params[0].device):
+            return None
+        return self._roll.call(params)
+
+    def settle(
+        self,
+        called: Called,
+        *,
+        scale: ScalePolicy,
+        clip: ClipPolicy,
+        state: ScaleState,
+        streak: Tensor,
+        steps: Tensor,
+        loss: Tensor | None,
+        unscaled: bool,
+    ) -> tuple[Decision, StepRecord]:
+        """Measures, decides, and moves the scale, the streak and the count of steps on."""
+        fused = importlib.import_module("gradilocks.kernels.fused")
+        self._prepare(called, scale, clip)
+        order = clip.order
+        reals, counts = fused.measure_located(called.located, order=order)
+        row = torch.empty(12, dtype=torch.float64, device=called.device)
+        fused.settle(
+            reals, counts, self._rules, state, streak, steps, loss,
+            self._skip, self._divisor, self._multiplier, row,
+            order=order, clip=type(clip) is ClipByNorm, dynamic=type(scale) is DynamicScale,
+            unscaled=unscaled,
+        )  # fmt: skip
+        keep_if_captured(self._rules, self._skip, self._divisor, self._multiplier)
+        norms, largest = reals.unbind()
+        zeros, nan, inf = counts.unbind()
+        found = Statistics(norms, nan, inf, largest=largest, zeros=zeros)
+        decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
+        return decision, StepRecord(row, self._skip, found)
+
+    @staticmethod
+    def undo(record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
+        """Puts back what `settle` has moved on."""
+        state.scale.copy_(record.row[1])
+        for number, tensor in zip(
+            record.row[9:].unbind(), (state.growth_tracker, state.hysteresis, streak), strict=True
+        ):
+            tensor.copy_(number)
+        steps.sub_(1)
+
+    def _prepare(self, called: Called, scale: ScalePolicy, clip: ClipPolicy) -> None:
+        if called.device != self._device:
+            self._device = called.device
+            self._skip = torch.zeros((), dtype=torch.float32, device=called.device)
+            self._divisor = torch.ones((), dtype=torch.float32, device=called.device)
+            self._multiplier = torch.ones((), dtype=torch.float64, device=called.device)
+            self._made_for = ()
+        made_for = (id(called), scale, clip)
+        if made_for != self._made_for:
+            rules = [getattr(clip, "max_norm", float("inf")), called.roof]
+            if isinstance(scale, DynamicScale):
+                rules += [scale.growth_factor, scale.backoff_factor]
+                rules += [min(scale.growth_interval, _MOST), scale.min_scale, scale.max_scale]
+                rules += [scale.hysteresis]
+            host = torch.tensor([float(rule) for rule in rules], dtype=torch.float64, device="cpu")
+            self._rules = send(host, called.device)
+            self._made_for = made_for

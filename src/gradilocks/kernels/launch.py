@@ -1,0 +1,68 @@
+"""Launching the same kernel again and again without asking Triton each time which one it is.
+
+Triton looks at every argument of every launch to find the compiled kernel that fits: some 30 us a
+launch. Here the search is done once. The kernels of `programs` and `stepping` are declared so that
+neither the value of a number nor the alignment of a pointer changes what is compiled, so what was
+found the first time fits ever after.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+__all__ = ["Launch", "launch_for"]
+
+
+class Launch:
+    """One kernel with its constants.
+
+    Args:
+        kernel: made by triton.jit.
+        warps: how many warps a program has.
+        constants: the kernel's tl.constexpr arguments, all of them, by name; they come last.
+    """
+
+    def __init__(self, kernel: Any, warps: int, constants: tuple[tuple[str, Any], ...]) -> None:
+        self._kernel, self._warps, self._constants = kernel, warps, dict(constants)
+        names = [name for name in kernel.arg_names if name in self._constants]
+        self._tail = tuple([self._constants[name] for name in names])
+        self._compiled: dict[int, Any] = {}
+
+    def __call__(self, programs: int, device: torch.device, *args: Any) -> None:
+        """Runs `programs` programs on the device's current stream."""
+        if device.type != "cuda":
+            self._search(programs, args)
+            return
+        index = device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self(programs, device, *args)
+            return
+        compiled = self._compiled.get(index)
+        if compiled is None:
+            self._compiled[index] = self._search(programs, args)
+            return
+        compiled.run(
+            programs, 1, 1, torch._C._cuda_getCurrentRawStream(index), compiled.function,
+            compiled.packed_metadata, None, None, None, *args, *self._tail,
+        )  # fmt: skip
+
+    def _search(self, programs: int, args: tuple[Any, ...]) -> Any:
+        return self._kernel[(programs,)](*args, num_warps=self._warps, **self._constants)
+
+
+@functools.cache
+def launch_for(kernel: Any, warps: int, like: Hashable = None, **constants: Any) -> Launch:
+    """The Launch of a kernel with these constants, made once.
+
+    Args:
+        kernel: made by triton.jit.
+        warps: how many warps a program has.
+        like: the dtypes of those arguments that do not always have the same.
+        constants: by name.
+    """
+    return Launch(kernel, warps, tuple(constants.items()))

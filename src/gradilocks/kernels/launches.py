@@ -1,0 +1,84 @@
+"""The optimizers' launches: which kernel, with which constants, on which tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gradilocks.kernels.fused import TYPES
+from gradilocks.kernels.launch import launch_for
+from gradilocks.kernels.stepping import (
+    adam_kernel,
+    adam_rates_kernel,
+    sgd_kernel,
+    sgd_rates_kernel,
+)
+from gradilocks.kernels.table import Layout
+
+__all__ = ["adam_rates", "sgd_rates", "step"]
+
+TILE = 4096
+WARPS = 16
+_LANES = 256
+_KERNELS = {"adam": adam_kernel, "sgd": sgd_kernel}
+
+
+def adam_rates(
+    steps: Tensor, groups: Tensor, settings: Tensor, skip: Tensor | None, rates: Tensor
+) -> None:
+    """Counts the step of each tensor and works out what its elements share."""
+    count = rates.shape[0]
+    launch_for(adam_rates_kernel, 4, SKIPPABLE=skip is not None, BLOCK=_LANES)(
+        -(-count // _LANES), rates.device, steps, groups, settings,
+        settings if skip is None else skip, rates, count,
+    )  # fmt: skip
+
+
+def sgd_rates(
+    fresh: Tensor, groups: Tensor, settings: Tensor, skip: Tensor | None, rates: Tensor
+) -> None:
+    """Works out what the elements of each tensor share; a first step fills the buffers."""
+    count = rates.shape[0]
+    launch_for(sgd_rates_kernel, 4, SKIPPABLE=skip is not None, BLOCK=_LANES)(
+        -(-count // _LANES), rates.device, fresh, groups, settings,
+        settings if skip is None else skip, rates, count,
+    )  # fmt: skip
+
+
+def step(
+    kernel: str,
+    layout: Layout,
+    places: Tensor,
+    gradients: Tensor,
+    rates: Tensor,
+    skip: Tensor | None,
+    divisor: Tensor | None,
+) -> None:
+    """Steps every tensor: one launch for those that have dtypes and flags in common.
+
+    Args:
+        kernel: "adam" or "sgd".
+        layout: its kinds are (parameter, gradient, state dtype, master, aligned, flags).
+        places: addresses of parameters and state, as the kernel wants them.
+        gradients: addresses of the gradients.
+        rates: made by `adam_rates` or `sgd_rates`.
+        skip: 0-d float32; None to step whatever comes.
+        divisor: 0-d float32; None to take the gradients as they are.
+    """
+    for bucket in layout.buckets:
+        kind: Any = bucket.kind
+        param, grad, state, master, aligned, flags = kind
+        wide = torch.float64 if param is torch.float64 else torch.float32
+        launch_for(
+            _KERNELS[kernel], WARPS, PARAM=TYPES[param], GRAD=TYPES[grad], STATE=TYPES[state],
+            WIDE=tl.float64 if wide is torch.float64 else tl.float32, MASTER=master, **dict(flags),
+            SCALED=divisor is not None, SKIPPABLE=skip is not None,
+            CHUNK=layout.chunk, TILE=min(TILE, layout.chunk), ALIGN=16 if aligned else 2,
+        )(
+            bucket.chunks, layout.device, places, gradients, layout.sizes, layout.owner,
+            layout.index, rates, rates if skip is None else skip,
+            rates if divisor is None else divisor, bucket.first, layout.count,
+        )  # fmt: skip

@@ -1,0 +1,265 @@
+"""The optimizers' kernels: unscale, clip and step in one pass over parameters and state.
+
+Before each step a small launch, one lane a tensor, counts the step and works out in float64 the few
+numbers that all elements of a tensor share (`rates`); so tensors of any number of groups share one
+launch. Both do nothing at all if the step is skipped, and the gradients are never written.
+"""
+
+# Kernel arguments have no types that a checker knows, and tl.constexpr names are capitals.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# ruff: noqa: N803, SIM102, SIM108
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from gradilocks.kernels.programs import settled
+
+__all__ = ["adam_kernel", "adam_rates_kernel", "sgd_kernel", "sgd_rates_kernel"]
+
+
+@settled
+def adam_rates_kernel(
+    steps_ptr, groups_ptr, settings_ptr, skip_ptr, rates_ptr,
+    tensors,
+    SKIPPABLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """step += 1, and lr / (1 - beta1^step), sqrt(1 - beta2^step), decay, eps, beta1, beta2."""
+    if SKIPPABLE:
+        if tl.load(skip_ptr) != 0.0:
+            return
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tensors
+    places = tl.load(steps_ptr + at, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(places, mask=inside, other=0.0) + 1.0
+    tl.store(places, step, mask=inside)
+    setting = settings_ptr + tl.load(groups_ptr + at, mask=inside, other=0) * 8
+    lr = tl.load(setting, mask=inside, other=0.0)
+    decay = tl.load(setting + 1, mask=inside, other=0.0)
+    beta1 = tl.load(setting + 2, mask=inside, other=0.5)
+    beta2 = tl.load(setting + 3, mask=inside, other=0.5)
+    eps = tl.load(setting + 4, mask=inside, other=0.0)
+    exact = step.to(tl.float64)
+    # beta^step; log of 0 is -inf, and exp of that is 0 again.
+    left1 = 1.0 - tl.exp(exact * tl.log(beta1))
+    left2 = 1.0 - tl.exp(exact * tl.log(beta2))
+    decoupled = tl.load(setting + 5, mask=inside, other=0.0) != 0.0
+    decay = tl.where(decoupled, lr * decay, decay)
+    rate = rates_ptr + at * 8
+    tl.store(rate, lr / left1, mask=inside)
+    tl.store(rate + 1, tl.sqrt(left2), mask=inside)
+    tl.store(rate + 2, decay, mask=inside)
+    tl.store(rate + 3, eps, mask=inside)
+    tl.store(rate + 4, beta1, mask=inside)
+    tl.store(rate + 5, 1.0 - beta1, mask=inside)
+    tl.store(rate + 6, beta2, mask=inside)
+    tl.store(rate + 7, 1.0 - beta2, mask=inside)
+
+
+@settled
+def adam_kernel(
+    places_ptr, grads_ptr, sizes_ptr, owner_ptr, index_ptr, rates_ptr, skip_ptr, divisor_ptr,
+    first, tensors,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
+    MASTER: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
+    SCALED: tl.constexpr, SKIPPABLE: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Adam or AdamW on one chunk of one tensor.
+
+    g = g / divisor;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+    p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+    `places` holds the addresses of parameters, m, v, the largest v and masters, row by row.
+    """
+    if SKIPPABLE:
+        if tl.load(skip_ptr) != 0.0:
+            return
+    program = first + tl.program_id(0)
+    owner = tl.load(owner_ptr + program)
+    start = tl.load(index_ptr + program).to(tl.int64) * CHUNK
+    size = tl.load(sizes_ptr + owner)
+    left = tl.minimum(size - start, CHUNK).to(tl.int32)
+    place = places_ptr + owner
+    p_ptr = tl.multiple_of(tl.load(place).to(tl.pointer_type(PARAM)), ALIGN) + start
+    m_ptr = tl.multiple_of(tl.load(place + tensors).to(tl.pointer_type(STATE)), ALIGN) + start
+    v_ptr = tl.multiple_of(tl.load(place + 2 * tensors).to(tl.pointer_type(STATE)), ALIGN) + start
+    x_ptr = tl.multiple_of(tl.load(place + 3 * tensors).to(tl.pointer_type(STATE)), ALIGN) + start
+    w_ptr = tl.multiple_of(tl.load(place + 4 * tensors).to(tl.pointer_type(WIDE)), ALIGN) + start
+    g_ptr = tl.multiple_of(tl.load(grads_ptr + owner).to(tl.pointer_type(GRAD)), ALIGN) + start
+    rate = rates_ptr + owner * 8
+    lr = tl.load(rate).to(WIDE)
+    root = tl.load(rate + 1).to(WIDE)
+    decay = tl.load(rate + 2).to(WIDE)
+    eps = tl.load(rate + 3).to(WIDE)
+    beta1 = tl.load(rate + 4).to(WIDE)
+    take1 = tl.load(rate + 5).to(WIDE)
+    beta2 = tl.load(rate + 6).to(WIDE)
+    take2 = tl.load(rate + 7).to(WIDE)
+    divisor = tl.load(divisor_ptr).to(WIDE) if SCALED else 1.0
+    lanes = tl.arange(0, TILE)
+    for offset in range(0, left, TILE):
+        at = offset + lanes
+        if start + CHUNK <= size:  # The same for all programs but a tensor's last.
+            g = tl.load(g_ptr + at).to(WIDE)
+            m = tl.load(m_ptr + at).to(WIDE)
+            v = tl.load(v_ptr + at).to(WIDE)
+            p = tl.load(w_ptr + at) if MASTER else tl.load(p_ptr + at).to(WIDE)
+            x = tl.load(x_ptr + at).to(WIDE) if AMSGRAD else v
+        else:
+            inside = at < left
+            g = tl.load(g_ptr + at, mask=inside, other=0.0).to(WIDE)
+            m = tl.load(m_ptr + at, mask=inside, other=0.0).to(WIDE)
+            v = tl.load(v_ptr + at, mask=inside, other=0.0).to(WIDE)
+            if MASTER:
+                p = tl.load(w_ptr + at, mask=inside, other=0.0)
+            else:
+                p = tl.load(p_ptr + at, mask=inside, other=0.0).to(WIDE)
+            x = tl.load(x_ptr + at, mask=inside, other=0.0).to(WIDE) if AMSGRAD else v
+        if SCALED:
+            g = tl.div_rn(g, divisor) if tl.float32 == WIDE else g / divisor
+        if MAXIMIZE:
+            g = -g
+        if DECOUPLED:
+            p = tl.where(decay != 0.0, p - decay * p, p)
+        else:
+            g = tl.where(decay != 0.0, g + decay * p, g)
+        m = beta1 * m + take1 * g
+        v = beta2 * v + take2 * g * g
+        if AMSGRAD:
+            x = tl.maximum(x, v, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            x = v
+        if tl.float32 == WIDE:
+            p = p - lr * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(x), root) + eps)
+        else:
+            p = p - lr * (m / (tl.sqrt(x) / root + eps))
+        if start + CHUNK <= size:
+            tl.store(m_ptr + at, m.to(STATE))
+            tl.store(v_ptr + at, v.to(STATE))
+            tl.store(p_ptr + at, p.to(PARAM))
+            if MASTER:
+                tl.store(w_ptr + at, p)
+            if AMSGRAD:
+                tl.store(x_ptr + at, x.to(STATE))
+        else:
+            inside = at < left
+            tl.store(m_ptr + at, m.to(STATE), mask=inside)
+            tl.store(v_ptr + at, v.to(STATE), mask=inside)
+            tl.store(p_ptr + at, p.to(PARAM), mask=inside)
+            if MASTER:
+                tl.store(w_ptr + at, p, mask=inside)
+            if AMSGRAD:
+                tl.store(x_ptr + at, x.to(STATE), mask=inside)
+
+
+@settled
+def sgd_rates_kernel(
+    fresh_ptr, groups_ptr, settings_ptr, skip_ptr, rates_ptr,
+    tensors,
+    SKIPPABLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """lr, decay, momentum, and what of the buffer is kept and of the gradient taken.
+
+    The first step that is taken fills the buffer with the gradient itself, whatever the dampening.
+    `fresh` holds the address of each tensor's flag, or 0 if its buffer is known to be filled.
+    """
+    if SKIPPABLE:
+        if tl.load(skip_ptr) != 0.0:
+            return
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tensors
+    setting = settings_ptr + tl.load(groups_ptr + at, mask=inside, other=0) * 8
+    lr = tl.load(setting, mask=inside, other=0.0)
+    decay = tl.load(setting + 1, mask=inside, other=0.0)
+    momentum = tl.load(setting + 2, mask=inside, other=0.0)
+    dampening = tl.load(setting + 3, mask=inside, other=0.0)
+    address = tl.load(fresh_ptr + at, mask=inside, other=0)
+    asked = inside & (address != 0)
+    flag = address.to(tl.pointer_type(tl.int32))
+    fresh = tl.load(flag, mask=asked, other=0) != 0
+    rate = rates_ptr + at * 8
+    tl.store(rate, lr, mask=inside)
+    tl.store(rate + 1, decay, mask=inside)
+    tl.store(rate + 2, momentum, mask=inside)
+    tl.store(rate + 3, tl.where(fresh, 0.0, momentum), mask=inside)
+    tl.store(rate + 4, tl.where(fresh, 1.0, 1.0 - dampening), mask=inside)
+    tl.store(flag, tl.zeros([BLOCK], tl.int32), mask=asked)
+
+
+@settled
+def sgd_kernel(
+    places_ptr, grads_ptr, sizes_ptr, owner_ptr, index_ptr, rates_ptr, skip_ptr, divisor_ptr,
+    first, tensors,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
+    MASTER: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+    SCALED: tl.constexpr, SKIPPABLE: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """SGD on one chunk of one tensor.
+
+    g = g / divisor + decay p;  b = keep b + take g;  p = p - lr b
+    with nesterov:              p = p - lr (g + momentum b)
+
+    `places` holds the addresses of parameters, buffers and masters, row by row.
+    """
+    if SKIPPABLE:
+        if tl.load(skip_ptr) != 0.0:
+            return
+    program = first + tl.program_id(0)
+    owner = tl.load(owner_ptr + program)
+    start = tl.load(index_ptr + program).to(tl.int64) * CHUNK
+    size = tl.load(sizes_ptr + owner)
+    left = tl.minimum(size - start, CHUNK).to(tl.int32)
+    place = places_ptr + owner
+    p_ptr = tl.multiple_of(tl.load(place).to(tl.pointer_type(PARAM)), ALIGN) + start
+    b_ptr = tl.multiple_of(tl.load(place + tensors).to(tl.pointer_type(STATE)), ALIGN) + start
+    w_ptr = tl.multiple_of(tl.load(place + 2 * tensors).to(tl.pointer_type(WIDE)), ALIGN) + start
+    g_ptr = tl.multiple_of(tl.load(grads_ptr + owner).to(tl.pointer_type(GRAD)), ALIGN) + start
+    rate = rates_ptr + owner * 8
+    lr = tl.load(rate).to(WIDE)
+    decay = tl.load(rate + 1).to(WIDE)
+    momentum = tl.load(rate + 2).to(WIDE)
+    keep = tl.load(rate + 3).to(WIDE)
+    take = tl.load(rate + 4).to(WIDE)
+    divisor = tl.load(divisor_ptr).to(WIDE) if SCALED else 1.0
+    lanes = tl.arange(0, TILE)
+    for offset in range(0, left, TILE):
+        at = offset + lanes
+        if start + CHUNK <= size:
+            g = tl.load(g_ptr + at).to(WIDE)
+            p = tl.load(w_ptr + at) if MASTER else tl.load(p_ptr + at).to(WIDE)
+            b = tl.load(b_ptr + at).to(WIDE) if MOMENTUM else g
+        else:
+            inside = at < left
+            g = tl.load(g_ptr + at, mask=inside, other=0.0).to(WIDE)
+            if MASTER:
+                p = tl.load(w_ptr + at, mask=inside, other=0.0)
+            else:
+                p = tl.load(p_ptr + at, mask=inside, other=0.0).to(WIDE)
+            b = tl.load(b_ptr + at, mask=inside, other=0.0).to(WIDE) if MOMENTUM else g
+        if SCALED:
+            g = tl.div_rn(g, divisor) if tl.float32 == WIDE else g / divisor
+        if MAXIMIZE:
+            g = -g
+        g = tl.where(decay != 0.0, g + decay * p, g)
+        if MOMENTUM:
+            b = keep * b + take * g
+            if NESTEROV:
+                g = g + momentum * b
+            else:
+                g = b
+        p = p - lr * g
+        if start + CHUNK <= size:
+            tl.store(p_ptr + at, p.to(PARAM))
+            if MASTER:
+                tl.store(w_ptr + at, p)
+            if MOMENTUM:
+                tl.store(b_ptr + at, b.to(STATE))
+        else:
+            inside = at < left
+            tl.store(p_ptr + at, p.to(PARAM), mask=inside)
+            if MASTER:
+                tl.store(w_ptr + at, p, mask=inside)
+            if MOMENTUM:
+                tl.store(b_ptr + at, b.to(STATE), mask=inside)

@@ -1,0 +1,176 @@
+"""Adam and AdamW: torch's, in two launches a step."""
+
+from __future__ import annotations
+
+import importlib
+from array import array
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradilocks.kernels.table import send
+from gradilocks.optim.plan import Plan
+from gradilocks.optim.stepper import Stepper, make_master
+
+__all__ = ["Adam", "AdamW"]
+
+
+class _Adams(Stepper):
+    columns: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+    def flags(self, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+        decoupled = group.get("decoupled_weight_decay", isinstance(self, torch.optim.AdamW))
+        return (
+            ("AMSGRAD", bool(group["amsgrad"])),
+            ("MAXIMIZE", bool(group["maximize"])),
+            ("DECOUPLED", bool(decoupled)),
+        )
+
+    def settings(self, group: dict[str, Any]) -> list[Any]:
+        decoupled = 1.0 if dict(self.flags(group))["DECOUPLED"] else 0.0
+        return [group["lr"], group["weight_decay"], *group["betas"], group["eps"], decoupled]
+
+    def fill_state(
+        self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]], mastered: Sequence[bool]
+    ) -> None:
+        new = [param for param in params if "step" not in self.state[param]]
+        if new:
+            steps = torch.zeros(len(new), dtype=torch.float32, device=new[0].device).unbind()
+            for param, step in zip(new, steps, strict=True):
+                self.state[param]["step"] = step
+        for param, group, wide in zip(params, groups, mastered, strict=True):
+            state = self.state[param]
+            step = state["step"]
+            if not isinstance(step, Tensor) or step.device != param.device:
+                # From a checkpoint of an optimizer that counts on the host.
+                step = torch.as_tensor(step, dtype=torch.float32)
+                state["step"] = step.to(param.device, copy=True)
+            dtype = torch.float32 if wide else param.dtype
+            for name in self.columns[: 3 if group["amsgrad"] else 2]:
+                if name not in state:
+                    state[name] = torch.zeros_like(param, dtype=dtype)
+                elif wide and state[name].dtype is not torch.float32:
+                    state[name] = state[name].float()
+            if wide:
+                make_master(param, state)
+
+    def plan_more(self, plan: Plan) -> Tensor:
+        steps = [state["step"].data_ptr() for state in plan.states]
+        return send(array("q", steps), plan.device)
+
+    def launch(
+        self,
+        plan: Plan,
+        places: Tensor,
+        gradients: Tensor,
+        skip: Tensor | None,
+        divisor: Tensor | None,
+    ) -> None:
+        launches = importlib.import_module("gradilocks.kernels.launches")
+        launches.adam_rates(plan.own, plan.groups, plan.settings, skip, plan.rates)
+        launches.step("adam", plan.layout, places, gradients, plan.rates, skip, divisor)
+
+
+class AdamW(_Adams, torch.optim.AdamW):
+    """torch.optim.AdamW, with the same arguments, the same state and the same results.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.
+        foreach, capturable, fused: taken for compatibility; every step is fused and can be
+            captured in a CUDA graph.
+        differentiable: refused if True, as torch's fused optimizers do.
+        master_weights: keep a float32 master of each float16 or bfloat16 parameter in the state,
+            with float32 moments; the parameter is the master rounded.
+
+    Example:
+        >>> optimizer = gradilocks.optim.AdamW(model.parameters(), lr=3e-4)
+        >>> control = GradientControl(optimizer, model=model, clip=1.0)
+
+    Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        torch.optim.AdamW.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=True,
+        )
+        self._prepare(master_weights)
+
+
+class Adam(_Adams, torch.optim.Adam):
+    """torch.optim.Adam, with the same arguments, the same state and the same results.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in
+            torch.
+        foreach, capturable, fused: taken for compatibility; every step is fused and can be
+            captured in a CUDA graph.
+        differentiable: refused if True, as torch's fused optimizers do.
+        master_weights: as in AdamW.
+
+    Example:
+        >>> optimizer = gradilocks.optim.Adam(model.parameters(), lr=1e-3, amsgrad=True)
+
+    Reference: Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        # torch before 2.7 has no such argument, and needs none as long as it is not set.
+        more = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
+        torch.optim.Adam.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=True,
+            **more,
+        )
+        self._prepare(master_weights)

@@ -1,0 +1,71 @@
+"""What the optimizers refuse, by the parameter's name, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.gradients import Names
+
+__all__ = ["check_parameters", "check_settings", "refuse_gradients"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def check_parameters(params: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
+    """Refuses a parameter of a dtype for which there is no kernel."""
+    for param in params:
+        if param.dtype not in _DTYPES:
+            raise TypeError(
+                f"{name(param)} is {param.dtype}; float32, float16, bfloat16 and float64 have "
+                f"kernels. Give it to an optimizer of torch.optim in a list of its own."
+            )
+
+
+def check_settings(
+    group: dict[str, Any], device: torch.device, name: Callable[[Tensor], str], param: Tensor
+) -> None:
+    """Refuses a learning rate or another setting that is a tensor no kernel can read."""
+    for key in ("lr", "weight_decay"):
+        value = group.get(key)
+        if not isinstance(value, Tensor):
+            continue
+        if not value.is_floating_point():
+            raise TypeError(
+                f"the {key} of {name(param)} is a tensor of {value.dtype}, expected a floating "
+                f"dtype. Use torch.tensor({key}, dtype=torch.float32)."
+            )
+        if value.device.type != "cpu" and value.device != device:
+            raise ValueError(
+                f"the {key} of {name(param)} is a tensor on {value.device}, its parameter is on "
+                f"{device}. Put it on that device or on the CPU."
+            )
+
+
+def refuse_gradients(optimizer: Any) -> None:
+    """Refuses a gradient with which neither the kernels nor torch's fused optimizers can step."""
+    name = Names(None, (optimizer,))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.device != param.device:
+                raise ValueError(
+                    f"the gradient of {name(param)} is on {grad.device}, the parameter on "
+                    f"{param.device}. Move the model before the first backward(), or clear the "
+                    "gradients after moving it."
+                )
+            if grad.layout is not torch.strided:
+                raise ValueError(
+                    f"the gradient of {name(param)} has layout {grad.layout}; only dense gradients "
+                    "can be stepped here. Use torch.optim.SparseAdam or torch.optim.SGD for it."
+                )
+            if grad.dtype not in _DTYPES:
+                raise TypeError(
+                    f"the gradient of {name(param)} is {grad.dtype}; float32, float16, bfloat16 "
+                    "and float64 have kernels."
+                )
