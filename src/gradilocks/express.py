@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks import kernels
 from gradilocks.clip import ClipByNorm, ClipPolicy, NoClip
 from gradilocks.kernels.table import keep_if_captured, send
 from gradilocks.roll import Called, Roll
@@ -47,10 +46,8 @@ class Express:
         if len(optimizers) == 1 and hasattr(optimizers[0], "gradients"):
             called = optimizers[0].gradients()
             return called if isinstance(called, Called) else None
-        params = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
-        if not params or not kernels.is_fused(params[0].device):
-            return None
-        return self._roll.call(params)
+        groups = [group["params"] for opt in optimizers for group in opt.param_groups]
+        return self._roll.call(groups)
 
     def settle(
         self,

@@ -8,7 +8,6 @@ new gradients take about half a millisecond of the host's time.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradilocks import kernels
 from gradilocks.gradients import is_distributed, roof_of
 from gradilocks.kernels.located import DTYPES, Located, kinds_of, placed
 from gradilocks.kernels.table import keep_if_captured, send
@@ -86,7 +86,8 @@ class Roll:
     """Calls the roll of one list of parameters."""
 
     def __init__(self) -> None:
-        self._params: list[Tensor] = []
+        self._groups: list[list[Tensor]] = []
+        self._single: list[tuple[int, int]] = []
         self._lacking: list[Tensor] = []
         self._called: Called | None = None
 
@@ -94,14 +95,15 @@ class Roll:
         """Looks at everything again next time."""
         self._called = None
 
-    def call(self, params: list[Tensor]) -> Called | None:
-        """The gradients of `params`, or None if one of them is not plain.
+    def call(self, groups: list[list[Tensor]]) -> Called | None:
+        """The gradients of lists of parameters, or None if one of them is not plain.
 
         Plain is: dense, of a dtype that the kernels know, on the device of its parameter, and all
-        on one device. The same object comes back as long as nothing but addresses has changed.
+        on one device that the kernels serve. The same object comes back as long as nothing but
+        addresses has changed.
         """
         called = self._called
-        if called is not None and self._same(params):
+        if called is not None and self._same(groups):
             try:
                 grads = [param.grad for param in called.params]
                 addresses = list(map(_address, grads))  # type: ignore[arg-type]
@@ -110,16 +112,27 @@ class Roll:
             else:
                 if called.renew(grads, addresses):  # type: ignore[arg-type]
                     return called
-        self._called = self._look(params)
+        self._called = self._look(groups)
         return self._called
 
-    def _same(self, params: list[Tensor]) -> bool:
-        known = self._params
-        if len(known) != len(params) or not all(map(operator.is_, known, params)):
+    def _same(self, groups: list[list[Tensor]]) -> bool:
+        # Comparing lists is by far the fastest: where both hold the same object, Python asks no
+        # further. Where they do not, tensors are compared: several elements raise, one element
+        # may be equal by chance and is looked at again.
+        try:
+            if self._groups != groups:
+                return False
+        except RuntimeError:
             return False
-        return all(param.grad is None for param in self._lacking)
+        known = self._groups
+        return all(known[g][k] is groups[g][k] for g, k in self._single) and all(
+            param.grad is None for param in self._lacking
+        )
 
-    def _look(self, params: list[Tensor]) -> Called | None:
+    def _look(self, groups: list[list[Tensor]]) -> Called | None:
+        params = [param for group in groups for param in group]
+        if not params or not kernels.is_fused(params[0].device):
+            return None
         having: list[Tensor] = []
         grads: list[Tensor] = []
         lacking: list[Tensor] = []
@@ -134,7 +147,13 @@ class Roll:
             else:
                 having.append(param)
                 grads.append(grad)
-        self._params, self._lacking = params, lacking
+        self._groups, self._lacking = [list(group) for group in groups], lacking
+        self._single = [
+            (g, k)
+            for g, group in enumerate(groups)
+            for k, param in enumerate(group)
+            if param.numel() == 1
+        ]
         if not having:
             return None
         addresses = [grad.data_ptr() for grad in grads]

@@ -15,7 +15,7 @@ import torch
 
 import gradilocks
 from gradilocks import GradScaler, clip_grad_norm_, clip_grad_value_
-from gradilocks.dropin import known
+from gradilocks.dropin import kept, known
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
@@ -48,6 +48,8 @@ def device(request, monkeypatch):
 @pytest.fixture
 def reads(monkeypatch):
     """How many tensors each call of `measure` was given."""
+    if COMPILED:
+        kernels.for_device(torch.device("cuda"))  # Tries the kernels out the first time.
     calls = []
     measure = fused.measure
 
@@ -189,6 +191,25 @@ def test_a_nonfinite_gradient_is_known_as_one(device, reads, value):
     assert len(scaler.outcome.culprits) == 1
 
 
+@pytest.mark.parametrize("value", [math.nan, 1e200], ids=["nan", "huge"])
+def test_float64_gradients_of_several_optimizers_are_known_by_their_counts(device, reads, value):
+    params = [torch.nn.Parameter(torch.ones(4, dtype=torch.float64, device=device)) for _ in "ab"]
+    params[0].grad, params[1].grad = (torch.full_like(p, 1e200) for p in params)
+    params[1].grad.fill_(value)
+    scaler = GradScaler(device, init_scale=1.0)
+    scaler.scale(torch.ones((), device=device))
+    for param in params:
+        scaler.unscale_(torch.optim.SGD([param], lr=0.1))
+    norm = clip_grad_norm_(params, 1.0)
+    assert (norm.dtype, reads) == (torch.float64, [])
+    if math.isnan(value):
+        assert math.isnan(norm.item())
+        assert params[0].grad.tolist() == [1e200] * 4
+    else:
+        assert norm.item() == pytest.approx(math.sqrt(8.0) * value, rel=1e-12)
+        assert params[0].grad.tolist() == pytest.approx([math.sqrt(1 / 8)] * 4, rel=1e-6)
+
+
 def _in_place(param):
     param.grad.mul_(0.5)
 
@@ -328,8 +349,11 @@ def test_a_write_through_data_is_seen(device):
 def test_a_collective_writes_without_the_counter_and_is_seen(device, reads):
     import torch.distributed as dist
 
-    backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if device == "cpu":
+        dist.init_process_group("gloo", **alone)
+    else:
+        dist.init_process_group("nccl", **alone, device_id=torch.device("cuda", 0))
     try:
         params, _, _ = unscaled(device)
         check_clip(params)
@@ -507,9 +531,11 @@ def test_no_clip_function_waits(request):
 @quiet
 @pytest.mark.gpu
 def test_choosing_some_of_the_norms_does_not_wait(request, reads):
-    params, _, _ = unscaled("cuda")
-    request.getfixturevalue("no_wait")
-    clip_grad_norm_([params[0], params[3]], 1.0)
+    for again in (False, True):
+        params, _, _ = unscaled("cuda")
+        if again:
+            request.getfixturevalue("no_wait")
+        clip_grad_norm_([params[0], params[3]], 1.0)
     assert reads == []
 
 
@@ -546,7 +572,9 @@ def test_another_stream_measures_for_itself(reads):
 def test_a_graph_that_is_captured_measures_at_every_replay(reads):
     params, _, _ = unscaled("cuda")
     clip_grad_norm_(params, math.inf)  # Compiles the kernels and makes the tables.
-    params, _, _ = unscaled("cuda")
+    gradients = [p.grad for p in params]
+    known.remember(gradients, fused.measure(gradients))
+    assert kept.recall(gradients, known._lists[gradients[0].device])
     reads.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

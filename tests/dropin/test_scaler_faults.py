@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.amp.grad_scaler import OptState
 
+import gradilocks
 from gradilocks import GradScaler
 from gradilocks.errors import BadState, SharedParameter
 
@@ -367,6 +368,24 @@ class TestB9AGradientThatIsUnscaledTwice:
         torch.nn.utils.clip_grad_norm_([param], 1.0)
         with pytest.raises(SharedParameter):
             scaler.unscale_(sgd(param))
+
+    @pytest.mark.parametrize("clip", [gradilocks.clip_grad_norm_, gradilocks.clip_grad_value_])
+    def test_our_own_clip_in_between_is_no_new_gradient(self, param, clip):
+        scaler = GradScaler("cpu", init_scale=8.0)
+        one, _ = scaler.scale([(param * 2.0).sum(), (param * 3.0).sum()])
+        one.backward()
+        scaler.unscale_(sgd(param))
+        clip([param], 0.5)
+        with pytest.raises(SharedParameter):
+            scaler.unscale_(sgd(param))
+
+    def test_a_gradient_that_was_replaced_is_not_taken_for_the_old_one_when_clipped(self, param):
+        scaler = GradScaler("cpu", init_scale=8.0)
+        backward(scaler, param)
+        scaler.unscale_(sgd(param))
+        old, param.grad = param.grad, torch.tensor([3.0, 4.0])  # The old one lives on.
+        assert gradilocks.clip_grad_norm_([param], 1.0).item() == 5.0
+        assert old.tolist() == [2.0, 4.0]
 
     def test_an_optimizer_is_kept_until_update_so_that_no_other_gets_its_id(self, param):
         scaler = GradScaler("cpu", init_scale=8.0)

@@ -20,13 +20,11 @@ from torch import Tensor
 
 from gradilocks import kernels
 from gradilocks.clip import check_max_norm, clip_coefficient
-from gradilocks.dropin import known
 from gradilocks.dropin.once import writing_ourselves
-from gradilocks.gradients import Gradients, collect, replicas_of
-from gradilocks.measure import summarize
+from gradilocks.dropin.total import any_double, by_device, measured
+from gradilocks.gradients import Gradients, collect
 from gradilocks.order import refuse_scaled
-from gradilocks.reduce import reduce
-from gradilocks.values import Measurement, Statistics, moved, wide
+from gradilocks.values import Measurement, moved, wide
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -63,8 +61,8 @@ def clip_grad_norm_(
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
     order = _order(norm_type)
-    devices, double = _by_device(found.tensors), _any_double(found.tensors)
-    measurement = _measured(found, order, devices, double=double, reuse=True)
+    devices, double = by_device(found.tensors), any_double(found.tensors)
+    measurement = measured(found, order, devices, double=double, reuse=True)
     norm = _checked_norm(measurement, double, error_if_nonfinite)
     if found.tensors:
         coefficient = clip_coefficient(measurement.norm, bound, measurement.nonfinite)
@@ -98,7 +96,7 @@ def clip_grads_with_norm_(
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
         nonfinite = torch.logical_not(norm.abs() < math.inf).to(torch.float32)
         coefficient = clip_coefficient(norm, bound, nonfinite)
-        _multiply_(found, _by_device(found.tensors), coefficient)
+        _multiply_(found, by_device(found.tensors), coefficient)
 
 
 @torch.no_grad()
@@ -124,8 +122,8 @@ def get_total_norm(
     holders = [_Holder(tensor) for tensor in given]
     found = collect(holders, name=_place(given))  # type: ignore[arg-type]
     _check_foreach(foreach, found.tensors)
-    devices, double = _by_device(found.tensors), _any_double(found.tensors)
-    measurement = _measured(found, _order(norm_type), devices, double=double)
+    devices, double = by_device(found.tensors), any_double(found.tensors)
+    measurement = measured(found, _order(norm_type), devices, double=double)
     return _checked_norm(measurement, double, error_if_nonfinite)
 
 
@@ -146,7 +144,7 @@ def clip_grad_value_(
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
     with writing_ourselves(found.params):
-        for device, tensors in _by_device(found.tensors).items():
+        for device, tensors in by_device(found.tensors).items():
             limit = torch.full((), bound, dtype=wide(device), device=device)
             kernels.for_device(device).clamp_(tensors, limit)
 
@@ -158,74 +156,11 @@ class _Holder:
         self.grad = grad
 
 
-def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
-    """The tensors device by device, the first one's device first."""
-    devices = kernels.by_device(tensors)
-    return {device: [tensors[place] for place in places] for device, places in devices.items()}
-
-
 def _on_device(number: Any, device: torch.device) -> Tensor:
     """A tensor or a Python number as a tensor on `device`; torch.as_tensor would wait."""
     if isinstance(number, Tensor):
         return moved(number.detach(), device)
     return torch.full((), number, dtype=torch.float32, device=device)
-
-
-def _any_double(tensors: Sequence[Tensor]) -> bool:
-    return not {tensor.dtype for tensor in tensors}.isdisjoint((torch.float64, torch.complex128))
-
-
-def _measured(
-    found: Gradients,
-    order: float,
-    devices: dict[torch.device, list[Tensor]],
-    *,
-    double: bool,
-    reuse: bool = False,
-) -> Measurement:
-    """Measures gradients, those of `found` by `devices`; with `reuse`, only what is not known."""
-    replicas = replicas_of([found])
-    reuse = reuse and order == 2.0 and replicas is None
-    parts = [
-        known.measured(tensors)
-        if reuse
-        else kernels.for_device(device).measure(tensors, order=order)
-        for device, tensors in devices.items()
-    ]
-    statistics = _joined(parts, next(iter(devices), torch.device("cpu")))
-    if replicas is not None:
-        held = list(zip(found.tensors, replicas, strict=True))
-        replicas = [many for device in devices for t, many in held if t.device == device]
-        return reduce(summarize(statistics, order=order), replicas=replicas)
-    if order == 2.0 and not double and statistics.norms.dtype is torch.float64:
-        return _summarized(statistics)
-    return summarize(statistics, order=order)
-
-
-def _joined(parts: Sequence[Statistics], home: torch.device) -> Statistics:
-    if len(parts) == 1:
-        return parts[0]
-
-    def join(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        nothing = torch.zeros(0, dtype=dtype, device=home)
-        return torch.cat([nothing, *(moved(column, home) for column in columns)])
-
-    return Statistics(
-        norms=join([part.norms for part in parts], wide(home)),
-        nan=join([part.nan for part in parts], torch.int64),
-        inf=join([part.inf for part in parts], torch.int64),
-    )
-
-
-def _summarized(statistics: Statistics) -> Measurement:
-    """As `summarize`, in 4 launches where that takes some 20, if no gradient is float64.
-
-    The square of a float32 norm is far from the ends of float64, so the sum needs no care, and it
-    is finite just when every element is.
-    """
-    norm = torch.linalg.vector_norm(statistics.norms)
-    nonfinite = torch.logical_not(norm < math.inf).to(torch.float32)
-    return Measurement(order=2.0, tensors=statistics, norm=norm, nonfinite=nonfinite)
 
 
 def _checked_norm(measurement: Measurement, double: bool, error_if_nonfinite: bool) -> Tensor:

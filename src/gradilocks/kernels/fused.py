@@ -70,15 +70,16 @@ def try_out(device: torch.device) -> None:
 
     Twice, because the second launch of a kernel takes a shorter way than the first.
     """
-    numbers = [torch.tensor([3.0, -4.0], device=device)]
-    for half in (3.0, 1.5):
+    numbers, expected = [torch.tensor([3.0, -4.0], device=device)], [3.0, 4.0]
+    for _ in range(2):
         multiply_(numbers, torch.full((), 2.0, device=device))
         clamp_(numbers, torch.full((), 7.0, device=device))
         found = multiply_and_check_(numbers, torch.full((), 0.25, device=device))
-        expected = math.hypot(half / 2, min(half / 3 * 4, 3.5) / 2)
-        wrong = found.norms.sub(expected).abs().gt(1e-6)
+        expected = [min(2.0 * number, 7.0) * 0.25 for number in expected]
+        norm = math.hypot(*expected)
+        wrong = found.norms.sub(norm).abs().gt(1e-6)
         if measure(numbers).norms.ne(found.norms).any() or wrong.any():
-            raise RuntimeError(f"the kernels give {found.norms} where {expected} is right")
+            raise RuntimeError(f"the kernels give {found.norms} where {norm} is right")
 
 
 def measure_located(

@@ -46,9 +46,11 @@ class Launch:
         if compiled is None:
             self._compiled[index] = self._search(programs, args)
             return
+        # Addresses, not tensors: for a tensor the launcher asks the driver whose memory it is.
+        numbers = [arg if type(arg) is int else arg.data_ptr() for arg in args]
         compiled.run(
             programs, 1, 1, torch._C._cuda_getCurrentRawStream(index), compiled.function,
-            compiled.packed_metadata, None, None, None, *args, *self._tail,
+            compiled.packed_metadata, None, None, None, *numbers, *self._tail,
         )  # fmt: skip
 
     def _search(self, programs: int, args: tuple[Any, ...]) -> Any:

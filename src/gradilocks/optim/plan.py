@@ -6,7 +6,6 @@ says when something has been replaced and a new plan is due.
 
 from __future__ import annotations
 
-import operator
 from array import array
 from typing import Any
 
@@ -51,7 +50,7 @@ class Plan:
         self._odd = [i for i, p in enumerate(params) if not _alike(p, called.grads[i])]
         mastered = [needs_master(p, group) for p, group in zip(params, groups, strict=True)]
         optimizer.fill_state(params, groups, mastered)
-        self.states: list[dict[str, Any]] = [optimizer.state[param] for param in params]
+        self.states: list[dict[str, Any]] = [optimizer.state.watch(param) for param in params]
         names = (*optimizer.columns, "master")
         for place, (param, state) in enumerate(zip(params, self.states, strict=True)):
             _lay_out(param, state, names, odd=place in self._odd)
@@ -85,6 +84,7 @@ class Plan:
         self._numbers: list[float] = []
         self.settings = self.rates
         self.own = optimizer.plan_more(self)
+        self._state, self._changes = optimizer.state, optimizer.changes.count
 
     def _kind(self, place: int, master: bool, flags: Any) -> tuple[Any, ...]:
         called = self.called
@@ -99,13 +99,7 @@ class Plan:
         """Whether parameters, groups and state are still those that this plan was made for."""
         if called is not self.called or _shape(optimizer) != self._shape:
             return False
-        if not optimizer.columns:
-            return True
-        try:
-            now = [state.get(optimizer.columns[0]) for state in self.states]
-        except AttributeError:
-            return False
-        return all(map(operator.is_, now, self._columns[0]))
+        return bool(optimizer.state is self._state and optimizer.changes.count == self._changes)
 
     def run(self, optimizer: Any) -> None:
         """Launches one step."""

@@ -75,7 +75,6 @@ class SGD(Stepper, torch.optim.SGD):
         params = list(self.state)
         unfilled = {params[place] for place in self._unfilled(params)}
         if unfilled:
-            kept["state"] = kept["state"].copy()
             for param in unfilled:
                 kept["state"][param] = _without_buffer(kept["state"][param])
         return kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from gradilocks import kernels
 from gradilocks.gradients import Names
 from gradilocks.optim import masters
 from gradilocks.optim.checks import check_parameters, check_settings, refuse_gradients
 from gradilocks.optim.plan import Plan
+from gradilocks.optim.watched import Changes, States, plain
 from gradilocks.roll import Called, Roll
 
 __all__ = ["Stepper"]
@@ -28,6 +29,8 @@ class Stepper(torch.optim.Optimizer):
 
     def _prepare(self, master_weights: bool | None = None) -> None:
         """Ends every constructor, and every return from a pickle or a checkpoint."""
+        self.changes = Changes()
+        self.state: Any = States(self.changes, self.state)
         self._roll = Roll()
         self._plan: Plan | None = None
         self._held: Called | None = None
@@ -41,6 +44,10 @@ class Stepper(torch.optim.Optimizer):
             # torch's own step goes by the groups, and a checkpoint of an unfused optimizer brings
             # None; only the fused one takes `grad_scale` and `found_inf`.
             group["fused"], group["foreach"] = True, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept: dict[str, Any] = super().__getstate__()
+        return {**kept, "state": defaultdict(dict, plain(kept["state"]))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -56,6 +63,11 @@ class Stepper(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's."""
+        packed: dict[str, Any] = super().state_dict()
+        return {**packed, "state": plain(packed["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; masters and moments that were saved in float32 stay float32."""
@@ -83,10 +95,7 @@ class Stepper(torch.optim.Optimizer):
 
     def gradients(self) -> Called | None:
         """The gradients of this moment if the kernels can take them, for whoever measures them."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        if not params or not kernels.is_fused(params[0].device):
-            return None
-        return self._roll.call(params)
+        return self._roll.call([group["params"] for group in self.param_groups])
 
     def hold(self, called: Called | None) -> None:
         """Hands the next step gradients that were found a moment ago, so it need not look."""
