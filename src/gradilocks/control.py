@@ -23,6 +23,7 @@ from gradilocks.arguments import (
 from gradilocks.clip import resolve_clip
 from gradilocks.closure import step_with_closure
 from gradilocks.diagnose import never_finite
+from gradilocks.eager import eager
 from gradilocks.errors import NoGradients, NonFiniteGradient
 from gradilocks.gradients import (
     Gradients,
@@ -106,12 +107,14 @@ class GradientControl:
         """What the next loss is multiplied by. Reading it waits for the device."""
         return fetch(self._judge.state.scale)[0]
 
+    @eager
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, for callers who run `backward` themselves."""
         scaled = self._scaled(loss)
         self._order.handed_out = True
         return scaled
 
+    @eager
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Adds the gradients of the scaled loss. Call it as often as gradients are accumulated.
 
@@ -132,6 +135,7 @@ class GradientControl:
             self._order.scaled = before
             raise
 
+    @eager
     def unscale_(self) -> None:
         """Makes the gradients true in place, for code that reads or changes them before `step`.
 
@@ -146,6 +150,7 @@ class GradientControl:
         update.apply_in_place(decision, [t for part in found for t in part.tensors])
         self._order.unscaled = True
 
+    @eager
     def step(self, closure: Callable[[], Tensor] | None = None) -> Outcome:
         """Decides on the gradients as they stand and steps every optimizer, or none.
 
@@ -185,6 +190,7 @@ class GradientControl:
             called.release()
         return self._conclude(verdict)
 
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of every optimizer."""
         for param in self._parameters():

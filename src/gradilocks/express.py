@@ -19,7 +19,7 @@ from gradilocks.clip import ClipByNorm, ClipPolicy, NoClip
 from gradilocks.kernels.table import keep_if_captured, send
 from gradilocks.roll import Called, Roll
 from gradilocks.scale import DynamicScale, NoScale, ScalePolicy, StaticScale
-from gradilocks.values import Decision, ScaleState, Statistics, StepRecord
+from gradilocks.values import Decision, ScaleState, StepRecord
 
 __all__ = ["Express"]
 
@@ -62,23 +62,18 @@ class Express:
         unscaled: bool,
     ) -> tuple[Decision, StepRecord]:
         """Measures, decides, and moves the scale, the streak and the count of steps on."""
-        fused = importlib.import_module("gradilocks.kernels.fused")
         self._prepare(called, scale, clip)
-        order = clip.order
-        reals, counts = fused.measure_located(called.located, order=order)
+        fused, order = self._fused, clip.order
+        found = fused.measure_located(called.located, order=order, scratch=self._scratch)
         row = torch.empty(12, dtype=torch.float64, device=called.device)
         fused.settle(
-            reals, counts, self._rules, state, streak, steps, loss,
+            found, self._rules, state, streak, steps, loss,
             self._skip, self._divisor, self._multiplier, row,
             order=order, clip=type(clip) is ClipByNorm, dynamic=type(scale) is DynamicScale,
             unscaled=unscaled,
         )  # fmt: skip
-        keep_if_captured(self._rules, self._skip, self._divisor, self._multiplier)
-        norms, largest = reals.unbind()
-        zeros, nan, inf = counts.unbind()
-        found = Statistics(norms, nan, inf, largest=largest, zeros=zeros)
-        decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
-        return decision, StepRecord(row, self._skip, found)
+        keep_if_captured(self._rules, self._skip, self._divisor, self._multiplier, self._scratch)
+        return self._decision, StepRecord(row, self._skip, lambda: fused.statistics_of(found))
 
     @staticmethod
     def undo(record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
@@ -96,6 +91,8 @@ class Express:
             self._skip = torch.zeros((), dtype=torch.float32, device=called.device)
             self._divisor = torch.ones((), dtype=torch.float32, device=called.device)
             self._multiplier = torch.ones((), dtype=torch.float64, device=called.device)
+            self._decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
+            self._fused: Any = importlib.import_module("gradilocks.kernels.fused")
             self._made_for = ()
         made_for = (id(called), scale, clip)
         if made_for != self._made_for:
@@ -106,4 +103,5 @@ class Express:
                 rules += [scale.hysteresis]
             host = torch.tensor([float(rule) for rule in rules], dtype=torch.float64, device="cpu")
             self._rules = send(host, called.device)
+            self._scratch = self._fused.scratch_for(called.located)
             self._made_for = made_for

@@ -107,7 +107,7 @@ class Judge:
             statistics.inf.sum(),
         ]
         row = torch.stack([number.to(measurement.norm.dtype) for number in numbers])
-        record = StepRecord(row, decision.skip, statistics)
+        record = StepRecord(row, decision.skip, lambda: statistics)
         # Weak: an Outcome that somebody keeps must not keep a parameter that was replaced.
         params = [weakref.ref(param) for part in found for param in part.params]
         outcome = Outcome(record, self._namer(params), step=self._number())

@@ -6,6 +6,8 @@ waits for that device; turning them into Python numbers does, and only `record` 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -100,7 +102,13 @@ class StepRecord:
     """float64 (float32 where the device has none), 1-d: the numbers that ROW names."""
     skip: Tensor
     """float32, 0-d: as in the Decision; good until the next step."""
-    statistics: Statistics
+    found: Callable[[], Statistics]
+    """Makes `statistics` when somebody asks for them."""
+
+    @functools.cached_property
+    def statistics(self) -> Statistics:
+        """What was measured, gradient by gradient."""
+        return self.found()
 
 
 ROW = (

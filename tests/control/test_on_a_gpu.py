@@ -101,3 +101,71 @@ def test_a_control_that_was_resumed_decides_on_the_device():
         control.zero_grad()
         assert outcome.skipped == bool(number % 2)
     assert torch.isfinite(param).all()
+
+
+def two_hundred_tensors():
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    sizes = [1 + 977 * number % 50_000 for number in range(200)]
+    return [torch.randn(size, device="cuda", generator=generator) for size in sizes]
+
+
+@pytest.mark.parametrize("optimizer_class", [gradilocks.optim.AdamW, torch.optim.AdamW])
+def test_the_same_gradients_give_the_same_bits_on_every_run(optimizer_class):
+    def run():
+        params = [nn.Parameter(tensor) for tensor in two_hundred_tensors()]
+        control = GradientControl(optimizer_class(params, lr=1e-2, fused=True), clip=1.0)
+        norms = []
+        for number in range(5):
+            control.backward(sum((param * (number + 1)).square().sum() for param in params))
+            norms.append(control.step().norm)
+            control.zero_grad()
+        return norms, params
+
+    norms, params = run()
+    for _ in range(3):
+        again, others = run()
+        assert again == norms
+        assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+
+
+def test_a_step_needs_a_megabyte_and_64_bytes_a_tensor_whatever_the_model():
+    params = [nn.Parameter(torch.zeros(1 << 20, device="cuda")) for _ in range(64)]
+    params += [nn.Parameter(torch.zeros(10, device="cuda")) for _ in range(1000)]
+    control = GradientControl(gradilocks.optim.AdamW(params, lr=1e-3), clip=1.0)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    loss = torch.ones((), device="cuda", requires_grad=True)
+    for _ in range(3):
+        control.scale_loss(loss)
+        control.step()
+        torch._foreach_mul_([param.grad for param in params], 2.0)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    control.scale_loss(loss)
+    outcome = control.step()
+    used = torch.cuda.max_memory_allocated() - before
+    assert used <= (1 << 20) + 64 * len(params)
+    assert not outcome.skipped
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("optimizer_class", [gradilocks.optim.AdamW, gradilocks.optim.SGD])
+def test_a_gradilocks_optimizer_never_waits_either(optimizer_class):
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).cuda()
+    inputs = torch.randn(32, 64, device="cuda")
+    optimizer = optimizer_class(model.parameters(), lr=1e-3)
+    control = GradientControl(optimizer, model=model, clip=0.5, give_up_after=10)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
+    outcomes = []
+    for number in range(60):
+        factor = math.inf if number in (0, 7) else 1.0
+        torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
+        try:
+            control.backward(model(inputs).square().mean() * factor)
+            outcomes.append(control.step())
+            control.zero_grad()
+            scheduler.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert [n for n, outcome in enumerate(outcomes) if outcome.skipped] == [0, 7]

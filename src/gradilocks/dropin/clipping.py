@@ -22,6 +22,7 @@ from gradilocks import kernels
 from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.dropin.once import writing_ourselves
 from gradilocks.dropin.total import any_double, by_device, measured
+from gradilocks.eager import eager, users_line
 from gradilocks.gradients import Gradients, collect
 from gradilocks.order import refuse_scaled
 from gradilocks.values import Measurement, moved, wide
@@ -31,6 +32,7 @@ __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_
 _TensorOrTensors = Tensor | Iterable[Tensor]
 
 
+@eager
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: _TensorOrTensors,
@@ -70,6 +72,7 @@ def clip_grad_norm_(
     return norm
 
 
+@eager
 @torch.no_grad()
 def clip_grads_with_norm_(
     parameters: _TensorOrTensors,
@@ -99,6 +102,7 @@ def clip_grads_with_norm_(
         _multiply_(found, by_device(found.tensors), coefficient)
 
 
+@eager
 @torch.no_grad()
 def get_total_norm(
     tensors: _TensorOrTensors,
@@ -127,6 +131,7 @@ def get_total_norm(
     return _checked_norm(measurement, double, error_if_nonfinite)
 
 
+@eager
 @torch.no_grad()
 def clip_grad_value_(
     parameters: _TensorOrTensors, clip_value: float, foreach: bool | None = None
@@ -187,7 +192,8 @@ def _listed(given: _TensorOrTensors, *, warn_if_empty_generator: bool = False) -
     listed = list(given)
     if warn_if_empty_generator and not listed and isinstance(given, types.GeneratorType):
         warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=4
+            "`parameters` is an empty generator, no gradient clipping will occur.",
+            stacklevel=users_line(),
         )
     return listed
 

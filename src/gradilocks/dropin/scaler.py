@@ -29,6 +29,7 @@ from gradilocks.dropin.flags import (
 from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce
 from gradilocks.dropin.state import check_state, set_scale
+from gradilocks.eager import eager, users_line
 from gradilocks.gradients import Names, any_distributed
 from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
@@ -100,6 +101,7 @@ class GradScaler(torch.amp.GradScaler):
         """What became of the latest `step`, or None before the first. Reading it waits."""
         return self._outcome
 
+    @eager
     def scale(self, outputs: Any) -> Any:
         """Multiplies a tensor, or every tensor of an iterable, by the scale; fp16 in float32."""
         if not self._enabled:
@@ -107,6 +109,12 @@ class GradScaler(torch.amp.GradScaler):
         self._once.note_scaled(outputs)
         return super().scale(_widened(outputs))
 
+    @eager
+    def unscale_(self, optimizer: Any) -> None:
+        """Divides the optimizer's gradients by the scale, measuring them in the same pass."""
+        super().unscale_(optimizer)
+
+    @eager
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Unscales if that has not been done, then steps unless a gradient is NaN or Inf.
 
@@ -148,6 +156,7 @@ class GradScaler(torch.amp.GradScaler):
         known.forget()
         return returned
 
+    @eager
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves the scale on, or sets it to `new_scale`; begins the next iteration."""
         if not self._enabled:
@@ -286,7 +295,7 @@ class GradScaler(torch.amp.GradScaler):
                 "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
                 "directly.",
                 FutureWarning,
-                stacklevel=3,
+                stacklevel=users_line(),
             )
             kwargs["grad_scaler"] = self
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]

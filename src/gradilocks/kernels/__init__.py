@@ -13,6 +13,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from gradilocks.eager import users_line
 from gradilocks.kernels import reference
 from gradilocks.values import Statistics
 
@@ -83,7 +84,9 @@ def _choose(kind: str) -> tuple[Kernels, str]:
         fused.try_out(torch.device(kind))
     except Exception as error:
         why = f"Triton's kernels do not run on {kind} ({type(error).__name__}: {error})"
-        warnings.warn(f"Gradilocks goes on with plain torch: {why}", RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f"Gradilocks goes on with plain torch: {why}", RuntimeWarning, stacklevel=users_line()
+        )
         return plain, f"reference: {why}"
     return cast("Kernels", fused), f"fused: Triton's kernels run on {kind}"
 

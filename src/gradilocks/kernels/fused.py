@@ -30,7 +30,9 @@ __all__ = [
     "measure_located",
     "multiply_",
     "multiply_and_check_",
+    "scratch_for",
     "settle",
+    "statistics_of",
     "try_out",
 ]
 
@@ -83,37 +85,58 @@ def try_out(device: torch.device) -> None:
 
 
 def measure_located(
-    located: Located, *, multiplier: Tensor | None = None, order: float = 2.0
-) -> tuple[Tensor, Tensor]:
+    located: Located,
+    *,
+    multiplier: Tensor | None = None,
+    order: float = 2.0,
+    scratch: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Measures tensors that the kernels can take.
 
+    Args:
+        located: the tensors.
+        multiplier: 0-d; what they are multiplied by first.
+        order: 1, 2 or inf.
+        scratch: made by `scratch_for`, by a caller that measures again and again on one stream.
+
     Returns:
-        float64 [2, tensors], the norms and the largest magnitudes; int64 [3, tensors], how many
-        elements are 0, NaN and Inf.
+        float64 [5, tensors]: norms, largest magnitudes, and how many are 0, NaN and Inf.
     """
     layout, device = located.layout, located.device
     chunks, count = layout.chunks, layout.count
-    reals = torch.empty(2, chunks, dtype=torch.float64, device=device)
-    counts = torch.empty(3, chunks, dtype=torch.int32, device=device)
-    out_reals = torch.empty(2, count, dtype=torch.float64, device=device)
-    out_counts = torch.empty(3, count, dtype=torch.int64, device=device)
-    power = ORDERS[order]
-    for bucket in layout.buckets:
-        _measuring(bucket.kind, layout.chunk, power, multiplier)(
+    reals, counts = scratch or scratch_for(located)
+    found = torch.empty(5, count, dtype=torch.float64, device=device)
+    key = (order, None if multiplier is None else multiplier.dtype)
+    launches = layout.launches.get(key)
+    if launches is None:
+        launches = [
+            _measuring(b.kind, layout.chunk, ORDERS[order], multiplier) for b in layout.buckets
+        ]
+        launches.append(launch_for(gather_kernel, 4, ORDER=ORDERS[order], BLOCK=1024))
+        layout.launches[key] = launches
+    for bucket, launch in zip(layout.buckets, launches, strict=False):
+        launch(
             bucket.chunks, device, located.pointers, layout.sizes, layout.owner, layout.index,
             layout.sizes if multiplier is None else multiplier, reals, counts,
             bucket.first, chunks,
         )  # fmt: skip
-    launch_for(gather_kernel, 4, ORDER=power, BLOCK=1024)(
-        count, device, layout.begin, layout.counts, reals, counts, out_reals, out_counts,
-        chunks, count,
+    launches[-1](
+        count, device, layout.begin, layout.counts, reals, counts, found, chunks, count
     )  # fmt: skip
-    return out_reals, out_counts
+    return found
+
+
+def scratch_for(located: Located) -> tuple[Tensor, Tensor]:
+    """Room for what is found in each chunk: 28 bytes a chunk."""
+    chunks = located.layout.chunks
+    return (
+        torch.empty(2, chunks, dtype=torch.float64, device=located.device),
+        torch.empty(3, chunks, dtype=torch.int32, device=located.device),
+    )
 
 
 def settle(
-    reals: Tensor,
-    counts: Tensor,
+    found: Tensor,
     rules: Tensor,
     state: ScaleState,
     streak: Tensor,
@@ -135,9 +158,9 @@ def settle(
         settle_kernel, 4, like, ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
         UNSCALED=unscaled, LOSS=loss is not None, BLOCK=1024,
     )(
-        1, row.device, reals, counts, rules, state.scale, state.growth_tracker, state.hysteresis,
+        1, row.device, found, rules, state.scale, state.growth_tracker, state.hysteresis,
         streak, steps, row if loss is None else loss, skip, divisor, multiplier, row,
-        reals.shape[1],
+        found.shape[1],
     )  # fmt: skip
 
 
@@ -155,16 +178,20 @@ def _measured(tensors: Sequence[Tensor], multiplier: Tensor | None, order: float
     rest = located.rest
     if order not in ORDERS:
         rest = tuple(range(len(tensors)))
-        shape = (3, len(tensors))
-        reals = torch.empty(shape, dtype=torch.float64, device=located.device)
-        counts = torch.empty(shape, dtype=torch.int64, device=located.device)
+        found = torch.empty(5, len(tensors), dtype=torch.float64, device=located.device)
     else:
-        reals, counts = measure_located(located, multiplier=multiplier, order=order)
+        found = measure_located(located, multiplier=multiplier, order=order)
     if rest:
-        _fill_in([tensors[i] for i in rest], rest, multiplier, order, reals, counts)
+        _fill_in([tensors[i] for i in rest], rest, multiplier, order, found)
     if multiplier is not None:
         torch.autograd.graph.increment_version(tensors)
-    return Statistics(reals[0], counts[1], counts[2], largest=reals[1], zeros=counts[0])
+    return statistics_of(found)
+
+
+def statistics_of(found: Tensor) -> Statistics:
+    """The Statistics in what `measure_located` returns."""
+    counts = found[2:].to(torch.int64)
+    return Statistics(found[0], counts[1], counts[2], largest=found[1], zeros=counts[0])
 
 
 def _fill_in(
@@ -172,19 +199,17 @@ def _fill_in(
     places: Sequence[int],
     multiplier: Tensor | None,
     order: float,
-    reals: Tensor,
-    counts: Tensor,
+    out: Tensor,
 ) -> None:
     """What the kernels cannot take, by the reference, put into its places."""
     if multiplier is not None:
         reference.multiply_(tensors, multiplier)
     found = reference.measure(tensors, order=order, detail=True)
-    assert found.largest is not None
-    assert found.zeros is not None
-    for column, place in enumerate(places):
-        reals[0, place], reals[1, place] = found.norms[column], found.largest[column]
-        counts[0, place] = found.zeros[column]
-        counts[1, place], counts[2, place] = found.nan[column], found.inf[column]
+    columns = (found.norms, found.largest, found.zeros, found.nan, found.inf)
+    for row, column in zip(out, columns, strict=True):
+        assert column is not None
+        for number, place in zip(column.unbind(), places, strict=True):
+            row[place] = number
 
 
 def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from gradilocks.kernels.fused import TYPES
-from gradilocks.kernels.launch import launch_for
+from gradilocks.kernels.launch import Launch, launch_for
 from gradilocks.kernels.stepping import (
     adam_kernel,
     adam_rates_kernel,
@@ -20,8 +19,8 @@ from gradilocks.kernels.table import Layout
 
 __all__ = ["adam_rates", "sgd_rates", "step"]
 
-TILE = 4096
-WARPS = 16
+TILE = 1024
+WARPS = 8
 _LANES = 256
 _KERNELS = {"adam": adam_kernel, "sgd": sgd_kernel}
 
@@ -68,17 +67,24 @@ def step(
         skip: 0-d float32; None to step whatever comes.
         divisor: 0-d float32; None to take the gradients as they are.
     """
-    for bucket in layout.buckets:
-        kind: Any = bucket.kind
-        param, grad, state, master, aligned, flags = kind
-        wide = torch.float64 if param is torch.float64 else torch.float32
-        launch_for(
-            _KERNELS[kernel], WARPS, PARAM=TYPES[param], GRAD=TYPES[grad], STATE=TYPES[state],
-            WIDE=tl.float64 if wide is torch.float64 else tl.float32, MASTER=master, **dict(flags),
-            SCALED=divisor is not None, SKIPPABLE=skip is not None,
-            CHUNK=layout.chunk, TILE=min(TILE, layout.chunk), ALIGN=16 if aligned else 2,
-        )(
+    key = (kernel, skip is None, divisor is None)
+    launches = layout.launches.get(key)
+    if launches is None:
+        launches = [_stepping(kernel, layout, bucket.kind, *key[1:]) for bucket in layout.buckets]
+        layout.launches[key] = launches
+    for bucket, launch in zip(layout.buckets, launches, strict=True):
+        launch(
             bucket.chunks, layout.device, places, gradients, layout.sizes, layout.owner,
             layout.index, rates, rates if skip is None else skip,
             rates if divisor is None else divisor, bucket.first, layout.count,
         )  # fmt: skip
+
+
+def _stepping(kernel: str, layout: Layout, kind: Any, always: bool, unscaled: bool) -> Launch:
+    param, grad, state, master, aligned, flags = kind
+    wide = torch.float64 if param is torch.float64 else torch.float32
+    return launch_for(
+        _KERNELS[kernel], WARPS, PARAM=TYPES[param], GRAD=TYPES[grad], STATE=TYPES[state],
+        WIDE=TYPES[wide], MASTER=master, **dict(flags), SCALED=not unscaled, SKIPPABLE=not always,
+        CHUNK=layout.chunk, TILE=min(TILE, layout.chunk), ALIGN=16 if aligned else 2,
+    )  # fmt: skip

@@ -142,11 +142,14 @@ def measure_kernel(
 
 @settled
 def gather_kernel(
-    begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, out_reals_ptr, out_counts_ptr,
+    begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, out_ptr,
     chunks, tensors,
     ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tensor's numbers from those of its chunks, added up in the chunks' order."""
+    """One tensor's numbers from those of its chunks, added up in the chunks' order.
+
+    `out`, row by row: norm, largest magnitude, and how many are 0, NaN and Inf.
+    """
     owner = tl.program_id(0)
     begin = tl.load(begin_ptr + owner)
     end = begin + tl.load(chunk_counts_ptr + owner)
@@ -186,11 +189,11 @@ def gather_kernel(
     inf = tl.sum(infs)
     norm = tl.where(inf > 0, float("inf"), norm)
     norm = tl.where(nan > 0, float("nan"), norm)
-    tl.store(out_reals_ptr + owner, norm)
-    tl.store(out_reals_ptr + tensors + owner, peak)
-    tl.store(out_counts_ptr + owner, tl.sum(zeros))
-    tl.store(out_counts_ptr + tensors + owner, nan)
-    tl.store(out_counts_ptr + 2 * tensors + owner, inf)
+    tl.store(out_ptr + owner, norm)
+    tl.store(out_ptr + tensors + owner, peak)
+    tl.store(out_ptr + 2 * tensors + owner, tl.sum(zeros).to(tl.float64))
+    tl.store(out_ptr + 3 * tensors + owner, nan.to(tl.float64))
+    tl.store(out_ptr + 4 * tensors + owner, inf.to(tl.float64))
 
 
 @settled

@@ -19,7 +19,7 @@ __all__ = ["settle_kernel"]
 
 @settled
 def settle_kernel(
-    reals_ptr, counts_ptr, rules_ptr,
+    found_ptr, rules_ptr,
     scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
     skip_ptr, divisor_ptr, multiplier_ptr, row_ptr,
     tensors,
@@ -28,21 +28,22 @@ def settle_kernel(
 ):  # fmt: skip
     """Decides one step and moves the scale on.
 
+    `found`: as `gather_kernel` leaves it.
     `rules`: largest norm, roof, growth, backoff, interval, min, max, hysteresis.
     `row`: skip, scale, norm, limit, clipped, step, loss not finite, NaN, Inf, and the tracker, the
     hysteresis and the streak as they were.
     """
     lanes = tl.arange(0, BLOCK)
     units = tl.zeros([BLOCK], tl.float64)
-    nans = tl.zeros([BLOCK], tl.int64)
-    infs = tl.zeros([BLOCK], tl.int64)
+    nans = tl.zeros([BLOCK], tl.float64)
+    infs = tl.zeros([BLOCK], tl.float64)
     for place in range(0, tensors, BLOCK):
         at = place + lanes
         inside = at < tensors
-        norms = tl.load(reals_ptr + at, mask=inside, other=0.0)
+        norms = tl.load(found_ptr + at, mask=inside, other=0.0)
         units = tl.maximum(units, tl.where(norms == norms, norms, 0.0))
-        nans += tl.load(counts_ptr + tensors + at, mask=inside, other=0)
-        infs += tl.load(counts_ptr + 2 * tensors + at, mask=inside, other=0)
+        nans += tl.load(found_ptr + 3 * tensors + at, mask=inside, other=0.0)
+        infs += tl.load(found_ptr + 4 * tensors + at, mask=inside, other=0.0)
     nan = tl.sum(nans)
     inf = tl.sum(infs)
     largest = tl.max(units)
@@ -51,7 +52,7 @@ def settle_kernel(
     sums = tl.zeros([BLOCK], tl.float64)
     for place in range(0, tensors, BLOCK):
         at = place + lanes
-        norms = tl.load(reals_ptr + at, mask=at < tensors, other=0.0) / unit
+        norms = tl.load(found_ptr + at, mask=at < tensors, other=0.0) / unit
         sums += norms * norms if ORDER == 2 else norms
     norm = tl.sum(sums)
     if ORDER == 2:
@@ -59,8 +60,8 @@ def settle_kernel(
     norm = tl.where(usable, norm * unit, largest)
     if ORDER == 0:
         norm = largest
-    norm = tl.where(nan > 0, float("nan"), norm)
-    broken = (nan + inf) > 0
+    norm = tl.where(nan > 0.0, float("nan"), norm)
+    broken = (nan + inf) > 0.0
 
     stored = tl.load(scale_ptr)
     scale = stored.to(tl.float64)
@@ -105,8 +106,8 @@ def settle_kernel(
     tl.store(row_ptr + 4, tl.where(clipped, 1.0, 0.0))
     tl.store(row_ptr + 5, steps.to(tl.float64))
     tl.store(row_ptr + 6, loss)
-    tl.store(row_ptr + 7, nan.to(tl.float64))
-    tl.store(row_ptr + 8, inf.to(tl.float64))
+    tl.store(row_ptr + 7, nan)
+    tl.store(row_ptr + 8, inf)
     tl.store(row_ptr + 9, tracker.to(tl.float64))
     tl.store(row_ptr + 10, hysteresis.to(tl.float64))
     tl.store(row_ptr + 11, streak.to(tl.float64))

@@ -11,6 +11,7 @@ launch. Both do nothing at all if the step is skipped, and the gradients are nev
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from gradilocks.kernels.programs import settled
@@ -56,6 +57,70 @@ def adam_rates_kernel(
     tl.store(rate + 7, 1.0 - beta2, mask=inside)
 
 
+@triton.jit
+def _adam_chunk(
+    p_ptr, m_ptr, v_ptr, x_ptr, w_ptr, g_ptr, left,
+    lr, root, decay, eps, beta1, take1, beta2, take2, divisor,
+    PARAM: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
+    MASTER: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
+    SCALED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """The elements of one chunk, tile by tile; a full one is read without a mask."""
+    lanes = tl.arange(0, TILE)
+    for offset in range(0, CHUNK if FULL else left, TILE):
+        at = offset + lanes
+        inside = at < left
+        if FULL:
+            g = tl.load(g_ptr + at).to(WIDE)
+            m = tl.load(m_ptr + at).to(WIDE)
+            v = tl.load(v_ptr + at).to(WIDE)
+            p = tl.load(w_ptr + at) if MASTER else tl.load(p_ptr + at).to(WIDE)
+            x = tl.load(x_ptr + at).to(WIDE) if AMSGRAD else v
+        else:
+            g = tl.load(g_ptr + at, mask=inside, other=0.0).to(WIDE)
+            m = tl.load(m_ptr + at, mask=inside, other=0.0).to(WIDE)
+            v = tl.load(v_ptr + at, mask=inside, other=0.0).to(WIDE)
+            if MASTER:
+                p = tl.load(w_ptr + at, mask=inside, other=0.0)
+            else:
+                p = tl.load(p_ptr + at, mask=inside, other=0.0).to(WIDE)
+            x = tl.load(x_ptr + at, mask=inside, other=0.0).to(WIDE) if AMSGRAD else v
+        if SCALED:
+            g = tl.div_rn(g, divisor) if tl.float32 == WIDE else g / divisor
+        if MAXIMIZE:
+            g = -g
+        if DECOUPLED:
+            p = tl.where(decay != 0.0, p - decay * p, p)
+        else:
+            g = tl.where(decay != 0.0, g + decay * p, g)
+        m = beta1 * m + take1 * g
+        v = beta2 * v + take2 * g * g
+        if AMSGRAD:
+            x = tl.maximum(x, v, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            x = v
+        if tl.float32 == WIDE:
+            p = p - lr * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(x), root) + eps)
+        else:
+            p = p - lr * (m / (tl.sqrt(x) / root + eps))
+        if FULL:
+            tl.store(m_ptr + at, m.to(STATE))
+            tl.store(v_ptr + at, v.to(STATE))
+            tl.store(p_ptr + at, p.to(PARAM))
+            if MASTER:
+                tl.store(w_ptr + at, p)
+            if AMSGRAD:
+                tl.store(x_ptr + at, x.to(STATE))
+        else:
+            tl.store(m_ptr + at, m.to(STATE), mask=inside)
+            tl.store(v_ptr + at, v.to(STATE), mask=inside)
+            tl.store(p_ptr + at, p.to(PARAM), mask=inside)
+            if MASTER:
+                tl.store(w_ptr + at, p, mask=inside)
+            if AMSGRAD:
+                tl.store(x_ptr + at, x.to(STATE), mask=inside)
+
+
 @settled
 def adam_kernel(
     places_ptr, grads_ptr, sizes_ptr, owner_ptr, index_ptr, rates_ptr, skip_ptr, divisor_ptr,
@@ -97,60 +162,18 @@ def adam_kernel(
     beta2 = tl.load(rate + 6).to(WIDE)
     take2 = tl.load(rate + 7).to(WIDE)
     divisor = tl.load(divisor_ptr).to(WIDE) if SCALED else 1.0
-    lanes = tl.arange(0, TILE)
-    for offset in range(0, left, TILE):
-        at = offset + lanes
-        if start + CHUNK <= size:  # The same for all programs but a tensor's last.
-            g = tl.load(g_ptr + at).to(WIDE)
-            m = tl.load(m_ptr + at).to(WIDE)
-            v = tl.load(v_ptr + at).to(WIDE)
-            p = tl.load(w_ptr + at) if MASTER else tl.load(p_ptr + at).to(WIDE)
-            x = tl.load(x_ptr + at).to(WIDE) if AMSGRAD else v
-        else:
-            inside = at < left
-            g = tl.load(g_ptr + at, mask=inside, other=0.0).to(WIDE)
-            m = tl.load(m_ptr + at, mask=inside, other=0.0).to(WIDE)
-            v = tl.load(v_ptr + at, mask=inside, other=0.0).to(WIDE)
-            if MASTER:
-                p = tl.load(w_ptr + at, mask=inside, other=0.0)
-            else:
-                p = tl.load(p_ptr + at, mask=inside, other=0.0).to(WIDE)
-            x = tl.load(x_ptr + at, mask=inside, other=0.0).to(WIDE) if AMSGRAD else v
-        if SCALED:
-            g = tl.div_rn(g, divisor) if tl.float32 == WIDE else g / divisor
-        if MAXIMIZE:
-            g = -g
-        if DECOUPLED:
-            p = tl.where(decay != 0.0, p - decay * p, p)
-        else:
-            g = tl.where(decay != 0.0, g + decay * p, g)
-        m = beta1 * m + take1 * g
-        v = beta2 * v + take2 * g * g
-        if AMSGRAD:
-            x = tl.maximum(x, v, propagate_nan=tl.PropagateNan.ALL)
-        else:
-            x = v
-        if tl.float32 == WIDE:
-            p = p - lr * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(x), root) + eps)
-        else:
-            p = p - lr * (m / (tl.sqrt(x) / root + eps))
-        if start + CHUNK <= size:
-            tl.store(m_ptr + at, m.to(STATE))
-            tl.store(v_ptr + at, v.to(STATE))
-            tl.store(p_ptr + at, p.to(PARAM))
-            if MASTER:
-                tl.store(w_ptr + at, p)
-            if AMSGRAD:
-                tl.store(x_ptr + at, x.to(STATE))
-        else:
-            inside = at < left
-            tl.store(m_ptr + at, m.to(STATE), mask=inside)
-            tl.store(v_ptr + at, v.to(STATE), mask=inside)
-            tl.store(p_ptr + at, p.to(PARAM), mask=inside)
-            if MASTER:
-                tl.store(w_ptr + at, p, mask=inside)
-            if AMSGRAD:
-                tl.store(x_ptr + at, x.to(STATE), mask=inside)
+    if start + CHUNK <= size:
+        _adam_chunk(
+            p_ptr, m_ptr, v_ptr, x_ptr, w_ptr, g_ptr, left,
+            lr, root, decay, eps, beta1, take1, beta2, take2, divisor,
+            PARAM, STATE, WIDE, MASTER, AMSGRAD, MAXIMIZE, DECOUPLED, SCALED, CHUNK, TILE, True,
+        )  # fmt: skip
+    else:
+        _adam_chunk(
+            p_ptr, m_ptr, v_ptr, x_ptr, w_ptr, g_ptr, left,
+            lr, root, decay, eps, beta1, take1, beta2, take2, divisor,
+            PARAM, STATE, WIDE, MASTER, AMSGRAD, MAXIMIZE, DECOUPLED, SCALED, CHUNK, TILE, False,
+        )  # fmt: skip
 
 
 @settled
@@ -185,6 +208,55 @@ def sgd_rates_kernel(
     tl.store(rate + 3, tl.where(fresh, 0.0, momentum), mask=inside)
     tl.store(rate + 4, tl.where(fresh, 1.0, 1.0 - dampening), mask=inside)
     tl.store(flag, tl.zeros([BLOCK], tl.int32), mask=asked)
+
+
+@triton.jit
+def _sgd_chunk(
+    p_ptr, b_ptr, w_ptr, g_ptr, left, lr, decay, momentum, keep, take, divisor,
+    PARAM: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
+    MASTER: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+    SCALED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """The elements of one chunk, tile by tile; a full one is read without a mask."""
+    lanes = tl.arange(0, TILE)
+    for offset in range(0, CHUNK if FULL else left, TILE):
+        at = offset + lanes
+        inside = at < left
+        if FULL:
+            g = tl.load(g_ptr + at).to(WIDE)
+            p = tl.load(w_ptr + at) if MASTER else tl.load(p_ptr + at).to(WIDE)
+            b = tl.load(b_ptr + at).to(WIDE) if MOMENTUM else g
+        else:
+            g = tl.load(g_ptr + at, mask=inside, other=0.0).to(WIDE)
+            if MASTER:
+                p = tl.load(w_ptr + at, mask=inside, other=0.0)
+            else:
+                p = tl.load(p_ptr + at, mask=inside, other=0.0).to(WIDE)
+            b = tl.load(b_ptr + at, mask=inside, other=0.0).to(WIDE) if MOMENTUM else g
+        if SCALED:
+            g = tl.div_rn(g, divisor) if tl.float32 == WIDE else g / divisor
+        if MAXIMIZE:
+            g = -g
+        g = tl.where(decay != 0.0, g + decay * p, g)
+        if MOMENTUM:
+            b = keep * b + take * g
+            if NESTEROV:
+                g = g + momentum * b
+            else:
+                g = b
+        p = p - lr * g
+        if FULL:
+            tl.store(p_ptr + at, p.to(PARAM))
+            if MASTER:
+                tl.store(w_ptr + at, p)
+            if MOMENTUM:
+                tl.store(b_ptr + at, b.to(STATE))
+        else:
+            tl.store(p_ptr + at, p.to(PARAM), mask=inside)
+            if MASTER:
+                tl.store(w_ptr + at, p, mask=inside)
+            if MOMENTUM:
+                tl.store(b_ptr + at, b.to(STATE), mask=inside)
 
 
 @settled
@@ -223,43 +295,13 @@ def sgd_kernel(
     keep = tl.load(rate + 3).to(WIDE)
     take = tl.load(rate + 4).to(WIDE)
     divisor = tl.load(divisor_ptr).to(WIDE) if SCALED else 1.0
-    lanes = tl.arange(0, TILE)
-    for offset in range(0, left, TILE):
-        at = offset + lanes
-        if start + CHUNK <= size:
-            g = tl.load(g_ptr + at).to(WIDE)
-            p = tl.load(w_ptr + at) if MASTER else tl.load(p_ptr + at).to(WIDE)
-            b = tl.load(b_ptr + at).to(WIDE) if MOMENTUM else g
-        else:
-            inside = at < left
-            g = tl.load(g_ptr + at, mask=inside, other=0.0).to(WIDE)
-            if MASTER:
-                p = tl.load(w_ptr + at, mask=inside, other=0.0)
-            else:
-                p = tl.load(p_ptr + at, mask=inside, other=0.0).to(WIDE)
-            b = tl.load(b_ptr + at, mask=inside, other=0.0).to(WIDE) if MOMENTUM else g
-        if SCALED:
-            g = tl.div_rn(g, divisor) if tl.float32 == WIDE else g / divisor
-        if MAXIMIZE:
-            g = -g
-        g = tl.where(decay != 0.0, g + decay * p, g)
-        if MOMENTUM:
-            b = keep * b + take * g
-            if NESTEROV:
-                g = g + momentum * b
-            else:
-                g = b
-        p = p - lr * g
-        if start + CHUNK <= size:
-            tl.store(p_ptr + at, p.to(PARAM))
-            if MASTER:
-                tl.store(w_ptr + at, p)
-            if MOMENTUM:
-                tl.store(b_ptr + at, b.to(STATE))
-        else:
-            inside = at < left
-            tl.store(p_ptr + at, p.to(PARAM), mask=inside)
-            if MASTER:
-                tl.store(w_ptr + at, p, mask=inside)
-            if MOMENTUM:
-                tl.store(b_ptr + at, b.to(STATE), mask=inside)
+    if start + CHUNK <= size:
+        _sgd_chunk(
+            p_ptr, b_ptr, w_ptr, g_ptr, left, lr, decay, momentum, keep, take, divisor,
+            PARAM, STATE, WIDE, MASTER, MOMENTUM, NESTEROV, MAXIMIZE, SCALED, CHUNK, TILE, True,
+        )  # fmt: skip
+    else:
+        _sgd_chunk(
+            p_ptr, b_ptr, w_ptr, g_ptr, left, lr, decay, momentum, keep, take, divisor,
+            PARAM, STATE, WIDE, MASTER, MOMENTUM, NESTEROV, MAXIMIZE, SCALED, CHUNK, TILE, False,
+        )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,8 @@ class Layout:
         self.index = send(torch.cat(indices or nothing).to(torch.int32), device)
         self.begin = send(begin.to(torch.int32), device)
         self.counts = send(counts.to(torch.int32), device)
+        self.launches: dict[Hashable, list[Any]] = {}
+        """What the kernels' users have found out about launching on it."""
         self._addresses: list[int] = []
         self._pointers = self.sizes
 
