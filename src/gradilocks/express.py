@@ -9,6 +9,7 @@ settle.
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,10 +44,13 @@ class Express:
             return None
         if type(clip) is not NoClip and (type(clip) is not ClipByNorm or clip.order not in _ORDERS):
             return None
-        if len(optimizers) == 1 and hasattr(optimizers[0], "gradients"):
-            called = optimizers[0].gradients()
+        if len(optimizers) == 1 and isinstance(getattr(optimizers[0], "_roll", None), Roll):
+            called = optimizers[0].gradients()  # The optimizer's step will want the same.
             return called if isinstance(called, Called) else None
-        groups = [group["params"] for opt in optimizers for group in opt.param_groups]
+        groups = []
+        for optimizer in optimizers:
+            groups += [group["params"] for group in optimizer.param_groups]
+            groups.append([])  # So that a group that moves to another optimizer is noticed.
         return self._roll.call(groups)
 
     def settle(
@@ -94,7 +98,8 @@ class Express:
             self._decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
             self._fused: Any = importlib.import_module("gradilocks.kernels.fused")
             self._made_for = ()
-        made_for = (id(called), scale, clip)
+        # Weak: a number would be taken for the next one's, and the old parameters would be kept.
+        made_for = (weakref.ref(called), scale, clip)
         if made_for != self._made_for:
             rules = [getattr(clip, "max_norm", float("inf")), called.roof]
             if isinstance(scale, DynamicScale):

@@ -170,6 +170,7 @@ class Judge:
         if (
             loss is not None
             and self._loss_nonfinite is None
+            and type(loss) is Tensor
             and loss.numel() == 1
             and loss.device == device
             and loss.is_floating_point()

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels.table import send
+from gradilocks.optim import masters
 from gradilocks.optim.plan import Plan
-from gradilocks.optim.stepper import Stepper, make_master
+from gradilocks.optim.stepper import Stepper
 
 __all__ = ["Adam", "AdamW"]
 
@@ -43,22 +44,24 @@ class _Adams(Stepper):
         for param, group, wide in zip(params, groups, mastered, strict=True):
             state = self.state[param]
             step = state["step"]
-            if not isinstance(step, Tensor) or step.device != param.device:
+            if (
+                not isinstance(step, Tensor)
+                or step.device != param.device
+                or step.dtype is not torch.float32
+            ):
                 # From a checkpoint of an optimizer that counts on the host.
                 step = torch.as_tensor(step, dtype=torch.float32)
                 state["step"] = step.to(param.device, copy=True)
             dtype = torch.float32 if wide else param.dtype
             for name in self.columns[: 3 if group["amsgrad"] else 2]:
-                if name not in state:
+                if state.get(name) is None:
                     state[name] = torch.zeros_like(param, dtype=dtype)
-                elif wide and state[name].dtype is not torch.float32:
-                    state[name] = state[name].float()
             if wide:
-                make_master(param, state)
+                masters.ensure(param, state, self.marks)
 
-    def plan_more(self, plan: Plan) -> Tensor:
-        steps = [state["step"].data_ptr() for state in plan.states]
-        return send(array("q", steps), plan.device)
+    def plan_more(self, plan: Plan) -> tuple[Tensor, list[Tensor | None]]:
+        steps = [state["step"] for state in plan.states]
+        return send(array("q", [step.data_ptr() for step in steps]), plan.device), steps
 
     def launch(
         self,

@@ -8,11 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.gradients import Names
-
-__all__ = ["check_parameters", "check_settings", "refuse_gradients"]
+__all__ = ["check_group", "check_parameters", "check_settings", "refuse_gradients"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def check_group(group: dict[str, Any], name: Callable[[Tensor], str]) -> None:
+    """Refuses a new group of parameters that could not be stepped."""
+    if group.get("differentiable"):
+        raise ValueError(
+            "differentiable=True was given, and a fused step cannot be differentiated through. "
+            "Leave it out, or use torch.optim's optimizer of the same name with fused=False."
+        )
+    params = group["params"]
+    check_parameters(params, name)
+    if params:
+        # A model on the CPU may be moved before its first step.
+        device = params[0].device
+        device = None if device.type in ("cpu", "meta") else device
+        check_settings(group, device, name, params[0])
 
 
 def check_parameters(params: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
@@ -26,9 +40,19 @@ def check_parameters(params: Iterable[Tensor], name: Callable[[Tensor], str]) ->
 
 
 def check_settings(
-    group: dict[str, Any], device: torch.device, name: Callable[[Tensor], str], param: Tensor
+    group: dict[str, Any],
+    device: torch.device | None,
+    name: Callable[[Tensor], str],
+    param: Tensor,
 ) -> None:
-    """Refuses a learning rate or another setting that is a tensor no kernel can read."""
+    """Refuses a learning rate or another setting that is a tensor no kernel can read.
+
+    Args:
+        group: of parameters.
+        device: where they are; None if they may still move.
+        name: tells a parameter's name, for the error message.
+        param: one of the group.
+    """
     for key in ("lr", "weight_decay"):
         value = group.get(key)
         if not isinstance(value, Tensor):
@@ -38,16 +62,15 @@ def check_settings(
                 f"the {key} of {name(param)} is a tensor of {value.dtype}, expected a floating "
                 f"dtype. Use torch.tensor({key}, dtype=torch.float32)."
             )
-        if value.device.type != "cpu" and value.device != device:
+        if device is not None and value.device.type != "cpu" and value.device != device:
             raise ValueError(
                 f"the {key} of {name(param)} is a tensor on {value.device}, its parameter is on "
                 f"{device}. Put it on that device or on the CPU."
             )
 
 
-def refuse_gradients(optimizer: Any) -> None:
+def refuse_gradients(optimizer: Any, name: Callable[[Tensor], str]) -> None:
     """Refuses a gradient with which neither the kernels nor torch's fused optimizers can step."""
-    name = Names(None, (optimizer,))
     for group in optimizer.param_groups:
         for param in group["params"]:
             grad = param.grad

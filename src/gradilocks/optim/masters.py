@@ -6,20 +6,42 @@ and the parameter is the master rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["HALF", "follow", "needs_master", "restore", "step_with"]
+__all__ = ["HALF", "Marks", "ensure", "follow", "mark", "needs_master", "restore"]
 
 HALF = (torch.float16, torch.bfloat16)
+
+Marks = dict[Tensor, tuple[int, int]]
+"""By parameter: its version and its address when it was last its master rounded."""
 
 
 def needs_master(param: Tensor, group: dict[str, Any]) -> bool:
     """Whether this parameter is stepped through a float32 master."""
     return bool(group["master_weights"]) and param.dtype in HALF
+
+
+def mark(param: Tensor) -> tuple[int, int]:
+    """Changes when somebody writes to the parameter, or gives it other storage."""
+    plain = type(param) in (Tensor, torch.nn.Parameter)
+    return param._version, param.data_ptr() if plain else 0
+
+
+def ensure(param: Tensor, state: dict[str, Any], marks: Marks) -> None:
+    """Makes a master, or lets the one that is there follow what was written to its parameter."""
+    now = mark(param)
+    master = state.get("master")
+    if master is None:
+        state["master"] = param.detach().float()
+    elif marks.get(param) != now:
+        if master.device != param.device or master.dtype is not torch.float32:
+            master = state["master"] = master.to(param.device, torch.float32)
+        follow([param], [master])
+    marks[param] = now
 
 
 def follow(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
@@ -43,45 +65,3 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
             if isinstance(value, Tensor) and name != "step":
                 # A copy: torch hands over what it does not have to convert.
                 optimizer.state[param][name] = value.detach().to(param.device, copy=True)
-
-
-def step_with(optimizer: Any, step: Callable[[], None]) -> None:
-    """Runs torch's `step` on the masters instead of the parameters that have one.
-
-    For devices without kernels of ours; needs a float32 copy of their gradients.
-    """
-    pairs: list[tuple[Tensor, Tensor]] = []
-    before = [group["params"] for group in optimizer.param_groups]
-    try:
-        for group in optimizer.param_groups:
-            group["params"] = list(_stand_ins(optimizer, group, pairs))
-        step()
-    finally:
-        for group, params in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = params
-        for param, master in pairs:
-            state = optimizer.state.pop(master, {})
-            master.grad = None
-            optimizer.state[param] = {**state, "master": master}
-            param.copy_(master)
-            optimizer.versions[param] = param._version
-
-
-def _stand_ins(
-    optimizer: Any, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]
-) -> Iterator[Tensor]:
-    for param in group["params"]:
-        if param.grad is None or not needs_master(param, group):
-            yield param
-            continue
-        state = optimizer.state.pop(param, {})
-        master = state.pop("master", None)
-        if master is None:
-            master = param.detach().float()
-        elif optimizer.versions.get(param) != param._version:
-            follow([param], [master])
-        if state:
-            optimizer.state[master] = state
-        master.grad = param.grad.float()
-        pairs.append((param, master))
-        yield master

@@ -13,19 +13,23 @@ import torch
 from torch import Tensor
 
 from gradilocks.gradients import Names
-from gradilocks.kernels import pieces
 from gradilocks.kernels.table import keep_if_captured, layout_for, send
-from gradilocks.optim.checks import check_settings
-from gradilocks.optim.masters import follow, needs_master
+from gradilocks.optim.checks import check_parameters, check_settings
+from gradilocks.optim.masters import Marks, follow, needs_master
+from gradilocks.optim.tidy import alike, check_shapes, common_dtype, tidy
 from gradilocks.roll import Called
 
 __all__ = ["Plan"]
 
-CHUNK = 1 << 13
-"""Elements a program: 7.38 ms at 2^13, 7.44 at 2^12 (AdamW, 1.1 B float32, H200)."""
-MOST_CHUNKS = 1 << 18
+CHUNK = 1 << 12
+"""Elements a program: 7.44 ms at 2^12, 7.55 at 2^13 (AdamW, 1.1 B float32, H200)."""
+MOST_CHUNKS = 1 << 19
+"""A table of 8 bytes a chunk: 4 megabytes at most, made once, for up to 2 billion parameters."""
 SETTINGS = 8
 """Numbers a group, as the kernels count them."""
+WATCHED = 16
+"""Tensors a column whose address every step looks at: `tensor.data = ...` tells nobody, and is done
+to all of them or to none."""
 
 
 class Plan:
@@ -42,27 +46,18 @@ class Plan:
         }
         numbers = [number[id(param)] for param in params]
         groups = [optimizer.param_groups[place] for place in numbers]
-        first = dict(zip(numbers[::-1], params[::-1], strict=True))
-        for place, param in first.items():
-            check_settings(
-                optimizer.param_groups[place], self.device, Names(None, (optimizer,)), param
-            )
-        self._odd = [i for i, p in enumerate(params) if not _alike(p, called.grads[i])]
+        self._check(optimizer, dict(zip(numbers[::-1], params[::-1], strict=True)))
+        self._odd = [i for i, p in enumerate(params) if not alike(p, called.grads[i])]
         mastered = [needs_master(p, group) for p, group in zip(params, groups, strict=True)]
         optimizer.fill_state(params, groups, mastered)
         self.states: list[dict[str, Any]] = [optimizer.state.watch(param) for param in params]
-        names = (*optimizer.columns, "master")
+        odd, columns = set(self._odd), optimizer.columns
         for place, (param, state) in enumerate(zip(params, self.states, strict=True)):
-            _lay_out(param, state, names, odd=place in self._odd)
-        self._masters = [
-            place
-            for place, state in enumerate(self.states)
-            if mastered[place] and "master" in state
-        ]
-        if optimizer.untrusted:
-            self._follow(self._masters)
+            wide = torch.float32 if mastered[place] else common_dtype(param, state, columns)
+            tidy(param, state, columns, dtype=wide, odd=place in odd)
+        self._masters = [place for place, wide in enumerate(mastered) if wide]
         self._versions = [params[place]._version for place in self._masters]
-        optimizer.untrusted = False
+        names = (*columns, "master")
         self._columns = [[state.get(name) for state in self.states] for name in names]
         held: list[list[Tensor | None]] = [list(params), *self._columns]
         self._rows = [[0 if t is None else t.data_ptr() for t in column] for column in held]
@@ -81,25 +76,55 @@ class Plan:
         self.places = send(_flat(self._rows), self.device)
         self.groups = send(torch.tensor(numbers, dtype=torch.int32, device="cpu"), self.device)
         self.rates = torch.empty(len(params), 8, dtype=torch.float64, device=self.device)
-        self._numbers: list[float] = []
+        self._numbers: list[float | None] = []
         self.settings = self.rates
-        self.own = optimizer.plan_more(self)
-        self._state, self._changes = optimizer.state, optimizer.changes.count
+        self.own, more = optimizer.plan_more(self)
+        self._held = [*self._columns, more]
+        self._state, self._dropped = optimizer.state, False
+        every = -(-len(params) // WATCHED)
+        self._watched = [t for column in self._held for t in column[::every] if t is not None]
+        self._homes = [tensor.data_ptr() for tensor in self._watched]
+        optimizer.changes.tell(self)
+
+    def _check(self, optimizer: Any, first: dict[int, Tensor]) -> None:
+        """Refuses what no kernel can step, before anything is changed."""
+        name, params = Names(None, (optimizer,)), self.called.params
+        for place, param in first.items():
+            check_settings(optimizer.param_groups[place], self.device, name, param)
+        check_parameters(params, name)
+        check_shapes(params, optimizer.state, optimizer.columns, name)
 
     def _kind(self, place: int, master: bool, flags: Any) -> tuple[Any, ...]:
         called = self.called
         state = self._columns[0][place]
-        addresses = [called.addresses[place], *(row[place] for row in self._rows)]
+        addresses = [row[place] for row in self._rows]
+        if place in self._odd:  # Goes through copies, which are aligned.
+            addresses = addresses[1:]
+        else:
+            addresses.append(called.addresses[place])
         param = called.params[place].dtype
-        aligned = place in self._odd or all(address % 16 == 0 for address in addresses)
+        aligned = all(address % 16 == 0 for address in addresses)
         stored = param if state is None else state.dtype
         return (param, called.dtypes[place], stored, master, aligned, flags)
 
     def fits(self, optimizer: Any, called: Called) -> bool:
         """Whether parameters, groups and state are still those that this plan was made for."""
-        if called is not self.called or _shape(optimizer) != self._shape:
+        if self._dropped or called is not self.called or _shape(optimizer) != self._shape:
             return False
-        return bool(optimizer.state is self._state and optimizer.changes.count == self._changes)
+        return bool(
+            optimizer.state is self._state
+            and [tensor.data_ptr() for tensor in self._watched] == self._homes
+        )
+
+    def drop(self) -> None:
+        """Lets go of the state, of which something is about to be replaced."""
+        self._dropped = True
+        self.states, self._columns, self._held, self._watched = [], [], [], []
+
+    def hand_over(self, marks: Marks) -> None:
+        """Notes how the parameters with masters were left, for the plan that follows."""
+        for place, version in zip(self._masters, self._versions, strict=True):
+            marks[self.called.params[place]] = version, self.called.homes[place]
 
     def run(self, optimizer: Any) -> None:
         """Launches one step."""
@@ -117,7 +142,7 @@ class Plan:
         else:
             optimizer.launch(self, self.places, called.located.pointers, skip, divisor)
         torch.autograd.graph.increment_version(called.params)
-        keep_if_captured(self, self.settings, skip, divisor)
+        keep_if_captured(self, self.settings, skip, divisor, *self._held)
         if self._masters:
             self._versions = [called.params[place]._version for place in self._masters]
 
@@ -144,20 +169,24 @@ class Plan:
         return given  # type: ignore[no-any-return]
 
     def _send_settings(self, optimizer: Any) -> None:
-        numbers: list[float] = []
+        numbers: list[float | None] = []  # None: is on the device already.
         on_device: list[tuple[int, Tensor]] = []
         for group in optimizer.param_groups:
             begin = len(numbers)
-            for place, value in enumerate(optimizer.settings(group)):
+            settings = optimizer.settings(group)
+            if any(isinstance(value, Tensor) for value in settings) and group["params"]:
+                name = Names(None, (optimizer,))
+                check_settings(group, self.device, name, group["params"][0])
+            for place, value in enumerate(settings):
                 if isinstance(value, Tensor) and value.device.type != "cpu":
                     on_device.append((begin + place, value))
-                    numbers.append(0.0)
+                    numbers.append(None)
                 else:
                     numbers.append(float(value))
             numbers += [0.0] * (begin + SETTINGS - len(numbers))
         if numbers != self._numbers:
             self._numbers = numbers
-            host = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+            host = torch.tensor([n or 0.0 for n in numbers], dtype=torch.float64, device="cpu")
             self.settings = send(host, self.device)
         for place, value in on_device:
             self.settings[place].copy_(value.reshape(()))
@@ -173,26 +202,6 @@ def _shape(optimizer: Any) -> list[tuple[Any, ...]]:
         (len(group["params"]), group["master_weights"], optimizer.flags(group))
         for group in optimizer.param_groups
     ]
-
-
-def _alike(param: Tensor, grad: Tensor) -> bool:
-    """Whether both are dense and lie in memory in the same order."""
-    if param.is_contiguous() and grad.is_contiguous():
-        return True
-    return param.stride() == grad.stride() and pieces.is_dense(param)
-
-
-def _lay_out(param: Tensor, state: dict[str, Any], names: tuple[str, ...], *, odd: bool) -> None:
-    """Makes the state lie in memory as the kernels will walk through it."""
-    for name in names:
-        tensor = state.get(name)
-        if tensor is None:
-            continue
-        if odd:
-            if not tensor.is_contiguous():
-                state[name] = tensor.contiguous()
-        elif not _alike(param, tensor):
-            state[name] = torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
 
 
 def _flat(rows: list[list[int]]) -> array[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from array import array
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels.table import send
+from gradilocks.optim import masters
 from gradilocks.optim.plan import Plan
-from gradilocks.optim.stepper import Stepper, make_master
+from gradilocks.optim.stepper import Stepper
 
 __all__ = ["SGD"]
 
@@ -67,29 +69,41 @@ class SGD(Stepper, torch.optim.SGD):
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         for place in self._unfilled(params):
-            packed["state"][place] = _without_buffer(packed["state"][place])
+            _drop_buffer(packed["state"], place)
         return packed
 
     def __getstate__(self) -> dict[str, Any]:
         kept: dict[str, Any] = super().__getstate__()
         params = list(self.state)
-        unfilled = {params[place] for place in self._unfilled(params)}
-        if unfilled:
-            for param in unfilled:
-                kept["state"][param] = _without_buffer(kept["state"][param])
+        for place in self._unfilled(params):
+            _drop_buffer(kept["state"], params[place])
         return kept
 
     def _prepare(self, master_weights: bool | None = None) -> None:
         super()._prepare(master_weights)
-        self._fresh: dict[Tensor, Tensor] = {}
+        self._fresh: dict[Tensor, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def forget_strangers(self) -> None:
+        super().forget_strangers()
+        self._fresh = {param: flag for param, flag in self._fresh.items() if param in self.state}
+
+    def _flag_of(self, param: Tensor) -> Tensor | None:
+        """int32, 0-d: whether no step has filled this parameter's buffer; None if one surely has.
+
+        A buffer that somebody has put in place of ours counts as filled.
+        """
+        buffer, flag = self._fresh.get(param, (None, None))
+        now = self.state.get(param, {}).get("momentum_buffer")
+        return flag if buffer is not None and now is not None and buffer() is now else None
 
     def _unfilled(self, params: list[Tensor]) -> list[int]:
         """The places of those parameters whose buffer no step has filled yet."""
-        asked = [place for place, param in enumerate(params) if param in self._fresh]
+        flags = {place: self._flag_of(param) for place, param in enumerate(params)}
+        asked = {place: flag for place, flag in flags.items() if flag is not None}
         if not asked:
             return []
-        flags = torch.stack([self._fresh[params[place]] for place in asked]).tolist()
-        return [place for place, flag in zip(asked, flags, strict=True) if flag]
+        read = torch.stack(list(asked.values())).tolist()
+        return [place for place, flag in zip(asked, read, strict=True) if flag]
 
     def flags(self, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
         return (
@@ -104,30 +118,51 @@ class SGD(Stepper, torch.optim.SGD):
     def fill_state(
         self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]], mastered: Sequence[bool]
     ) -> None:
-        new = [
-            param
-            for param, group in zip(params, groups, strict=True)
-            if group["momentum"] != 0 and self.state[param].get("momentum_buffer") is None
-        ]
-        if new:
-            flags = torch.ones(len(new), dtype=torch.int32, device=new[0].device)
-            self._fresh.update(zip(new, flags.unbind(), strict=True))
+        new = []
         for param, group, wide in zip(params, groups, mastered, strict=True):
-            state = self.state[param]
-            buffer = state.get("momentum_buffer")
-            if group["momentum"] != 0:
-                if buffer is None:
-                    dtype = torch.float32 if wide else param.dtype
-                    state["momentum_buffer"] = torch.zeros_like(param, dtype=dtype)
-                elif wide and buffer.dtype is not torch.float32:
-                    state["momentum_buffer"] = buffer.float()
             if wide:
-                make_master(param, state)
+                masters.ensure(param, self.state[param], self.marks)
+            if self.is_starting(param, group):
+                dtype = torch.float32 if wide else param.dtype
+                buffer = torch.zeros_like(param, dtype=dtype)
+                self.state[param]["momentum_buffer"] = buffer
+                new.append((param, buffer))
+        if new:
+            flags = torch.ones(len(new), dtype=torch.int32, device=params[0].device).unbind()
+            for (param, buffer), flag in zip(new, flags, strict=True):
+                self._fresh[param] = weakref.ref(buffer), flag
 
-    def plan_more(self, plan: Plan) -> Tensor:
-        flags = [self._fresh.get(param) for param in plan.called.params]
+    def is_starting(self, param: Tensor, group: dict[str, Any]) -> bool:
+        nothing: dict[str, Any] = {}  # `state` would make an entry for whom it is asked.
+        buffer = self.state.get(param, nothing).get("momentum_buffer")
+        return bool(group["momentum"] != 0 and buffer is None)
+
+    def fill_for_torch(
+        self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]], mastered: Sequence[bool]
+    ) -> None:
+        for param, wide in zip(params, mastered, strict=True):
+            if wide:
+                masters.ensure(param, self.state[param], self.marks)
+
+    def dtype_for_torch(self, param: Tensor) -> torch.dtype:
+        # On a CPU torch's fused SGD leaves most of a half-precision parameter as it was
+        # (pytorch issue 191763, seen with 2.13).
+        wide = param.dtype in masters.HALF and param.device.type == "cpu"
+        return torch.float32 if wide else param.dtype
+
+    def skips_on_host(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> bool:
+        """torch makes buffers without filling them, and a skipped step leaves them so."""
+        for place in self._unfilled(list(params)):
+            del self.state[params[place]]["momentum_buffer"]
+        flag = getattr(self, "found_inf", None)
+        if flag is None or not any(map(self.is_starting, params, groups)):
+            return False
+        return bool(flag.item())
+
+    def plan_more(self, plan: Plan) -> tuple[Tensor, list[Tensor | None]]:
+        flags = [self._flag_of(param) for param in plan.called.params]
         addresses = [0 if flag is None else flag.data_ptr() for flag in flags]
-        return send(array("q", addresses), plan.device)
+        return send(array("q", addresses), plan.device), flags
 
     def launch(
         self,
@@ -142,5 +177,7 @@ class SGD(Stepper, torch.optim.SGD):
         launches.step("sgd", plan.layout, places, gradients, plan.rates, skip, divisor)
 
 
-def _without_buffer(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name != "momentum_buffer"}
+def _drop_buffer(states: dict[Any, dict[str, Any]], key: Any) -> None:
+    rest = {name: value for name, value in states.pop(key).items() if name != "momentum_buffer"}
+    if rest:
+        states[key] = rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from gradilocks.gradients import Names
+from gradilocks.eager import eager
+from gradilocks.gradients import Names, parameters_of
 from gradilocks.optim import masters
-from gradilocks.optim.checks import check_parameters, check_settings, refuse_gradients
+from gradilocks.optim.bytorch import step_by_torch
+from gradilocks.optim.checks import check_group
 from gradilocks.optim.plan import Plan
 from gradilocks.optim.watched import Changes, States, plain
 from gradilocks.roll import Called, Roll
@@ -35,31 +38,35 @@ class Stepper(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._held: Called | None = None
         self._step_supports_amp_scaling = True
-        self.versions: dict[Tensor, int] = {}
-        self.untrusted = master_weights is None
+        self.marks: masters.Marks = {}
         if master_weights is not None:
             self.defaults["master_weights"] = bool(master_weights)
         for group in self.param_groups:
             group.setdefault("master_weights", self.defaults.get("master_weights", False))
-            # torch's own step goes by the groups, and a checkpoint of an unfused optimizer brings
-            # None; only the fused one takes `grad_scale` and `found_inf`.
-            group["fused"], group["foreach"] = True, False
+            _be_fused(group)
 
     def __getstate__(self) -> dict[str, Any]:
         kept: dict[str, Any] = super().__getstate__()
         return {**kept, "state": defaultdict(dict, plain(kept["state"]))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        loading = self.__dict__.pop("_loading", None)
         super().__setstate__(state)
+        if loading is not None:
+            seen, wanted = loading
+            for group, flag in zip(self.param_groups, wanted, strict=True):
+                group.setdefault("master_weights", flag)
+            masters.restore(self, seen[-1])
         self._prepare()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; refuses by name a parameter that no kernel can step."""
         super().add_param_group(param_group)
         group, name = self.param_groups[-1], Names(None, (self,))
+        _be_fused(group)
         try:
-            check_parameters(group["params"], name)
-            check_settings(group, group["params"][0].device, name, group["params"][0])
+            check_group(group, name)
+            parameters_of((self,), name=name)  # Refuses what is listed twice.
         except Exception:
             self.param_groups.pop()
             raise
@@ -71,10 +78,18 @@ class Stepper(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; masters and moments that were saved in float32 stay float32."""
-        super().load_state_dict(state_dict)
-        masters.restore(self, state_dict)
-        self._prepare()
+        # Noted after the user's own hooks have changed the checkpoint, and put back before those
+        # of them are called that change what was loaded.
+        seen: list[dict[str, Any]] = []
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given))
+        self._loading = seen, [group["master_weights"] for group in self.param_groups]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self.__dict__.pop("_loading", None)
 
+    @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps every parameter that has a gradient, unless `found_inf` says to skip.
 
@@ -88,9 +103,11 @@ class Stepper(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if type(self.state) is not States or self.state.changes is not self.changes:
+            self.state = States(self.changes, self.state)  # Somebody has put another there.
         with torch.no_grad():
             if not self._step_on_device():
-                masters.step_with(self, self._torch_step)
+                step_by_torch(self, self._torch_step)
         return loss
 
     def gradients(self) -> Called | None:
@@ -99,22 +116,37 @@ class Stepper(torch.optim.Optimizer):
 
     def hold(self, called: Called | None) -> None:
         """Hands the next step gradients that were found a moment ago, so it need not look."""
-        hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
-        self._held = None if hooks else called
+        may_change = (
+            self._optimizer_step_pre_hooks
+            or _global_optimizer_pre_hooks
+            or inspect.unwrap(self.step) is not inspect.unwrap(Stepper.step)
+        )
+        self._held = None if may_change else called
 
     def _step_on_device(self) -> bool:
         """Steps with the kernels; False if torch has to do it."""
         called, self._held = self._held, None
-        if called is None:
+        if called is None or not called.grads:  # Held for a step that was not taken.
             called = self.gradients()
+        plan = self._plan
+        if plan is None or called is None or not plan.fits(self, called):
+            self._plan = None
+            if plan is not None:
+                plan.hand_over(self.marks)
+            self.forget_strangers()
         if called is None:
-            refuse_gradients(self)
             return False
-        if self._plan is None or not self._plan.fits(self, called):
-            self._plan = Plan(self, called)
-        self._plan.run(self)
-        called.release()
+        try:
+            if self._plan is None:
+                self._plan = Plan(self, called)
+            self._plan.run(self)
+        finally:
+            called.release()
         return True
+
+    def forget_strangers(self) -> None:
+        """Forgets parameters that have no state any more."""
+        self.marks = {param: seen for param, seen in self.marks.items() if param in self.state}
 
     def _torch_step(self) -> None:
         """torch's own step, without the hooks, which have been called already."""
@@ -143,8 +175,26 @@ class Stepper(torch.optim.Optimizer):
         """Makes the state that these parameters lack."""
         raise NotImplementedError
 
-    def plan_more(self, plan: Plan) -> Tensor:
-        """The table that this optimizer alone needs."""
+    def fill_for_torch(
+        self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]], mastered: Sequence[bool]
+    ) -> None:
+        """As `fill_state`, but leaves what torch's own step makes by itself."""
+        self.fill_state(params, groups, mastered)
+
+    def is_starting(self, param: Tensor, group: dict[str, Any]) -> bool:
+        """Whether torch's own step would start this parameter's state."""
+        return False
+
+    def dtype_for_torch(self, param: Tensor) -> torch.dtype:
+        """The dtype in which torch's own step is right for a tensor like this one."""
+        return param.dtype
+
+    def skips_on_host(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether torch's own step must not be called, because it could not skip cleanly."""
+        return False
+
+    def plan_more(self, plan: Plan) -> tuple[Tensor, list[Tensor | None]]:
+        """The table that this optimizer alone needs, and the tensors it points at."""
         raise NotImplementedError
 
     def launch(
@@ -159,7 +209,7 @@ class Stepper(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-def make_master(param: Tensor, state: dict[str, Any]) -> None:
-    """A float32 master for a parameter that has none."""
-    if "master" not in state:
-        state["master"] = param.detach().float()
+def _be_fused(group: dict[str, Any]) -> None:
+    # torch's own step goes by the groups, and a checkpoint of an unfused optimizer brings None;
+    # only the fused one takes `grad_scale` and `found_inf`.
+    group["fused"], group["foreach"] = True, False

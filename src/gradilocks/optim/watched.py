@@ -1,30 +1,50 @@
-"""Optimizer state that counts its changes, so that a step need not look for them.
+"""Optimizer state that tells of its changes, so that a step need not look for them.
 
 A plan has sent the addresses of the state's tensors to the device. Whoever puts another tensor into
 the state (loads it, offloads it, resets it) must be noticed before the next step, and looking into
-2,000 dictionaries at every step would take as long as the rest of it.
+2,000 dictionaries at every step would take as long as the rest of it. The plan also lets go of the
+tensors at once: offloading is done to free their memory.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["Changes", "Entries", "States", "plain"]
+__all__ = ["Changes", "Entries", "Listener", "States", "plain"]
 
 
 class Changes:
-    """How often the state of one optimizer has been changed."""
+    """Tells one listener of a change to the state of one optimizer."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self._listener: weakref.ref[Listener] | None = None
+
+    def tell(self, listener: Listener) -> None:
+        """From now on tells `listener` alone. Weakly: it may hold the state that tells it."""
+        self._listener = weakref.ref(listener)
+
+    def note(self) -> None:
+        """Something is about to change."""
+        listener = None if self._listener is None else self._listener()
+        if listener is not None:
+            self._listener = None
+            listener.drop()
 
 
-def _counting(name: str, base: type) -> Any:
+class Listener(Protocol):
+    """Who has to let go of the state's tensors when one of them may be replaced."""
+
+    def drop(self) -> None:
+        """Called once, before the change."""
+
+
+def _telling(name: str, base: type) -> Any:
     method = getattr(base, name)
 
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.changes.count += 1
+        self.changes.note()
         return method(self, *args, **kwargs)
 
     return changed
@@ -76,15 +96,22 @@ class States(defaultdict[Any, Any]):
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self))
 
+    def copy(self) -> Any:
+        """A plain one, that nobody watches."""
+        return defaultdict(dict, self)
 
-for _name in (*_WRITES, "update"):
-    setattr(Entries, _name, _counting(_name, dict))
-    setattr(States, _name, _counting(_name, defaultdict))
+    __copy__ = copy
+
+
+for _name in _WRITES:
+    setattr(Entries, _name, _telling(_name, dict))
+    setattr(States, _name, _telling(_name, defaultdict))
 
 
 def plain(states: dict[Any, Any]) -> dict[Any, Any]:
-    """The same as dictionaries that a checkpoint may hold."""
+    """The same as dictionaries that a checkpoint may hold, without the empty ones."""
     return {
         key: dict(entries) if isinstance(entries, Entries) else entries
         for key, entries in states.items()
+        if not isinstance(entries, Entries) or entries
     }

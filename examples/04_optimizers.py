@@ -1,0 +1,49 @@
+"""Optimizers that unscale, clip and step in one pass, in place of torch's.
+
+On a GPU the whole step after backward is five launches, whatever the number of tensors, and nothing
+waits. On a CPU the same code takes torch's fused kernels.
+"""
+
+import copy
+
+import torch
+from torch import nn
+
+import gradilocks
+from gradilocks import GradientControl
+
+
+def main():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
+    twin = copy.deepcopy(model)
+    inputs = torch.randn(256, 16, device=device)
+    targets = inputs.sum(dim=1, keepdim=True)
+
+    losses = {}
+    for name, net, optimizer in (
+        ("torch", twin, torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)),
+        ("gradilocks", model, gradilocks.optim.AdamW(model.parameters(), lr=1e-2)),
+    ):
+        control = GradientControl(optimizer, model=net, clip=1.0)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+        for _ in range(100):
+            loss = (net(inputs) - targets).square().mean()
+            control.backward(loss)
+            outcome = control.step()
+            control.zero_grad()
+            schedule.step()
+        losses[name] = loss.item()
+        print(f"{name}: loss {loss.item():.6f}, last norm {outcome.norm:.3f}")
+
+    # The state is torch's, so a checkpoint goes either way.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.load_state_dict(gradilocks.optim.AdamW(model.parameters()).state_dict())
+    difference = abs(losses["torch"] - losses["gradilocks"])
+    print(f"difference after 100 steps: {difference:.1e}")
+    return losses
+
+
+if __name__ == "__main__":
+    main()

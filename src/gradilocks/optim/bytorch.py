@@ -1,0 +1,96 @@
+"""A step by torch's own fused kernels, where ours do not serve: on a CPU, or without Triton.
+
+They take it for granted that a parameter, its gradient and its state lie in memory in one order and
+have one dtype. On a CPU nothing checks it (torch 2.13), and the gradient goes to the wrong
+elements. So what they cannot take has a stand-in for one step: a dense copy, or the float32 master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.gradients import Names
+from gradilocks.optim.checks import check_settings, refuse_gradients
+from gradilocks.optim.masters import mark, needs_master
+from gradilocks.optim.tidy import alike, check_shapes, tidy
+
+__all__ = ["step_by_torch"]
+
+
+def step_by_torch(optimizer: Any, step: Callable[[], None]) -> None:
+    """Runs torch's `step` on those parameters that have a gradient, or on their stand-ins."""
+    name = Names(None, (optimizer,))
+    refuse_gradients(optimizer, name)
+    having: list[tuple[Tensor, dict[str, Any]]] = []
+    for group in optimizer.param_groups:
+        pairs = [(param, group) for param in group["params"] if param.grad is not None]
+        if pairs:
+            check_settings(group, pairs[0][0].device, name, pairs[0][0])
+        having += pairs
+    params, groups = [param for param, _ in having], [group for _, group in having]
+    check_shapes(params, optimizer.state, optimizer.columns, name)
+    if not params or optimizer.skips_on_host(params, groups):
+        return
+    mastered = [needs_master(param, group) for param, group in having]
+    optimizer.fill_for_torch(params, groups, mastered)
+    starting = {id(param) for param, group in having if optimizer.is_starting(param, group)}
+    # torch's fused SGD starts all buffers of a group or none.
+    rounds = [starting, {id(param) for param in params} - starting]
+    before = [group["params"] for group in optimizer.param_groups]
+    bodies: dict[int, Tensor] = {}
+    try:
+        for param, wide in zip(params, mastered, strict=True):
+            bodies[id(param)] = _body(optimizer, param, wide)
+        for members in filter(None, rounds):
+            for group, every in zip(optimizer.param_groups, before, strict=True):
+                group["params"] = [bodies[id(p)] for p in every if id(p) in members]
+            step()
+    finally:
+        for group, every in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = every
+        for param, wide in zip(params, mastered, strict=True):
+            if bodies.get(id(param), param) is not param:
+                _put_back(optimizer, param, bodies[id(param)], wide)
+
+
+def _body(optimizer: Any, param: Tensor, wide: bool) -> Tensor:
+    """What torch is to step: the parameter itself if it can, else something in its place."""
+    state = optimizer.state.get(param, {})
+    body: Tensor = state["master"] if wide else param
+    grad = param.grad
+    assert grad is not None
+    if not alike(body, grad):
+        body = body.detach().clone(memory_format=torch.contiguous_format)
+        grad = grad.contiguous()
+    dtype = optimizer.dtype_for_torch(body)
+    if body.dtype != dtype:
+        body = body.detach().to(dtype)
+    elif body is param and grad.dtype != dtype:
+        body = param.detach()
+    state = {key: value for key, value in state.items() if key != "master"} if wide else state
+    tidy(body, state, optimizer.columns, dtype=dtype)
+    if body is not param:
+        optimizer.state.pop(param, None)
+        body.grad = grad.to(dtype)
+        if state:
+            optimizer.state[body] = state
+    return body
+
+
+def _put_back(optimizer: Any, param: Tensor, body: Tensor, wide: bool) -> None:
+    state = optimizer.state.pop(body, {})
+    body.grad = None
+    if wide:
+        state["master"] = body
+    elif body.dtype != param.dtype:
+        tidy(param, state, optimizer.columns, dtype=param.dtype)
+    if state:
+        optimizer.state[param] = state
+    if body.dtype != param.dtype or body.data_ptr() != param.data_ptr():
+        param.copy_(body)
+    if wide:
+        optimizer.marks[param] = mark(param)

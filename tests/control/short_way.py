@@ -1,0 +1,135 @@
+"""Both ways of a step, side by side: the short one of `express` and the stages.
+
+On the CPU the Triton kernels are interpreted, and the CPU then counts as a device that they serve;
+with `-m gpu` they are compiled for CUDA.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gradilocks import GradientControl, kernels
+from gradilocks.express import Express
+
+INF, NAN = float("inf"), float("nan")
+COMPILED = torch.cuda.is_available()
+DEVICES = [
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(COMPILED, reason="with a GPU the kernels are compiled, not read"),
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def serve(device, monkeypatch):
+    """Lets the Triton kernels serve `device`, in small chunks where they are interpreted."""
+    from gradilocks.kernels import fused, located
+
+    monkeypatch.setitem(kernels._chosen, device, (fused, "for this test"))
+    if device == "cpu":
+        monkeypatch.setattr(located, "CHUNK", 64)
+        monkeypatch.setattr(fused, "TILE", 16)
+    return device
+
+
+class Ways:
+    """Sends the next steps by the stages, or by the short way, and counts who went there."""
+
+    def __init__(self, monkeypatch):
+        from gradilocks.kernels import fused
+
+        self.short = 0
+        self.open = True
+        settle, call = fused.settle, Express.call
+
+        def counting(*args, **options):
+            self.short += 1
+            return settle(*args, **options)
+
+        def guarded(*args):
+            return call(*args) if self.open else None
+
+        monkeypatch.setattr(fused, "settle", counting)
+        monkeypatch.setattr(Express, "call", guarded)
+
+
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gradients, value, *params):
+        ctx.gradients = gradients
+        return torch.full((), value, device=params[0].device)
+
+    @staticmethod
+    def backward(ctx, by):
+        def scaled(gradient):
+            if gradient.dtype in (torch.float16, torch.bfloat16):
+                return (gradient.float() * by).to(gradient.dtype)
+            return gradient * by.to(gradient.dtype)
+
+        return None, None, *(scaled(gradient) for gradient in ctx.gradients)
+
+
+def loss_giving(*pairs, value=0.0):
+    """A loss of `value` that gives each parameter the gradient beside it, times the scale."""
+    params = [param for param, _ in pairs]
+    gradients = [
+        gradient.to(param)
+        if isinstance(gradient, torch.Tensor)
+        else torch.full_like(param, gradient)
+        for param, gradient in pairs
+    ]
+    return _Given.apply([gradient.detach() for gradient in gradients], value, *params)
+
+
+def step(control, *pairs, value=0.0):
+    """One iteration of a training loop on given gradients."""
+    control.zero_grad()
+    control.backward(loss_giving(*pairs, value=value))
+    return control.step()
+
+
+def parameter(*shape, device="cpu", dtype=torch.float32, seed=3):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return nn.Parameter(values.to(device, dtype))
+
+
+def gradient_for(param, number, bad=None):
+    """Gradient number so and so of a parameter; with `bad` in its middle."""
+    made = torch.randn(param.shape, generator=torch.Generator().manual_seed(1000 + number))
+    if bad is not None:
+        made.view(-1)[made.numel() // 2] = bad
+    return made.to(param)
+
+
+def facts(outcome):
+    """All that an Outcome says, but for the norm, whose last bits depend on the order of sums."""
+    found = outcome.statistics
+    told = {
+        name: getattr(outcome, name)
+        for name in ("step", "skipped", "clipped", "limit", "scale", "culprits")
+    }
+    told["counts"] = dict(outcome.counts)
+    for name in ("norms", "nan", "inf", "largest", "zeros"):
+        told[name] = getattr(found, name).clone()
+    return told
+
+
+
+
+__all__ = [
+    "COMPILED",
+    "DEVICES",
+    "INF",
+    "NAN",
+    "GradientControl",
+    "Ways",
+    "facts",
+    "gradient_for",
+    "loss_giving",
+    "parameter",
+    "serve",
+    "step",
+]
