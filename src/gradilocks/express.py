@@ -35,6 +35,8 @@ class Express:
         self._roll = Roll()
         self._made_for: tuple[object, ...] = ()
         self._device: torch.device | None = None
+        self._standing_of: ScaleState | None = None
+        self._streak: Tensor | None = None
 
     def call(
         self, optimizers: Sequence[Any], scale: ScalePolicy, clip: ClipPolicy
@@ -64,19 +66,25 @@ class Express:
         steps: Tensor,
         loss: Tensor | None,
         unscaled: bool,
+        rating: Any = None,
     ) -> tuple[Decision, StepRecord]:
         """Measures, decides, and moves the scale, the streak and the count of steps on."""
         self._prepare(called, scale, clip)
-        fused, order = self._fused, clip.order
-        found = fused.measure_located(called.located, order=order, scratch=self._scratch)
+        located, fused, order = called.located, self._fused, clip.order
+        fused.measure_located(located, self._scratch, order=order)
+        found = torch.empty(5, located.layout.count, dtype=torch.float64, device=called.device)
         row = torch.empty(12, dtype=torch.float64, device=called.device)
+        if self._standing_of is not state or self._streak is not streak:
+            self._standing_of, self._streak = state, streak
+            moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
+            self._before = (self._arrived, self._rules, *moving)
         fused.settle(
-            found, self._rules, state, streak, steps, loss,
-            self._skip, self._divisor, self._multiplier, row,
+            located, self._scratch, found, row,
+            fused.Standing(self._before, self._after), loss, rating,
             order=order, clip=type(clip) is ClipByNorm, dynamic=type(scale) is DynamicScale,
             unscaled=unscaled,
         )  # fmt: skip
-        keep_if_captured(self._rules, self._skip, self._divisor, self._multiplier, self._scratch)
+        keep_if_captured(self._before, self._after, self._scratch)
         return self._decision, StepRecord(row, self._skip, lambda: fused.statistics_of(found))
 
     @staticmethod
@@ -95,6 +103,8 @@ class Express:
             self._skip = torch.zeros((), dtype=torch.float32, device=called.device)
             self._divisor = torch.ones((), dtype=torch.float32, device=called.device)
             self._multiplier = torch.ones((), dtype=torch.float64, device=called.device)
+            self._arrived = torch.zeros((), dtype=torch.int32, device=called.device)
+            self._after = (self._skip, self._divisor, self._multiplier)
             self._decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
             self._fused: Any = importlib.import_module("gradilocks.kernels.fused")
             self._made_for = ()
@@ -109,4 +119,5 @@ class Express:
             host = torch.tensor([float(rule) for rule in rules], dtype=torch.float64, device="cpu")
             self._rules = send(host, called.device)
             self._scratch = self._fused.scratch_for(called.located)
+            self._standing_of = None
             self._made_for = made_for

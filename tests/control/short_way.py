@@ -117,8 +117,6 @@ def facts(outcome):
     return told
 
 
-
-
 __all__ = [
     "COMPILED",
     "DEVICES",

@@ -122,7 +122,9 @@ def test_torchs_optimizers_are_stepped_alike(device, ways, name):
     assert run.scales == [1024.0, 1024.0, 1024.0, 2048.0, 2048.0, 1024.0]
 
 
-@pytest.mark.parametrize("names", [("AdamW fused", "SGD fused"), ("AdamW", "SGD momentum")], ids=str)
+@pytest.mark.parametrize(
+    "names", [("AdamW fused", "SGD fused"), ("AdamW", "SGD momentum")], ids=str
+)
 def test_two_optimizers_are_stepped_alike(device, ways, names):
     def make(params):
         return [TORCH_S[name](params[k::2]) for k, name in enumerate(names)]
@@ -130,7 +132,9 @@ def test_two_optimizers_are_stepped_alike(device, ways, names):
     check_agreement(device, ways, make, clip=2.0)
 
 
-@pytest.mark.parametrize("names", [("AdamW fused", "SGD momentum"), ("RMSprop", "SGD fused")], ids=str)
+@pytest.mark.parametrize(
+    "names", [("AdamW fused", "SGD momentum"), ("RMSprop", "SGD fused")], ids=str
+)
 def test_a_fused_and_an_unfused_optimizer_are_stepped_alike(device, ways, names):
     def make(params):
         return [TORCH_S[name](params[k::2]) for k, name in enumerate(names)]

@@ -41,7 +41,8 @@ def exercise(device):
     mixed = [tensor for dtype in DTYPES for tensor in tensors(dtype, device)]
     for optimizer_class, settings in OPTIMIZERS:
         params = [torch.nn.Parameter(tensor.clone()) for tensor in mixed]
-        control = GradientControl(optimizer_class(params, lr=1e-3, **settings), clip=1.0)
+        optimizer = optimizer_class(params, lr=1e-3, **settings)
+        control = GradientControl(optimizer, clip=1.0, scale=2.0**-3)
         for bad in (False, True, False):
             loss = sum(param.float().sum() for param in params)
             control.backward(loss * float("inf") if bad else loss)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -22,7 +22,7 @@ from gradilocks.kernels.launch import Launch, launch_for
 from gradilocks.kernels.located import Located, locate
 from gradilocks.kernels.programs import change_kernel, gather_kernel, measure_kernel
 from gradilocks.kernels.settling import settle_kernel
-from gradilocks.values import ScaleState, Statistics
+from gradilocks.values import Statistics
 
 __all__ = [
     "clamp_",
@@ -38,6 +38,8 @@ __all__ = [
 
 TILE = 2048
 WARPS = 8
+LANES = 1024
+"""Tensors or chunks that are added up at a time."""
 TYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -86,44 +88,32 @@ def try_out(device: torch.device) -> None:
 
 def measure_located(
     located: Located,
+    scratch: tuple[Tensor, Tensor],
     *,
     multiplier: Tensor | None = None,
     order: float = 2.0,
-    scratch: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Measures tensors that the kernels can take.
+) -> None:
+    """Measures each chunk of tensors that the kernels can take, into `scratch`.
 
     Args:
         located: the tensors.
+        scratch: made by `scratch_for`.
         multiplier: 0-d; what they are multiplied by first.
         order: 1, 2 or inf.
-        scratch: made by `scratch_for`, by a caller that measures again and again on one stream.
-
-    Returns:
-        float64 [5, tensors]: norms, largest magnitudes, and how many are 0, NaN and Inf.
     """
     layout, device = located.layout, located.device
-    chunks, count = layout.chunks, layout.count
-    reals, counts = scratch or scratch_for(located)
-    found = torch.empty(5, count, dtype=torch.float64, device=device)
     key = (order, None if multiplier is None else multiplier.dtype)
     launches = layout.launches.get(key)
     if launches is None:
-        launches = [
-            _measuring(b.kind, layout.chunk, ORDERS[order], multiplier) for b in layout.buckets
-        ]
-        launches.append(launch_for(gather_kernel, 4, ORDER=ORDERS[order], BLOCK=1024))
+        power = ORDERS[order]
+        launches = [_measuring(b.kind, layout.chunk, power, multiplier) for b in layout.buckets]
         layout.launches[key] = launches
-    for bucket, launch in zip(layout.buckets, launches, strict=False):
+    for bucket, launch in zip(layout.buckets, launches, strict=True):
         launch(
             bucket.chunks, device, located.pointers, layout.sizes, layout.owner, layout.index,
-            layout.sizes if multiplier is None else multiplier, reals, counts,
-            bucket.first, chunks,
+            layout.sizes if multiplier is None else multiplier, *scratch,
+            bucket.first, layout.chunks,
         )  # fmt: skip
-    launches[-1](
-        count, device, layout.begin, layout.counts, reals, counts, found, chunks, count
-    )  # fmt: skip
-    return found
 
 
 def scratch_for(located: Located) -> tuple[Tensor, Tensor]:
@@ -136,32 +126,67 @@ def scratch_for(located: Located) -> tuple[Tensor, Tensor]:
 
 
 def settle(
+    located: Located,
+    scratch: tuple[Tensor, Tensor],
     found: Tensor,
-    rules: Tensor,
-    state: ScaleState,
-    streak: Tensor,
-    steps: Tensor,
-    loss: Tensor | None,
-    skip: Tensor,
-    divisor: Tensor,
-    multiplier: Tensor,
     row: Tensor,
+    standing: Standing,
+    loss: Tensor | None,
+    rating: Rating | None,
     *,
     order: float,
     clip: bool,
     dynamic: bool,
     unscaled: bool,
 ) -> None:
-    """Decides a step and moves the scale on, in one launch; see `settling` for the arguments."""
-    like = None if loss is None else loss.dtype
-    launch_for(
-        settle_kernel, 4, like, ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
-        UNSCALED=unscaled, LOSS=loss is not None, BLOCK=1024,
-    )(
-        1, row.device, found, rules, state.scale, state.growth_tracker, state.hysteresis,
-        streak, steps, row if loss is None else loss, skip, divisor, multiplier, row,
-        found.shape[1],
+    """Adds up what `measure_located` found, decides the step and moves the scale on: one launch.
+
+    Args:
+        located: the tensors.
+        scratch: as `measure_located` left it.
+        found: float64 [5, tensors], to be filled as `gather_kernel` says.
+        row: float64 [12], to be filled as `settling` says.
+        standing: what is read and moved on.
+        loss: 0-d; to be looked at for NaN and Inf.
+        rating: the optimizer whose rates are to be worked out, if any.
+        order, clip, dynamic, unscaled: which rules apply.
+    """
+    layout = located.layout
+    key = (
+        "settle", order, clip, dynamic, unscaled,
+        None if loss is None else loss.dtype, None if rating is None else rating.kind,
     )  # fmt: skip
+    launches = layout.launches.get(key)
+    if launches is None:
+        launch = launch_for(
+            settle_kernel, 4, key[5], ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
+            UNSCALED=unscaled, LOSS=loss is not None, BLOCK=LANES,
+            RATES=0 if rating is None else {"adam": 1, "sgd": 2}[rating.kind],
+        )  # fmt: skip
+        launches = layout.launches[key] = [launch]
+    tables = (row, row, row, row) if rating is None else rating.tables
+    launches[0](
+        layout.count, located.device, layout.begin, layout.counts, *scratch, found,
+        *standing.before_loss, row if loss is None else loss, *standing.after_loss, row, *tables,
+        layout.chunks, layout.count,
+    )  # fmt: skip
+
+
+class Standing(NamedTuple):
+    """What settling reads and moves on, all on the device, in the kernel's order."""
+
+    before_loss: tuple[Tensor, ...]
+    """The counter of programs, the rules, scale, tracker, hysteresis, streak, steps."""
+    after_loss: tuple[Tensor, ...]
+    """Skip, divisor, multiplier."""
+
+
+class Rating(NamedTuple):
+    """An optimizer whose rates are worked out by the launch that settles."""
+
+    kind: str
+    tables: tuple[Tensor, ...]
+    """Its own table, groups, settings, rates."""
 
 
 def _measuring(kind: Any, chunk: int, power: int, multiplier: Tensor | None) -> Launch:
@@ -180,7 +205,7 @@ def _measured(tensors: Sequence[Tensor], multiplier: Tensor | None, order: float
         rest = tuple(range(len(tensors)))
         found = torch.empty(5, len(tensors), dtype=torch.float64, device=located.device)
     else:
-        found = measure_located(located, multiplier=multiplier, order=order)
+        found = _gathered(located, multiplier, order)
     if rest:
         _fill_in([tensors[i] for i in rest], rest, multiplier, order, found)
     if multiplier is not None:
@@ -188,8 +213,19 @@ def _measured(tensors: Sequence[Tensor], multiplier: Tensor | None, order: float
     return statistics_of(found)
 
 
+def _gathered(located: Located, multiplier: Tensor | None, order: float) -> Tensor:
+    layout, scratch = located.layout, scratch_for(located)
+    measure_located(located, scratch, multiplier=multiplier, order=order)
+    found = torch.empty(5, layout.count, dtype=torch.float64, device=located.device)
+    launch_for(gather_kernel, 4, ORDER=ORDERS[order], BLOCK=LANES)(
+        layout.count, located.device, layout.begin, layout.counts, *scratch, found,
+        layout.chunks, layout.count,
+    )  # fmt: skip
+    return found
+
+
 def statistics_of(found: Tensor) -> Statistics:
-    """The Statistics in what `measure_located` returns."""
+    """The Statistics in what `gather_kernel` leaves."""
     counts = found[2:].to(torch.int64)
     return Statistics(found[0], counts[1], counts[2], largest=found[1], zeros=counts[0])
 

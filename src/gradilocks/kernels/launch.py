@@ -16,6 +16,10 @@ import torch
 
 __all__ = ["Launch", "launch_for"]
 
+# A torch without CUDA has none of them, and no kernel is launched there but by the interpreter.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 
 class Launch:
     """One kernel with its constants.
@@ -34,24 +38,24 @@ class Launch:
 
     def __call__(self, programs: int, device: torch.device, *args: Any) -> None:
         """Runs `programs` programs on the device's current stream."""
-        if device.type != "cuda":
-            self._search(programs, args)
-            return
         index = device.index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                self(programs, device, *args)
-            return
         compiled = self._compiled.get(index)
         if compiled is None:
-            self._compiled[index] = self._search(programs, args)
-            return
-        # Addresses, not tensors: for a tensor the launcher asks the driver whose memory it is.
-        numbers = [arg if type(arg) is int else arg.data_ptr() for arg in args]
-        compiled.run(
-            programs, 1, 1, torch._C._cuda_getCurrentRawStream(index), compiled.function,
-            compiled.packed_metadata, None, None, None, *numbers, *self._tail,
-        )  # fmt: skip
+            if device.type == "cuda":
+                with torch.cuda.device(index):
+                    self._compiled[index] = self._search(programs, args)
+            else:
+                self._search(programs, args)
+        elif _current_device() == index:
+            # Addresses, not tensors: for a tensor the launcher asks the driver whose memory it is.
+            compiled.run(
+                programs, 1, 1, _current_stream(index), compiled.function,
+                compiled.packed_metadata, None, None, None,
+                *[arg if type(arg) is int else arg.data_ptr() for arg in args], *self._tail,
+            )  # fmt: skip
+        else:
+            with torch.cuda.device(index):
+                self(programs, device, *args)
 
     def _search(self, programs: int, args: tuple[Any, ...]) -> Any:
         return self._kernel[(programs,)](*args, num_warps=self._warps, **self._constants)

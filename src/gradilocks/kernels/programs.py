@@ -16,7 +16,7 @@ import inspect
 import triton
 import triton.language as tl
 
-__all__ = ["change_kernel", "gather_kernel", "measure_kernel", "settled"]
+__all__ = ["change_kernel", "gather", "gather_kernel", "measure_kernel", "settled"]
 
 
 def settled(function):
@@ -146,7 +146,18 @@ def gather_kernel(
     chunks, tensors,
     ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tensor's numbers from those of its chunks, added up in the chunks' order.
+    """One tensor's numbers from those of its chunks; a program a tensor."""
+    gather(
+        begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, out_ptr, chunks, tensors, ORDER, BLOCK
+    )
+
+
+@triton.jit
+def gather(
+    begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, out_ptr, chunks, tensors,
+    ORDER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds up in the chunks' order.
 
     `out`, row by row: norm, largest magnitude, and how many are 0, NaN and Inf.
     """

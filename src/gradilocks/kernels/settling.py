@@ -10,25 +10,61 @@ uses, with the same formulas, in one program of a few hundred bytes instead of f
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
-from gradilocks.kernels.programs import settled
+from gradilocks.kernels.programs import gather, settled
+from gradilocks.kernels.stepping import adam_rates, sgd_rates
 
 __all__ = ["settle_kernel"]
 
 
 @settled
 def settle_kernel(
-    found_ptr, rules_ptr,
+    begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, found_ptr, arrived_ptr, rules_ptr,
     scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
     skip_ptr, divisor_ptr, multiplier_ptr, row_ptr,
-    tensors,
+    own_ptr, groups_ptr, settings_ptr, rates_ptr,
+    chunks, tensors,
+    ORDER: tl.constexpr, CLIP: tl.constexpr, DYNAMIC: tl.constexpr, UNSCALED: tl.constexpr,
+    LOSS: tl.constexpr, RATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds up each tensor, a program a tensor; the program that is last decides the step.
+
+    With RATES 1 or 2 it also works out the rates of Adam or SGD, which saves that launch.
+    """
+    gather(
+        begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, found_ptr, chunks, tensors, ORDER, BLOCK
+    )
+    tl.debug_barrier()  # All of this program's numbers are there before it says so.
+    arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
+    if arrived == tensors - 1:
+        tl.store(arrived_ptr, 0)
+        skipped = _settle(
+            found_ptr, rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr,
+            loss_ptr, skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
+            ORDER, CLIP, DYNAMIC, UNSCALED, LOSS, BLOCK,
+        )  # fmt: skip
+        if skipped == 0:
+            lanes = tl.arange(0, BLOCK)
+            for place in range(0, tensors, BLOCK):
+                if RATES == 1:
+                    adam_rates(own_ptr, groups_ptr, settings_ptr, rates_ptr, place + lanes, tensors)
+                if RATES == 2:
+                    sgd_rates(own_ptr, groups_ptr, settings_ptr, rates_ptr, place + lanes, tensors)
+
+
+@triton.jit
+def _settle(
+    found_ptr, rules_ptr,
+    scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
+    skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
     ORDER: tl.constexpr, CLIP: tl.constexpr, DYNAMIC: tl.constexpr, UNSCALED: tl.constexpr,
     LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decides one step and moves the scale on.
+    """Decides one step and moves the scale on; returns whether it is skipped.
 
-    `found`: as `gather_kernel` leaves it.
+    `found`: as `gather` leaves it.
     `rules`: largest norm, roof, growth, backoff, interval, min, max, hysteresis.
     `row`: skip, scale, norm, limit, clipped, step, loss not finite, NaN, Inf, and the tracker, the
     hysteresis and the streak as they were.
@@ -130,3 +166,4 @@ def settle_kernel(
         tl.store(scale_ptr, moved.to(tl.float32))
         tl.store(tracker_ptr, tl.where(full, 0, counted))
         tl.store(hysteresis_ptr, tl.where(full, refill.to(tl.int32), remaining))
+    return skipped.to(tl.int32)

@@ -16,7 +16,14 @@ import triton.language as tl
 
 from gradilocks.kernels.programs import settled
 
-__all__ = ["adam_kernel", "adam_rates_kernel", "sgd_kernel", "sgd_rates_kernel"]
+__all__ = [
+    "adam_kernel",
+    "adam_rates",
+    "adam_rates_kernel",
+    "sgd_kernel",
+    "sgd_rates",
+    "sgd_rates_kernel",
+]
 
 
 @settled
@@ -25,11 +32,17 @@ def adam_rates_kernel(
     tensors,
     SKIPPABLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """step += 1, and lr / (1 - beta1^step), sqrt(1 - beta2^step), decay, eps, beta1, beta2."""
+    """Counts the step of each tensor and works out its rates, a lane a tensor."""
     if SKIPPABLE:
         if tl.load(skip_ptr) != 0.0:
             return
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    adam_rates(steps_ptr, groups_ptr, settings_ptr, rates_ptr, at, tensors)
+
+
+@triton.jit
+def adam_rates(steps_ptr, groups_ptr, settings_ptr, rates_ptr, at, tensors):
+    """step += 1, and lr / (1 - beta1^step), sqrt(1 - beta2^step), decay, eps, beta1, beta2."""
     inside = at < tensors
     places = tl.load(steps_ptr + at, mask=inside, other=0).to(tl.pointer_type(tl.float32))
     step = tl.load(places, mask=inside, other=0.0) + 1.0
@@ -182,15 +195,21 @@ def sgd_rates_kernel(
     tensors,
     SKIPPABLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Works out the rates of each tensor, a lane a tensor."""
+    if SKIPPABLE:
+        if tl.load(skip_ptr) != 0.0:
+            return
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sgd_rates(fresh_ptr, groups_ptr, settings_ptr, rates_ptr, at, tensors)
+
+
+@triton.jit
+def sgd_rates(fresh_ptr, groups_ptr, settings_ptr, rates_ptr, at, tensors):
     """lr, decay, momentum, and what of the buffer is kept and of the gradient taken.
 
     The first step that is taken fills the buffer with the gradient itself, whatever the dampening.
     `fresh` holds the address of each tensor's flag, or 0 if its buffer is known to be filled.
     """
-    if SKIPPABLE:
-        if tl.load(skip_ptr) != 0.0:
-            return
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tensors
     setting = settings_ptr + tl.load(groups_ptr + at, mask=inside, other=0) * 8
     lr = tl.load(setting, mask=inside, other=0.0)
@@ -207,7 +226,7 @@ def sgd_rates_kernel(
     tl.store(rate + 2, momentum, mask=inside)
     tl.store(rate + 3, tl.where(fresh, 0.0, momentum), mask=inside)
     tl.store(rate + 4, tl.where(fresh, 1.0, 1.0 - dampening), mask=inside)
-    tl.store(flag, tl.zeros([BLOCK], tl.int32), mask=asked)
+    tl.store(flag, tl.zeros(at.shape, tl.int32), mask=asked)
 
 
 @triton.jit

@@ -7,14 +7,15 @@ elements. So what they cannot take has a stand-in for one step: a dense copy, or
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradilocks.gradients import Names
-from gradilocks.optim.checks import check_settings, refuse_gradients
+from gradilocks.optim.checks import check_parameters, check_settings, refuse_gradients
 from gradilocks.optim.masters import mark, needs_master
 from gradilocks.optim.tidy import alike, check_shapes, tidy
 
@@ -32,6 +33,7 @@ def step_by_torch(optimizer: Any, step: Callable[[], None]) -> None:
             check_settings(group, pairs[0][0].device, name, pairs[0][0])
         having += pairs
     params, groups = [param for param, _ in having], [group for _, group in having]
+    check_parameters(params, name)
     check_shapes(params, optimizer.state, optimizer.columns, name)
     if not params or optimizer.skips_on_host(params, groups):
         return
@@ -45,16 +47,35 @@ def step_by_torch(optimizer: Any, step: Callable[[], None]) -> None:
     try:
         for param, wide in zip(params, mastered, strict=True):
             bodies[id(param)] = _body(optimizer, param, wide)
-        for members in filter(None, rounds):
-            for group, every in zip(optimizer.param_groups, before, strict=True):
-                group["params"] = [bodies[id(p)] for p in every if id(p) in members]
-            step()
+        with _as_torch_takes_them(optimizer):
+            for members in filter(None, rounds):
+                for group, every in zip(optimizer.param_groups, before, strict=True):
+                    group["params"] = [bodies[id(p)] for p in every if id(p) in members]
+                step()
     finally:
         for group, every in zip(optimizer.param_groups, before, strict=True):
             group["params"] = every
+        torch.autograd.graph.increment_version(params)  # torch's fused kernels do not count.
         for param, wide in zip(params, mastered, strict=True):
             if bodies.get(id(param), param) is not param:
                 _put_back(optimizer, param, bodies[id(param)], wide)
+
+
+@contextmanager
+def _as_torch_takes_them(optimizer: Any) -> Iterator[None]:
+    """`grad_scale` and `found_inf` as 0-d float32; torch skips for exactly 1 and nothing else."""
+    skip, divisor = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+    try:
+        if skip is not None:
+            optimizer.found_inf = skip.reshape(()).ne(0).to(torch.float32)
+        if divisor is not None:
+            optimizer.grad_scale = divisor.reshape(()).to(torch.float32)
+        yield
+    finally:
+        if skip is not None:
+            optimizer.found_inf = skip
+        if divisor is not None:
+            optimizer.grad_scale = divisor
 
 
 def _body(optimizer: Any, param: Tensor, wide: bool) -> Tensor:

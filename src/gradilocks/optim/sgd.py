@@ -82,6 +82,7 @@ class SGD(Stepper, torch.optim.SGD):
     def _prepare(self, master_weights: bool | None = None) -> None:
         super()._prepare(master_weights)
         self._fresh: dict[Tensor, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._flags: list[Tensor | None] = []
 
     def forget_strangers(self) -> None:
         super().forget_strangers()
@@ -118,19 +119,18 @@ class SGD(Stepper, torch.optim.SGD):
     def fill_state(
         self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]], mastered: Sequence[bool]
     ) -> None:
-        new = []
-        for param, group, wide in zip(params, groups, mastered, strict=True):
-            if wide:
+        self._flags = [self._flag_of(param) for param in params]
+        starting = []
+        for place, (param, group) in enumerate(zip(params, groups, strict=True)):
+            if mastered[place]:
                 masters.ensure(param, self.state[param], self.marks)
             if self.is_starting(param, group):
-                dtype = torch.float32 if wide else param.dtype
-                buffer = torch.zeros_like(param, dtype=dtype)
-                self.state[param]["momentum_buffer"] = buffer
-                new.append((param, buffer))
-        if new:
-            flags = torch.ones(len(new), dtype=torch.int32, device=params[0].device).unbind()
-            for (param, buffer), flag in zip(new, flags, strict=True):
-                self._fresh[param] = weakref.ref(buffer), flag
+                dtype = torch.float32 if mastered[place] else param.dtype
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=dtype)
+                starting.append(place)
+        flags = torch.ones(len(starting), dtype=torch.int32, device=params[0].device).unbind()
+        for place, flag in zip(starting, flags, strict=True):
+            self._flags[place] = flag
 
     def is_starting(self, param: Tensor, group: dict[str, Any]) -> bool:
         nothing: dict[str, Any] = {}  # `state` would make an entry for whom it is asked.
@@ -160,7 +160,10 @@ class SGD(Stepper, torch.optim.SGD):
         return bool(flag.item())
 
     def plan_more(self, plan: Plan) -> tuple[Tensor, list[Tensor | None]]:
-        flags = [self._flag_of(param) for param in plan.called.params]
+        flags, self._flags = self._flags, []
+        for param, state, flag in zip(plan.called.params, plan.states, flags, strict=True):
+            if flag is not None:  # The buffer may have been laid out anew since.
+                self._fresh[param] = weakref.ref(state["momentum_buffer"]), flag
         addresses = [0 if flag is None else flag.data_ptr() for flag in flags]
         return send(array("q", addresses), plan.device), flags
 

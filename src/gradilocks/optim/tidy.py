@@ -50,9 +50,7 @@ def check_shapes(
 
 def common_dtype(param: Tensor, state: dict[str, Any], columns: Sequence[str]) -> torch.dtype:
     """The dtype of the moments if they agree, else the parameter's."""
-    found: set[torch.dtype] = {
-        state[name].dtype for name in columns if state.get(name) is not None
-    }
+    found: set[torch.dtype] = {state[name].dtype for name in columns if state.get(name) is not None}
     return found.pop() if len(found) == 1 and found <= set(DTYPES) else param.dtype
 
 

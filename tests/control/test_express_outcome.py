@@ -1,0 +1,268 @@
+"""What the short way tells of a step: each Outcome its own, on the device until it is read."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from short_way import DEVICES, INF, NAN, Ways, loss_giving, parameter, serve, step
+from torch import nn
+
+from gradilocks import GradientControl, record
+from gradilocks.errors import NeverFinite
+from gradilocks.record import NonFiniteCount, Streak
+
+pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
+
+# The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    return serve(request.param, monkeypatch)
+
+
+@pytest.fixture
+def ways(device, monkeypatch):
+    return Ways(monkeypatch)
+
+
+def test_an_outcome_that_is_kept_still_shows_its_own_step(device, ways):
+    p, q = parameter(3, device=device), parameter(4, device=device)
+    control = GradientControl(torch.optim.SGD([p, q], lr=0.1), scale="dynamic", clip=4.0)
+    script = [(1.0, 2.0), (INF, 2.0), (3.0, 0.0), (NAN, INF), (0.25, 0.5)]
+    kept = [step(control, (p, one), (q, two)) for one, two in script]
+    assert ways.short == 5
+    for number, (outcome, (one, two)) in enumerate(zip(kept, script, strict=True), start=1):
+        skipped = not (math.isfinite(one) and math.isfinite(two))
+        assert (outcome.step, outcome.skipped, outcome.limit) == (number, skipped, 4.0)
+        if not skipped:
+            norm = math.sqrt(3 * one * one + 4 * two * two)
+            assert outcome.norm == pytest.approx(norm, rel=1e-6)
+            assert outcome.clipped == (norm > 4.0)
+    assert [outcome.scale for outcome in kept] == [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**14]
+    assert math.isnan(kept[3].norm)
+    assert kept[1].norm == INF
+    names = [f"param_groups[0]['params'][{k}]" for k in (1, 0)]
+    assert kept[3].counts == {names[0]: NonFiniteCount(0, 4), names[1]: NonFiniteCount(3, 0)}
+    assert list(kept[3].counts) == names
+    assert kept[1].culprits == (names[1],)
+    assert kept[4].counts == {}
+
+
+def test_the_statistics_are_those_of_each_gradient_as_it_stood(device, ways):
+    p, q = parameter(4, device=device), parameter(2, 2, device=device)
+    control = GradientControl(torch.optim.SGD([p, q], lr=0.1), scale=8.0)
+    first = step(
+        control,
+        (p, torch.tensor([0.0, -3.0, 4.0, 0.0])),
+        (q, torch.tensor([[NAN, INF], [-INF, 2.0]])),
+    )
+    step(control, (p, 1.0), (q, 1.0))
+    found = first.statistics
+    assert found.norms[0].item() == 8.0 * 5.0
+    assert math.isnan(found.norms[1].item())
+    assert found.largest.tolist() == [32.0, INF]
+    assert found.zeros.tolist() == [2, 0]
+    assert found.nan.tolist() == [0, 1]
+    assert found.inf.tolist() == [0, 2]
+    assert {name: getattr(found, name).dtype for name in ("norms", "largest")} == {
+        "norms": torch.float64,
+        "largest": torch.float64,
+    }
+    assert {getattr(found, name).dtype for name in ("zeros", "nan", "inf")} == {torch.int64}
+    assert found.norms.device == p.device
+
+
+def test_taking_the_statistics_reads_nothing(device, ways, monkeypatch):
+    def refused(*_):
+        raise AssertionError("the host has waited for the device")
+
+    p = parameter(4, device=device)
+    control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "fetch", refused)
+        outcome = step(control, (p, 1.0))
+        assert outcome.statistics.norms.shape == (1,)
+        assert outcome.statistics is outcome.statistics
+        with pytest.raises(AssertionError, match="has waited"):
+            _ = outcome.skipped
+    assert not outcome.skipped
+
+
+def test_an_outcome_keeps_neither_gradients_nor_replaced_parameters(device, ways):
+    p, q = parameter(4, device=device), parameter(3, device=device)
+    optimizer = torch.optim.SGD([p, q], lr=0.1)
+    control = GradientControl(optimizer)
+    kept = step(control, (p, NAN), (q, NAN))
+    assert ways.short == 1
+    gone = weakref.ref(q)
+    del optimizer.param_groups[0]["params"][1], q
+    optimizer.state.clear()
+    step(control, (p, 1.0))
+    gc.collect()
+    assert gone() is None
+    assert kept.culprits == ("param_groups[0]['params'][0]",)
+
+
+def test_a_broken_micro_batch_is_told_from_a_broken_gradient(device, ways):
+    p = parameter(2, device=device)
+    said = []
+    for values in ([NAN, 1.0], [1.0, NAN], [1.0, 1.0], [1.0, -INF, 2.0]):
+        control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True), give_up_after=1)
+        control.zero_grad()
+        for value in values:
+            control.backward(loss_giving((p, INF), value=value))
+        try:
+            control.step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+                step(control, (p, INF), value=values[1])
+        except NeverFinite as error:
+            said.append("loss itself" in str(error))
+    assert said == [True, True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_loss_of_any_dtype_and_shape_is_looked_at(device, ways, dtype, shape):
+    p = parameter(2, device=device)
+    control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True), scale=8.0)
+    for value, broken in ((1.0, 0.0), (NAN, 1.0)):
+        control.zero_grad()
+        loss = (p.sum() * 0.0 + value).to(dtype).reshape(shape)
+        control.backward(loss)
+        row = control.step()._record.row
+        assert row[6].item() == broken
+    assert ways.short == 2
+
+
+def test_a_loss_on_another_device_or_of_a_subclass_is_looked_at_all_the_same(device, ways):
+    class Odd(torch.Tensor):
+        pass
+
+    p = parameter(2, device=device)
+    control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True), scale=8.0)
+    for move in (lambda loss: loss.cpu(), lambda loss: loss.as_subclass(Odd)):
+        for value, broken in ((1.0, 0.0), (INF, 1.0)):
+            control.zero_grad()
+            control.backward(move((p * value).sum()))
+            assert control.step()._record.row[6].item() == broken
+    assert ways.short == 4
+
+
+def late(streak, behind):
+    """As on a GPU: the counter is sent for, and arrives `behind` steps later."""
+    coming = []
+
+    def counted():
+        if not coming:
+            coming.extend([streak.count.item()] + [None] * behind)
+        return coming.pop()
+
+    return counted
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2, 5])
+def test_a_count_that_arrives_late_is_still_noticed(device, ways, monkeypatch, behind):
+    p = parameter(2, device=device)
+    control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True), give_up_after=4)
+    streak = control._judge.streak
+    monkeypatch.setattr(streak, "_counted", late(streak, behind))
+    for _ in range(3):
+        step(control, (p, 1.0))
+    for number in range(1, 30):
+        try:
+            step(control, (p, NAN))
+        except NeverFinite as error:
+            assert f"{number} steps in a row" in str(error)
+            break
+    assert 4 <= number <= 4 + 2 * behind + 1
+
+
+@pytest.mark.parametrize("behind", [1, 2, 3])
+def test_a_count_that_arrives_after_a_finite_step_does_not_give_up(
+    device, ways, monkeypatch, behind
+):
+    p = parameter(2, device=device)
+    control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True), give_up_after=3)
+    streak = control._judge.streak
+    monkeypatch.setattr(streak, "_counted", late(streak, behind))
+    for _ in range(3):
+        assert step(control, (p, NAN)).skipped
+    for _ in range(6):
+        assert not step(control, (p, 1.0)).skipped
+
+
+def test_the_count_on_the_cpu_is_exact():
+    streak = Streak(3)
+    skips = [1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1]
+    found = []
+    for skip in skips:
+        row = torch.zeros(12, dtype=torch.float64)
+        flag = torch.tensor(float(skip))
+        found.append(streak.note(record.StepRecord(row, flag, lambda: None)))
+    assert [n for n, hopeless in enumerate(found) if hopeless] == [5, 6, 10]
+
+
+def gpu_control(give_up_after):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    inputs = torch.randn(8, 16, device="cuda")
+    control = GradientControl(optimizer, model=model, clip=1.0, give_up_after=give_up_after)
+    good, bad = torch.ones((), device="cuda"), torch.full((), INF, device="cuda")
+
+    def one(broken):
+        control.backward(model(inputs).square().mean() * (bad if broken else good))
+        control.step()
+        control.zero_grad()
+
+    for _ in range(5):  # Compiles kernels and makes tables and state.
+        one(False)
+    torch.cuda.synchronize()
+    return control, one
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("period", [None, 2, 10], ids=["healthy", "every other", "every tenth"])
+def test_on_a_gpu_250_steps_neither_wait_nor_give_up(period):
+    control, one = gpu_control(give_up_after=20)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(250):
+            one(period is not None and number % period == 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert control.state_dict()["gradilocks"]["steps"] == 255
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("healthy", [0, 7, 20, 33])
+def test_on_a_gpu_giving_up_comes_soon_after_the_limit(healthy):
+    _, one = gpu_control(give_up_after=20)
+    for _ in range(healthy):
+        one(False)
+        torch.cuda.synchronize()
+    for number in range(1, 100):
+        try:
+            one(True)
+        except NeverFinite as error:
+            assert f"{number} steps in a row" in str(error)
+            break
+        torch.cuda.synchronize()
+    assert 20 <= number <= 22
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_giving_up_needs_no_wait_to_be_noticed():
+    _, one = gpu_control(give_up_after=20)
+    with pytest.raises(NeverFinite, match="steps in a row"):
+        for _ in range(2000):
+            one(True)

@@ -1,0 +1,148 @@
+"""Who takes the short way: known policies on kernels that serve. All others take the stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from gradient_scripts import assert_same, contents
+from short_way import (
+    DEVICES,
+    INF,
+    NAN,
+    Ways,
+    facts,
+    gradient_for,
+    loss_giving,
+    parameter,
+    serve,
+    step,
+)
+from torch import nn
+
+from gradilocks import (
+    ClipByNorm,
+    ClipByValue,
+    DynamicScale,
+    GradientControl,
+    StaticScale,
+    kernels,
+)
+from gradilocks.errors import NeverFinite, NoGradients, NonFiniteGradient, SharedParameter
+from gradilocks.kernels import reference
+from gradilocks.values import ClipLimit
+
+pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
+
+# The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    return serve(request.param, monkeypatch)
+
+
+@pytest.fixture
+def ways(device, monkeypatch):
+    return Ways(monkeypatch)
+
+
+class Tripling(DynamicScale):
+    """A subclass may do anything."""
+
+    def advance(self, state, skip):
+        state.scale.mul_(torch.where(skip > 0, 1.0, 3.0))
+
+
+class Halving:
+    """A clip policy of somebody's own."""
+
+    order = 2.0
+    needs_largest = False
+
+    def limit(self, measurement, scale):
+        norm = measurement.norm
+        half = torch.full_like(norm, 0.5)
+        return ClipLimit(half, half, torch.ones_like(measurement.nonfinite))
+
+
+@dataclasses.dataclass(frozen=True)
+class Loose(ClipByNorm):
+    """Says it clips by norm and does not."""
+
+    def limit(self, measurement, scale):
+        return ClipByNorm(math.inf).limit(measurement, scale)
+
+
+UNKNOWN = {
+    "a scale of a subclass": {"scale": Tripling(init_scale=4.0)},
+    "a clip of one's own": {"scale": 8.0, "clip": Halving()},
+    "a clip of a subclass": {"scale": 8.0, "clip": Loose(0.1)},
+    "a clip by value": {"scale": 8.0, "clip": ClipByValue(0.25)},
+    "the norm of order 3": {"scale": 8.0, "clip": ClipByNorm(1.0, order=3)},
+}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("options", UNKNOWN.values(), ids=UNKNOWN)
+def test_other_policies_take_the_stages_and_step_as_without_kernels(
+    device, ways, monkeypatch, options, fused
+):
+    def run():
+        params = [parameter(7, device=device), parameter(2, 3, device=device)]
+        optimizer = torch.optim.SGD(params, lr=0.1, fused=fused)
+        control = GradientControl(optimizer, **options)
+        told = []
+        for number, bad in enumerate([None, INF, None]):
+            outcome = step(
+                control,
+                (params[0], gradient_for(params[0], number, bad)),
+                (params[1], gradient_for(params[1], 10 + number)),
+            )
+            told.append((outcome.skipped, outcome.clipped, outcome.limit, outcome.scale))
+        return params, told, control.scale
+
+    served = run()
+    monkeypatch.setitem(kernels._chosen, device, (reference, "for this test"))
+    plain = run()
+    assert ways.short == 0
+    assert served[1:] == plain[1:]
+    torch.testing.assert_close(served[0], plain[0], rtol=1e-6, atol=1e-7)
+
+
+KNOWN = [
+    {},
+    {"scale": None},
+    {"scale": 8.0, "clip": 1.0},
+    {"scale": StaticScale(2.0), "clip": ClipByNorm(1.0, order=1)},
+    {"clip": ClipByNorm(1.0, order=math.inf)},
+]
+
+
+@pytest.mark.parametrize("options", KNOWN, ids=str)
+def test_known_policies_take_the_short_way(device, ways, options):
+    p = parameter(3, device=device)
+    control = GradientControl(torch.optim.SGD([p], lr=0.1), **options)
+    step(control, (p, 1.0))
+    assert ways.short == 1
+
+
+def test_a_device_that_the_kernels_do_not_serve_takes_the_stages(device, ways, monkeypatch):
+    monkeypatch.setitem(kernels._chosen, device, (reference, "for this test"))
+    p = parameter(3, device=device)
+    step(GradientControl(torch.optim.SGD([p], lr=0.1)), (p, 1.0))
+    assert ways.short == 0
+
+
+@pytest.mark.parametrize("attribute", ["gradients", "hold"])
+def test_an_optimizer_may_have_attributes_of_any_name(device, ways, attribute):
+    p = parameter(3, device=device)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    setattr(optimizer, attribute, ["mine"])
+    before = p.detach().clone()
+    step(GradientControl(optimizer), (p, 1.0))
+    assert torch.equal(p, before - 1.0)
+    assert ways.short == 1
