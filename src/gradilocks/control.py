@@ -167,9 +167,11 @@ class GradientControl:
             check_closure(closure)
             return self._step_with_closure(closure)
         called = self._call()
+        if called is not None and update.takes_directly(self._optimizers):
+            return self._step_directly(called)
         if called is not None:
             verdict = self._judge.settle(called, unscaled=self._order.unscaled)
-            parts: list[Sequence[Tensor]] = self._parts(called)
+            parts = self._parts(called.grads)
         else:
             found = self._find_gradients()
             for part, optimizer in zip(found, self._optimizers, strict=True):
@@ -261,12 +263,10 @@ class GradientControl:
             self._ends = self._ends_of(called)
         if judge.scales:
             self._order.check_scaled("step()")
-            for tensors, optimizer in zip(self._parts(called), self._optimizers, strict=True):
+            parts = self._parts(called.params), self._parts(called.grads)
+            for params, grads, optimizer in zip(*parts, self._optimizers, strict=True):
                 if not update.takes_decision(optimizer):
-                    params = called.params
-                    if len(self._optimizers) > 1:
-                        params = [p for p in params if p.grad is not None]
-                    update.check_unscaling_in_place(optimizer, params, tensors, self._names)
+                    update.check_unscaling_in_place(optimizer, params, grads, self._names)
         return called
 
     def _find_gradients(self) -> list[Gradients]:
@@ -284,6 +284,22 @@ class GradientControl:
                 "parameters the optimizer was given, and that they require grad."
             )
         return found
+
+    def _step_directly(self, called: Called) -> Outcome:
+        """With an optimizer of ours: its rates are worked out by the launch that settles."""
+        (optimizer,) = self._optimizers
+        try:
+            rating = optimizer.ready(called)
+            verdict = self._judge.settle(called, unscaled=self._order.unscaled, rating=rating)
+            decision = verdict.decision
+            try:
+                optimizer.take(decision.skip, decision.divisor, rated=rating is not None)
+            except BaseException:
+                self._after_a_failed_update(verdict)
+                raise
+        finally:
+            called.release()
+        return self._conclude(verdict)
 
     def _judge_by_stages(self, found: Sequence[Gradients]) -> Verdict:
         return self._judge.judge(found, unscaled=self._order.unscaled, has_ranks=self._has_ranks())
@@ -372,8 +388,9 @@ class GradientControl:
             ends.append(place)
         return ends
 
-    def _parts(self, called: Called) -> list[Sequence[Tensor]]:
+    def _parts(self, tensors: list[Tensor]) -> list[Sequence[Tensor]]:
+        """What belongs to each optimizer."""
         if len(self._optimizers) == 1:
-            return [called.grads]
+            return [tensors]
         begins = [0, *self._ends]
-        return [called.grads[a:b] for a, b in zip(begins, self._ends, strict=False)]
+        return [tensors[a:b] for a, b in zip(begins, self._ends, strict=False)]

@@ -113,7 +113,7 @@ class Judge:
         outcome = Outcome(record, self._namer(params), step=self._number())
         return Verdict(decision, outcome, record, False)
 
-    def settle(self, called: Called, *, unscaled: bool) -> Verdict:
+    def settle(self, called: Called, *, unscaled: bool, rating: Any = None) -> Verdict:
         """As `judge` and the first half of `conclude`, the short way."""
         self.streak.move_to(self.state.scale.device)
         decision, record = self.express.settle(
@@ -125,6 +125,7 @@ class Judge:
             steps=self.steps,
             loss=self._one_loss(called.device),
             unscaled=unscaled,
+            rating=rating,
         )
         captured = called.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if captured:

@@ -28,6 +28,7 @@ __all__ = [
     "handing_over",
     "must_skip_on_host",
     "takes_decision",
+    "takes_directly",
     "takes_scaler",
     "update",
 ]
@@ -116,6 +117,11 @@ def takes_decision(optimizer: Any) -> bool:
     if by_groups and any("fused" in g and not g["fused"] for g in optimizer.param_groups):
         return False
     return not takes_scaler(optimizer)
+
+
+def takes_directly(optimizers: Sequence[Any]) -> bool:
+    """Whether there is one optimizer, and it takes the decision without a call of `step`."""
+    return len(optimizers) == 1 and hasattr(optimizers[0], "take") and optimizers[0].is_direct()
 
 
 def takes_scaler(optimizer: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from gradient_scripts import assert_same, contents
 from short_way import DEVICES, INF, NAN, Ways, facts, gradient_for, loss_giving, parameter, serve
 
-from gradilocks import ClipByNorm, DynamicScale, GradientControl, StaticScale
+from gradilocks import ClipByNorm, DynamicScale, GradientControl, StaticScale, optim
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
@@ -103,7 +103,7 @@ def check_agreement(device, ways, make=adamw, *, exact=True, by=always, **option
     return short
 
 
-TORCH_S = {
+OPTIMIZERS = {
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "Adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
     "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
@@ -111,33 +111,32 @@ TORCH_S = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "our AdamW": lambda p: optim.AdamW(p, lr=0.01),
+    "our SGD momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
 }
 
 
-@pytest.mark.parametrize("name", TORCH_S)
-def test_torchs_optimizers_are_stepped_alike(device, ways, name):
-    run = check_agreement(device, ways, lambda params: [TORCH_S[name](params)], clip=2.0)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_is_stepped_alike(device, ways, name):
+    run = check_agreement(device, ways, lambda params: [OPTIMIZERS[name](params)], clip=2.0)
     assert [told["skipped"] for told in run.told] == [bad is not None for bad in SCRIPT]
     assert any(told["clipped"] for told in run.told)
     assert run.scales == [1024.0, 1024.0, 1024.0, 2048.0, 2048.0, 1024.0]
 
 
 @pytest.mark.parametrize(
-    "names", [("AdamW fused", "SGD fused"), ("AdamW", "SGD momentum")], ids=str
+    "names",
+    [
+        ("AdamW fused", "SGD fused"),
+        ("AdamW", "SGD momentum"),
+        ("AdamW fused", "SGD momentum"),
+        ("RMSprop", "our AdamW"),
+    ],
+    ids=" and ".join,
 )
 def test_two_optimizers_are_stepped_alike(device, ways, names):
     def make(params):
-        return [TORCH_S[name](params[k::2]) for k, name in enumerate(names)]
-
-    check_agreement(device, ways, make, clip=2.0)
-
-
-@pytest.mark.parametrize(
-    "names", [("AdamW fused", "SGD momentum"), ("RMSprop", "SGD fused")], ids=str
-)
-def test_a_fused_and_an_unfused_optimizer_are_stepped_alike(device, ways, names):
-    def make(params):
-        return [TORCH_S[name](params[k::2]) for k, name in enumerate(names)]
+        return [OPTIMIZERS[name](params[k::2]) for k, name in enumerate(names)]
 
     check_agreement(device, ways, make, clip=2.0)
 
@@ -156,7 +155,7 @@ def test_limits_at_the_edges_are_kept_alike(device, ways, clip):
 @pytest.mark.parametrize("scale", [None, 8.0, StaticScale(2.0**-20), "dynamic"], ids=str)
 @pytest.mark.parametrize("name", ["AdamW fused", "AdamW"])
 def test_scales_that_do_not_move_are_treated_alike(device, ways, scale, name):
-    check_agreement(device, ways, lambda params: [TORCH_S[name](params)], scale=scale, clip=2.0)
+    check_agreement(device, ways, lambda params: [OPTIMIZERS[name](params)], scale=scale, clip=2.0)
 
 
 def test_a_scale_that_reaches_its_ends_moves_alike(device, ways):
@@ -212,7 +211,7 @@ def handed_out(control, params, number, bad):
 )
 def test_every_kind_of_loop_ends_alike(device, ways, iteration, name):
     def make(params):
-        return [TORCH_S[name](params)]
+        return [OPTIMIZERS[name](params)]
 
     check_agreement(device, ways, make, iteration=iteration, clip=2.0)
 

@@ -7,20 +7,15 @@ import math
 
 import pytest
 import torch
-from gradient_scripts import assert_same, contents
 from short_way import (
     DEVICES,
     INF,
-    NAN,
     Ways,
-    facts,
     gradient_for,
-    loss_giving,
     parameter,
     serve,
     step,
 )
-from torch import nn
 
 from gradilocks import (
     ClipByNorm,
@@ -30,7 +25,6 @@ from gradilocks import (
     StaticScale,
     kernels,
 )
-from gradilocks.errors import NeverFinite, NoGradients, NonFiniteGradient, SharedParameter
 from gradilocks.kernels import reference
 from gradilocks.values import ClipLimit
 
@@ -137,7 +131,7 @@ def test_a_device_that_the_kernels_do_not_serve_takes_the_stages(device, ways, m
     assert ways.short == 0
 
 
-@pytest.mark.parametrize("attribute", ["gradients", "hold"])
+@pytest.mark.parametrize("attribute", ["gradients", "hold", "take"])
 def test_an_optimizer_may_have_attributes_of_any_name(device, ways, attribute):
     p = parameter(3, device=device)
     optimizer = torch.optim.SGD([p], lr=1.0)

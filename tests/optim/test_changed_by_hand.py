@@ -327,3 +327,21 @@ def test_a_copy_of_the_state_is_nobodys_business(kind, device):
     before = copies(params)
     run(optimizer, 1, first=1)
     assert not same(copies(params), before)
+
+
+@each_optimizer
+def test_an_optimizer_may_take_over_the_state_of_another(kind, device):
+    mine, theirs = (parameters(SHAPES, device=device) for _ in range(2))
+    first, other = ours(kind, mine), torchs(kind, theirs)
+    run(first, 2)
+    second = ours(kind, mine)
+    second.state = first.state
+    run(second, 2, first=2)
+    for entry, name, value in moments(second):
+        entry[name] = value * 0.5  # The new owner notices.
+    run(second, 2, first=4)
+    run(other, 4)
+    for entry, name, value in moments(other):
+        entry[name] = value * 0.5
+    run(other, 2, first=4)
+    close(mine, theirs)

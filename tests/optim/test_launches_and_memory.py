@@ -22,8 +22,7 @@ def launches(monkeypatch):
     launch = Launch.__call__
 
     def counting(self, *args):
-        if not seen or seen[-1] is not self or args[1].type != "cuda":
-            seen.append(self)
+        seen.append(self)
         launch(self, *args)
 
     monkeypatch.setattr(Launch, "__call__", counting)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from twins import close, each_optimizer, ours, parameters, run, torchs
+from twins import close, each_optimizer, give, ours, parameters, run, torchs
+
+from gradilocks import GradientControl
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -18,6 +20,21 @@ def rate(where, value, device):
     if where == "one element":
         return torch.full((1,), value, device=device)
     return torch.tensor(value, device="cpu" if where == "on the host" else device)
+
+
+def test_a_rate_that_is_itself_learned_is_read_as_a_number(device):
+    for driven in (False, True):
+        params = parameters(SHAPES, device=device)
+        lr = torch.tensor(0.1, requires_grad=True, device=device)
+        optimizer = ours("SGD", params, lr=lr)
+        before = [param.detach().clone() for param in params]
+        give(params, 0)
+        if driven:
+            GradientControl(optimizer, scale=None).step()
+        else:
+            optimizer.step()
+        assert not any(map(torch.equal, params, before))
+        assert all(param.is_leaf for param in params)
 
 
 WHERE = ["number", "on the host", "on the device", "one element"]

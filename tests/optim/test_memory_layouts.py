@@ -184,3 +184,53 @@ def test_more_tensors_than_a_program_has_lanes_are_all_stepped(device):
     optimizer.step()
     other.step()
     close(mine, theirs)
+
+
+@each_optimizer
+def test_a_parameter_that_wraps_other_tensors_is_left_to_torch(kind, device):
+    """It has no address of its own, for a kernel to write to."""
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    param = torch.nn.Parameter(two(*(torch.full((5,), v, device=device) for v in (1.0, 2.0))))
+    beside, one = parameters([(5,)], device=device)[0], parameters([(5,)], device=device)[0]
+    optimizer, other = (
+        ours(kind, [param, beside], weight_decay=0.0),
+        torchs(kind, [one], fused=False, weight_decay=0.0),
+    )
+    for _ in range(STEPS):
+        for each in (param, beside, one):
+            each.grad = torch.ones(5, device=device)
+        optimizer.step()
+        other.step()
+    start = parameters([(5,)], device=device)[0]
+    moved = (one - start).detach()
+    close([beside, param.a, param.b], [one, 1.0 + moved, 2.0 + moved])
+
+
+@each_optimizer
+def test_a_gradient_of_another_dtype_is_widened(kind, device):
+    param, one = (parameters([(70,)], device=device)[0] for _ in range(2))
+    if not hasattr(param, "grad_dtype"):
+        pytest.skip("this version of torch has no gradients of another dtype than the parameter's")
+    param.grad_dtype = torch.float16
+    optimizer, other = ours(kind, [param]), torchs(kind, [one], fused=False)
+    for step in range(STEPS):
+        (grad,) = values([(70,)], seed=step, dtype=torch.float16, device=device)
+        param.grad, one.grad = grad, grad.float()
+        optimizer.step()
+        other.step()
+    close([param], [one])
+
+
+@pytest.mark.gpu
+@each_optimizer
+def test_parameters_on_two_devices_are_stepped_together(kind, cuda):
+    mine, theirs = (
+        [*parameters([(70,)], device=cuda), *parameters([(5,)], seed=1)] for _ in range(2)
+    )
+    optimizer, other = ours(kind, mine), torchs(kind, theirs, fused=False, foreach=False)
+    for step in range(STEPS):
+        for params, stepper in ((mine, optimizer), (theirs, other)):
+            for param, grad in zip(params, values([(70,), (5,)], seed=step), strict=True):
+                param.grad = grad.to(param.device)
+            stepper.step()
+    close(mine, theirs)

@@ -39,7 +39,7 @@ __all__ = [
 TILE = 2048
 WARPS = 8
 LANES = 1024
-"""Tensors or chunks that are added up at a time."""
+"""Tensors or chunks that are added up at a time, at most."""
 TYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -132,7 +132,7 @@ def settle(
     row: Tensor,
     standing: Standing,
     loss: Tensor | None,
-    rating: Rating | None,
+    rating: tuple[str, tuple[Tensor, ...]] | None,
     *,
     order: float,
     clip: bool,
@@ -148,23 +148,23 @@ def settle(
         row: float64 [12], to be filled as `settling` says.
         standing: what is read and moved on.
         loss: 0-d; to be looked at for NaN and Inf.
-        rating: the optimizer whose rates are to be worked out, if any.
+        rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         order, clip, dynamic, unscaled: which rules apply.
     """
     layout = located.layout
     key = (
         "settle", order, clip, dynamic, unscaled,
-        None if loss is None else loss.dtype, None if rating is None else rating.kind,
+        None if loss is None else loss.dtype, None if rating is None else rating[0],
     )  # fmt: skip
     launches = layout.launches.get(key)
     if launches is None:
         launch = launch_for(
             settle_kernel, 4, key[5], ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
-            UNSCALED=unscaled, LOSS=loss is not None, BLOCK=LANES,
-            RATES=0 if rating is None else {"adam": 1, "sgd": 2}[rating.kind],
+            UNSCALED=unscaled, LOSS=loss is not None, BLOCK=_lanes(layout.count),
+            RATES=0 if rating is None else {"adam": 1, "sgd": 2}[rating[0]],
         )  # fmt: skip
         launches = layout.launches[key] = [launch]
-    tables = (row, row, row, row) if rating is None else rating.tables
+    tables = (row, row, row, row) if rating is None else rating[1]
     launches[0](
         layout.count, located.device, layout.begin, layout.counts, *scratch, found,
         *standing.before_loss, row if loss is None else loss, *standing.after_loss, row, *tables,
@@ -179,14 +179,6 @@ class Standing(NamedTuple):
     """The counter of programs, the rules, scale, tracker, hysteresis, streak, steps."""
     after_loss: tuple[Tensor, ...]
     """Skip, divisor, multiplier."""
-
-
-class Rating(NamedTuple):
-    """An optimizer whose rates are worked out by the launch that settles."""
-
-    kind: str
-    tables: tuple[Tensor, ...]
-    """Its own table, groups, settings, rates."""
 
 
 def _measuring(kind: Any, chunk: int, power: int, multiplier: Tensor | None) -> Launch:
@@ -217,7 +209,7 @@ def _gathered(located: Located, multiplier: Tensor | None, order: float) -> Tens
     layout, scratch = located.layout, scratch_for(located)
     measure_located(located, scratch, multiplier=multiplier, order=order)
     found = torch.empty(5, layout.count, dtype=torch.float64, device=located.device)
-    launch_for(gather_kernel, 4, ORDER=ORDERS[order], BLOCK=LANES)(
+    launch_for(gather_kernel, 4, ORDER=ORDERS[order], BLOCK=_lanes(layout.count))(
         layout.count, located.device, layout.begin, layout.counts, *scratch, found,
         layout.chunks, layout.count,
     )  # fmt: skip
@@ -267,6 +259,14 @@ def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:
         others = [tensors[i] for i in located.rest]
         (reference.clamp_ if clamp else reference.multiply_)(others, number)
     torch.autograd.graph.increment_version(tensors)
+
+
+def _lanes(tensors: int) -> int:
+    """As many as there are tensors, in powers of two: the fewer, the sooner a launch is over."""
+    lanes = 128
+    while lanes < min(tensors, LANES):
+        lanes *= 2
+    return min(lanes, LANES)
 
 
 def _sum_type(dtype: torch.dtype) -> Any:

@@ -19,6 +19,7 @@ __all__ = ["Adam", "AdamW"]
 
 
 class _Adams(Stepper):
+    kernel: ClassVar[str] = "adam"
     columns: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def flags(self, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -59,9 +60,18 @@ class _Adams(Stepper):
             if wide:
                 masters.ensure(param, state, self.marks)
 
+    def needed_by_torch(self, group: dict[str, Any]) -> tuple[str, ...] | None:
+        if group["master_weights"] or isinstance(group["lr"], Tensor):
+            return None
+        return self.columns[: 3 if group["amsgrad"] else 2]
+
     def plan_more(self, plan: Plan) -> tuple[Tensor, list[Tensor | None]]:
         steps = [state["step"] for state in plan.states]
         return send(array("q", [step.data_ptr() for step in steps]), plan.device), steps
+
+    def launch_rates(self, plan: Plan, skip: Tensor | None) -> None:
+        launches = importlib.import_module("gradilocks.kernels.launches")
+        launches.adam_rates(plan.own, plan.groups, plan.settings, skip, plan.rates)
 
     def launch(
         self,
@@ -72,7 +82,6 @@ class _Adams(Stepper):
         divisor: Tensor | None,
     ) -> None:
         launches = importlib.import_module("gradilocks.kernels.launches")
-        launches.adam_rates(plan.own, plan.groups, plan.settings, skip, plan.rates)
         launches.step("adam", plan.layout, places, gradients, plan.rates, skip, divisor)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.gradients import Names
+from gradilocks.kernels.located import DTYPES
 from gradilocks.optim.checks import check_parameters, check_settings, refuse_gradients
 from gradilocks.optim.masters import mark, needs_master
 from gradilocks.optim.tidy import alike, check_shapes, tidy
@@ -24,6 +25,12 @@ __all__ = ["step_by_torch"]
 
 def step_by_torch(optimizer: Any, step: Callable[[], None]) -> None:
     """Runs torch's `step` on those parameters that have a gradient, or on their stand-ins."""
+    steady = _steady(optimizer)
+    if steady is not None:
+        with _as_torch_takes_them(optimizer):
+            step()
+        torch.autograd.graph.increment_version(steady)  # torch's fused kernels do not count.
+        return
     name = Names(None, (optimizer,))
     refuse_gradients(optimizer, name)
     having: list[tuple[Tensor, dict[str, Any]]] = []
@@ -55,10 +62,43 @@ def step_by_torch(optimizer: Any, step: Callable[[], None]) -> None:
     finally:
         for group, every in zip(optimizer.param_groups, before, strict=True):
             group["params"] = every
-        torch.autograd.graph.increment_version(params)  # torch's fused kernels do not count.
+        torch.autograd.graph.increment_version(params)
         for param, wide in zip(params, mastered, strict=True):
             if bodies.get(id(param), param) is not param:
                 _put_back(optimizer, param, bodies[id(param)], wide)
+
+
+def _steady(optimizer: Any) -> list[Tensor] | None:
+    """The parameters with a gradient if torch can take every one as it is, as most steps can."""
+    params: list[Tensor] = []
+    nothing: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        needed = optimizer.needed_by_torch(group)
+        if needed is None:
+            return None
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            dtype, size, device = param.dtype, param.numel(), param.get_device()
+            if dtype not in DTYPES or optimizer.dtype_for_torch(param) is not dtype:
+                return None
+            state = optimizer.state.get(param, nothing)
+            step = state.get("step")
+            if step is not None and getattr(step, "dtype", None) is not torch.float32:
+                return None
+            for tensor in (param, grad, *[state.get(name) for name in needed]):
+                if (
+                    tensor is None
+                    or tensor.dtype is not dtype
+                    or tensor.numel() != size
+                    or tensor.get_device() != device
+                    or tensor.layout is not torch.strided
+                    or not tensor.is_contiguous()
+                ):
+                    return None
+            params.append(param)
+    return params
 
 
 @contextmanager

@@ -27,9 +27,12 @@ MOST_CHUNKS = 1 << 19
 """A table of 8 bytes a chunk: 4 megabytes at most, made once, for up to 2 billion parameters."""
 SETTINGS = 8
 """Numbers a group, as the kernels count them."""
-WATCHED = 16
+WATCHED = 4
 """Tensors a column whose address every step looks at: `tensor.data = ...` tells nobody, and is done
 to all of them or to none."""
+
+
+_NUMBERS = {float, int}
 
 
 class Plan:
@@ -77,10 +80,11 @@ class Plan:
         self.groups = send(torch.tensor(numbers, dtype=torch.int32, device="cpu"), self.device)
         self.rates = torch.empty(len(params), 8, dtype=torch.float64, device=self.device)
         self._numbers: list[float | None] = []
+        self._every: list[list[Any]] = []
         self.settings = self.rates
         self.own, more = optimizer.plan_more(self)
         self._held = [*self._columns, more]
-        self._state, self._dropped = optimizer.state, False
+        self._state, self._dropped, self._warm = optimizer.state, False, False
         every = -(-len(params) // WATCHED)
         self._watched = [t for column in self._held for t in column[::every] if t is not None]
         self._homes = [tensor.data_ptr() for tensor in self._watched]
@@ -127,26 +131,47 @@ class Plan:
             marks[self.called.params[place]] = version, self.called.homes[place]
 
     def run(self, optimizer: Any) -> None:
-        """Launches one step."""
+        """Launches one step, by what the optimizer has been told to do."""
+        skip = self._flag(getattr(optimizer, "found_inf", None))
+        divisor = self._flag(getattr(optimizer, "grad_scale", None))
+        self.ready(optimizer)
+        self.go(optimizer, skip, divisor, rated=False)
+
+    def ready(self, optimizer: Any) -> None:
+        """Takes over what has changed since the last step."""
         called = self.called
         if self._masters:
             now = [called.params[place]._version for place in self._masters]
             if now != self._versions:
                 places = zip(self._masters, now, self._versions, strict=True)
-                self._follow([place for place, new, old in places if new != old])
-        skip = self._flag(getattr(optimizer, "found_inf", None))
-        divisor = self._flag(getattr(optimizer, "grad_scale", None))
+                with torch.no_grad():
+                    self._follow([place for place, new, old in places if new != old])
         self._send_settings(optimizer)
+
+    @property
+    def tables(self) -> tuple[Tensor, ...] | None:
+        """What working out the rates needs; None before the first step, which compiles."""
+        return (self.own, self.groups, self.settings, self.rates) if self._warm else None
+
+    def go(
+        self, optimizer: Any, skip: Tensor | None, divisor: Tensor | None, *, rated: bool
+    ) -> None:
+        """Launches one step; the rates have been worked out already if `rated`."""
+        called = self.called
+        if not rated:
+            optimizer.launch_rates(self, skip)
         if self._odd:
-            self._run_odd(optimizer, skip, divisor)
+            with torch.no_grad():
+                self._step_odd(optimizer, skip, divisor)
         else:
             optimizer.launch(self, self.places, called.located.pointers, skip, divisor)
         torch.autograd.graph.increment_version(called.params)
         keep_if_captured(self, self.settings, skip, divisor, *self._held)
+        self._warm = True
         if self._masters:
             self._versions = [called.params[place]._version for place in self._masters]
 
-    def _run_odd(self, optimizer: Any, skip: Tensor | None, divisor: Tensor | None) -> None:
+    def _step_odd(self, optimizer: Any, skip: Tensor | None, divisor: Tensor | None) -> None:
         """Goes through dense copies of those few that do not lie as their gradient does."""
         called = self.called
         addresses, rows = list(called.addresses), [list(row) for row in self._rows]
@@ -169,20 +194,27 @@ class Plan:
         return given  # type: ignore[no-any-return]
 
     def _send_settings(self, optimizer: Any) -> None:
+        every = [optimizer.settings(group) for group in optimizer.param_groups]
+        if all(set(map(type, settings)) <= _NUMBERS for settings in every):
+            if every == self._every:
+                return
+            self._every = every
+        else:
+            self._every = []
         numbers: list[float | None] = []  # None: is on the device already.
         on_device: list[tuple[int, Tensor]] = []
-        for group in optimizer.param_groups:
+        for group, settings in zip(optimizer.param_groups, every, strict=True):
             begin = len(numbers)
-            settings = optimizer.settings(group)
             if any(isinstance(value, Tensor) for value in settings) and group["params"]:
                 name = Names(None, (optimizer,))
                 check_settings(group, self.device, name, group["params"][0])
             for place, value in enumerate(settings):
-                if isinstance(value, Tensor) and value.device.type != "cpu":
-                    on_device.append((begin + place, value))
+                number = value.detach() if isinstance(value, Tensor) else value
+                if isinstance(number, Tensor) and number.device.type != "cpu":
+                    on_device.append((begin + place, number))
                     numbers.append(None)
                 else:
-                    numbers.append(float(value))
+                    numbers.append(float(number))
             numbers += [0.0] * (begin + SETTINGS - len(numbers))
         if numbers != self._numbers:
             self._numbers = numbers

@@ -33,6 +33,7 @@ class SGD(Stepper, torch.optim.SGD):
         >>> optimizer = gradilocks.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     """
 
+    kernel: ClassVar[str] = "sgd"
     columns: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def __init__(
@@ -144,6 +145,12 @@ class SGD(Stepper, torch.optim.SGD):
             if wide:
                 masters.ensure(param, self.state[param], self.marks)
 
+    def needed_by_torch(self, group: dict[str, Any]) -> tuple[str, ...] | None:
+        tensors = isinstance(group["lr"], Tensor) or isinstance(group["weight_decay"], Tensor)
+        if group["master_weights"] or tensors or self._fresh:
+            return None
+        return self.columns if group["momentum"] != 0 else ()
+
     def dtype_for_torch(self, param: Tensor) -> torch.dtype:
         # On a CPU torch's fused SGD leaves most of a half-precision parameter as it was
         # (pytorch issue 191763, seen with 2.13).
@@ -167,6 +174,10 @@ class SGD(Stepper, torch.optim.SGD):
         addresses = [0 if flag is None else flag.data_ptr() for flag in flags]
         return send(array("q", addresses), plan.device), flags
 
+    def launch_rates(self, plan: Plan, skip: Tensor | None) -> None:
+        launches = importlib.import_module("gradilocks.kernels.launches")
+        launches.sgd_rates(plan.own, plan.groups, plan.settings, skip, plan.rates)
+
     def launch(
         self,
         plan: Plan,
@@ -176,7 +187,6 @@ class SGD(Stepper, torch.optim.SGD):
         divisor: Tensor | None,
     ) -> None:
         launches = importlib.import_module("gradilocks.kernels.launches")
-        launches.sgd_rates(plan.own, plan.groups, plan.settings, skip, plan.rates)
         launches.step("sgd", plan.layout, places, gradients, plan.rates, skip, divisor)
 
 

@@ -88,7 +88,7 @@ class States(defaultdict[Any, Any]):
     def watch(self, key: Any) -> Entries:
         """The state of one parameter, watched from here on."""
         entries = self[key]
-        if type(entries) is not Entries:
+        if type(entries) is not Entries or entries.changes is not self.changes:
             entries = Entries(self.changes, entries)
             self[key] = entries
         return entries
