@@ -38,6 +38,9 @@ class Express:
         self._standing_of: ScaleState | None = None
         self._streak: Tensor | None = None
 
+    def __reduce__(self) -> Any:
+        return Express, ()  # All that is kept here can be made again.
+
     def call(
         self, optimizers: Sequence[Any], scale: ScalePolicy, clip: ClipPolicy
     ) -> Called | None:

@@ -94,6 +94,9 @@ class Roll:
         self._lacking: list[Tensor] = []
         self._called: Called | None = None
 
+    def __reduce__(self) -> Any:
+        return Roll, ()  # A copy looks for itself: it is over other parameters.
+
     def forget(self) -> None:
         """Looks at everything again next time."""
         self._called = None

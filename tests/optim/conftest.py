@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
-
 from gradilocks import kernels
-from gradilocks.kernels import fused, launches, located, table
+from gradilocks.kernels import located, table
 from gradilocks.optim import plan
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-COMPILED = torch.cuda.is_available()
 INTERPRETED = pytest.param(
     "interpreted",
-    marks=pytest.mark.skipif(COMPILED, reason="with a GPU the kernels are compiled, not read"),
+    marks=[
+        pytest.mark.skipif(
+            torch.cuda.is_available(), reason="with a GPU the kernels are compiled, not read"
+        ),
+        pytest.mark.skipif(
+            importlib.util.find_spec("triton") is None,
+            reason="Triton is not installed, so there are no kernels to test",
+        ),
+    ],
 )
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def _prepare(way, monkeypatch):
     if way == "interpreted":
+        from gradilocks.kernels import fused, launches
+
         monkeypatch.setitem(kernels._chosen, "cpu", (fused, "for this test"))
         # So that the interpreter, which is slow, sees tensors of several chunks.
         monkeypatch.setattr(plan, "CHUNK", 64)
         monkeypatch.setattr(launches, "TILE", 32)
         monkeypatch.setattr(located, "CHUNK", 256)
         monkeypatch.setattr(fused, "TILE", 128)
-    return "cuda" if way == "cuda" else "cpu"
+    if way == "cuda":
+        kernels.for_device(torch.device("cuda"))  # Tries the kernels out the first time.
+        return "cuda"
+    return "cpu"
 
 
 @pytest.fixture(params=["by torch", INTERPRETED, CUDA])
@@ -50,6 +61,6 @@ def kernel_device(request, monkeypatch):
 
 
 @pytest.fixture
-def cuda():
+def cuda(monkeypatch):
     """A GPU; for tests marked `gpu`."""
-    return "cuda"
+    return _prepare("cuda", monkeypatch)

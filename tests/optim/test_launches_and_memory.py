@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from twins import SETTINGS, each_optimizer, give, ours, parameters, run
+from twins import SETTINGS, both_kinds, give, ours, parameters, run
 
 from gradilocks import GradientControl
 from gradilocks.kernels.launch import Launch
@@ -29,7 +29,7 @@ def launches(monkeypatch):
     return seen
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize("tensors", [1, 40])
 def test_a_step_is_two_launches_however_many_tensors_and_groups(
     kind, tensors, kernel_device, launches
@@ -44,7 +44,7 @@ def test_a_step_is_two_launches_however_many_tensors_and_groups(
         assert len(launches) == 2
 
 
-@each_optimizer
+@both_kinds
 def test_a_scaled_step_that_may_be_skipped_is_two_launches(kind, kernel_device, launches):
     params = parameters([(5,), (70,), ()], device=kernel_device)
     optimizer = ours(kind, params)
@@ -57,7 +57,7 @@ def test_a_scaled_step_that_may_be_skipped_is_two_launches(kind, kernel_device, 
         assert len(launches) == 2
 
 
-@each_optimizer
+@both_kinds
 def test_each_dtype_and_each_flag_is_a_launch_of_its_own(kind, kernel_device, launches):
     singles, doubles = (
         parameters([(5,), (9,)], dtype=dtype, device=kernel_device)
@@ -71,7 +71,7 @@ def test_each_dtype_and_each_flag_is_a_launch_of_its_own(kind, kernel_device, la
     assert len(launches) == 1 + 3
 
 
-@each_optimizer
+@both_kinds
 def test_a_control_adds_three_launches(kind, kernel_device, launches):
     params = parameters([(5,), (70,), ()], device=kernel_device)
     optimizer = ours(kind, params)
@@ -94,7 +94,7 @@ def drop_by_hand(optimizer):
             param.grad = None
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize("drop", [drop_by_zero_grad, drop_by_hand])
 @pytest.mark.parametrize("driver", ["alone", "control"])
 def test_no_gradient_outlives_its_step(kind, drop, driver, device):
@@ -118,7 +118,7 @@ def test_no_gradient_outlives_its_step(kind, drop, driver, device):
             gc.enable()
 
 
-@each_optimizer
+@both_kinds
 def test_no_gradient_outlives_a_step_that_is_refused(kind, device):
     params = parameters([(5,)], device=device)
     optimizer = ours(kind, params)
@@ -133,7 +133,7 @@ def test_no_gradient_outlives_a_step_that_is_refused(kind, device):
     assert kept() is None
 
 
-@each_optimizer
+@both_kinds
 def test_a_replaced_parameter_is_not_kept_by_us(kind, device):
     params = parameters([(5,), (70,)], device=device)
     optimizer = ours(kind, params)
@@ -148,7 +148,7 @@ def test_a_replaced_parameter_is_not_kept_by_us(kind, device):
 
 
 @pytest.mark.gpu
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize("wide", [False, True], ids=["plain", "masters"])
 def test_a_step_needs_no_memory_to_speak_of(kind, wide, cuda):
     dtype = torch.bfloat16 if wide else torch.float32
@@ -170,7 +170,8 @@ def test_a_step_needs_no_memory_to_speak_of(kind, wide, cuda):
 
 
 @pytest.mark.gpu
-@each_optimizer
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@both_kinds
 def test_no_step_waits_for_the_gpu(kind, cuda):
     params = parameters([(70,), (3, 4), ()], device=cuda)
     lr = torch.full((), SETTINGS[kind]["lr"], device=cuda)

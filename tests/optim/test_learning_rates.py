@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from twins import close, each_optimizer, give, ours, parameters, run, torchs
+from twins import both_kinds, close, give, ours, parameters, run, torchs
 
 from gradilocks import GradientControl
 
@@ -40,7 +40,7 @@ def test_a_rate_that_is_itself_learned_is_read_as_a_number(device):
 WHERE = ["number", "on the host", "on the device", "one element"]
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize("where", WHERE)
 def test_a_learning_rate_may_be_a_tensor(kind, where, device):
     mine, theirs = (parameters(SHAPES, device=device) for _ in range(2))
@@ -49,7 +49,7 @@ def test_a_learning_rate_may_be_a_tensor(kind, where, device):
     close(mine, theirs)
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize("where", WHERE[1:])
 def test_a_tensor_that_is_changed_in_place_is_honoured(kind, where, device):
     mine, theirs = (parameters(SHAPES, device=device) for _ in range(2))
@@ -63,7 +63,7 @@ def test_a_tensor_that_is_changed_in_place_is_honoured(kind, where, device):
     close(mine, theirs)
 
 
-@each_optimizer
+@both_kinds
 def test_tensors_and_numbers_may_take_turns(kind, device):
     mine, theirs = (parameters(SHAPES, device=device) for _ in range(2))
     first, second = ours(kind, mine), torchs(kind, theirs)
@@ -131,7 +131,7 @@ SCHEDULES = {
 }
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("where", ["number", "on the device"])
 def test_schedulers_of_torch_set_it(kind, schedule, where, device):
@@ -148,7 +148,7 @@ def test_schedulers_of_torch_set_it(kind, schedule, where, device):
     close(*ends)
 
 
-@each_optimizer
+@both_kinds
 def test_a_scheduler_sees_that_a_step_was_taken(kind, device):
     """torch warns, and here that is an error, when a scheduler steps before its optimizer."""
     params = parameters(SHAPES, device=device)
@@ -158,7 +158,7 @@ def test_a_scheduler_sees_that_a_step_was_taken(kind, device):
     scheduler.step()
 
 
-@each_optimizer
+@both_kinds
 def test_reducing_on_a_plateau_takes_effect(kind, device):
     params = parameters(SHAPES, device=device)
     optimizer = ours(kind, params, weight_decay=0.0)

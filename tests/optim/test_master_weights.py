@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
 from twins import (
     SETTINGS,
+    both_kinds,
+    check_rounded,
     close,
     copies,
-    each_optimizer,
     give,
+    loaded,
+    mastered,
+    masters_of,
     ours,
     parameters,
     run,
@@ -30,23 +33,7 @@ SHAPES = [(70,), (3, 4), ()]
 each_half = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 
 
-def mastered(kind, device, dtype=torch.float16, *, shapes=SHAPES, **settings):
-    skip_what_the_interpreter_rounds(dtype, device)
-    params = parameters(shapes, dtype=dtype, device=device)
-    return params, ours(kind, params, master_weights=True, **settings)
-
-
-def masters_of(optimizer, params):
-    return [optimizer.state[param]["master"] for param in params]
-
-
-def check_rounded(optimizer, params):
-    for param, master in zip(params, masters_of(optimizer, params), strict=True):
-        assert master.dtype is torch.float32
-        assert torch.equal(param, master.to(param.dtype))
-
-
-@each_optimizer
+@both_kinds
 @each_half
 def test_masters_go_the_way_of_float32_parameters(kind, dtype, device):
     params, optimizer = mastered(kind, device, dtype)
@@ -64,7 +51,7 @@ def test_masters_go_the_way_of_float32_parameters(kind, dtype, device):
         assert {tensor.dtype for tensor in entry.values()} == {torch.float32}
 
 
-@each_optimizer
+@both_kinds
 @each_half
 def test_steps_that_the_format_would_lose_add_up(kind, dtype, device):
     skip_what_the_interpreter_rounds(dtype, device)
@@ -83,7 +70,7 @@ def test_steps_that_the_format_would_lose_add_up(kind, dtype, device):
     assert ends[0] < ends[1] == 1.0
 
 
-@each_optimizer
+@both_kinds
 def test_a_skipped_step_changes_no_master(kind, device):
     params, optimizer = mastered(kind, device)
     run(optimizer, 2)
@@ -95,151 +82,7 @@ def test_a_skipped_step_changes_no_master(kind, device):
     assert same(optimizer.state_dict()["state"], state)
 
 
-def loaded(params, values):
-    with torch.no_grad():
-        for param, value in zip(params, values, strict=True):
-            param.copy_(value)
-
-
-def swapped(params, values):
-    for param, value in zip(params, values, strict=True):
-        param.data = value.to(param.dtype).to(param.device)
-
-
-@each_optimizer
-@pytest.mark.parametrize("how", [loaded, swapped])
-@pytest.mark.parametrize("meanwhile", ["nothing", "a group", "a gradient", "the state", "all"])
-def test_weights_that_are_loaded_after_the_first_step_are_taken_over(kind, how, meanwhile, device):
-    params, optimizer = mastered(kind, device)
-    run(optimizer, 2)
-    fresh = values(SHAPES, seed=77, dtype=torch.float16)
-    how(params, fresh)
-    # Whatever else has changed at the same time must not hide it.
-    if meanwhile in ("a group", "all"):
-        optimizer.add_param_group({"params": parameters([(2,)], seed=3, device=device)})
-    if meanwhile in ("the state", "all"):
-        for param in params:
-            optimizer.state[param].update(dict(optimizer.state[param]))
-    give([p for group in optimizer.param_groups for p in group["params"]], 2)
-    if meanwhile in ("a gradient", "all"):
-        params[0].grad = None
-    optimizer.param_groups[0]["lr"] = 1e-3
-    optimizer.step()
-    give(params, 3)
-    optimizer.step()
-    check_rounded(optimizer, params)
-    close(params, fresh, tolerance=2e-2)
-
-
-def write_through_data(params):
-    for param in params:
-        param.data.fill_(0.5)
-
-
-@pytest.mark.xfail(
-    reason="a limit (see AdamW's master_weights): torch's version counter does not see the write",
-    raises=AssertionError,
-    strict=True,
-)
-def test_weights_written_through_data_are_taken_over(device):
-    params, optimizer = mastered("AdamW", device)
-    run(optimizer, 2)
-    write_through_data(params)
-    run(optimizer, 1, first=2)
-    close(params, [torch.full_like(param, 0.5) for param in params], tolerance=5e-2)
-
-
-def test_without_its_master_a_parameter_is_taken_as_it_stands(device):
-    """The way out of the limit above."""
-    params, optimizer = mastered("AdamW", device)
-    run(optimizer, 2)
-    write_through_data(params)
-    for param in params:
-        del optimizer.state[param]["master"]
-    run(optimizer, 1, first=2)
-    close(params, [torch.full_like(param, 0.5) for param in params], tolerance=5e-2)
-    check_rounded(optimizer, params)
-
-
-@each_optimizer
-def test_masters_stay_exact_where_the_loaded_weights_are_the_same(kind, device):
-    params, optimizer = mastered(kind, device)
-    run(optimizer, 2)
-    before = copies(masters_of(optimizer, params))
-    loaded(params, copies(params))
-    swapped(params, copies(params))
-    optimizer.param_groups[0]["lr"] = 0.0
-    run(optimizer, 1, first=2)
-    assert same(copies(masters_of(optimizer, params)), before)
-
-
-@each_optimizer
-def test_a_checkpoint_keeps_masters_in_float32(kind, device):
-    params, optimizer = mastered(kind, device)
-    run(optimizer, 3)
-    file = io.BytesIO()
-    torch.save([optimizer.state_dict(), copies(params)], file)
-    file.seek(0)
-    state, weights = torch.load(file, weights_only=True)
-    twins, other = mastered(kind, device)
-    loaded(twins, weights)
-    other.load_state_dict(state)
-    assert same(copies(masters_of(other, twins)), copies(masters_of(optimizer, params)))
-    run(optimizer, 2, first=3)
-    run(other, 2, first=3)
-    assert same(copies(params), copies(twins))
-    assert same(optimizer.state_dict()["state"], other.state_dict()["state"])
-
-
-@each_optimizer
-def test_weights_loaded_beside_an_older_checkpoint_are_taken_over(kind, device):
-    """Of every parameter, also of one whose gradient comes later."""
-    params, optimizer = mastered(kind, device)
-    run(optimizer, 2)
-    state, fresh = copy.deepcopy(optimizer.state_dict()), values(SHAPES, seed=8, dtype=torch.half)
-    optimizer.load_state_dict(state)
-    loaded(params, fresh)
-    optimizer.param_groups[0]["lr"] = 1e-4
-    for step in range(2):
-        give(params, step)
-        if step == 0:
-            params[0].grad = None
-        optimizer.step()
-    close(params, fresh, tolerance=1e-2)
-
-
-@each_optimizer
-def test_torch_loads_a_checkpoint_with_masters(kind, device):
-    params, optimizer = mastered(kind, device)
-    run(optimizer, 2)
-    theirs = parameters(SHAPES, dtype=torch.float16, device=device)
-    loaded(theirs, params)
-    other = torchs(kind, theirs, fused=False)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for group in other.param_groups:
-        group["fused"] = False
-    run(other, 2, first=2)
-    run(optimizer, 2, first=2)
-    close(params, theirs, tolerance=2e-2)
-
-
-@each_optimizer
-def test_ours_loads_torchs_half_precision_checkpoint(kind, device):
-    theirs = parameters(SHAPES, dtype=torch.float16, device=device)
-    other = torchs(kind, theirs, fused=False)
-    run(other, 2)
-    params, optimizer = mastered(kind, device)
-    loaded(params, theirs)
-    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-    run(optimizer, 2, first=2)
-    run(other, 2, first=2)
-    check_rounded(optimizer, params)
-    close(params, theirs, tolerance=2e-2)
-    for entry in optimizer.state.values():
-        assert {tensor.dtype for tensor in entry.values()} == {torch.float32}
-
-
-@each_optimizer
+@both_kinds
 def test_float32_parameters_beside_them_need_no_master(kind, device):
     halves, wide = (
         parameters(SHAPES, dtype=dtype, device=device) for dtype in (torch.float16, torch.float32)
@@ -258,7 +101,7 @@ def test_float32_parameters_beside_them_need_no_master(kind, device):
     assert all("master" not in optimizer.state[param] for param in wide)
 
 
-@each_optimizer
+@both_kinds
 def test_each_group_says_whether_it_has_masters(kind, device):
     with_them, without = (parameters(SHAPES, dtype=torch.float16, device=device) for _ in range(2))
     groups = [{"params": with_them, "master_weights": True}, {"params": without}]
@@ -274,7 +117,7 @@ def test_each_group_says_whether_it_has_masters(kind, device):
     assert [group["master_weights"] for group in optimizer.param_groups] == [True, False]
 
 
-@each_optimizer
+@both_kinds
 def test_masters_may_be_turned_on_and_off_in_mid_run(kind, device):
     params = parameters(SHAPES, dtype=torch.float16, device=device)
     optimizer = ours(kind, params)
@@ -290,7 +133,7 @@ def test_masters_may_be_turned_on_and_off_in_mid_run(kind, device):
     assert same(copies(params), now)  # The master that was left behind has caught up.
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize("layout", ["transposed", "strided"])
 def test_masters_of_odd_layouts(kind, layout, device):
     made = values([(6, 9)], dtype=torch.float16, device=device)[0]
@@ -306,7 +149,7 @@ def test_masters_of_odd_layouts(kind, layout, device):
     check_rounded(optimizer, [param])
 
 
-@each_optimizer
+@both_kinds
 def test_a_control_scales_and_clips_float16_with_masters(kind, device):
     params, optimizer = mastered(kind, device, **{**SETTINGS[kind], "lr": 0.05})
     control = GradientControl(optimizer, scale=128.0, clip=1.0)

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from twins import close, copies, each_optimizer, give, ours, parameters, run, same, torchs
+from twins import both_kinds, close, copies, give, ours, parameters, run, same, torchs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -22,7 +22,7 @@ def saved(optimizer):
     return torch.load(file, weights_only=True)
 
 
-@each_optimizer
+@both_kinds
 def test_torch_goes_on_from_ours(kind, device):
     mine, theirs = (parameters(SHAPES, device=device) for _ in range(2))
     first = ours(kind, mine)
@@ -37,7 +37,7 @@ def test_torch_goes_on_from_ours(kind, device):
     close(mine, theirs)
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize(
     "way", [{"fused": True}, {"fused": False}, {"fused": False, "foreach": True}], ids=str
 )
@@ -78,7 +78,7 @@ def test_however_steps_were_counted_they_are_counted_on(step, device):
         assert second.state[param]["step"].dtype is torch.float32
 
 
-@each_optimizer
+@both_kinds
 def test_a_checkpoint_holds_what_torchs_does(kind, device):
     mine, theirs = (parameters(SHAPES, device=device) for _ in range(2))
     first, second = ours(kind, mine), torchs(kind, theirs)
@@ -117,7 +117,7 @@ def test_a_buffer_that_no_step_has_filled_is_not_saved(device):
     assert optimizer.state_dict()["state"] == {}
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_a_copy_goes_its_own_way(kind, clone, device):
     params = parameters(SHAPES, device=device)
@@ -134,7 +134,7 @@ def test_a_copy_goes_its_own_way(kind, clone, device):
     assert type(other) is type(optimizer)
 
 
-@each_optimizer
+@both_kinds
 def test_a_model_and_its_optimizer_are_copied_together(kind, device):
     model = torch.nn.Linear(9, 3).to(device)
     optimizer = ours(kind, model.parameters())
@@ -148,7 +148,7 @@ def test_a_model_and_its_optimizer_are_copied_together(kind, device):
     assert not same(copies(twin.parameters()), before)
 
 
-@each_optimizer
+@both_kinds
 def test_loading_in_mid_run_goes_back_to_what_was_saved(kind, device):
     params = parameters(SHAPES, device=device)
     optimizer = ours(kind, params)
@@ -164,7 +164,7 @@ def test_loading_in_mid_run_goes_back_to_what_was_saved(kind, device):
     assert same(copies(params), wanted)
 
 
-@each_optimizer
+@both_kinds
 def test_a_checkpoint_that_does_not_fit_changes_nothing(kind, device):
     params = parameters(SHAPES, device=device)
     optimizer = ours(kind, params)
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(kind, device):
     run(optimizer, 1)
 
 
-@each_optimizer
+@both_kinds
 def test_hooks_around_saving_and_loading_are_honoured(kind, device):
     params = parameters(SHAPES, device=device)
     optimizer = ours(kind, params)
@@ -209,7 +209,7 @@ def test_hooks_around_saving_and_loading_are_honoured(kind, device):
     run(optimizer, 1)
 
 
-@each_optimizer
+@both_kinds
 def test_distributed_checkpoints_read_and_write_it(kind, device):
     dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     model = torch.nn.Linear(5, 2).to(device)

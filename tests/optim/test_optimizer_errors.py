@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from twins import SETTINGS, copies, each_optimizer, give, ours, parameters, run, same
+from twins import SETTINGS, both_kinds, copies, give, ours, parameters, run, same
 
 import gradilocks
 from gradilocks import GradientControl
@@ -28,7 +28,7 @@ def raises(kind, optimizer, error, *words):
     assert same(optimizer.state_dict()["state"], state)
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize(
     "dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
 )
@@ -48,7 +48,7 @@ def test_a_dtype_without_a_kernel_is_refused_by_name(kind, dtype, device):
     run(optimizer, 1)
 
 
-@each_optimizer
+@both_kinds
 def test_a_parameter_that_becomes_complex_is_refused(kind, device):
     params = parameters([(4,), (3,)], device=device)
     optimizer = ours(kind, params)
@@ -59,7 +59,7 @@ def test_a_parameter_that_becomes_complex_is_refused(kind, device):
     raises(kind, optimizer, TypeError, "param_groups[0]['params'][1]", "complex64", "float32")
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
 def test_an_integer_tensor_is_refused(kind, key, device):
     if key == "weight_decay" and kind != "SGD":
@@ -78,7 +78,7 @@ def test_an_integer_tensor_is_refused(kind, key, device):
         run(optimizer, 1, first=taken)
 
 
-@each_optimizer
+@both_kinds
 def test_a_learning_rate_on_another_device_is_refused(kind, device):
     params = parameters([(4,)], device=device)
     optimizer = ours(kind, params)
@@ -93,7 +93,7 @@ class Elsewhere(torch.Tensor):
     device = torch.device("meta")
 
 
-@each_optimizer
+@both_kinds
 def test_a_gradient_on_another_device_is_refused_by_name(kind, device):
     here, there = parameters([(4,), (3,)], device=device)
     if device == "cpu":
@@ -107,7 +107,7 @@ def test_a_gradient_on_another_device_is_refused_by_name(kind, device):
     optimizer.step()
 
 
-@each_optimizer
+@both_kinds
 def test_a_sparse_gradient_is_refused_by_name(kind, device):
     table = torch.nn.Embedding(10, 3, sparse=True, device=device)
     optimizer = ours(kind, table.named_parameters())
@@ -115,7 +115,7 @@ def test_a_sparse_gradient_is_refused_by_name(kind, device):
     raises(kind, optimizer, ValueError, "weight", "torch.sparse_coo", "SparseAdam")
 
 
-@each_optimizer
+@both_kinds
 def test_state_of_another_shape_is_refused(kind, device):
     """As when an embedding is resized and its moments are forgotten."""
     param = parameters([(10, 4)], device=device)[0]
@@ -128,7 +128,7 @@ def test_state_of_another_shape_is_refused(kind, device):
     optimizer.step()
 
 
-@each_optimizer
+@both_kinds
 def test_differentiable_is_refused(kind, device):
     params = parameters([(4,)], device=device)
     with pytest.raises(ValueError, match=r"differentiable=True was given.*fused=False"):
@@ -141,7 +141,7 @@ def test_differentiable_is_refused(kind, device):
     assert len(optimizer.param_groups) == 1
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_a_parameter_listed_twice_is_refused_by_name(kind, device):
     params = parameters([(4,), (3,)], device=device)
@@ -149,7 +149,7 @@ def test_a_parameter_listed_twice_is_refused_by_name(kind, device):
         ours(kind, [params[0], params[1], params[0]])
 
 
-@each_optimizer
+@both_kinds
 def test_what_torch_refuses_is_refused_as_by_torch(kind, device):
     params = parameters([(4,)], device=device)
     with pytest.raises(ValueError, match="empty parameter list"):
@@ -164,7 +164,7 @@ def test_what_torch_refuses_is_refused_as_by_torch(kind, device):
         ours(kind, [{"params": params}, {"params": params}])
 
 
-@each_optimizer
+@both_kinds
 def test_flags_of_speed_are_taken_and_change_nothing(kind, device):
     params = parameters([(70,)], device=device)
     for flags in ({"foreach": True}, {"fused": False}, {"fused": True}, {"foreach": False}):
@@ -175,7 +175,7 @@ def test_flags_of_speed_are_taken_and_change_nothing(kind, device):
     assert SETTINGS[kind]
 
 
-@each_optimizer
+@both_kinds
 def test_a_step_without_gradients_does_nothing(kind, device):
     params = parameters([(4,)], device=device)
     optimizer = ours(kind, params)

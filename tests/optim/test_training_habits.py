@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.optim import swa_utils
-from twins import close, copies, each_optimizer, give, ours, parameters, run, same, torchs
+from twins import both_kinds, close, copies, give, ours, parameters, run, same, torchs
 
 import gradilocks
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SHAPES = [(70,), (3, 4), ()]
 
 
-@each_optimizer
+@both_kinds
 def test_hooks_are_called_once_a_step(kind, device):
     params = parameters(SHAPES, device=device)
     run(torchs(kind, parameters(SHAPES, device=device)), 1)  # torch has put hooks on its own class.
@@ -26,7 +26,7 @@ def test_hooks_are_called_once_a_step(kind, device):
     assert calls == ["before", "after"] * 2
 
 
-@each_optimizer
+@both_kinds
 def test_a_hook_that_changes_gradients_is_honoured(kind, device):
     ends = []
     for make in (ours, torchs):
@@ -43,7 +43,7 @@ def test_a_hook_that_changes_gradients_is_honoured(kind, device):
     close(*ends)
 
 
-@each_optimizer
+@both_kinds
 def test_a_closure_is_evaluated_with_gradients_and_its_loss_returned(kind, device):
     params = parameters(SHAPES, device=device)
     optimizer = ours(kind, params)
@@ -63,7 +63,7 @@ def test_a_closure_is_evaluated_with_gradients_and_its_loss_returned(kind, devic
     assert optimizer.step() is None
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_may_be_cleared_either_way(kind, set_to_none, device):
     ends = []
@@ -80,7 +80,7 @@ def test_gradients_may_be_cleared_either_way(kind, set_to_none, device):
     close(*ends)
 
 
-@each_optimizer
+@both_kinds
 def test_a_graph_from_before_the_step_cannot_be_used_after_it(kind, device):
     (param,) = parameters([(70,)], device=device)
     optimizer = ours(kind, [param])
@@ -94,7 +94,7 @@ def test_a_graph_from_before_the_step_cannot_be_used_after_it(kind, device):
             loss.backward()
 
 
-@each_optimizer
+@both_kinds
 def test_averaged_models_and_their_batch_norm_work(kind, device):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).to(device)
@@ -115,7 +115,7 @@ def test_averaged_models_and_their_batch_norm_work(kind, device):
     assert not torch.equal(moving.module[0].weight, model[0].weight)
 
 
-@each_optimizer
+@both_kinds
 def test_weights_that_are_swapped_for_an_evaluation_come_back(kind, device):
     ends = []
     for make in (ours, torchs):
@@ -132,7 +132,7 @@ def test_weights_that_are_swapped_for_an_evaluation_come_back(kind, device):
     close(*ends)
 
 
-@each_optimizer
+@both_kinds
 def test_gradients_kept_from_step_to_step_are_read_anew(kind, device):
     ends = []
     for make in (ours, torchs):
@@ -148,7 +148,7 @@ def test_gradients_kept_from_step_to_step_are_read_anew(kind, device):
     close(*ends)
 
 
-@each_optimizer
+@both_kinds
 def test_a_frozen_layer_may_thaw(kind, device):
     ends = []
     for make in (ours, torchs):
@@ -164,7 +164,7 @@ def test_a_frozen_layer_may_thaw(kind, device):
     close(*ends)
 
 
-@each_optimizer
+@both_kinds
 def test_default_settings_are_torchs(kind, device):
     params = parameters(SHAPES, device=device)
     mine = getattr(gradilocks.optim, kind)(params)
@@ -178,7 +178,7 @@ def test_default_settings_are_torchs(kind, device):
     assert "lr: 0.001" in repr(mine)
 
 
-@each_optimizer
+@both_kinds
 def test_a_subclass_with_a_constructor_of_its_own_works(kind, device):
     class Mine(getattr(gradilocks.optim, kind)):
         def __init__(self, params):

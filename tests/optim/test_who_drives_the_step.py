@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from twins import close, copies, each_optimizer, ours, same, torchs
+from twins import SETTINGS, close, copies, each_optimizer, ours, same, torchs
 
 import gradilocks
 from gradilocks import GradientControl, kernels
@@ -78,6 +78,25 @@ def test_a_control_drives_ours_as_it_drives_torchs(kind, clip, device):
             skipped.append(control.step().skipped)
             control.zero_grad()
         assert skipped == [False, True, False, False, True, False]
+        ends.append(list(network.parameters()))
+    close(*ends)
+
+
+@each_optimizer
+def test_a_schedule_and_a_control_go_together(kind, device):
+    """Warnings are errors here, and torch's scheduler warns if it sees no step before its own."""
+    ends = []
+    for make in (ours, torchs):
+        network = model(device)
+        optimizer = make(kind, network.parameters(), **({} if make is ours else {"fused": False}))
+        control = GradientControl(optimizer, model=network, scale=64.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        for factor in (1.0, 0.5, 2.0):
+            control.backward(loss_of(network, factor, device))
+            control.step()
+            schedule.step()
+            control.zero_grad()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(SETTINGS[kind]["lr"] * 0.7**3)
         ends.append(list(network.parameters()))
     close(*ends)
 

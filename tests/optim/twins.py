@@ -15,7 +15,10 @@ SETTINGS = {
     "Adam": {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True},
     "SGD": {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
 }
+MASTERED = [(70,), (3, 4), ()]
 each_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
+# Adam has all that AdamW has, and with amsgrad one more tensor of state.
+both_kinds = pytest.mark.parametrize("kind", ["Adam", "SGD"])
 
 
 def ours(kind, params, **settings):
@@ -116,3 +119,28 @@ def skip_what_the_interpreter_rounds(dtype, device):
     """bfloat16 in the interpreter, which cuts it off instead of rounding."""
     if dtype is torch.bfloat16 and device == "cpu" and kernels.is_fused(torch.device("cpu")):
         pytest.skip("Triton's interpreter cuts bfloat16 off instead of rounding; `-m gpu` tests it")
+
+
+def mastered(kind, device, dtype=torch.float16, *, shapes=MASTERED, **settings):
+    """Half-precision parameters and an optimizer that keeps masters of them."""
+    skip_what_the_interpreter_rounds(dtype, device)
+    params = parameters(shapes, dtype=dtype, device=device)
+    return params, ours(kind, params, master_weights=True, **settings)
+
+
+def masters_of(optimizer, params):
+    return [optimizer.state[param]["master"] for param in params]
+
+
+def check_rounded(optimizer, params):
+    """Asserts that every parameter is its master rounded."""
+    for param, master in zip(params, masters_of(optimizer, params), strict=True):
+        assert master.dtype is torch.float32
+        assert torch.equal(param, master.to(param.dtype))
+
+
+def loaded(params, values):
+    """Writes the values into the parameters, as loading a model does."""
+    with torch.no_grad():
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)

@@ -102,20 +102,22 @@ def _adam_chunk(
             g = tl.div_rn(g, divisor) if tl.float32 == WIDE else g / divisor
         if MAXIMIZE:
             g = -g
-        if DECOUPLED:
-            p = tl.where(decay != 0.0, p - decay * p, p)
-        else:
+        if not DECOUPLED:
             g = tl.where(decay != 0.0, g + decay * p, g)
-        m = beta1 * m + take1 * g
-        v = beta2 * v + take2 * g * g
+        # From whichever end is nearer: rounded once, and exact where m has come to rest at g.
+        m = tl.where(take1 < 0.5, m + take1 * (g - m), g - beta1 * (g - m))
+        v = tl.where(take2 < 0.5, v + take2 * (g * g - v), g * g - beta2 * (g * g - v))
         if AMSGRAD:
             x = tl.maximum(x, v, propagate_nan=tl.PropagateNan.ALL)
         else:
             x = v
         if tl.float32 == WIDE:
-            p = p - lr * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(x), root) + eps)
+            change = lr * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(x), root) + eps)
         else:
-            p = p - lr * (m / (tl.sqrt(x) / root + eps))
+            change = lr * (m / (tl.sqrt(x) / root + eps))
+        if DECOUPLED:
+            change = tl.where(decay != 0.0, change + decay * p, change)
+        p = p - change
         if FULL:
             tl.store(m_ptr + at, m.to(STATE))
             tl.store(v_ptr + at, v.to(STATE))

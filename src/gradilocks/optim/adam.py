@@ -94,7 +94,9 @@ class AdamW(_Adams, torch.optim.AdamW):
             captured in a CUDA graph.
         differentiable: refused if True, as torch's fused optimizers do.
         master_weights: keep a float32 master of each float16 or bfloat16 parameter in the state,
-            with float32 moments; the parameter is the master rounded.
+            with float32 moments; the parameter is the master rounded. What is written to the
+            parameter later is taken over, unless it is written through `param.data`, which nobody
+            can see: then `del optimizer.state[param]["master"]`.
 
     Example:
         >>> optimizer = gradilocks.optim.AdamW(model.parameters(), lr=3e-4)

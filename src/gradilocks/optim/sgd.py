@@ -27,7 +27,7 @@ class SGD(Stepper, torch.optim.SGD):
         foreach, fused: taken for compatibility; every step is fused.
         differentiable: refused if True, as torch's fused optimizers do.
         master_weights: keep a float32 master of each float16 or bfloat16 parameter in the state,
-            with a float32 momentum buffer; the parameter is the master rounded.
+            with a float32 momentum buffer; the parameter is the master rounded. As in AdamW.
 
     Example:
         >>> optimizer = gradilocks.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""State, parameters and groups that somebody changes between two steps are seen by the next."""
+"""State that somebody changes between two steps is what the next step finds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from twins import SETTINGS, close, copies, each_optimizer, give, ours, parameters, run, same, torchs
+from twins import both_kinds, close, copies, give, ours, parameters, run, same, torchs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -108,7 +108,7 @@ CHANGES = [
 ]
 
 
-@each_optimizer
+@both_kinds
 @pytest.mark.parametrize("change", CHANGES)
 def test_state_that_somebody_changes_is_what_the_next_step_finds(kind, change, device):
     mine, theirs = (parameters(SHAPES, device=device) for _ in range(2))
@@ -122,7 +122,7 @@ def test_state_that_somebody_changes_is_what_the_next_step_finds(kind, change, d
     close(mine, theirs)
 
 
-@each_optimizer
+@both_kinds
 def test_moments_of_another_dtype_are_read_as_what_they_are(kind, device):
     mine, theirs = (parameters([(70,)], dtype=torch.float16, device=device) for _ in range(2))
     first, second = ours(kind, mine), ours(kind, theirs)
@@ -135,7 +135,7 @@ def test_moments_of_another_dtype_are_read_as_what_they_are(kind, device):
     close(mine, theirs, tolerance=1e-2)
 
 
-@each_optimizer
+@both_kinds
 def test_a_buffer_that_somebody_loads_after_skipped_steps_counts_as_filled(kind, device):
     mine, theirs = (parameters(SHAPES, device=device) for _ in range(2))
     donor = torchs(kind, theirs)
@@ -156,7 +156,7 @@ def test_a_buffer_that_somebody_loads_after_skipped_steps_counts_as_filled(kind,
     close(mine, theirs)
 
 
-@each_optimizer
+@both_kinds
 def test_offloading_frees_the_memory_at_once(kind, kernel_device):
     params = parameters(SHAPES, device=kernel_device)
     optimizer = ours(kind, params)
@@ -170,7 +170,7 @@ def test_offloading_frees_the_memory_at_once(kind, kernel_device):
     assert [ref() for ref in kept] == [None] * len(kept)
 
 
-@each_optimizer
+@both_kinds
 def test_an_optimizer_that_is_deleted_frees_its_state_at_once(kind, device):
     params = parameters(SHAPES, device=device)
     optimizer = ours(kind, params)
@@ -184,136 +184,7 @@ def test_an_optimizer_that_is_deleted_frees_its_state_at_once(kind, device):
         gc.enable()
 
 
-@each_optimizer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_parameters_with_other_storage_are_stepped_there(kind, dtype, device):
-    mine, theirs = (parameters(SHAPES, device=device) for _ in range(2))
-    first, second = ours(kind, mine), torchs(kind, theirs, fused=False)
-    for step in range(3):
-        run(first, 1, first=step)
-        run(second, 1, first=step)
-        for param in mine:
-            param.data = param.data.clone() + 1.0
-        for param in theirs:
-            param.data = param.data + 1.0
-    close(mine, theirs)
-    if dtype is torch.float64:  # As model.double() does it.
-        for optimizer, params in ((first, mine), (second, theirs)):
-            for param in params:
-                param.grad = None
-                param.data = param.data.double()
-            for entry, name, value in moments(optimizer):
-                entry[name] = value.double()
-            run(optimizer, 2, first=3)
-        close(mine, theirs)
-
-
-@each_optimizer
-def test_parameters_without_gradients_stay_as_they_are(kind, device):
-    mine, theirs = (parameters([(70,), (3,), (5,), ()], device=device) for _ in range(2))
-    first, second = ours(kind, mine), torchs(kind, theirs, fused=False)
-    for step, absent in enumerate([[0], [], [1, 2], [0, 1, 2, 3], [3], [], []]):
-        for optimizer, params in ((first, mine), (second, theirs)):
-            give(params, step)
-            for place in absent:
-                params[place].grad = None
-            optimizer.step()
-        close(mine, theirs)
-    assert first.state_dict()["state"].keys() == second.state_dict()["state"].keys()
-
-
-@each_optimizer
-def test_a_parameter_that_is_replaced_starts_afresh(kind, device):
-    mine, theirs = (parameters(SHAPES, device=device) for _ in range(2))
-    first, second = ours(kind, mine), torchs(kind, theirs, fused=False)
-    for optimizer in (first, second):
-        run(optimizer, 2)
-        for place in (0, 2):  # A scalar that equals the old one, too.
-            old = optimizer.param_groups[0]["params"][place]
-            new = torch.nn.Parameter(old.detach().clone())
-            optimizer.param_groups[0]["params"][place] = new
-        run(optimizer, 2, first=2)
-    close(first.param_groups[0]["params"], second.param_groups[0]["params"])
-    close(mine[:1], theirs[:1])
-
-
-@each_optimizer
-def test_a_parameter_may_move_to_another_group(kind, device):
-    ends = []
-    for make in (ours, torchs):
-        params = parameters(SHAPES, device=device)
-        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
-        optimizer = make(kind, groups)
-        run(optimizer, 2)
-        one, other = optimizer.param_groups
-        other["params"].append(one["params"].pop(0))
-        run(optimizer, 1, first=2)
-        one["params"], other["params"] = other["params"], one["params"]
-        run(optimizer, 1, first=3)
-        optimizer.param_groups.reverse()
-        run(optimizer, 1, first=4)
-        ends.append(params)
-    close(*ends)
-
-
-@each_optimizer
-def test_a_group_that_comes_in_mid_run_is_stepped(kind, device):
-    ends = []
-    for make in (ours, torchs):
-        params = parameters(SHAPES, device=device)
-        optimizer = make(kind, params[:1])
-        run(optimizer, 2)
-        optimizer.add_param_group({"params": params[1:2], "lr": 0.3})
-        run(optimizer, 2, first=2)
-        optimizer.add_param_group({"params": params[2]})
-        optimizer.add_param_group({"params": []})
-        run(optimizer, 2, first=4)
-        ends.append(params)
-    close(*ends)
-
-
-FLIPS = [
-    ("SGD", {"momentum": 0.0, "dampening": 0.0}, {"momentum": 0.9}),
-    ("SGD", {"momentum": 0.0, "dampening": 0.0}, {"momentum": 0.9, "dampening": 0.5}),
-    ("SGD", {"momentum": 0.9}, {"momentum": 0.0}),
-    ("SGD", {}, {"maximize": True}),
-    ("SGD", {"dampening": 0.0}, {"nesterov": True}),
-    ("SGD", {}, {"weight_decay": 0.0}),
-    ("AdamW", {}, {"maximize": True}),
-    ("AdamW", {}, {"betas": (0.5, 0.5)}),
-    ("AdamW", {}, {"weight_decay": 0.5, "eps": 1e-3, "lr": 0.3}),
-    ("Adam", {}, {"amsgrad": False}),
-    ("Adam", {}, {"decoupled_weight_decay": True}),
-]
-
-
-@pytest.mark.parametrize(("kind", "before", "after"), FLIPS, ids=str)
-def test_settings_may_change_in_mid_run(kind, before, after, device):
-    ends = []
-    for make in (ours, torchs):
-        params = parameters(SHAPES, device=device)
-        optimizer = make(kind, params, **before)
-        run(optimizer, 2)
-        optimizer.param_groups[0].update(after)
-        run(optimizer, 2, first=2)
-        optimizer.param_groups[0].update({**SETTINGS[kind], **before})
-        run(optimizer, 2, first=4)
-        ends.append(params)
-    close(*ends)
-
-
-def test_amsgrad_may_be_turned_on_in_mid_run(device):
-    params = parameters(SHAPES, device=device)
-    optimizer = ours("AdamW", params)
-    run(optimizer, 2)
-    optimizer.param_groups[0]["amsgrad"] = True
-    run(optimizer, 2, first=2)
-    for param in params:
-        entry = optimizer.state[param]
-        assert (entry["max_exp_avg_sq"] >= entry["exp_avg_sq"]).all()
-
-
-@each_optimizer
+@both_kinds
 def test_a_copy_of_the_state_is_nobodys_business(kind, device):
     params = parameters(SHAPES, device=device)
     optimizer = ours(kind, params)
@@ -329,7 +200,7 @@ def test_a_copy_of_the_state_is_nobodys_business(kind, device):
     assert not same(copies(params), before)
 
 
-@each_optimizer
+@both_kinds
 def test_an_optimizer_may_take_over_the_state_of_another(kind, device):
     mine, theirs = (parameters(SHAPES, device=device) for _ in range(2))
     first, other = ours(kind, mine), torchs(kind, theirs)
