@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -260,6 +261,35 @@ def test_a_parameter_that_was_taken_out_is_not_kept_alive(device, ways):
     run.step()
     gc.collect()
     assert gone() is None
+
+
+def test_a_copy_of_a_control_goes_its_own_way(device, ways):
+    run = Run(device, fused=False)  # A copy of torch's fused ones forgets that it takes decisions.
+    run.step()
+    twin = copy.deepcopy(run)
+    before = contents(run.optimizer)
+    twin.step(bad=INF)
+    twin.step()
+    assert_same(contents(run.optimizer), before)
+    assert (run.control.state_dict()["gradilocks"]["steps"], twin.told[-1]["step"]) == (1, 3)
+    run.step(bad=INF)
+    run.step()
+    assert_same(contents(run.optimizer), contents(twin.optimizer))
+    assert ways.short == 5
+
+
+def test_parameters_without_elements_are_stepped(device, ways):
+    empty, full = nn.Parameter(torch.empty(0, 3, device=device)), parameter(2, device=device)
+    control = GradientControl(torch.optim.AdamW([empty, full], fused=True))
+    for last in (full, empty):
+        control.zero_grad()
+        control.backward(loss_giving((empty, 1.0), (full, 1.0)))
+        if last is empty:
+            full.grad = None
+        outcome = control.step()
+        assert not outcome.skipped
+        assert outcome.norm == pytest.approx(0.0 if last is empty else 2.0**0.5)
+    assert ways.short == 2
 
 
 def test_gradients_added_up_in_place_keep_their_tables(device, ways):

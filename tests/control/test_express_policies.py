@@ -124,6 +124,17 @@ def test_known_policies_take_the_short_way(device, ways, options):
     assert ways.short == 1
 
 
+@pytest.mark.gpu
+def test_without_a_scale_a_backward_of_ones_own_takes_the_short_way(monkeypatch):
+    ways = Ways(monkeypatch)
+    p = parameter(3, device=serve("cuda", monkeypatch))
+    control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True), scale=None)
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        control.step()
+    assert ways.short == 2
+
+
 def test_a_device_that_the_kernels_do_not_serve_takes_the_stages(device, ways, monkeypatch):
     monkeypatch.setitem(kernels._chosen, device, (reference, "for this test"))
     p = parameter(3, device=device)

@@ -122,7 +122,7 @@ iterations = st.tuples(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=15, phases=[Phase.generate])  # To shrink a program takes minutes.
+@settings(max_examples=10, phases=[Phase.generate])  # To shrink a program takes minutes.
 @given(
     kind=st.sampled_from(sorted(OPTIMIZERS)),
     order=st.sampled_from([1.0, 2.0, INF]),
