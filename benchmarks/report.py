@@ -157,8 +157,9 @@ def save(
     extra: dict[str, object] | None = None,
 ) -> None:
     """Writes results with hardware, versions and the command that made them."""
-    # The command as it is typed in the repository, whatever the folder it was run from.
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    # The command as it is typed in the repository, whatever the folders it was run from and for.
+    given = [f"benchmarks/results/{path.name}" if arg == str(path) else arg for arg in sys.argv[1:]]
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given])
     content = {
         "command": command,
         "environment": environment(device),
