@@ -182,14 +182,15 @@ class GradientControl:
         try:
             for tensors, optimizer in zip(parts, self._optimizers, strict=True):
                 update.apply_bound(verdict.decision, tensors)
-                if called is not None and hasattr(optimizer, "hold"):
+                if called is not None and getattr(type(optimizer), "is_ours", False):
                     optimizer.hold(called if len(self._optimizers) == 1 else None)
                 update.update(optimizer, verdict.decision, tensors)
         except BaseException:
             self._after_a_failed_update(verdict)
             raise
-        if called is not None:
-            called.release()
+        finally:
+            if called is not None:
+                called.release()
         return self._conclude(verdict)
 
     @eager
@@ -255,6 +256,8 @@ class GradientControl:
         if self._process_group is not None:
             return None
         called = judge.express.call(self._optimizers, judge.scale_policy, judge.clip_policy)
+        if called is not None and not judge.scales:
+            judge.move_to(called.device)  # No loss was scaled, which would have brought it there.
         if called is None or called.device != judge.state.scale.device:
             return None
         if self._checked is None or self._checked() is not called:
@@ -295,6 +298,8 @@ class GradientControl:
             try:
                 optimizer.take(decision.skip, decision.divisor, rated=rating is not None)
             except BaseException:
+                if rating is not None:
+                    optimizer.keep_rates()
                 self._after_a_failed_update(verdict)
                 raise
         finally:

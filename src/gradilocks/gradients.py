@@ -76,6 +76,12 @@ def collect(params: Iterable[Tensor], *, name: Callable[[Tensor], str]) -> Gradi
                 f"the gradient of {name(param)} is on the meta device and has no values. Give the "
                 "model real storage first, for example model.to_empty(device='cpu')."
             )
+        if grad.dtype.itemsize == 1 or not (grad.is_floating_point() or grad.is_complex()):
+            raise TypeError(
+                f"the gradient of {name(param)} is {grad.dtype}, in which nothing is computed. "
+                "Keep parameters in float32, bfloat16, float16 or float64 and use narrower formats "
+                "inside the forward pass only."
+            )
         having.append(param)
         tensors.append(grad)
         replicas.append(held)

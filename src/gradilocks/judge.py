@@ -67,7 +67,7 @@ class Judge:
 
     def scaled(self, loss: Tensor, device: torch.device) -> Tensor:
         """The loss times the scale; takes note of whether it is finite."""
-        self._move_to(device)
+        self.move_to(device)
         if self._loss is not None:
             self._fold_loss()
         self._loss = loss.detach()
@@ -195,7 +195,8 @@ class Judge:
         self._loss_nonfinite = broken if before is None else torch.maximum(before, broken)
         self._loss = None
 
-    def _move_to(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
+        """Keeps what moves on `device` from here on."""
         if device.type != "meta" and self.state.scale.device != device:
             self.state = ScaleState(
                 scale=self.state.scale.to(device),

@@ -223,6 +223,8 @@ class Streak:
         count = self._counted()
         if count is None:
             return False
+        if count >= self.limit:  # As it was then: a finite step may have come since. Worth a wait.
+            count = int(fetch(self.count)[0])
         self._until_reading += max(1, self.limit - count)
         return count >= self.limit
 

@@ -121,7 +121,8 @@ def takes_decision(optimizer: Any) -> bool:
 
 def takes_directly(optimizers: Sequence[Any]) -> bool:
     """Whether there is one optimizer, and it takes the decision without a call of `step`."""
-    return len(optimizers) == 1 and hasattr(optimizers[0], "take") and optimizers[0].is_direct()
+    ours = len(optimizers) == 1 and getattr(type(optimizers[0]), "is_ours", False)
+    return ours and bool(optimizers[0].is_direct())
 
 
 def takes_scaler(optimizer: Any) -> bool:
@@ -150,7 +151,7 @@ def must_skip_on_host(optimizer: Any, skip: Tensor, multiplier: Tensor) -> bool:
         skip: the step's flag.
         multiplier: what the gradients will be multiplied by.
     """
-    if not isinstance(optimizer, torch.optim.SGD):
+    if not isinstance(optimizer, torch.optim.SGD) or getattr(type(optimizer), "is_ours", False):
         return False
     lacking = [
         (group, fresh) for group in optimizer.param_groups if (fresh := _fresh(optimizer, group))

@@ -34,6 +34,8 @@ class Stepper(torch.optim.Optimizer):
     """What `kernels.launches` calls its kernel."""
     columns: ClassVar[tuple[str, ...]] = ()
     """The names of the state tensors, in the order in which the kernel wants their addresses."""
+    is_ours: ClassVar[bool] = True
+    """For `control`, which must not take somebody's own `hold` or `take` for these."""
     _step_supports_amp_scaling = True
 
     def _prepare(self, master_weights: bool | None = None) -> None:
@@ -45,6 +47,7 @@ class Stepper(torch.optim.Optimizer):
         self._held: Called | None = None
         self._looked_at: Called | None = None
         self._known_step: Any = None
+        self._counted = False
         self._step_supports_amp_scaling = True
         self.marks: masters.Marks = {}
         if master_weights is not None:
@@ -174,13 +177,18 @@ class Stepper(torch.optim.Optimizer):
         assert self._plan is not None
         self._plan.ready(self)
         tables = self._plan.tables
-        return None if tables is None else (self.kernel, tables)
+        return None if tables is None or self._counted else (self.kernel, tables)
 
     def take(self, skip: Tensor, divisor: Tensor, *, rated: bool) -> None:
         """Steps on the gradients that `ready` was given, or skips, as `skip` says."""
         assert self._plan is not None
-        self._plan.go(self, skip, divisor, rated=rated)
+        self._plan.go(self, skip, divisor, rated=rated or self._counted)
+        self._counted = False
         self._opt_called = True  # So that an LR scheduler does not complain.
+
+    def keep_rates(self) -> None:
+        """After `take` failed on rates worked out for it: a retry must not count the step again."""
+        self._counted = True
 
     def _step_on_device(self) -> bool:
         """Steps with the kernels; False if torch has to do it."""
