@@ -299,7 +299,7 @@ class GradientControl:
                 optimizer.take(decision.skip, decision.divisor, rated=rating is not None)
             except BaseException:
                 if rating is not None:
-                    optimizer.keep_rates()
+                    optimizer.take_back(decision.skip)
                 self._after_a_failed_update(verdict)
                 raise
         finally:

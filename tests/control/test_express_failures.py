@@ -24,6 +24,7 @@ MAKERS = {
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "unfused": lambda params: torch.optim.AdamW(params, lr=0.01),
     "ours": lambda params: optim.AdamW(params, lr=0.01),
+    "our SGD": lambda params: optim.SGD(params, lr=0.01, momentum=0.9, dampening=0.5),
 }
 
 
@@ -87,7 +88,8 @@ def trained(device, monkeypatch, make, fail_at=(), *, after=None, method="step")
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [("fused", "step"), ("ours", "step"), ("ours", "ready"), ("ours", "take")]
+    ("kind", "method"),
+    [("fused", "step"), ("ours", "step"), ("ours", "ready"), ("ours", "take"), ("our SGD", "take")],
 )
 def test_a_step_that_failed_is_retried_as_if_nothing_had_happened(
     device, ways, monkeypatch, kind, method

@@ -73,6 +73,11 @@ class _Adams(Stepper):
         launches = importlib.import_module("gradilocks.kernels.launches")
         launches.adam_rates(plan.own, plan.groups, plan.settings, skip, plan.rates)
 
+    def take_back(self, skip: Tensor) -> None:
+        assert self._plan is not None
+        steps = [state["step"] for state in self._plan.states]
+        torch._foreach_sub_(steps, [1.0 - skip] * len(steps))
+
     def launch(
         self,
         plan: Plan,

@@ -47,7 +47,6 @@ class Stepper(torch.optim.Optimizer):
         self._held: Called | None = None
         self._looked_at: Called | None = None
         self._known_step: Any = None
-        self._counted = False
         self._step_supports_amp_scaling = True
         self.marks: masters.Marks = {}
         if master_weights is not None:
@@ -177,18 +176,13 @@ class Stepper(torch.optim.Optimizer):
         assert self._plan is not None
         self._plan.ready(self)
         tables = self._plan.tables
-        return None if tables is None or self._counted else (self.kernel, tables)
+        return None if tables is None else (self.kernel, tables)
 
     def take(self, skip: Tensor, divisor: Tensor, *, rated: bool) -> None:
         """Steps on the gradients that `ready` was given, or skips, as `skip` says."""
         assert self._plan is not None
-        self._plan.go(self, skip, divisor, rated=rated or self._counted)
-        self._counted = False
+        self._plan.go(self, skip, divisor, rated=rated)
         self._opt_called = True  # So that an LR scheduler does not complain.
-
-    def keep_rates(self) -> None:
-        """After `take` failed on rates worked out for it: a retry must not count the step again."""
-        self._counted = True
 
     def _step_on_device(self) -> bool:
         """Steps with the kernels; False if torch has to do it."""
@@ -276,6 +270,10 @@ class Stepper(torch.optim.Optimizer):
 
     def launch_rates(self, plan: Plan, skip: Tensor | None) -> None:
         """Launches what works out the numbers that all elements of a tensor share."""
+        raise NotImplementedError
+
+    def take_back(self, skip: Tensor) -> None:
+        """After `take` failed: undoes what working out the rates has changed in the state."""
         raise NotImplementedError
 
     def launch(
