@@ -35,7 +35,7 @@ from gradilocks.gradients import (
 from gradilocks.judge import Judge, Verdict
 from gradilocks.order import CallOrder
 from gradilocks.record import Outcome, fetch
-from gradilocks.roll import Called
+from gradilocks.roll import Called, ends_of, split
 from gradilocks.scale import resolve_scale
 from gradilocks.values import Decision
 
@@ -171,7 +171,7 @@ class GradientControl:
             return self._step_directly(called)
         if called is not None:
             verdict = self._judge.settle(called, unscaled=self._order.unscaled)
-            parts = self._parts(called.grads)
+            parts = split(called.grads, self._ends)
         else:
             found = self._find_gradients()
             for part, optimizer in zip(found, self._optimizers, strict=True):
@@ -263,10 +263,10 @@ class GradientControl:
         if self._checked is None or self._checked() is not called:
             parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
             self._checked = weakref.ref(called)
-            self._ends = self._ends_of(called)
+            self._ends = ends_of(called, self._optimizers)
         if judge.scales:
             self._order.check_scaled("step()")
-            parts = self._parts(called.params), self._parts(called.grads)
+            parts = split(called.params, self._ends), split(called.grads, self._ends)
             for params, grads, optimizer in zip(*parts, self._optimizers, strict=True):
                 if not update.takes_decision(optimizer):
                     update.check_unscaling_in_place(optimizer, params, grads, self._names)
@@ -381,21 +381,3 @@ class GradientControl:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
-
-    def _ends_of(self, called: Called) -> list[int]:
-        """Where each optimizer's gradients end among all of them."""
-        ends, place = [], 0
-        having = {id(param) for param in called.params}
-        for optimizer in self._optimizers:
-            place += sum(
-                id(param) in having for group in optimizer.param_groups for param in group["params"]
-            )
-            ends.append(place)
-        return ends
-
-    def _parts(self, tensors: list[Tensor]) -> list[Sequence[Tensor]]:
-        """What belongs to each optimizer."""
-        if len(self._optimizers) == 1:
-            return [tensors]
-        begins = [0, *self._ends]
-        return [tensors[a:b] for a, b in zip(begins, self._ends, strict=False)]

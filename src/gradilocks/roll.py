@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from gradilocks.gradients import is_distributed, roof_of
 from gradilocks.kernels.located import DTYPES, Located, kinds_of, placed
 from gradilocks.kernels.table import keep_if_captured, send
 
-__all__ = ["Called", "Roll"]
+__all__ = ["Called", "Roll", "ends_of", "split"]
 
 _BASE = torch._C.TensorBase
 _address = _BASE.data_ptr
@@ -197,3 +198,21 @@ def _guard_for(tensors: list[Tensor]) -> Any:
         return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     except (ImportError, TypeError):
         return None
+
+
+def ends_of(called: Called, optimizers: Sequence[Any]) -> list[int]:
+    """Where each optimizer's gradients end among all of them."""
+    ends, place = [], 0
+    having = {id(param) for param in called.params}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            place += sum(id(param) in having for param in group["params"])
+        ends.append(place)
+    return ends
+
+
+def split(tensors: list[Tensor], ends: Sequence[int]) -> list[Sequence[Tensor]]:
+    """What belongs to each optimizer."""
+    if len(ends) == 1:
+        return [tensors]
+    return [tensors[a:b] for a, b in zip([0, *ends], ends, strict=False)]
