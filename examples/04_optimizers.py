@@ -1,6 +1,6 @@
 """Optimizers that unscale, clip and step in one pass, in place of torch's.
 
-On a GPU the whole step after backward is five launches, whatever the number of tensors, and nothing
+On a GPU the whole step after backward is four launches, whatever the number of tensors, and nothing
 waits. On a CPU the same code takes torch's fused kernels.
 """
 

@@ -1,9 +1,9 @@
-"""From gradients to a decision in three launches, for the policies that everybody uses.
+"""From gradients to a decision in two launches, for the policies that everybody uses.
 
 The stages say what a step means, and serve every device and every policy. On a GPU they would cost
 some forty small launches a step, each a few microseconds of the host's time. Where the Triton
-kernels serve and the policies are the known ones, this does the same in three: read, add up,
-settle.
+kernels serve and the policies are the known ones, this does the same in two: read; add up
+and settle.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Streak:
             host = torch.empty((), dtype=torch.int32, device="cpu", pin_memory=True)
             host.copy_(self.count, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(self.count.device))
             self._coming = host, arrived
         host, arrived = self._coming
         if not arrived.query():  # type: ignore[no-untyped-call]

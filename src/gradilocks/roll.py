@@ -3,7 +3,7 @@
 A step must notice whatever has changed: a parameter frozen, replaced, moved or given other storage,
 a gradient with another address, size or layout. What has not changed since the last step (the table
 of chunks, the optimizer's own pointers, the names) is not worked out again. 2,000 parameters with
-new gradients take about half a millisecond of the host's time.
+new gradients take one to two milliseconds of the host's time.
 """
 
 from __future__ import annotations
@@ -174,6 +174,7 @@ def _plain(param: Tensor, grad: Tensor) -> bool:
         and grad.layout is torch.strided
         and grad.dtype in DTYPES
         and grad.device == param.device
+        and grad.shape == param.shape
         and not grad.is_meta
         and not grad.is_neg()  # Its memory holds the opposite.
         and not is_distributed(param)

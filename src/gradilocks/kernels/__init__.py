@@ -78,16 +78,24 @@ def _choose(kind: str) -> tuple[Kernels, str]:
         return plain, f"reference: plain torch is what the table lists for {kind}"
     try:
         fused = importlib.import_module("gradilocks.kernels.fused")
-    except ImportError as error:
+    except Exception as error:  # A Triton of another time may fail in any way.
         return plain, f"reference: Triton cannot be imported ({error})"
+    before = torch.cuda.get_sync_debug_mode() if kind == "cuda" else 0
     try:
+        if before:  # Trying out waits, once, whatever the user has set.
+            torch.cuda.set_sync_debug_mode(0)
         fused.try_out(torch.device(kind))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         why = f"Triton's kernels do not run on {kind} ({type(error).__name__}: {error})"
         warnings.warn(
             f"Gradilocks goes on with plain torch: {why}", RuntimeWarning, stacklevel=users_line()
         )
         return plain, f"reference: {why}"
+    finally:
+        if before:
+            torch.cuda.set_sync_debug_mode(before)
     return cast("Kernels", fused), f"fused: Triton's kernels run on {kind}"
 
 

@@ -84,16 +84,16 @@ class Layout:
         self.counts = send(counts.to(torch.int32), device)
         self.launches: dict[Hashable, list[Any]] = {}
         """What the kernels' users have found out about launching on it."""
-        self._addresses: list[int] = []
-        self._pointers = self.sizes
+        self._sent: tuple[list[int], Tensor] = [], self.sizes
 
     def point_at(self, addresses: list[int]) -> Tensor:
         """The tensors' addresses on the device; sent only if they are not what was sent before."""
-        if addresses != self._addresses:
-            self._pointers = send(array("q", addresses), self.device)
-            self._addresses = addresses
-        keep_if_captured(self, self._pointers)
-        return self._pointers
+        sent, pointers = self._sent
+        if addresses != sent:
+            pointers = send(array("q", addresses), self.device)
+            self._sent = addresses, pointers  # Both at once: another thread may be here too.
+        keep_if_captured(self, pointers)
+        return pointers
 
 
 def send(numbers: Tensor | array[int], device: torch.device) -> Tensor:

@@ -73,10 +73,11 @@ class _Adams(Stepper):
         launches = importlib.import_module("gradilocks.kernels.launches")
         launches.adam_rates(plan.own, plan.groups, plan.settings, skip, plan.rates)
 
-    def take_back(self, skip: Tensor) -> None:
+    def take_back(self, skip: Tensor | None) -> None:
         assert self._plan is not None
         steps = [state["step"] for state in self._plan.states]
-        torch._foreach_sub_(steps, [1.0 - skip] * len(steps))
+        taken = torch.ones_like(steps[0]) if skip is None else 1.0 - skip
+        torch._foreach_sub_(steps, [taken] * len(steps))
 
     def launch(
         self,

@@ -82,6 +82,11 @@ def refuse_gradients(optimizer: Any, name: Callable[[Tensor], str]) -> None:
                     f"{param.device}. Move the model before the first backward(), or clear the "
                     "gradients after moving it."
                 )
+            if grad.shape != param.shape:
+                raise ValueError(
+                    f"the gradient of {name(param)} has shape {tuple(grad.shape)}, the parameter "
+                    f"{tuple(param.shape)}. Clear the gradients after changing a parameter's shape."
+                )
             if grad.layout is not torch.strided:
                 raise ValueError(
                     f"the gradient of {name(param)} has layout {grad.layout}; only dense gradients "

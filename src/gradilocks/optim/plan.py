@@ -27,9 +27,9 @@ MOST_CHUNKS = 1 << 19
 """A table of 8 bytes a chunk: 4 megabytes at most, made once, for up to 2 billion parameters."""
 SETTINGS = 8
 """Numbers a group, as the kernels count them."""
-WATCHED = 4
-"""Tensors a column whose address every step looks at: `tensor.data = ...` tells nobody, and is done
-to all of them or to none."""
+WATCHED = 64
+"""How many state tensors every step looks at, in turns if there are more: `tensor.data = ...` tells
+nobody. The plan holds their storages, so until then an address is out of date but never freed."""
 
 
 _NUMBERS = {float, int}
@@ -85,9 +85,12 @@ class Plan:
         self.own, more = optimizer.plan_more(self)
         self._held = [*self._columns, more]
         self._state, self._dropped, self._warm = optimizer.state, False, False
-        every = -(-len(params) // WATCHED)
-        self._watched = [t for column in self._held for t in column[::every] if t is not None]
+        # One of each column beside the other, so that a turn sees something of all of them.
+        rows = zip(*self._held, strict=True)
+        self._watched = [tensor for row in rows for tensor in row if tensor is not None]
         self._homes = [tensor.data_ptr() for tensor in self._watched]
+        self._storages = [tensor.untyped_storage() for tensor in self._watched]
+        self._turn = 0
         optimizer.changes.tell(self)
 
     def _check(self, optimizer: Any, first: dict[int, Tensor]) -> None:
@@ -115,15 +118,18 @@ class Plan:
         """Whether parameters, groups and state are still those that this plan was made for."""
         if self._dropped or called is not self.called or _shape(optimizer) != self._shape:
             return False
-        return bool(
-            optimizer.state is self._state
-            and [tensor.data_ptr() for tensor in self._watched] == self._homes
-        )
+        if optimizer.state is not self._state:
+            return False
+        begin = self._turn if self._turn < len(self._watched) else 0
+        self._turn = begin + WATCHED
+        turn = slice(begin, self._turn)
+        return [tensor.data_ptr() for tensor in self._watched[turn]] == self._homes[turn]
 
     def drop(self) -> None:
         """Lets go of the state, of which something is about to be replaced."""
         self._dropped = True
-        self.states, self._columns, self._held, self._watched = [], [], [], []
+        self.states, self._columns, self._held = [], [], []
+        self._watched, self._storages = [], []
 
     def hand_over(self, marks: Marks) -> None:
         """Notes how the parameters with masters were left, for the plan that follows."""
@@ -160,11 +166,16 @@ class Plan:
         called = self.called
         if not rated:
             optimizer.launch_rates(self, skip)
-        if self._odd:
-            with torch.no_grad():
-                self._step_odd(optimizer, skip, divisor)
-        else:
-            optimizer.launch(self, self.places, called.located.pointers, skip, divisor)
+        try:
+            if self._odd:
+                with torch.no_grad():
+                    self._step_odd(optimizer, skip, divisor)
+            else:
+                optimizer.launch(self, self.places, called.located.pointers, skip, divisor)
+        except BaseException:
+            if not rated:  # Else whoever has had them worked out takes them back.
+                optimizer.take_back(skip)
+            raise
         torch.autograd.graph.increment_version(called.params)
         keep_if_captured(self, self.settings, skip, divisor, *self._held)
         self._warm = True
@@ -179,6 +190,8 @@ class Plan:
         for place in self._odd:
             param = called.params[place].detach().clone(memory_format=torch.contiguous_format)
             grad = called.grads[place].contiguous()
+            if grad.data_ptr() % 16:  # `_kind` has promised aligned copies.
+                grad = grad.clone()
             rows[0][place], addresses[place] = param.data_ptr(), grad.data_ptr()
             copies.append((param, grad))
         places, gradients = send(_flat(rows), self.device), send(array("q", addresses), self.device)

@@ -178,11 +178,13 @@ class SGD(Stepper, torch.optim.SGD):
         launches = importlib.import_module("gradilocks.kernels.launches")
         launches.sgd_rates(plan.own, plan.groups, plan.settings, skip, plan.rates)
 
-    def take_back(self, skip: Tensor) -> None:
+    def take_back(self, skip: Tensor | None) -> None:
         plan = self._plan
         assert plan is not None
         # A buffer of which nothing was to be kept, though there is momentum, had not been filled.
-        unfilled = (plan.rates[:, 2] != 0) & (plan.rates[:, 3] == 0) & (skip == 0)
+        unfilled = (plan.rates[:, 2] != 0) & (plan.rates[:, 3] == 0)
+        if skip is not None:
+            unfilled = unfilled & (skip == 0)
         for param, was in zip(plan.called.params, unfilled.unbind(), strict=True):
             if param in self._fresh:
                 _, flag = self._fresh[param]

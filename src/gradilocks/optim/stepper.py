@@ -272,8 +272,8 @@ class Stepper(torch.optim.Optimizer):
         """Launches what works out the numbers that all elements of a tensor share."""
         raise NotImplementedError
 
-    def take_back(self, skip: Tensor) -> None:
-        """After `take` failed: undoes what working out the rates has changed in the state."""
+    def take_back(self, skip: Tensor | None) -> None:
+        """After a launch failed: undoes what working out the rates has changed in the state."""
         raise NotImplementedError
 
     def launch(
