@@ -144,3 +144,12 @@ def loaded(params, values):
     with torch.no_grad():
         for param, value in zip(params, values, strict=True):
             param.copy_(value)
+
+
+def contents_of(optimizer):
+    """Every number of the state, for comparing."""
+    return [
+        {name: value.tolist() for name, value in optimizer.state[param].items()}
+        for group in optimizer.param_groups
+        for param in group["params"]
+    ]
