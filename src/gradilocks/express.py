@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip import ClipByNorm, ClipPolicy, NoClip
-from gradilocks.kernels.table import keep_if_captured, send
+from gradilocks.kernels.table import capturing, keep_if_captured, send
 from gradilocks.roll import Called, Roll
 from gradilocks.scale import DynamicScale, NoScale, ScalePolicy, StaticScale
 from gradilocks.values import Decision, ScaleState, StepRecord
@@ -112,7 +112,7 @@ class Express:
             self._fused: Any = importlib.import_module("gradilocks.kernels.fused")
             self._made_for = ()
         # Weak: a number would be taken for the next one's, and the old parameters would be kept.
-        made_for = (weakref.ref(called), scale, clip)
+        made_for: tuple[object, ...] = (weakref.ref(called), scale, clip)
         if made_for != self._made_for:
             rules = [getattr(clip, "max_norm", float("inf")), called.roof]
             if isinstance(scale, DynamicScale):
@@ -121,6 +121,8 @@ class Express:
                 rules += [scale.hysteresis]
             host = torch.tensor([float(rule) for rule in rules], dtype=torch.float64, device="cpu")
             self._rules = send(host, called.device)
+            if capturing():  # What a graph sends is there only when it is replayed.
+                made_for, self._device = (), None
             self._scratch = self._fused.scratch_for(called.located)
             self._standing_of = None
             self._made_for = made_for

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from gradilocks import kernels
 from gradilocks.gradients import is_distributed, roof_of
 from gradilocks.kernels.located import DTYPES, Located, kinds_of, placed
-from gradilocks.kernels.table import keep_if_captured, send
+from gradilocks.kernels.table import capturing, keep_if_captured, send
 
 __all__ = ["Called", "Roll", "ends_of", "split"]
 
@@ -46,18 +46,20 @@ class Called:
         self.grads = grads
         self.addresses = addresses
         self._located: Located | None = None
+        self._fleeting = capturing()
 
     def renew(self, grads: list[Tensor], addresses: list[int]) -> bool:
         """Takes this step's gradients if they are of the same make as the last step's."""
         if list(map(_address, self.params)) != self.homes or not self._alike(grads):
             return False
-        if addresses != self.addresses:
+        if addresses != self.addresses or self._fleeting:
             if not self.aligned:
                 return False
             host = torch.frombuffer(array("q", addresses), dtype=torch.int64)
             if bool((host & 15).any()):
                 return False
             self.addresses = addresses
+            self._fleeting = capturing()  # What a graph sends is there only when it is replayed.
             if self._located is not None:
                 self._located = self._located._replace(pointers=send(host, self.device))
         self.grads = grads

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "Layout", "keep_if_captured", "layout_for", "send"]
+__all__ = ["Bucket", "Layout", "capturing", "keep_if_captured", "layout_for", "send"]
 
 _MOST_LAYOUTS = 64
 _captured: list[object] = []
@@ -91,7 +91,8 @@ class Layout:
         sent, pointers = self._sent
         if addresses != sent:
             pointers = send(array("q", addresses), self.device)
-            self._sent = addresses, pointers  # Both at once: another thread may be here too.
+            if not capturing():  # What a graph sends is there only when it is replayed.
+                self._sent = addresses, pointers  # Both at once: another thread may be here too.
         keep_if_captured(self, pointers)
         return pointers
 
@@ -114,11 +115,12 @@ def send(numbers: Tensor | array[int], device: torch.device) -> Tensor:
 
 def keep_if_captured(*needed: object) -> None:
     """Keeps for good what a CUDA graph that is being captured will read at every replay."""
-    if _capturing():
+    if capturing():
         _captured.extend(needed)
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
     ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return ready and torch.cuda.is_current_stream_capturing()
 
@@ -139,5 +141,7 @@ def layout_for(
     if layout is None:
         if len(_layouts) >= _MOST_LAYOUTS:
             _layouts.pop(next(iter(_layouts)))
-        layout = _layouts[key] = Layout(sizes, kinds, chunk, most, device)
+        layout = Layout(sizes, kinds, chunk, most, device)
+        if not capturing():
+            _layouts[key] = layout
     return layout

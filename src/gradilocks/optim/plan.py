@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.gradients import Names
-from gradilocks.kernels.table import keep_if_captured, layout_for, send
+from gradilocks.kernels.table import capturing, keep_if_captured, layout_for, send
 from gradilocks.optim.checks import check_parameters, check_settings
 from gradilocks.optim.masters import Marks, follow, needs_master
 from gradilocks.optim.tidy import alike, check_shapes, common_dtype, tidy
@@ -84,7 +84,8 @@ class Plan:
         self.settings = self.rates
         self.own, more = optimizer.plan_more(self)
         self._held = [*self._columns, more]
-        self._state, self._dropped, self._warm = optimizer.state, False, False
+        # What a graph sends is there only when it is replayed: no other step can use such a plan.
+        self._state, self._dropped, self._warm = optimizer.state, capturing(), False
         # One of each column beside the other, so that a turn sees something of all of them.
         rows = zip(*self._held, strict=True)
         self._watched = [tensor for row in rows for tensor in row if tensor is not None]
@@ -233,6 +234,8 @@ class Plan:
             self._numbers = numbers
             host = torch.tensor([n or 0.0 for n in numbers], dtype=torch.float64, device="cpu")
             self.settings = send(host, self.device)
+            if capturing():
+                self._numbers, self._every = [], []
         for place, value in on_device:
             self.settings[place].copy_(value.reshape(()))
 

@@ -1,0 +1,91 @@
+"""What a CUDA graph sends is there only when it is replayed, so no other step may count on it.
+
+The capture is pretended, because what is tested is which tables are kept, not what a graph does;
+tests/control/test_cuda_graph.py captures real ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from twins import give, ours, parameters
+
+from gradilocks import GradientControl, express, roll
+from gradilocks.kernels import table
+from gradilocks.optim import plan
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """Turns a pretended capture on and off."""
+
+    def turn(on):
+        for module in (table, roll, plan, express):
+            monkeypatch.setattr(module, "capturing", lambda: on)
+
+    yield turn
+    table._captured.clear()
+
+
+def stepped(control, params, step, **kwargs):
+    give(params, step, **kwargs)
+    control.step()
+
+
+def test_addresses_that_a_capture_sent_are_sent_again(kernel_device, capture):
+    params = parameters([(5,), (2, 3)], device=kernel_device)
+    optimizer = ours("SGD", params)
+    control = GradientControl(optimizer, scale=None)
+    stepped(control, params, 0)
+    capture(True)
+    give(params, 1)
+    kept = [param.grad for param in params]
+    control.step()
+    called = optimizer._roll._called
+    sent = called.located.pointers
+    capture(False)
+    for param, grad in zip(params, kept, strict=True):
+        param.grad = grad
+    control.step()
+    assert optimizer._roll._called is called
+    assert called.located.pointers is not sent
+    again = called.located.pointers
+    for param, grad in zip(params, kept, strict=True):
+        param.grad = grad
+    control.step()
+    assert called.located.pointers is again
+
+
+def test_plans_settings_rules_and_layouts_made_in_a_capture_serve_it_alone(kernel_device, capture):
+    params = parameters([(5,), (2, 3)], device=kernel_device)
+    optimizer = ours("SGD", params)
+    control = GradientControl(optimizer, scale=None, clip=1.0)
+    capture(True)
+    stepped(control, params, 0)
+    first, rules = optimizer._plan, control._judge.express._rules
+    assert not table._layouts
+    capture(False)
+    stepped(control, params, 1)
+    assert optimizer._plan is not first
+    assert control._judge.express._rules is not rules
+    assert table._layouts
+    second = optimizer._plan
+    settings = second.settings
+    capture(True)
+    optimizer.param_groups[0]["lr"] = 0.5
+    stepped(control, params, 2)
+    changed = second.settings
+    assert changed is not settings
+    capture(False)
+    stepped(control, params, 3)
+    assert optimizer._plan is second
+    assert second.settings is not changed
+    assert second.settings[0].item() == 0.5
+    twins = parameters([(5,), (2, 3)], device=kernel_device)
+    other = ours("SGD", twins)
+    for step in range(4):
+        other.param_groups[0]["lr"] = 0.5 if step > 1 else other.defaults["lr"]
+        stepped(GradientControl(other, scale=None, clip=1.0), twins, step)
+    assert all(map(torch.equal, params, twins))
