@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks import checkpoint, update
+from gradilocks import checkpoint, kernels, update
 from gradilocks.arguments import (
     check_closure,
     check_give_up_after,
@@ -253,8 +253,11 @@ class GradientControl:
     def _call(self) -> Called | None:
         """The gradients of all optimizers if the short way can be taken, checked once."""
         judge = self._judge
-        if self._process_group is not None:
+        first = next(self._parameters(), None)
+        if self._process_group is not None or first is None:
             return None
+        if not (kernels.is_fused(first.device) or kernels.is_fused(judge.state.scale.device)):
+            return None  # At once: looking at every gradient would cost a CPU step 5 %.
         called = judge.express.call(self._optimizers, judge.scale_policy, judge.clip_policy)
         if called is not None and not judge.scales:
             judge.move_to(called.device)  # No loss was scaled, which would have brought it there.
