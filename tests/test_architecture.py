@@ -18,7 +18,8 @@ MAY_READ = {"record.py", "update.py", "kernels/reference.py", "kernels/norms.py"
 MAY_READ |= {"optim/sgd.py"}  # Asks, for a checkpoint, which buffers have been filled.
 # Nothing else imports Triton, and nothing imports these before a GPU is there.
 TRITON = {
-    f"kernels/{name}.py" for name in ("fused", "launches", "programs", "settling", "stepping")
+    f"kernels/{name}.py"
+    for name in ("adam", "fused", "launch", "launches", "programs", "settling", "sgd")
 }
 READS = {"item", "tolist", "cpu", "numpy"}
 

@@ -5,7 +5,7 @@ loss ─scale─▶ backward ─▶ collect ─▶ measure ─▶ reduce ─▶ 
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,9 +30,12 @@ from gradilocks.gradients import (
     Names,
     any_distributed,
     collect,
+    every_parameter,
     parameters_of,
 )
 from gradilocks.judge import Judge, Verdict
+from gradilocks.kernels import KernelFailed
+from gradilocks.kernels.captured import keeping
 from gradilocks.order import CallOrder
 from gradilocks.record import Outcome, fetch
 from gradilocks.roll import Called, ends_of, split
@@ -99,8 +102,9 @@ class GradientControl:
             give_up_after=give_up_after,
             process_group=process_group,
         )
-        self._order = CallOrder(self._parameters if self._judge.scales else tuple)
-        self._checked: weakref.ref[Called] | None = None
+        # Not a method of its own: a control must go as soon as nobody holds it.
+        parameters = functools.partial(every_parameter, self._optimizers)
+        self._order = CallOrder(parameters if self._judge.scales else tuple)
 
     @property
     def scale(self) -> float:
@@ -163,35 +167,19 @@ class GradientControl:
         Returns:
             The Outcome. Reading it is what waits for the device.
         """
-        if closure is not None:
-            check_closure(closure)
-            return self._step_with_closure(closure)
-        called = self._call()
-        if called is not None and update.takes_directly(self._optimizers):
-            return self._step_directly(called)
-        if called is not None:
-            verdict = self._judge.settle(called, unscaled=self._order.unscaled)
-            parts = split(called.grads, self._ends)
-        else:
-            found = self._find_gradients()
-            for part, optimizer in zip(found, self._optimizers, strict=True):
-                in_place = not update.takes_decision(optimizer)
-                self._check_unscaling(optimizer, part, in_place=in_place)
-            verdict = self._judge_by_stages(found)
-            parts = [part.tensors for part in found]
-        try:
-            for tensors, optimizer in zip(parts, self._optimizers, strict=True):
-                update.apply_bound(verdict.decision, tensors)
-                if called is not None and getattr(type(optimizer), "is_ours", False):
-                    optimizer.hold(called if len(self._optimizers) == 1 else None)
-                update.update(optimizer, verdict.decision, tensors)
-        except BaseException:
-            self._after_a_failed_update(verdict)
-            raise
-        finally:
+        with keeping(self._judge.express.captured):
+            if closure is not None:
+                check_closure(closure)
+                return self._step_with_closure(closure)
+            called = self._call()
             if called is not None:
-                called.release()
-        return self._conclude(verdict)
+                try:
+                    return self._step_shortly(called)
+                except KernelFailed:  # Which has been said, and nothing has been decided.
+                    pass
+                finally:
+                    called.release()
+            return self._step_by_stages()
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -263,51 +251,74 @@ class GradientControl:
             judge.move_to(called.device)  # No loss was scaled, which would have brought it there.
         if called is None or called.device != judge.state.scale.device:
             return None
-        if self._checked is None or self._checked() is not called:
+        if called.ends is None:
             parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
-            self._checked = weakref.ref(called)
-            self._ends = ends_of(called, self._optimizers)
+            called.ends = ends_of(called, self._optimizers)
         if judge.scales:
             self._order.check_scaled("step()")
-            parts = split(called.params, self._ends), split(called.grads, self._ends)
-            for params, grads, optimizer in zip(*parts, self._optimizers, strict=True):
+            begin = 0
+            for end, optimizer in zip(called.ends, self._optimizers, strict=True):
                 if not update.takes_decision(optimizer):
-                    update.check_unscaling_in_place(optimizer, params, grads, self._names)
+                    part = called.params[begin:end], called.grads[begin:end]
+                    update.check_unscaling_in_place(optimizer, *part, self._names)
+                begin = end
         return called
 
     def _find_gradients(self) -> list[Gradients]:
         """The gradients of each optimizer, after checking that a scaled loss made them."""
-        parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
-        found = [
-            collect(parameters_of([optimizer], name=self._names), name=self._names)
-            for optimizer in self._optimizers
-        ]
+        every = parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
+        lists = [every]
+        if len(self._optimizers) > 1:
+            lists = [parameters_of([each], name=self._names) for each in self._optimizers]
+        found = [collect(params, name=self._names) for params in lists]
         if self._judge.scales:
             self._order.check_scaled("step()")
-        if not self._has_ranks() and not any(part.params for part in found):
+        if not any(part.params for part in found) and not self._has_ranks():
             raise NoGradients(
                 "no parameter of the optimizer has a gradient. Check that the loss depends on the "
                 "parameters the optimizer was given, and that they require grad."
             )
         return found
 
-    def _step_directly(self, called: Called) -> Outcome:
-        """With an optimizer of ours: its rates are worked out by the launch that settles."""
+    def _step_by_stages(self) -> Outcome:
+        found = self._find_gradients()
+        for part, optimizer in zip(found, self._optimizers, strict=True):
+            in_place = not update.takes_decision(optimizer)
+            self._check_unscaling(optimizer, part, in_place=in_place)
+        verdict = self._judge_by_stages(found)
+        return self._conclude(self._updated(verdict, [part.tensors for part in found]))
+
+    def _step_shortly(self, called: Called) -> Outcome:
+        """By the short way. An optimizer of ours has its rates worked out where it is settled."""
+        unscaled = self._order.unscaled
+        if not update.takes_directly(self._optimizers):
+            verdict = self._judge.settle(called, unscaled=unscaled)
+            for optimizer in self._optimizers:
+                if getattr(type(optimizer), "is_ours", False):
+                    optimizer.hold(called if len(self._optimizers) == 1 else None)
+            return self._conclude(self._updated(verdict, split(called.grads, called.ends)))
         (optimizer,) = self._optimizers
+        rating = optimizer.ready(called)
+        verdict = self._judge.settle(called, unscaled=unscaled, rating=rating)
         try:
-            rating = optimizer.ready(called)
-            verdict = self._judge.settle(called, unscaled=self._order.unscaled, rating=rating)
-            decision = verdict.decision
-            try:
-                optimizer.take(decision.skip, decision.divisor, rated=rating is not None)
-            except BaseException:
-                if rating is not None:
-                    optimizer.take_back(decision.skip)
-                self._after_a_failed_update(verdict)
-                raise
-        finally:
-            called.release()
+            optimizer.take(
+                verdict.decision.skip, verdict.decision.divisor, rated=rating is not None
+            )
+        except BaseException:
+            self._after_a_failed_update(verdict)
+            raise
         return self._conclude(verdict)
+
+    def _updated(self, verdict: Verdict, parts: Sequence[Sequence[Tensor]]) -> Verdict:
+        """Steps each optimizer on its gradients, or none."""
+        try:
+            for tensors, optimizer in zip(parts, self._optimizers, strict=True):
+                update.apply_bound(verdict.decision, tensors)
+                update.update(optimizer, verdict.decision, tensors)
+        except BaseException:
+            self._after_a_failed_update(verdict)
+            raise
+        return verdict
 
     def _judge_by_stages(self, found: Sequence[Gradients]) -> Verdict:
         return self._judge.judge(found, unscaled=self._order.unscaled, has_ranks=self._has_ranks())
@@ -381,6 +392,4 @@ class GradientControl:
         return self._process_group is not None or any_distributed(self._parameters())
 
     def _parameters(self) -> Iterator[Tensor]:
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
+        return every_parameter(self._optimizers)

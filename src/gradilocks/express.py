@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip import ClipByNorm, ClipPolicy, NoClip
-from gradilocks.kernels.table import capturing, keep_if_captured, send
+from gradilocks.kernels.captured import capturing, keep_if_captured
+from gradilocks.kernels.table import send
 from gradilocks.roll import Called, Roll
 from gradilocks.scale import DynamicScale, NoScale, ScalePolicy, StaticScale
 from gradilocks.values import Decision, ScaleState, StepRecord
@@ -33,6 +34,8 @@ class Express:
 
     def __init__(self) -> None:
         self._roll = Roll()
+        self.captured: list[object] = []
+        """What the CUDA graphs of this control's steps need."""
         self._made_for: tuple[object, ...] = ()
         self._device: torch.device | None = None
         self._standing_of: ScaleState | None = None

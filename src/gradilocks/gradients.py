@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ __all__ = [
     "Names",
     "any_distributed",
     "collect",
+    "every_parameter",
     "parameters_of",
     "replicas_of",
     "roof_of",
@@ -39,6 +40,7 @@ class Gradients:
     """How many ranks hold the same elements, per tensor; None if no gradient is distributed."""
 
 
+_USUAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 EVERYWHERE = 0
 """In `replicas`: a plain tensor, which beside distributed ones is on every rank."""
 
@@ -58,18 +60,22 @@ def collect(params: Iterable[Tensor], *, name: Callable[[Tensor], str]) -> Gradi
     seen: set[int] = set()
     having: list[Tensor] = []
     tensors: list[Tensor] = []
-    replicas: list[int] = []
-    distributed = False
+    replicas: dict[int, int] = {}
     for param in params:
         grad = param.grad
         if grad is None or id(param) in seen:
             continue
         seen.add(id(param))
+        plain = type(grad) is Tensor and grad.dtype in _USUAL and grad.layout is torch.strided
+        if plain and not grad.is_meta:  # Nearly all are.
+            having.append(param)
+            tensors.append(grad)
+            continue
         held = EVERYWHERE
         if grad.layout is not torch.strided:
             grad = _sparse_values(param, grad, name)
         elif type(grad) is not Tensor and is_distributed(grad):
-            held, distributed = _replicas(param, grad, name), True
+            held = _replicas(param, grad, name)
             grad = cast("Tensor", cast("Any", grad).to_local())
         if grad.is_meta:
             raise ValueError(
@@ -84,8 +90,10 @@ def collect(params: Iterable[Tensor], *, name: Callable[[Tensor], str]) -> Gradi
             )
         having.append(param)
         tensors.append(grad)
-        replicas.append(held)
-    return Gradients(tuple(having), tuple(tensors), tuple(replicas) if distributed else None)
+        if held != EVERYWHERE:
+            replicas[len(tensors) - 1] = held
+    every = [replicas.get(place, EVERYWHERE) for place in range(len(tensors))] if replicas else None
+    return Gradients(tuple(having), tuple(tensors), None if every is None else tuple(every))
 
 
 def _sparse_values(param: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -> Tensor:
@@ -125,7 +133,10 @@ def any_distributed(params: Iterable[Tensor]) -> bool:
 
     Asked of the parameters, not of the gradients: a rank without gradients must not stay away.
     """
-    return "torch.distributed.tensor" in sys.modules and any(is_distributed(p) for p in params)
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return False
+    return any(issubclass(kind, module.DTensor) for kind in set(map(type, params)))
 
 
 def replicas_of(found: Sequence[Gradients]) -> list[int] | None:
@@ -151,14 +162,16 @@ def roof_of(tensors: Sequence[Tensor]) -> float:
     return torch.finfo(torch.float64 if double else torch.float32).max
 
 
+def every_parameter(optimizers: Sequence[Any]) -> Iterator[Tensor]:
+    """All parameters of all optimizers, in order, as they are at this moment."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
 def parameters_of(optimizers: Sequence[Any], *, name: Callable[[Tensor], str]) -> list[Tensor]:
     """All parameters of all optimizers, in order; one that is listed twice is refused by name."""
-    params: list[Tensor] = [
-        param
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for param in group["params"]
-    ]
+    params = list(every_parameter(optimizers))
     if len({id(param) for param in params}) != len(params):
         seen: set[int] = set()
         for param in params:

@@ -19,8 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from gradilocks import kernels
 from gradilocks.gradients import is_distributed, roof_of
+from gradilocks.kernels.captured import capturing, keep_if_captured
 from gradilocks.kernels.located import DTYPES, Located, kinds_of, placed
-from gradilocks.kernels.table import capturing, keep_if_captured, send
+from gradilocks.kernels.table import send
 
 __all__ = ["Called", "Roll", "ends_of", "split"]
 
@@ -45,6 +46,8 @@ class Called:
         self.roof = roof_of(grads)
         self.grads = grads
         self.addresses = addresses
+        self.ends: list[int] | None = None
+        """Where each optimizer's gradients end, once whoever has several of them has found out."""
         self._located: Located | None = None
         self._fleeting = capturing()
 
@@ -96,6 +99,8 @@ class Roll:
         self._single: list[tuple[int, int]] = []
         self._lacking: list[Tensor] = []
         self._called: Called | None = None
+        self.captured: list[object] = []
+        """What the CUDA graphs of its optimizer's steps need."""
 
     def __reduce__(self) -> Any:
         return Roll, ()  # A copy looks for itself: it is over other parameters.
@@ -112,7 +117,7 @@ class Roll:
         addresses has changed.
         """
         called = self._called
-        if called is not None and self._same(groups):
+        if called is not None and kernels.is_fused(called.device) and self._same(groups):
             try:
                 grads = [param.grad for param in called.params]
                 addresses = list(map(_address, grads))  # type: ignore[arg-type]
@@ -214,8 +219,8 @@ def ends_of(called: Called, optimizers: Sequence[Any]) -> list[int]:
     return ends
 
 
-def split(tensors: list[Tensor], ends: Sequence[int]) -> list[Sequence[Tensor]]:
-    """What belongs to each optimizer."""
-    if len(ends) == 1:
+def split(tensors: list[Tensor], ends: Sequence[int] | None) -> list[Sequence[Tensor]]:
+    """What belongs to each optimizer; None says that there is one."""
+    if ends is None or len(ends) == 1:
         return [tensors]
     return [tensors[a:b] for a, b in zip([0, *ends], ends, strict=False)]

@@ -301,6 +301,6 @@ def test_gradients_added_up_in_place_keep_their_tables(device, ways):
             pairs = [(p, gradient_for(p, 10 * number + k)) for p in run.params()]
             run.control.backward(loss_giving(*pairs))
         run.control.step()
-        found.append(run.control._checked())
+        found.append(run.control._judge.express._roll._called)
     assert ways.short == 3
     assert found[1] is found[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import weakref
 
 import pytest
@@ -15,6 +16,7 @@ from gradilocks import DynamicScale, GradientControl, optim
 from gradilocks.errors import ScaleMisuse
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
+launches = importlib.import_module("gradilocks.kernels.launches")
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -39,11 +41,13 @@ def ways(device, monkeypatch):
 
 
 class Failing:
-    """Lets a method of an optimizer raise as often as it is told to."""
+    """Lets a method of an optimizer, or its launch, raise as often as it is told to."""
 
     def __init__(self, optimizer, monkeypatch, method="step"):
         self.times = 0
-        real = getattr(optimizer, method)
+        owner = launches if method == "launch" else optimizer
+        method = "step" if method == "launch" else method
+        real = getattr(owner, method)
 
         def step(*args, **kwargs):
             if self.times:
@@ -51,7 +55,7 @@ class Failing:
                 raise RuntimeError("out of memory")
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(optimizer, method, step)
+        monkeypatch.setattr(owner, method, step)
 
 
 def pairs(params, number, bad=None):
@@ -89,13 +93,19 @@ def trained(device, monkeypatch, make, fail_at=(), *, after=None, method="step")
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [("fused", "step"), ("ours", "step"), ("ours", "ready"), ("ours", "take"), ("our SGD", "take")],
+    [
+        ("fused", "step"),
+        ("ours", "step"),
+        ("ours", "ready"),
+        ("ours", "launch"),
+        ("our SGD", "launch"),
+    ],
 )
 def test_a_step_that_failed_is_retried_as_if_nothing_had_happened(
     device, ways, monkeypatch, kind, method
 ):
     # By the time that ours takes its first step it has made its state, all zeros.
-    fail_at = (0, 1, 3, 4) if method != "take" else (1, 3, 4)
+    fail_at = (0, 1, 3, 4) if method != "launch" else (1, 3, 4)
     whole = trained(device, monkeypatch, MAKERS[kind])
     assert_same(trained(device, monkeypatch, MAKERS[kind], fail_at, method=method), whole)
 

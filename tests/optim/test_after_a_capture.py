@@ -11,7 +11,7 @@ import torch
 from twins import give, ours, parameters
 
 from gradilocks import GradientControl, express, roll
-from gradilocks.kernels import table
+from gradilocks.kernels import captured, table
 from gradilocks.optim import plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -22,11 +22,11 @@ def capture(monkeypatch):
     """Turns a pretended capture on and off."""
 
     def turn(on):
-        for module in (table, roll, plan, express):
+        for module in (captured, table, roll, plan, express):
             monkeypatch.setattr(module, "capturing", lambda: on)
 
     yield turn
-    table._captured.clear()
+    captured._for_good.clear()
 
 
 def stepped(control, params, step, **kwargs):

@@ -17,7 +17,14 @@ from gradilocks.eager import users_line
 from gradilocks.kernels import reference
 from gradilocks.values import Statistics
 
-__all__ = ["Kernels", "by_device", "describe", "for_device", "is_fused"]
+__all__ = ["KernelFailed", "Kernels", "by_device", "describe", "for_device", "give_up", "is_fused"]
+
+
+class KernelFailed(RuntimeError):
+    """A kernel does not compile here. It has not run; plain torch serves the device from now on.
+
+    Raised to whoever launches, who then takes the other way; no user sees it.
+    """
 
 
 class Kernels(Protocol):
@@ -59,6 +66,20 @@ def is_fused(device: torch.device) -> bool:
     return for_device(device) is not cast("Kernels", reference)
 
 
+def give_up(device: torch.device, what: str, error: Exception) -> None:
+    """Serves `device` with plain torch from here on, and says so once.
+
+    Args:
+        device: of the kind that is given up.
+        what: has failed.
+        error: how.
+    """
+    if device.type in _chosen and is_fused(device):
+        why = _reason(what, error)
+        _chosen[device.type] = cast("Kernels", reference), f"reference: {why}"
+        _warn(device.type, why)
+
+
 def describe() -> dict[str, str]:
     """Which implementation each device takes, and why.
 
@@ -88,10 +109,8 @@ def _choose(kind: str) -> tuple[Kernels, str]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        why = f"Triton's kernels do not run on {kind} ({type(error).__name__}: {error})"
-        warnings.warn(
-            f"Gradilocks goes on with plain torch: {why}", RuntimeWarning, stacklevel=users_line()
-        )
+        why = _reason(f"Triton's kernels do not run on {kind}", error)
+        _warn(kind, why)
         return plain, f"reference: {why}"
     finally:
         if before:
@@ -99,8 +118,22 @@ def _choose(kind: str) -> tuple[Kernels, str]:
     return cast("Kernels", fused), f"fused: Triton's kernels run on {kind}"
 
 
+def _reason(what: str, error: Exception) -> str:
+    return f"{what} ({type(error).__name__}: {error})"
+
+
+def _warn(kind: str, why: str) -> None:
+    warnings.warn(
+        f"Gradilocks goes on with plain torch on {kind}, which is slower: {why}",
+        RuntimeWarning,
+        stacklevel=users_line(),
+    )
+
+
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     """The tensors' places in the sequence, device by device."""
+    if len({tensor.device for tensor in tensors}) == 1:
+        return {tensors[0].device: list(range(len(tensors)))}
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(place)

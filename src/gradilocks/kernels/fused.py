@@ -17,11 +17,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gradilocks.kernels import reference
+from gradilocks.kernels import KernelFailed, reference
 from gradilocks.kernels.launch import Launch, launch_for
 from gradilocks.kernels.located import Located, locate
 from gradilocks.kernels.programs import change_kernel, gather_kernel, measure_kernel
 from gradilocks.kernels.settling import settle_kernel
+from gradilocks.kernels.table import Layout
 from gradilocks.values import Statistics
 
 __all__ = [
@@ -51,22 +52,34 @@ ORDERS = {2.0: 2, 1.0: 1, math.inf: 0}
 
 def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = False) -> Statistics:
     """As `reference.measure`; the largest magnitude and the zeros are always found."""
-    return _measured(tensors, None, order)
+    try:
+        return _measured(tensors, None, order)
+    except KernelFailed:
+        return reference.measure(tensors, order=order, detail=True)
 
 
 def multiply_and_check_(tensors: Sequence[Tensor], multiplier: Tensor | None) -> Statistics:
     """As `reference.multiply_and_check_`; every norm is known."""
-    return _measured(tensors, multiplier, 2.0)
+    try:
+        return _measured(tensors, multiplier, 2.0)
+    except KernelFailed:
+        return reference.multiply_and_check_(tensors, multiplier)
 
 
 def multiply_(tensors: Sequence[Tensor], multiplier: Tensor) -> None:
     """As `reference.multiply_`; a multiplier of 1 costs a launch and reads nothing."""
-    _change(tensors, multiplier, clamp=False)
+    try:
+        _change(tensors, multiplier, clamp=False)
+    except KernelFailed:
+        reference.multiply_(tensors, multiplier)
 
 
 def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
     """As `reference.clamp_`; a bound of inf costs a launch and reads nothing."""
-    _change(tensors, bound, clamp=True)
+    try:
+        _change(tensors, bound, clamp=True)
+    except KernelFailed:
+        reference.clamp_(tensors, bound)
 
 
 def try_out(device: torch.device) -> None:
@@ -76,13 +89,13 @@ def try_out(device: torch.device) -> None:
     """
     numbers, expected = [torch.tensor([3.0, -4.0], device=device)], [3.0, 4.0]
     for _ in range(2):
-        multiply_(numbers, torch.full((), 2.0, device=device))
-        clamp_(numbers, torch.full((), 7.0, device=device))
-        found = multiply_and_check_(numbers, torch.full((), 0.25, device=device))
+        _change(numbers, torch.full((), 2.0, device=device), clamp=False)
+        _change(numbers, torch.full((), 7.0, device=device), clamp=True)
+        found = _measured(numbers, torch.full((), 0.25, device=device), 2.0)
         expected = [min(2.0 * number, 7.0) * 0.25 for number in expected]
         norm = math.hypot(*expected)
         wrong = found.norms.sub(norm).abs().gt(1e-6)
-        if measure(numbers).norms.ne(found.norms).any() or wrong.any():
+        if _measured(numbers, None, 2.0).norms.ne(found.norms).any() or wrong.any():
             raise RuntimeError(f"the kernels give {found.norms} where {norm} is right")
 
 
@@ -103,17 +116,19 @@ def measure_located(
     """
     layout, device = located.layout, located.device
     key = (order, None if multiplier is None else multiplier.dtype)
+    args = (
+        located.pointers, layout.sizes, layout.owner, layout.index,
+        layout.sizes if multiplier is None else multiplier, *scratch,
+    )  # fmt: skip
     launches = layout.launches.get(key)
     if launches is None:
         power = ORDERS[order]
         launches = [_measuring(b.kind, layout.chunk, power, multiplier) for b in layout.buckets]
+        for launch in launches:
+            launch.prepare(device, *args, 0, layout.chunks)
         layout.launches[key] = launches
     for bucket, launch in zip(layout.buckets, launches, strict=True):
-        launch(
-            bucket.chunks, device, located.pointers, layout.sizes, layout.owner, layout.index,
-            layout.sizes if multiplier is None else multiplier, *scratch,
-            bucket.first, layout.chunks,
-        )  # fmt: skip
+        launch(bucket.chunks, device, *args, bucket.first, layout.chunks)
 
 
 def scratch_for(located: Located) -> tuple[Tensor, Tensor]:
@@ -156,20 +171,21 @@ def settle(
         "settle", order, clip, dynamic, unscaled,
         None if loss is None else loss.dtype, None if rating is None else rating[0],
     )  # fmt: skip
+    tables = (row, row, row, row) if rating is None else rating[1]
+    args = (
+        layout.begin, layout.counts, *scratch, found,
+        *standing.before_loss, row if loss is None else loss, *standing.after_loss, row, *tables,
+        layout.chunks, layout.count,
+    )  # fmt: skip
     launches = layout.launches.get(key)
     if launches is None:
         launch = launch_for(
             settle_kernel, 4, key[5], ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
-            UNSCALED=unscaled, LOSS=loss is not None, BLOCK=_lanes(layout.count),
+            UNSCALED=unscaled, LOSS=loss is not None, BLOCK=_lanes(layout),
             RATES=0 if rating is None else {"adam": 1, "sgd": 2}[rating[0]],
         )  # fmt: skip
         launches = layout.launches[key] = [launch]
-    tables = (row, row, row, row) if rating is None else rating[1]
-    launches[0](
-        layout.count, located.device, layout.begin, layout.counts, *scratch, found,
-        *standing.before_loss, row if loss is None else loss, *standing.after_loss, row, *tables,
-        layout.chunks, layout.count,
-    )  # fmt: skip
+    launches[0](layout.count, located.device, *args)
 
 
 class Standing(NamedTuple):
@@ -207,12 +223,12 @@ def _measured(tensors: Sequence[Tensor], multiplier: Tensor | None, order: float
 
 def _gathered(located: Located, multiplier: Tensor | None, order: float) -> Tensor:
     layout, scratch = located.layout, scratch_for(located)
-    measure_located(located, scratch, multiplier=multiplier, order=order)
     found = torch.empty(5, layout.count, dtype=torch.float64, device=located.device)
-    launch_for(gather_kernel, 4, ORDER=ORDERS[order], BLOCK=_lanes(layout.count))(
-        layout.count, located.device, layout.begin, layout.counts, *scratch, found,
-        layout.chunks, layout.count,
-    )  # fmt: skip
+    args = (layout.begin, layout.counts, *scratch, found, layout.chunks, layout.count)
+    launch = launch_for(gather_kernel, 4, ORDER=ORDERS[order], BLOCK=_lanes(layout))
+    launch.prepare(located.device, *args)  # Before anything is multiplied.
+    measure_located(located, scratch, multiplier=multiplier, order=order)
+    launch(layout.count, located.device, *args)
     return found
 
 
@@ -242,31 +258,37 @@ def _fill_in(
 
 def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:
     located = locate(tensors)
-    layout = located.layout
-    for bucket in layout.buckets:
-        kind: Any = bucket.kind
-        dtype, align = kind
-        launch = launch_for(
-            change_kernel, WARPS, number.dtype, CLAMP=clamp, DTYPE=TYPES[dtype],
-            SUM=_sum_type(dtype),
-            CHUNK=layout.chunk, TILE=min(TILE, layout.chunk), ALIGN=align,
-        )  # fmt: skip
-        launch(
-            bucket.chunks, located.device, located.pointers, layout.sizes, layout.owner,
-            layout.index, number, bucket.first,
-        )  # fmt: skip
+    layout, device = located.layout, located.device
+    args = (located.pointers, layout.sizes, layout.owner, layout.index, number)
+    key = ("change", clamp, number.dtype)
+    launches = layout.launches.get(key)
+    if launches is None:
+        launches = [_changing(b.kind, layout.chunk, number, clamp) for b in layout.buckets]
+        for launch in launches:
+            launch.prepare(device, *args, 0)
+        layout.launches[key] = launches
+    for bucket, launch in zip(layout.buckets, launches, strict=True):
+        launch(bucket.chunks, device, *args, bucket.first)
     if located.rest:
         others = [tensors[i] for i in located.rest]
         (reference.clamp_ if clamp else reference.multiply_)(others, number)
     torch.autograd.graph.increment_version(tensors)
 
 
-def _lanes(tensors: int) -> int:
-    """As many as there are tensors, in powers of two: the fewer, the sooner a launch is over."""
+def _changing(kind: Any, chunk: int, number: Tensor, clamp: bool) -> Launch:
+    dtype, align = kind
+    return launch_for(
+        change_kernel, WARPS, number.dtype, CLAMP=clamp, DTYPE=TYPES[dtype],
+        SUM=_sum_type(dtype), CHUNK=chunk, TILE=min(TILE, chunk), ALIGN=align,
+    )  # fmt: skip
+
+
+def _lanes(layout: Layout) -> int:
+    """As many as a program has to add up at most: the fewer, the sooner a launch is over."""
     lanes = 128
-    while lanes < min(tensors, LANES):
+    while lanes < min(max(layout.count, layout.longest), LANES):
         lanes *= 2
-    return min(lanes, LANES)
+    return lanes
 
 
 def _sum_type(dtype: torch.dtype) -> Any:

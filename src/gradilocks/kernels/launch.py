@@ -1,7 +1,7 @@
 """Launching the same kernel again and again without asking Triton each time which one it is.
 
 Triton looks at every argument of every launch to find the compiled kernel that fits: some 30 us a
-launch. Here the search is done once. The kernels of `programs` and `stepping` are declared so that
+launch. Here the search is done once. The kernels are declared so that
 neither the value of a number nor the alignment of a pointer changes what is compiled, so what was
 found the first time fits ever after.
 """
@@ -13,12 +13,20 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+import triton
+
+from gradilocks import kernels
+from gradilocks.kernels import KernelFailed
 
 __all__ = ["Launch", "launch_for"]
 
 # A torch without CUDA has none of them, and no kernel is launched there but by the interpreter.
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+# Before 3.3 a compiled kernel wants other arguments, and is searched for at every launch.
+_SHORT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 
 
 class Launch:
@@ -36,17 +44,45 @@ class Launch:
         self._tail = tuple([self._constants[name] for name in names])
         self._compiled: dict[int, Any] = {}
 
+    def prepare(self, device: torch.device, *args: Any) -> None:
+        """Compiles without running, so that of several launches all are possible or none is tried.
+
+        Raises:
+            KernelFailed: it does not compile.
+        """
+        if device.type != "cuda" or device.index in self._compiled:
+            return
+        try:
+            with torch.cuda.device(device.index):
+                compiled = self._kernel.warmup(
+                    *args, grid=(1,), num_warps=self._warps, **self._constants
+                )
+                compiled.run  # noqa: B018 (loads it, which fails if it needs too much of the device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # A compiler may fail in any way.
+            raise self.failed(device, error) from error
+        self._compiled[device.index] = compiled
+
+    def failed(self, device: torch.device, error: Exception) -> KernelFailed:
+        """Says so, once, and has plain torch serve the device from here on."""
+        name = getattr(self._kernel, "__name__", "a kernel")
+        kernels.give_up(device, f"{name} does not compile", error)
+        return KernelFailed(f"{name}: {error}")
+
     def __call__(self, programs: int, device: torch.device, *args: Any) -> None:
         """Runs `programs` programs on the device's current stream."""
         index = device.index
         compiled = self._compiled.get(index)
+        if compiled is None and device.type == "cuda":
+            self.prepare(device, *args)
+            compiled = self._compiled[index]
         if compiled is None:
-            if device.type == "cuda":
-                with torch.cuda.device(index):
-                    self._compiled[index] = self._search(programs, args)
-            else:
-                self._search(programs, args)
+            self._search(programs, args)
         elif _current_device() == index:
+            if not _SHORT:
+                self._search(programs, args)
+                return
             # Addresses, not tensors: for a tensor the launcher asks the driver whose memory it is.
             compiled.run(
                 programs, 1, 1, _current_stream(index), compiled.function,

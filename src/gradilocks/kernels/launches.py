@@ -7,42 +7,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks.kernels.adam import adam_kernel, adam_rates_kernel
 from gradilocks.kernels.fused import TYPES
 from gradilocks.kernels.launch import Launch, launch_for
-from gradilocks.kernels.stepping import (
-    adam_kernel,
-    adam_rates_kernel,
-    sgd_kernel,
-    sgd_rates_kernel,
-)
+from gradilocks.kernels.sgd import sgd_kernel, sgd_rates_kernel
 from gradilocks.kernels.table import Layout
 
-__all__ = ["adam_rates", "sgd_rates", "step"]
+__all__ = ["step", "work_out_rates"]
 
 TILE = 1024
 WARPS = 8
 _LANES = 256
 _KERNELS = {"adam": adam_kernel, "sgd": sgd_kernel}
+_RATES = {"adam": adam_rates_kernel, "sgd": sgd_rates_kernel}
 
 
-def adam_rates(
-    steps: Tensor, groups: Tensor, settings: Tensor, skip: Tensor | None, rates: Tensor
+def work_out_rates(
+    kernel: str, tables: tuple[Tensor, Tensor, Tensor, Tensor], skip: Tensor | None
 ) -> None:
-    """Counts the step of each tensor and works out what its elements share."""
-    count = rates.shape[0]
-    launch_for(adam_rates_kernel, 4, SKIPPABLE=skip is not None, BLOCK=_LANES)(
-        -(-count // _LANES), rates.device, steps, groups, settings,
-        settings if skip is None else skip, rates, count,
-    )  # fmt: skip
+    """Works out what the elements of each tensor share, and counts the step.
 
-
-def sgd_rates(
-    fresh: Tensor, groups: Tensor, settings: Tensor, skip: Tensor | None, rates: Tensor
-) -> None:
-    """Works out what the elements of each tensor share; a first step fills the buffers."""
+    Args:
+        kernel: "adam" or "sgd".
+        tables: what belongs to each tensor (its step for Adam, for SGD whether its buffer is
+            still to be filled), its group, the groups' settings, and where the rates go.
+        skip: 0-d float32; None to step whatever comes.
+    """
+    own, groups, settings, rates = tables
     count = rates.shape[0]
-    launch_for(sgd_rates_kernel, 4, SKIPPABLE=skip is not None, BLOCK=_LANES)(
-        -(-count // _LANES), rates.device, fresh, groups, settings,
+    launch_for(_RATES[kernel], 4, SKIPPABLE=skip is not None, BLOCK=_LANES)(
+        -(-count // _LANES), rates.device, own, groups, settings,
         settings if skip is None else skip, rates, count,
     )  # fmt: skip
 
@@ -63,21 +57,23 @@ def step(
         layout: its kinds are (parameter, gradient, state dtype, master, aligned, flags).
         places: addresses of parameters and state, as the kernel wants them.
         gradients: addresses of the gradients.
-        rates: made by `adam_rates` or `sgd_rates`.
+        rates: as `work_out_rates` leaves them.
         skip: 0-d float32; None to step whatever comes.
         divisor: 0-d float32; None to take the gradients as they are.
     """
     key = (kernel, skip is None, divisor is None)
+    args = (
+        places, gradients, layout.sizes, layout.owner, layout.index, rates,
+        rates if skip is None else skip, rates if divisor is None else divisor,
+    )  # fmt: skip
     launches = layout.launches.get(key)
     if launches is None:
         launches = [_stepping(kernel, layout, bucket.kind, *key[1:]) for bucket in layout.buckets]
+        for launch in launches:
+            launch.prepare(layout.device, *args, 0, layout.count)
         layout.launches[key] = launches
     for bucket, launch in zip(layout.buckets, launches, strict=True):
-        launch(
-            bucket.chunks, layout.device, places, gradients, layout.sizes, layout.owner,
-            layout.index, rates, rates if skip is None else skip,
-            rates if divisor is None else divisor, bucket.first, layout.count,
-        )  # fmt: skip
+        launch(bucket.chunks, layout.device, *args, bucket.first, layout.count)
 
 
 def _stepping(kernel: str, layout: Layout, kind: Any, always: bool, unscaled: bool) -> Launch:

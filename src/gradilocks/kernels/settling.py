@@ -13,8 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gradilocks.kernels.adam import adam_rates
 from gradilocks.kernels.programs import gather, settled
-from gradilocks.kernels.stepping import adam_rates, sgd_rates
+from gradilocks.kernels.sgd import sgd_rates
 
 __all__ = ["settle_kernel"]
 

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "Layout", "capturing", "keep_if_captured", "layout_for", "send"]
+from gradilocks.kernels.captured import capturing, keep_if_captured
+
+__all__ = ["Bucket", "Layout", "layout_for", "send"]
 
 _MOST_LAYOUTS = 64
-_captured: list[object] = []
 
 
 class Bucket(NamedTuple):
@@ -76,6 +77,8 @@ class Layout:
         self.count = len(sizes)
         self.chunk = chunk
         self.chunks = first
+        self.longest = int(counts.max()) if len(sizes) else 0
+        """Chunks of the tensor that has most of them."""
         self.buckets = tuple(buckets)
         self.sizes = send(torch.tensor(sizes, dtype=torch.int64, device="cpu"), device)
         self.owner = send(torch.cat(owners or nothing).to(torch.int32), device)
@@ -113,18 +116,6 @@ def send(numbers: Tensor | array[int], device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def keep_if_captured(*needed: object) -> None:
-    """Keeps for good what a CUDA graph that is being captured will read at every replay."""
-    if capturing():
-        _captured.extend(needed)
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return ready and torch.cuda.is_current_stream_capturing()
-
-
 _layouts: dict[tuple[object, ...], Layout] = {}
 
 
@@ -136,7 +127,9 @@ def layout_for(
     device: torch.device,
 ) -> Layout:
     """The layout for tensors of these sizes and kinds, made on first use and kept."""
-    key = (sizes, kinds, chunk, most, device)
+    # A stream of its own: another one would not wait until the tables have arrived.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    key = (sizes, kinds, chunk, most, device, stream)
     layout = _layouts.get(key)
     if layout is None:
         if len(_layouts) >= _MOST_LAYOUTS:

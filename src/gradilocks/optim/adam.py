@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from array import array
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -69,26 +68,11 @@ class _Adams(Stepper):
         steps = [state["step"] for state in plan.states]
         return send(array("q", [step.data_ptr() for step in steps]), plan.device), steps
 
-    def launch_rates(self, plan: Plan, skip: Tensor | None) -> None:
-        launches = importlib.import_module("gradilocks.kernels.launches")
-        launches.adam_rates(plan.own, plan.groups, plan.settings, skip, plan.rates)
-
     def take_back(self, skip: Tensor | None) -> None:
         assert self._plan is not None
         steps = [state["step"] for state in self._plan.states]
         taken = torch.ones_like(steps[0]) if skip is None else 1.0 - skip
         torch._foreach_sub_(steps, [taken] * len(steps))
-
-    def launch(
-        self,
-        plan: Plan,
-        places: Tensor,
-        gradients: Tensor,
-        skip: Tensor | None,
-        divisor: Tensor | None,
-    ) -> None:
-        launches = importlib.import_module("gradilocks.kernels.launches")
-        launches.step("adam", plan.layout, places, gradients, plan.rates, skip, divisor)
 
 
 class AdamW(_Adams, torch.optim.AdamW):

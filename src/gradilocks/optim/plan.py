@@ -6,6 +6,7 @@ says when something has been replaced and a new plan is due.
 
 from __future__ import annotations
 
+import importlib
 from array import array
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gradilocks.gradients import Names
-from gradilocks.kernels.table import capturing, keep_if_captured, layout_for, send
+from gradilocks.kernels.captured import capturing, keep_if_captured
+from gradilocks.kernels.table import layout_for, send
 from gradilocks.optim.checks import check_parameters, check_settings
 from gradilocks.optim.masters import Marks, follow, needs_master
 from gradilocks.optim.tidy import alike, check_shapes, common_dtype, tidy
@@ -33,6 +35,7 @@ nobody. The plan holds their storages, so until then an address is out of date b
 
 
 _NUMBERS = {float, int}
+_address = torch._C.TensorBase.data_ptr
 
 
 class Plan:
@@ -40,6 +43,7 @@ class Plan:
 
     def __init__(self, optimizer: Any, called: Called) -> None:
         self.called, self.device = called, called.device
+        self._launches: Any = importlib.import_module("gradilocks.kernels.launches")
         params = called.params
         self._shape = _shape(optimizer)
         number = {
@@ -124,7 +128,7 @@ class Plan:
         begin = self._turn if self._turn < len(self._watched) else 0
         self._turn = begin + WATCHED
         turn = slice(begin, self._turn)
-        return [tensor.data_ptr() for tensor in self._watched[turn]] == self._homes[turn]
+        return list(map(_address, self._watched[turn])) == self._homes[turn]
 
     def drop(self) -> None:
         """Lets go of the state, of which something is about to be replaced."""
@@ -158,21 +162,24 @@ class Plan:
     @property
     def tables(self) -> tuple[Tensor, ...] | None:
         """What working out the rates needs; None before the first step, which compiles."""
-        return (self.own, self.groups, self.settings, self.rates) if self._warm else None
+        return self._tables() if self._warm else None
+
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.own, self.groups, self.settings, self.rates
 
     def go(
         self, optimizer: Any, skip: Tensor | None, divisor: Tensor | None, *, rated: bool
     ) -> None:
         """Launches one step; the rates have been worked out already if `rated`."""
-        called = self.called
+        called, launches = self.called, self._launches
         if not rated:
-            optimizer.launch_rates(self, skip)
+            launches.work_out_rates(optimizer.kernel, self._tables(), skip)
         try:
             if self._odd:
                 with torch.no_grad():
                     self._step_odd(optimizer, skip, divisor)
             else:
-                optimizer.launch(self, self.places, called.located.pointers, skip, divisor)
+                self._launch(optimizer, self.places, called.located.pointers, skip, divisor)
         except BaseException:
             if not rated:  # Else whoever has had them worked out takes them back.
                 optimizer.take_back(skip)
@@ -182,6 +189,18 @@ class Plan:
         self._warm = True
         if self._masters:
             self._versions = [called.params[place]._version for place in self._masters]
+
+    def _launch(
+        self,
+        optimizer: Any,
+        places: Tensor,
+        gradients: Tensor,
+        skip: Tensor | None,
+        divisor: Tensor | None,
+    ) -> None:
+        self._launches.step(
+            optimizer.kernel, self.layout, places, gradients, self.rates, skip, divisor
+        )
 
     def _step_odd(self, optimizer: Any, skip: Tensor | None, divisor: Tensor | None) -> None:
         """Goes through dense copies of those few that do not lie as their gradient does."""
@@ -196,7 +215,7 @@ class Plan:
             rows[0][place], addresses[place] = param.data_ptr(), grad.data_ptr()
             copies.append((param, grad))
         places, gradients = send(_flat(rows), self.device), send(array("q", addresses), self.device)
-        optimizer.launch(self, places, gradients, skip, divisor)
+        self._launch(optimizer, places, gradients, skip, divisor)
         for place, (param, _) in zip(self._odd, copies, strict=True):
             called.params[place].copy_(param)
 

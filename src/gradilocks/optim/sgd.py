@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -174,10 +173,6 @@ class SGD(Stepper, torch.optim.SGD):
         addresses = [0 if flag is None else flag.data_ptr() for flag in flags]
         return send(array("q", addresses), plan.device), flags
 
-    def launch_rates(self, plan: Plan, skip: Tensor | None) -> None:
-        launches = importlib.import_module("gradilocks.kernels.launches")
-        launches.sgd_rates(plan.own, plan.groups, plan.settings, skip, plan.rates)
-
     def take_back(self, skip: Tensor | None) -> None:
         plan = self._plan
         assert plan is not None
@@ -189,17 +184,6 @@ class SGD(Stepper, torch.optim.SGD):
             if param in self._fresh:
                 _, flag = self._fresh[param]
                 flag.copy_(torch.where(was, 1, flag))
-
-    def launch(
-        self,
-        plan: Plan,
-        places: Tensor,
-        gradients: Tensor,
-        skip: Tensor | None,
-        divisor: Tensor | None,
-    ) -> None:
-        launches = importlib.import_module("gradilocks.kernels.launches")
-        launches.step("sgd", plan.layout, places, gradients, plan.rates, skip, divisor)
 
 
 def _drop_buffer(states: dict[Any, dict[str, Any]], key: Any) -> None:

@@ -17,12 +17,15 @@ from torch.optim.optimizer import (
 
 from gradilocks.eager import eager
 from gradilocks.gradients import Names, parameters_of
+from gradilocks.kernels import KernelFailed
+from gradilocks.kernels.captured import keeping
 from gradilocks.optim import masters
 from gradilocks.optim.bytorch import step_by_torch
 from gradilocks.optim.checks import check_group
 from gradilocks.optim.plan import Plan
 from gradilocks.optim.watched import Changes, States, plain
 from gradilocks.roll import Called, Roll
+from gradilocks.update import handing_over
 
 __all__ = ["Stepper"]
 
@@ -114,7 +117,7 @@ class Stepper(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._keep_watching()
-        with torch.no_grad():
+        with torch.no_grad(), keeping(self._roll.captured):
             if not self._step_on_device():
                 step_by_torch(self, self._torch_step)
         return loss
@@ -181,7 +184,16 @@ class Stepper(torch.optim.Optimizer):
     def take(self, skip: Tensor, divisor: Tensor, *, rated: bool) -> None:
         """Steps on the gradients that `ready` was given, or skips, as `skip` says."""
         assert self._plan is not None
-        self._plan.go(self, skip, divisor, rated=rated)
+        try:
+            self._plan.go(self, skip, divisor, rated=rated)
+        except BaseException as error:
+            if rated:
+                self.take_back(skip)
+            if not isinstance(error, KernelFailed):
+                raise
+            self._plan_for(None)
+            with torch.no_grad(), handing_over(self, grad_scale=divisor, found_inf=skip):
+                step_by_torch(self, self._torch_step)
         self._opt_called = True  # So that an LR scheduler does not complain.
 
     def _step_on_device(self) -> bool:
@@ -193,6 +205,9 @@ class Stepper(torch.optim.Optimizer):
             self._plan_for(called)
             if self._plan is not None:
                 self._plan.run(self)
+        except KernelFailed:  # Which has been said, and nothing has been stepped.
+            self._plan_for(None)
+            return False
         finally:
             if called is not None:
                 called.release()
@@ -268,23 +283,8 @@ class Stepper(torch.optim.Optimizer):
         """The table that this optimizer alone needs, and the tensors it points at."""
         raise NotImplementedError
 
-    def launch_rates(self, plan: Plan, skip: Tensor | None) -> None:
-        """Launches what works out the numbers that all elements of a tensor share."""
-        raise NotImplementedError
-
     def take_back(self, skip: Tensor | None) -> None:
         """After a launch failed: undoes what working out the rates has changed in the state."""
-        raise NotImplementedError
-
-    def launch(
-        self,
-        plan: Plan,
-        places: Tensor,
-        gradients: Tensor,
-        skip: Tensor | None,
-        divisor: Tensor | None,
-    ) -> None:
-        """Launches one step."""
         raise NotImplementedError
 
 

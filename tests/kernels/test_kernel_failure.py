@@ -1,0 +1,190 @@
+"""A kernel that does not compile: plain torch goes on, once warned of, and nothing is lost.
+
+Compiled, the failure is a real one: Triton refuses a block that is no power of two. Interpreted,
+where nothing is compiled, it is pretended where the compiler would be asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import gradilocks
+from gradilocks import GradientControl, kernels
+from gradilocks.kernels import table
+
+pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
+fused = importlib.import_module("gradilocks.kernels.fused")
+launch = importlib.import_module("gradilocks.kernels.launch")
+launches = importlib.import_module("gradilocks.kernels.launches")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+
+CPU = pytest.param(
+    "cpu",
+    marks=pytest.mark.skipif(
+        torch.cuda.is_available(), reason="with a GPU the kernels are compiled, not read"
+    ),
+)
+MAKERS = {
+    "our AdamW": lambda params: gradilocks.optim.AdamW(params, lr=0.1),
+    "our SGD": lambda params: gradilocks.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "unfused": lambda params: torch.optim.AdamW(params, lr=0.1),
+}
+
+
+@pytest.fixture(params=[CPU, pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    table._layouts.clear()
+    monkeypatch.setitem(kernels._chosen, request.param, (fused, "for this test"))
+    yield request.param
+    table._layouts.clear()
+
+
+@pytest.fixture
+def fail(device, monkeypatch):
+    """Lets kernels fail to compile from here on, by their names."""
+
+    def start(*names):
+        for layout in table._layouts.values():
+            layout.launches.clear()
+        if device == "cuda":
+            odd = {"measure_kernel": (fused, "TILE"), "change_kernel": (fused, "TILE")}
+            odd |= {"adam_kernel": (launches, "TILE"), "sgd_kernel": (launches, "TILE")}
+            odd |= dict.fromkeys(("adam_rates_kernel", "sgd_rates_kernel"), (launches, "_LANES"))
+            for name in names:
+                if name in ("settle_kernel", "gather_kernel"):
+                    monkeypatch.setattr(fused, "_lanes", lambda layout: 100)
+                else:
+                    monkeypatch.setattr(*odd[name], 100)
+            return
+        real = launch.Launch.prepare
+
+        def prepare(self, on, *args):
+            if self._kernel.__name__ in names:
+                raise self.failed(on, ValueError("no power of two"))
+            real(self, on, *args)
+
+        monkeypatch.setattr(launch.Launch, "prepare", prepare)
+        call = launch.Launch.__call__
+
+        def prepared(self, programs, on, *args):  # As where there is something to compile.
+            self.prepare(on, *args)
+            call(self, programs, on, *args)
+
+        monkeypatch.setattr(launch.Launch, "__call__", prepared)
+
+    return start
+
+
+def trained(device, make, *, before_step=None, at=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).to(device)
+    optimizer = make(model.parameters())
+    control = GradientControl(optimizer, model=model, scale=1024.0, clip=0.5)
+    told = []
+    for number in range(5):
+        inputs = torch.full((4, 7), 0.1 * (number + 1), device=device)
+        if number == 2:
+            inputs[0, 0] = float("inf")
+        control.backward(model(inputs).square().sum())
+        if number == at:
+            before_step()
+        outcome = control.step()
+        told.append((outcome.step, outcome.skipped, outcome.clipped, round(outcome.norm, 5)))
+        control.zero_grad()
+    steps = {float(s["step"]) for s in optimizer.state.values() if "step" in s}
+    return [p.detach().cpu() for p in model.parameters()], str(told), steps
+
+
+def warned(caught):
+    return [str(w.message) for w in caught if "goes on with plain torch" in str(w.message)]
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("our AdamW", ["measure_kernel"]),
+        ("our AdamW", ["settle_kernel"]),
+        ("our AdamW", ["adam_rates_kernel"]),
+        ("our AdamW", ["adam_kernel"]),
+        ("our SGD", ["sgd_kernel"]),
+        ("fused", ["settle_kernel"]),
+        ("unfused", ["change_kernel"]),
+    ],
+)
+def test_training_goes_on_with_plain_torch(device, fail, monkeypatch, kind, names, at):
+    if names == ["adam_rates_kernel"] and at:
+        pytest.skip("by the second step the rates are worked out by the kernel that settles")
+    with monkeypatch.context() as patch:
+        patch.setitem(kernels._chosen, device, (kernels.reference, "for comparison"))
+        params, told, steps = trained(device, MAKERS[kind])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = trained(device, MAKERS[kind], before_step=lambda: fail(*names), at=at)
+    assert found[1:] == (told, steps)
+    for mine, theirs in zip(found[0], params, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    (message,) = warned(caught)
+    assert names[0] in message or device == "cuda"  # A block's size breaks more than one.
+    assert "does not compile" in message
+    assert not kernels.is_fused(torch.device(device))
+    assert kernels.describe()[device] == f"reference: {message.split('slower: ')[1]}"
+
+
+@pytest.mark.parametrize("name", ["measure_kernel", "gather_kernel", "change_kernel"])
+def test_the_drop_ins_go_on_with_plain_torch(device, fail, name):
+    params = [nn.Parameter(torch.zeros(n, device=device)) for n in (3, 70)]
+    params.append(nn.Parameter(torch.zeros(4, dtype=torch.float64, device=device)))
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = gradilocks.GradScaler(device, init_scale=8.0)
+    scaler.scale(torch.ones((), device=device))
+    for param in params:
+        param.grad = torch.full_like(param, 16.0)
+    fail(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaler.unscale_(optimizer)
+        norm = gradilocks.clip_grad_norm_(params, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    expected = 2.0 * 77**0.5
+    assert norm.item() == pytest.approx(expected)
+    for param in params:
+        assert torch.allclose(param, torch.full_like(param, -2.0 / expected))
+    assert len(warned(caught)) == 1
+
+
+def test_of_several_dtypes_none_is_multiplied_if_one_fails(device, fail, monkeypatch):
+    tensors = [torch.ones(3, device=device), torch.ones(3, dtype=torch.float64, device=device)]
+    fail("change_kernel")
+    seen = []
+    real = kernels.reference.multiply_
+
+    def noted(given, multiplier):
+        seen.extend(tensor.tolist() for tensor in given)
+        real(given, multiplier)
+
+    monkeypatch.setattr(kernels.reference, "multiply_", noted)
+    with pytest.warns(RuntimeWarning, match="goes on with plain torch"):
+        fused.multiply_(tensors, torch.full((), 2.0, device=device))
+    assert seen == [[1.0] * 3] * 2
+    assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3] * 2
+
+
+def test_a_warning_that_is_an_error_leaves_everything_as_it_was(device, fail):
+    tensors = [torch.ones(3, device=device)]
+    fail("measure_kernel")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="goes on with plain torch"):
+            fused.multiply_and_check_(tensors, torch.full((), 2.0, device=device))
+    assert tensors[0].tolist() == [1.0] * 3
+    fused.multiply_and_check_(tensors, torch.full((), 2.0, device=device))
+    assert tensors[0].tolist() == [2.0] * 3
