@@ -34,6 +34,8 @@ def serve(device, monkeypatch):
     if device == "cpu":
         monkeypatch.setattr(located, "CHUNK", 64)
         monkeypatch.setattr(fused, "TILE", 16)
+        monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
+        monkeypatch.setattr(fused, "CHANGE_TILE", 32)
         monkeypatch.setattr(plan, "CHUNK", 64)
         monkeypatch.setattr(launches, "TILE", 32)
     return device

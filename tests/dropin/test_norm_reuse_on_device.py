@@ -20,7 +20,7 @@ from gradilocks.dropin import kept, known
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
 from gradilocks import kernels
-from gradilocks.kernels import fused
+from gradilocks.kernels import fused, limiting
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -47,7 +47,7 @@ def device(request, monkeypatch):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How many tensors each call of `measure` was given."""
+    """How many tensors were given to each call that measures."""
     if COMPILED:
         kernels.for_device(torch.device("cuda"))  # Tries the kernels out the first time.
     calls = []
@@ -58,6 +58,15 @@ def reads(monkeypatch):
         return measure(tensors, **options)
 
     monkeypatch.setattr(fused, "measure", counting)
+    limit = limiting.limit
+
+    def counting_too(tensors, *args):
+        found = limit(tensors, *args)
+        if found is not None:
+            calls.append(len(tensors))
+        return found
+
+    monkeypatch.setattr(limiting, "limit", counting_too)
     return calls
 
 

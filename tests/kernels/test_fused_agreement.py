@@ -77,6 +77,8 @@ def small_chunks(monkeypatch, request):
     if "cpu" in request.node.name:
         monkeypatch.setattr(located, "CHUNK", 512)
         monkeypatch.setattr(fused, "TILE", 128)
+        monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
+        monkeypatch.setattr(fused, "CHANGE_TILE", 32)
     yield
     table._layouts.clear()
 

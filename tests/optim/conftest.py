@@ -40,6 +40,8 @@ def _prepare(way, monkeypatch):
         monkeypatch.setattr(launches, "TILE", 32)
         monkeypatch.setattr(located, "CHUNK", 256)
         monkeypatch.setattr(fused, "TILE", 128)
+        monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
+        monkeypatch.setattr(fused, "CHANGE_TILE", 32)
     if way == "cuda":
         kernels.for_device(torch.device("cuda"))  # Tries the kernels out the first time.
         return "cuda"

@@ -21,11 +21,11 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.dropin.once import writing_ourselves
-from gradilocks.dropin.total import any_double, by_device, measured
+from gradilocks.dropin.total import any_double, by_device, limited, measured
 from gradilocks.eager import eager, users_line
 from gradilocks.gradients import Gradients, collect
 from gradilocks.order import refuse_scaled
-from gradilocks.values import Measurement, moved, wide
+from gradilocks.values import moved, wide
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -64,8 +64,14 @@ def clip_grad_norm_(
     _check_foreach(foreach, found.tensors)
     order = _order(norm_type)
     devices, double = by_device(found.tensors), any_double(found.tensors)
+    short = limited(found, order, bound, devices, double=double)
+    if short is not None:
+        norm, coefficient = short
+        norm = _checked_norm(norm, order, double, error_if_nonfinite)
+        _multiply_(found, devices, coefficient)
+        return norm
     measurement = measured(found, order, devices, double=double, reuse=True)
-    norm = _checked_norm(measurement, double, error_if_nonfinite)
+    norm = _checked_norm(measurement.norm, order, double, error_if_nonfinite)
     if found.tensors:
         coefficient = clip_coefficient(measurement.norm, bound, measurement.nonfinite)
         _multiply_(found, devices, coefficient)
@@ -127,8 +133,9 @@ def get_total_norm(
     found = collect(holders, name=_place(given))  # type: ignore[arg-type]
     _check_foreach(foreach, found.tensors)
     devices, double = by_device(found.tensors), any_double(found.tensors)
-    measurement = measured(found, _order(norm_type), devices, double=double)
-    return _checked_norm(measurement, double, error_if_nonfinite)
+    order = _order(norm_type)
+    norm = measured(found, order, devices, double=double).norm
+    return _checked_norm(norm, order, double, error_if_nonfinite)
 
 
 @eager
@@ -168,14 +175,14 @@ def _on_device(number: Any, device: torch.device) -> Tensor:
     return torch.full((), number, dtype=torch.float32, device=device)
 
 
-def _checked_norm(measurement: Measurement, double: bool, error_if_nonfinite: bool) -> Tensor:
-    if error_if_nonfinite and not bool(torch.isfinite(measurement.norm)):
+def _checked_norm(norm: Tensor, order: float, double: bool, error_if_nonfinite: bool) -> Tensor:
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
-            f"The total norm of order {measurement.order} for gradients from `parameters` is "
+            f"The total norm of order {order} for gradients from `parameters` is "
             "non-finite, so it cannot be clipped. To disable this error and scale the gradients by "
             "the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    return measurement.norm.to(torch.float64 if double else torch.float32)
+    return norm.to(torch.float64 if double else torch.float32)
 
 
 def _multiply_(

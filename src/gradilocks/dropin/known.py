@@ -30,7 +30,7 @@ from gradilocks.dropin.kept import KeptList, keep, recall
 from gradilocks.kernels import pieces, reference
 from gradilocks.values import Statistics
 
-__all__ = ["forget", "measured", "remember"]
+__all__ = ["forget", "measured", "recalled", "remember"]
 
 _WORTH_KEEPING = 1 << 16
 _SAMPLE = 1 << 8
@@ -74,9 +74,18 @@ def measured(tensors: Sequence[Tensor]) -> Statistics:
     if torch.compiler.is_compiling():
         return measure(tensors)
     if not _host_may_look(device):
-        lists = _lists.get(device)
-        return (recall(tensors, lists) if lists else None) or measure(tensors)
+        return recalled(tensors) or measure(tensors)
     return _completed(tensors, [_recalled(tensor) for tensor in tensors])
+
+
+def recalled(tensors: Sequence[Tensor]) -> Statistics | None:
+    """What `unscale_` found in tensors of one device that is not the CPU; None if it is not known.
+
+    Returns:
+        An entry a tensor, in any order.
+    """
+    lists = None if torch.compiler.is_compiling() else _lists.get(tensors[0].device)
+    return recall(tensors, lists) if lists else None
 
 
 def forget() -> None:

@@ -37,8 +37,9 @@ __all__ = [
     "try_out",
 ]
 
-TILE = 2048
-WARPS = 8
+TILE, WARPS = 2048, 8
+CHANGE_CHUNK, CHANGE_TILE, CHANGE_WARPS = 1 << 13, 4096, 16
+"""Multiplying 1.1 B float32 in place on an H200: 2.13 ms, and 2.22 in chunks as for measuring."""
 LANES = 1024
 """Tensors or chunks that are added up at a time, at most."""
 TYPES: dict[torch.dtype, Any] = {
@@ -257,7 +258,7 @@ def _fill_in(
 
 
 def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:
-    located = locate(tensors)
+    located = locate(tensors, chunk=CHANGE_CHUNK)
     layout, device = located.layout, located.device
     args = (located.pointers, layout.sizes, layout.owner, layout.index, number)
     key = ("change", clamp, number.dtype)
@@ -278,8 +279,8 @@ def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:
 def _changing(kind: Any, chunk: int, number: Tensor, clamp: bool) -> Launch:
     dtype, align = kind
     return launch_for(
-        change_kernel, WARPS, number.dtype, CLAMP=clamp, DTYPE=TYPES[dtype],
-        SUM=_sum_type(dtype), CHUNK=chunk, TILE=min(TILE, chunk), ALIGN=align,
+        change_kernel, CHANGE_WARPS, number.dtype, CLAMP=clamp, DTYPE=TYPES[dtype],
+        SUM=_sum_type(dtype), CHUNK=chunk, TILE=min(CHANGE_TILE, chunk), ALIGN=align,
     )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ CHUNK = 1 << 15
 """Elements a program: 0.98 ms at 2^15, 1.03 at 2^14, 0.99 at 2^16 (1.1 B float32, H200)."""
 MOST_CHUNKS = 36_000
 """Measuring needs 28 bytes of scratch a chunk: a megabyte in all, however large the model."""
+MOST_TO_CHANGE = 1 << 19
+"""Writing needs no scratch, only the table of 8 bytes a chunk."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -31,11 +33,12 @@ class Located(NamedTuple):
     """The places of those tensors that the kernels cannot take."""
 
 
-def locate(tensors: Sequence[Tensor]) -> Located:
+def locate(tensors: Sequence[Tensor], *, chunk: int | None = None) -> Located:
     """Finds the tensors, all on one device, and sends their addresses there; nothing waits."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     sizes = tuple([tensor.numel() for tensor in tensors])
-    return placed(sizes, kinds_of(tensors, addresses), addresses, tensors[0].device)
+    kinds = kinds_of(tensors, addresses)
+    return placed(sizes, kinds, addresses, tensors[0].device, chunk=chunk)
 
 
 def placed(
@@ -43,9 +46,18 @@ def placed(
     kinds: tuple[tuple[torch.dtype, int] | None, ...],
     addresses: list[int],
     device: torch.device,
+    *,
+    chunk: int | None = None,
 ) -> Located:
-    """Tensors of these sizes and kinds at these addresses."""
-    layout = layout_for(sizes, kinds, CHUNK, MOST_CHUNKS, device)
+    """Tensors of these sizes and kinds at these addresses.
+
+    Args:
+        sizes, kinds, addresses: tensor by tensor.
+        device: of all of them.
+        chunk: elements a program; by default what is best for measuring.
+    """
+    most = MOST_CHUNKS if chunk is None else MOST_TO_CHANGE
+    layout = layout_for(sizes, kinds, CHUNK if chunk is None else chunk, most, device)
     rest = tuple([place for place, kind in enumerate(kinds) if kind is None])
     return Located(device, layout, layout.point_at(addresses), rest)
 

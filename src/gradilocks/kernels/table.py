@@ -16,9 +16,11 @@ from torch import Tensor
 
 from gradilocks.kernels.captured import capturing, keep_if_captured
 
-__all__ = ["Bucket", "Layout", "layout_for", "send"]
+__all__ = ["Bucket", "Layout", "layout_for", "send", "stream_of"]
 
 _MOST_LAYOUTS = 64
+_STAGED = 1 << 15
+"""So many bytes the driver takes over before it returns; more is pinned, or it might wait."""
 
 
 class Bucket(NamedTuple):
@@ -93,9 +95,12 @@ class Layout:
         """The tensors' addresses on the device; sent only if they are not what was sent before."""
         sent, pointers = self._sent
         if addresses != sent:
-            pointers = send(array("q", addresses), self.device)
+            stream = self.device, stream_of(self.device)
+            sent, pointers = _latest.get(stream, ([], self.sizes))
+            if addresses != sent:
+                pointers = send(array("q", addresses), self.device)
             if not capturing():  # What a graph sends is there only when it is replayed.
-                self._sent = addresses, pointers  # Both at once: another thread may be here too.
+                _latest[stream] = self._sent = addresses, pointers  # Both at once, for threads.
         keep_if_captured(self, pointers)
         return pointers
 
@@ -111,11 +116,19 @@ def send(numbers: Tensor | array[int], device: torch.device) -> Tensor:
         return numbers.to(device, copy=True)
     if numbers.numel() == 0:
         return torch.empty_like(numbers, device=device)
-    pinned = numbers.pin_memory()
-    keep_if_captured(pinned)  # It is sent again at every replay.
-    return pinned.to(device, non_blocking=True)
+    if numbers.nbytes > _STAGED or capturing():
+        numbers = numbers.pin_memory()
+        keep_if_captured(numbers)  # It is sent again at every replay.
+    return numbers.to(device, non_blocking=True)
 
 
+def stream_of(device: torch.device) -> int | None:
+    """The stream on which work for `device` is queued; no other waits for what is sent on it."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+_latest: dict[tuple[torch.device, int | None], tuple[list[int], Tensor]] = {}
+"""The pointers that were sent last, for the next layout of the same tensors."""
 _layouts: dict[tuple[object, ...], Layout] = {}
 
 
@@ -127,9 +140,7 @@ def layout_for(
     device: torch.device,
 ) -> Layout:
     """The layout for tensors of these sizes and kinds, made on first use and kept."""
-    # A stream of its own: another one would not wait until the tables have arrived.
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    key = (sizes, kinds, chunk, most, device, stream)
+    key = (sizes, kinds, chunk, most, device, stream_of(device))
     layout = _layouts.get(key)
     if layout is None:
         if len(_layouts) >= _MOST_LAYOUTS:
