@@ -62,7 +62,7 @@ def same_bits(one, other):
         )
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    flat = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*flat)
 
 

@@ -1,10 +1,14 @@
 """Backward and step in a CUDA graph: the scale moves and steps are skipped inside the replay."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
-from gradilocks import DynamicScale, GradientControl, optim
+from gradilocks import DynamicScale, GradientControl, clip_grad_norm_, optim
+from gradilocks.kernels import captured
 
 pytestmark = pytest.mark.gpu
 BAD = {4, 5, 11}
@@ -154,3 +158,89 @@ def test_eager_steps_may_follow_a_graph():
     assert not outcome.skipped
     graph.replay()
     assert control.state_dict()["gradilocks"]["steps"] == before + 2
+
+
+def test_two_graphs_share_a_pool():
+    """As several shapes of a model do; each finds what it has sent, replay by replay."""
+    runs = []
+    pool = None
+    for _ in range(2):
+        model, control = built(optim.AdamW)
+        inputs, factor = torch.zeros(32, 64).cuda(), torch.ones(()).cuda()
+        warmed_up(model, control, torch.randn(32, 64).cuda(), factor)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            control.backward(model(inputs).square().mean() * factor)
+            control.step()
+            control.zero_grad()
+        pool = graph.pool()
+        runs.append((model, control, inputs, factor, graph))
+    for new_inputs, new_factor in batches():
+        for _, _, inputs, factor, graph in runs:
+            inputs.copy_(new_inputs)
+            factor.copy_(new_factor)
+            graph.replay()
+    eager, control, _ = eagerly(optim.AdamW, set_to_none=True)
+    for model, taken, *_ in runs:
+        for expected, actual in zip(eager.parameters(), model.parameters(), strict=True):
+            assert torch.equal(actual, expected)
+        assert taken.state_dict() == control.state_dict()
+
+
+def test_two_graphs_of_one_control_take_turns():
+    """Two batch sizes, a graph each: one scale and one optimizer move on in both."""
+    model, control = built(optim.AdamW)
+    expected, plain = built(optim.AdamW)
+    factor = torch.ones(()).cuda()
+    warmed_up(model, control, torch.randn(32, 64).cuda(), factor)
+    graphs = []
+    for size in (32, 8):
+        inputs = torch.zeros(size, 64).cuda()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            control.backward(model(inputs).square().mean() * factor)
+            control.step()
+            control.zero_grad()
+        graphs.append((inputs, graph))
+    for number, (new_inputs, new_factor) in enumerate(batches()):
+        inputs, graph = graphs[number % 2]
+        inputs.copy_(new_inputs[: len(inputs)])
+        factor.copy_(new_factor)
+        graph.replay()
+        plain.backward(expected(new_inputs[: len(inputs)]).square().mean() * new_factor)
+        plain.step()
+        plain.zero_grad()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert control.state_dict() == plain.state_dict()
+
+
+def test_what_a_graph_needs_goes_with_its_control():
+    model, control, _, graph = in_a_graph(optim.AdamW, set_to_none=True)
+    param = weakref.ref(next(model.parameters()))
+    assert control._judge.express.captured
+    before = len(captured._for_good)
+    del model, control, graph
+    gc.collect()
+    assert param() is None
+    assert len(captured._for_good) == before
+
+
+def test_a_clip_in_a_graph_clips_at_every_replay():
+    params = [nn.Parameter(torch.zeros(n, device="cuda")) for n in (5, 70_000)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    clip_grad_norm_(params, 1.0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = clip_grad_norm_(params, 1.0)
+    for factor in (1.0, 10.0, 1e-6, INFINITE, 3.0):
+        for param in params:
+            param.grad.fill_(factor)
+        graph.replay()
+        length = factor * 70_005**0.5
+        assert norm.item() == pytest.approx(length, rel=1e-6)
+        clipped = factor / length if 1.0 < length < INFINITE else factor
+        for param in params:
+            assert param.grad.max().item() == pytest.approx(clipped, rel=1e-5)

@@ -191,6 +191,8 @@ def test_one_element_without_a_gradient_is_told_from_an_equal_one_that_has_it(pu
     assert len(pupils.call().params) == 5
 
 
+# Said by torch, once a process, of the thread in which it runs backward.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 def test_lazy_parameters_wait_for_their_shape(pupils, device):
     lazy = nn.LazyLinear(1, device=device)
     pupils.groups.append(list(lazy.parameters()))

@@ -185,3 +185,29 @@ def test_more_than_two_to_the_31_elements_are_measured():
     tensor[-1] = 0.0
     exact = math.sqrt(2**31 + 998)
     assert fused.measure([tensor]).norms.item() == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements_are_multiplied_and_bounded():
+    tensor = torch.ones(2**31 + 1000, dtype=torch.float16, device="cuda")
+    tensor[-1] = 8.0
+    fused.multiply_([tensor], torch.full((), 0.5, device="cuda"))
+    assert (tensor[:-1] == 0.5).all()
+    assert tensor[-1].item() == 4.0
+    fused.clamp_([tensor], torch.full((), 0.25, device="cuda"))
+    assert (tensor == 0.25).all()
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements_are_stepped():
+    from gradilocks import optim
+
+    param = torch.nn.Parameter(torch.ones(2**31 + 1000, dtype=torch.float16, device="cuda"))
+    for make in (optim.SGD, optim.AdamW):
+        with torch.no_grad():
+            param.fill_(1.0)
+        param.grad = torch.ones_like(param)
+        make([param], lr=0.25, weight_decay=0.0).step()
+        ends = param.detach()[[0, 1, 2**30, 2**31 - 1, 2**31, -1]]
+        assert (ends == 0.75).all(), make
+        assert (param == 0.75).all(), make

@@ -72,16 +72,17 @@ def test_each_dtype_and_each_flag_is_a_launch_of_its_own(kind, kernel_device, la
 
 
 @both_kinds
-def test_a_control_adds_three_launches(kind, kernel_device, launches):
+def test_under_a_control_a_step_is_three_launches(kind, kernel_device, launches):
     params = parameters([(5,), (70,), ()], device=kernel_device)
     optimizer = ours(kind, params)
     control = GradientControl(optimizer, clip=1.0)
-    for _ in range(3):
+    for number in range(3):
         control.backward(sum(param.square().sum() for param in params))
         launches.clear()
         control.step()
         control.zero_grad()
-        assert len(launches) <= 5
+        # Measure, settle, step; the first step's rates have a launch of their own.
+        assert len(launches) == (4 if number == 0 else 3)
 
 
 def drop_by_zero_grad(optimizer):

@@ -142,6 +142,8 @@ def layout_for(
     """The layout for tensors of these sizes and kinds, made on first use and kept."""
     key = (sizes, kinds, chunk, most, device, stream_of(device))
     layout = _layouts.get(key)
+    if layout is None and capturing():  # What was sent before a capture begins has arrived.
+        layout = next((each for there, each in _layouts.items() if there[:-1] == key[:-1]), None)
     if layout is None:
         if len(_layouts) >= _MOST_LAYOUTS:
             _layouts.pop(next(iter(_layouts)))
