@@ -8,7 +8,6 @@ new gradients take one to two milliseconds of the host's time.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -21,16 +20,13 @@ from torch.nn.parameter import is_lazy
 from gradilocks import kernels
 from gradilocks.gradients import is_distributed, roof_of
 from gradilocks.kernels.captured import capturing, keep_if_captured
-from gradilocks.kernels.located import DTYPES, Located, kinds_of, placed
+from gradilocks.kernels.located import DTYPES, Located, all_aligned, kinds_of, placed
 from gradilocks.kernels.table import send
 
 __all__ = ["Called", "Roll", "ends_of", "split"]
 
 _BASE = torch._C.TensorBase
 _address = _BASE.data_ptr
-# The lowest byte of an address says whether it is aligned to 16 bytes.
-_LOWEST = 0 if sys.byteorder == "little" else 7
-_ALIGNED = bytes(range(0, 256, 16))
 
 
 class Called:
@@ -63,7 +59,7 @@ class Called:
             if not self.aligned:
                 return False
             numbers = array("q", addresses)
-            if numbers.tobytes()[_LOWEST::8].translate(None, _ALIGNED):
+            if not all_aligned(numbers):
                 return False
             self.addresses = addresses
             self._fleeting = capturing()  # What a graph sends is there only when it is replayed.

@@ -94,6 +94,17 @@ class Elsewhere(torch.Tensor):
 
 
 @both_kinds
+def test_a_learning_rate_of_several_numbers_is_refused_by_name(kind, device):
+    params = parameters([(4,), (3,)], device=device)
+    optimizer = ours(kind, [("a", params[0]), ("b", params[1])])
+    optimizer.param_groups[0]["lr"] = torch.tensor([0.1, 0.2])
+    give(params, 0)
+    raises(kind, optimizer, ValueError, "lr of a", "shape (2,)", "one number", "group of their own")
+    optimizer.param_groups[0]["lr"] = torch.tensor([0.1])
+    optimizer.step()
+
+
+@both_kinds
 def test_a_gradient_on_another_device_is_refused_by_name(kind, device):
     here, there = parameters([(4,), (3,)], device=device)
     if device == "cpu":

@@ -21,7 +21,8 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.dropin.once import writing_ourselves
-from gradilocks.dropin.total import any_double, by_device, limited, measured
+from gradilocks.dropin.shortly import clipped_shortly
+from gradilocks.dropin.total import any_double, by_device, measured
 from gradilocks.eager import eager, users_line
 from gradilocks.gradients import Gradients, collect
 from gradilocks.order import refuse_scaled
@@ -60,18 +61,19 @@ def clip_grad_norm_(
     params = _listed(parameters, warn_if_empty_generator=True)
     bound = _bound("max_norm", max_norm)
     refuse_scaled(params)
+    order = _order(norm_type)
+
+    def checked(norm: Tensor, double: bool) -> Tensor:
+        return _checked_norm(norm, order, double, error_if_nonfinite)
+
+    short = clipped_shortly(params, bound, order, checked)
+    if short is not None:
+        return short
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
-    order = _order(norm_type)
     devices, double = by_device(found.tensors), any_double(found.tensors)
-    short = limited(found, order, bound, devices, double=double)
-    if short is not None:
-        norm, coefficient = short
-        norm = _checked_norm(norm, order, double, error_if_nonfinite)
-        _multiply_(found, devices, coefficient)
-        return norm
     measurement = measured(found, order, devices, double=double, reuse=True)
-    norm = _checked_norm(measurement.norm, order, double, error_if_nonfinite)
+    norm = checked(measurement.norm, double)
     if found.tensors:
         coefficient = clip_coefficient(measurement.norm, bound, measurement.nonfinite)
         _multiply_(found, devices, coefficient)

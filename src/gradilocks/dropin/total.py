@@ -6,7 +6,6 @@ gradient is float64.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 
@@ -14,14 +13,13 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.clip import clip_coefficient
 from gradilocks.dropin import known
 from gradilocks.gradients import Gradients, replicas_of
 from gradilocks.measure import summarize
 from gradilocks.reduce import reduce
 from gradilocks.values import Measurement, Statistics, moved, wide
 
-__all__ = ["any_double", "by_device", "limited", "measured"]
+__all__ = ["any_double", "by_device", "measured", "total"]
 
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
@@ -68,36 +66,7 @@ def measured(
         held = list(zip(found.tensors, replicas, strict=True))
         replicas = [many for device in devices for t, many in held if t.device == device]
         return reduce(summarize(statistics, order=order), replicas=replicas)
-    return _total(statistics, order, double)
-
-
-def limited(
-    found: Gradients,
-    order: float,
-    bound: float,
-    devices: dict[torch.device, list[Tensor]],
-    *,
-    double: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """The norm of all gradients and their clip coefficient by the kernels' short way.
-
-    Returns:
-        Both 0-d; None if the short way is not for them.
-    """
-    if len(devices) != 1 or found.replicas is not None:
-        return None
-    ((device, tensors),) = devices.items()
-    if not kernels.is_fused(device):
-        return None
-    statistics = known.recalled(tensors) if order == 2.0 else None
-    if statistics is not None:
-        seen = _total(statistics, order, double)
-        return seen.norm, clip_coefficient(seen.norm, bound, seen.nonfinite)
-    limiting = importlib.import_module("gradilocks.kernels.limiting")
-    try:
-        return limiting.limit(tensors, bound, order)  # type: ignore[no-any-return]
-    except kernels.KernelFailed:  # Which has been said, and nothing has been written.
-        return None
+    return total(statistics, order, double)
 
 
 def _joined(parts: Sequence[Statistics], home: torch.device) -> Statistics:
@@ -115,7 +84,7 @@ def _joined(parts: Sequence[Statistics], home: torch.device) -> Statistics:
     )
 
 
-def _total(statistics: Statistics, order: float, double: bool) -> Measurement:
+def total(statistics: Statistics, order: float, double: bool) -> Measurement:
     """As `summarize`, in 4 launches where that takes some 20, if no gradient is float64.
 
     The square of a float32 norm is far from the ends of float64, so the sum needs no care, and it

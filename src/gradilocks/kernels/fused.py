@@ -26,6 +26,7 @@ from gradilocks.kernels.table import Layout
 from gradilocks.values import Statistics
 
 __all__ = [
+    "change_located",
     "clamp_",
     "measure",
     "measure_located",
@@ -259,6 +260,15 @@ def _fill_in(
 
 def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:
     located = locate(tensors, chunk=CHANGE_CHUNK)
+    change_located(located, number, clamp=clamp)
+    if located.rest:
+        others = [tensors[i] for i in located.rest]
+        (reference.clamp_ if clamp else reference.multiply_)(others, number)
+    torch.autograd.graph.increment_version(tensors)
+
+
+def change_located(located: Located, number: Tensor, *, clamp: bool) -> None:
+    """Multiplies by `number`, or bounds by it, the tensors that the kernels can take."""
     layout, device = located.layout, located.device
     args = (located.pointers, layout.sizes, layout.owner, layout.index, number)
     key = ("change", clamp, number.dtype)
@@ -270,10 +280,6 @@ def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:
         layout.launches[key] = launches
     for bucket, launch in zip(layout.buckets, launches, strict=True):
         launch(bucket.chunks, device, *args, bucket.first)
-    if located.rest:
-        others = [tensors[i] for i in located.rest]
-        (reference.clamp_ if clamp else reference.multiply_)(others, number)
-    torch.autograd.graph.increment_version(tensors)
 
 
 def _changing(kind: Any, chunk: int, number: Tensor, clamp: bool) -> Launch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from gradilocks.kernels import pieces
 from gradilocks.kernels.table import Layout, layout_for
 
-__all__ = ["CHUNK", "DTYPES", "Located", "kinds_of", "locate", "placed"]
+__all__ = ["CHUNK", "DTYPES", "Located", "all_aligned", "kinds_of", "locate", "placed"]
 
 CHUNK = 1 << 15
 """Elements a program: 0.98 ms at 2^15, 1.03 at 2^14, 0.99 at 2^16 (1.1 B float32, H200)."""
@@ -60,6 +62,16 @@ def placed(
     layout = layout_for(sizes, kinds, CHUNK if chunk is None else chunk, most, device)
     rest = tuple([place for place, kind in enumerate(kinds) if kind is None])
     return Located(device, layout, layout.point_at(addresses), rest)
+
+
+# The lowest byte of an address says whether it is aligned to 16 bytes.
+_LOWEST = 0 if sys.byteorder == "little" else 7
+_ALIGNED = bytes(range(0, 256, 16))
+
+
+def all_aligned(addresses: array[int]) -> bool:
+    """Whether every address is a multiple of 16."""
+    return not addresses.tobytes()[_LOWEST::8].translate(None, _ALIGNED)
 
 
 def kinds_of(

@@ -62,6 +62,11 @@ def check_settings(
                 f"the {key} of {name(param)} is a tensor of {value.dtype}, expected a floating "
                 f"dtype. Use torch.tensor({key}, dtype=torch.float32)."
             )
+        if value.numel() != 1:
+            raise ValueError(
+                f"the {key} of {name(param)} is a tensor of shape {tuple(value.shape)}, expected "
+                "one number. Give parameters with another one a group of their own."
+            )
         if device is not None and value.device.type != "cpu" and value.device != device:
             raise ValueError(
                 f"the {key} of {name(param)} is a tensor on {value.device}, its parameter is on "
