@@ -53,11 +53,10 @@ class Findings:
         *,
         skip: Tensor,
         scale: Tensor,
-        nan: Tensor,
-        inf: Tensor,
+        counted: Callable[[], tuple[Tensor, Tensor]],
         names: Callable[[], Sequence[tuple[int, str]]],
     ) -> None:
-        self._skip, self._scale, self._nan, self._inf = skip, scale, nan, inf
+        self._skip, self._scale, self._counted = skip, scale, counted
         self._names = names
         self._counts: dict[str, NonFiniteCount] | None = None
 
@@ -87,7 +86,7 @@ class Findings:
         if self._counts is None:
             self._counts = {}
             if skipped:
-                nan, inf = torch.stack([self._nan, self._inf]).tolist()
+                nan, inf = torch.stack(self._counted()).tolist()
                 for place, name in self._names():
                     if nan[place] or inf[place]:
                         self._counts[name] = NonFiniteCount(nan[place], inf[place])
@@ -131,6 +130,7 @@ class Outcome(Findings):
         live: bool = False,
     ) -> None:
         self._record, self._names, self._step, self._live = record, names, step, live
+        self._counted = lambda: (record.statistics.nan, record.statistics.inf)
         self._read: dict[str, float] | None = None
         self._counts: dict[str, NonFiniteCount] | None = None
 
@@ -145,14 +145,6 @@ class Outcome(Findings):
     @property
     def _values(self) -> list[float]:
         return [self._numbers["skip"], self._numbers["scale"]]
-
-    @property
-    def _nan(self) -> Tensor:  # type: ignore[override]
-        return self._record.statistics.nan
-
-    @property
-    def _inf(self) -> Tensor:  # type: ignore[override]
-        return self._record.statistics.inf
 
     @property
     def statistics(self) -> Statistics:

@@ -6,6 +6,7 @@ that neither the host nor a captured graph has to know what the scale is.
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradilocks import kernels
 from gradilocks.values import ScaleState, moved, wide
 
 __all__ = [
@@ -185,11 +187,23 @@ def advance_dynamic(
     hysteresis: int = 1,
 ) -> None:
     """The rule of `DynamicScale`, for callers whose factors may change in mid-run."""
+    # The tracker is an int32: a longer interval is one that no run reaches.
+    interval = min(growth_interval, _MOST)
+    if kernels.is_fused(state.scale.device) and skip.device == state.scale.device:
+        advancing = importlib.import_module("gradilocks.kernels.advancing")
+        rules = [growth_factor, backoff_factor, interval if growth_interval > 0 else math.inf]
+        rules += [min_scale, max_scale, hysteresis]
+        try:
+            moving = state.scale, state.growth_tracker, state.hysteresis
+            advancing.advance(moving, skip, tuple(map(float, rules)))
+        except kernels.KernelFailed:  # Which has been said, and nothing has moved.
+            pass
+        else:
+            return
     skipped = skip > 0
     left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
     tracker = torch.where(skipped, 0, state.growth_tracker + 1)
-    # The tracker is an int32: a longer interval is one that no run reaches.
-    full = (tracker >= min(growth_interval, _MOST)) & (growth_interval > 0)
+    full = (tracker >= interval) & (growth_interval > 0)
     scale = state.scale.to(wide(state.scale.device))
     grown = scale * growth_factor
     grown = torch.where(grown <= max_scale, grown, scale)

@@ -580,7 +580,7 @@ def test_a_graph_that_is_captured_measures_at_every_replay(reads):
     params, _, _ = unscaled("cuda")
     clip_grad_norm_(params, math.inf)  # Compiles the kernels and makes the tables.
     gradients = [p.grad for p in params]
-    known.remember(gradients, fused.measure(gradients))
+    known.remember(gradients, lambda: fused.measure(gradients))
     assert kept.recall(gradients, known._lists[gradients[0].device])
     reads.clear()
     graph = torch.cuda.CUDAGraph()

@@ -24,6 +24,16 @@ launches = importlib.import_module("gradilocks.kernels.launches")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
+advancing = importlib.import_module("gradilocks.kernels.advancing")
+triton = importlib.import_module("triton")
+
+
+@triton.jit
+def broken_kernel(skip_ptr, rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr):
+    """Refused by the compiler."""
+    nothing_of_this_name(skip_ptr)  # noqa: F821
+
+
 CPU = pytest.param(
     "cpu",
     marks=pytest.mark.skipif(
@@ -57,7 +67,9 @@ def fail(device, monkeypatch):
             odd = {"measure_kernel": (fused, "TILE"), "change_kernel": (fused, "CHANGE_TILE")}
             odd |= {"adam_kernel": (launches, "TILE"), "sgd_kernel": (launches, "TILE")}
             odd |= dict.fromkeys(("adam_rates_kernel", "sgd_rates_kernel"), (launches, "_LANES"))
-            if name in ("settle_kernel", "gather_kernel"):
+            if name == "advance_kernel":  # It has no block that could be odd.
+                monkeypatch.setattr(advancing, "advance_kernel", broken_kernel)
+            elif name == "settle_kernel":
                 monkeypatch.setattr(fused, "_lanes", lambda layout: 100)
             else:
                 monkeypatch.setattr(*odd[name], 100)
@@ -137,7 +149,9 @@ def test_training_goes_on_with_plain_torch(device, fail, monkeypatch, kind, name
     assert kernels.describe()[device] == f"reference: {message.split('slower: ')[1]}"
 
 
-@pytest.mark.parametrize("name", ["measure_kernel", "gather_kernel", "change_kernel"])
+@pytest.mark.parametrize(
+    "name", ["measure_kernel", "settle_kernel", "change_kernel", "advance_kernel"]
+)
 def test_the_drop_ins_go_on_with_plain_torch(device, fail, name):
     params = [nn.Parameter(torch.zeros(n, device=device)) for n in (3, 70)]
     params.append(nn.Parameter(torch.zeros(4, dtype=torch.float64, device=device)))

@@ -12,16 +12,18 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.table import send
+from gradilocks.kernels.table import send, stream_of
 from gradilocks.values import Statistics
 
-__all__ = ["KeptList", "keep", "recall"]
+__all__ = ["KeptList", "Recalled", "keep", "recall"]
+
+_BASE = torch._C.TensorBase
 
 
 class KeptList(NamedTuple):
@@ -30,28 +32,44 @@ class KeptList(NamedTuple):
     tensors: list[weakref.ref[Tensor]]
     versions: list[int]
     addresses: list[int]
-    statistics: Statistics
+    found: Callable[[], Statistics]
     surroundings: object
+    seen: Any
+    """What `kernels.limiting` saw, if it was that."""
 
 
-def keep(tensors: Sequence[Tensor], statistics: Statistics) -> KeptList:
+def keep(tensors: Sequence[Tensor], found: Callable[[], Statistics], seen: Any = None) -> KeptList:
     """Takes note of tensors of one device that have just been measured."""
     return KeptList(
         tensors=list(map(weakref.ref, tensors)),
         versions=[tensor._version for tensor in tensors],
-        addresses=[tensor.data_ptr() for tensor in tensors],
-        statistics=statistics,
+        addresses=list(map(_BASE.data_ptr, tensors)),
+        found=found,
         surroundings=_surroundings(tensors[0].device),
+        seen=seen,
     )
 
 
-def recall(tensors: Sequence[Tensor], lists: Sequence[KeptList]) -> Statistics | None:
-    """The Statistics of `tensors`, all of one device; None unless every one is as it was.
+class Recalled(NamedTuple):
+    """Tensors that are as they were when they were measured."""
 
-    Returns:
-        An entry a tensor, in the order of `lists`, not of `tensors`: a sum does not care, and
-        putting them into order would cost a transfer.
-    """
+    lists: Sequence[KeptList]
+    places: Sequence[int]
+
+    @property
+    def seen(self) -> Any:
+        """What `kernels.limiting` saw of just these tensors; None if it was not just these."""
+        whole = len(self.lists) == 1 and isinstance(self.places, range)
+        return self.lists[0].seen if whole else None
+
+    @property
+    def statistics(self) -> Statistics:
+        """An entry a tensor, in the order in which they were measured: a sum does not care."""
+        return _chosen(_joined([each.found() for each in self.lists]), self.places)
+
+
+def recall(tensors: Sequence[Tensor], lists: Sequence[KeptList]) -> Recalled | None:
+    """What is known of `tensors`, all of one device; None unless every one is as it was."""
     now = _surroundings(tensors[0].device)
     lists = [each for each in lists if each.surroundings == now]
     there = [ref() for each in lists for ref in each.tensors]
@@ -60,9 +78,9 @@ def recall(tensors: Sequence[Tensor], lists: Sequence[KeptList]) -> Statistics |
         return None
     if [tensor._version for tensor in tensors] != _at(places, [each.versions for each in lists]):
         return None
-    if [tensor.data_ptr() for tensor in tensors] != _at(places, [each.addresses for each in lists]):
+    if list(map(_BASE.data_ptr, tensors)) != _at(places, [each.addresses for each in lists]):
         return None
-    return _chosen(_joined([each.statistics for each in lists]), places)
+    return Recalled(lists, places)
 
 
 def _places(tensors: Sequence[Tensor], there: Sequence[Tensor | None]) -> Sequence[int] | None:
@@ -109,7 +127,7 @@ def _surroundings(device: torch.device) -> object:
         return _collectives(device)
     if torch.cuda.is_current_stream_capturing():
         return object()  # Equal to nothing. A graph replays what it holds and compares nothing.
-    return torch.cuda.current_stream(device).cuda_stream, _collectives(device)
+    return stream_of(device), _collectives(device)
 
 
 def _collectives(device: torch.device) -> object:

@@ -19,14 +19,15 @@ gradients are kept, small ones too, as a launch is saved, and they are used agai
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.dropin.kept import KeptList, keep, recall
+from gradilocks.dropin.kept import KeptList, Recalled, keep, recall
 from gradilocks.kernels import pieces, reference
 from gradilocks.values import Statistics
 
@@ -48,15 +49,21 @@ _norms: dict[int, _Known] = {}
 _lists: dict[torch.device, tuple[KeptList, ...]] = {}
 
 
-def remember(tensors: Sequence[Tensor], statistics: Statistics) -> None:
-    """Keeps what was found in tensors of one device that have just been measured, with order 2."""
+def remember(tensors: Sequence[Tensor], found: Callable[[], Statistics], seen: Any = None) -> None:
+    """Keeps what was found in tensors of one device that have just been measured, with order 2.
+
+    Args:
+        tensors: at least one.
+        found: tells what, when it is asked.
+        seen: what `kernels.limiting` saw, if it was that.
+    """
     device = tensors[0].device
     if torch.compiler.is_compiling():
         return  # What is compiled runs again without asking what is known.
     if not _host_may_look(device):
-        _lists[device] = (*_lists.get(device, ()), keep(tensors, statistics))
+        _lists[device] = (*_lists.get(device, ()), keep(tensors, found, seen))
         return
-    for tensor, norm in zip(tensors, statistics.norms.tolist(), strict=True):
+    for tensor, norm in zip(tensors, found().norms.tolist(), strict=True):
         if tensor.numel() >= _WORTH_KEEPING and norm < float("inf"):
             _norms[id(tensor)] = _Known(
                 weakref.ref(tensor), tensor._version, _sampled(tensor), norm
@@ -74,16 +81,13 @@ def measured(tensors: Sequence[Tensor]) -> Statistics:
     if torch.compiler.is_compiling():
         return measure(tensors)
     if not _host_may_look(device):
-        return recalled(tensors) or measure(tensors)
+        there = recalled(tensors)
+        return measure(tensors) if there is None else there.statistics
     return _completed(tensors, [_recalled(tensor) for tensor in tensors])
 
 
-def recalled(tensors: Sequence[Tensor]) -> Statistics | None:
-    """What `unscale_` found in tensors of one device that is not the CPU; None if it is not known.
-
-    Returns:
-        An entry a tensor, in any order.
-    """
+def recalled(tensors: Sequence[Tensor]) -> Recalled | None:
+    """What `unscale_` found in tensors of one device other than the CPU; None if unknown."""
     lists = None if torch.compiler.is_compiling() else _lists.get(tensors[0].device)
     return recall(tensors, lists) if lists else None
 

@@ -21,21 +21,21 @@ class Looked:
 
     def __init__(self) -> None:
         self._params: list[weakref.ref[Tensor]] = []
-        self._nan: list[Tensor] = []
-        self._inf: list[Tensor] = []
+        self._parts: list[Callable[[], Statistics]] = []
 
     @staticmethod
     def nothing() -> Findings:
         """What a disabled scaler tells: nothing was looked at, nothing was skipped."""
         zero = torch.zeros((), dtype=torch.float32, device="cpu")
         none = torch.zeros(0, dtype=torch.int64, device="cpu")
-        return Findings(skip=zero, scale=torch.ones_like(zero), nan=none, inf=none, names=list)
+        return Findings(
+            skip=zero, scale=torch.ones_like(zero), counted=lambda: (none, none), names=list
+        )
 
-    def add(self, params: Sequence[Tensor], statistics: Statistics) -> None:
-        """Takes in the numbers of one device's gradients."""
-        self._params += [weakref.ref(param) for param in params]
-        self._nan.append(statistics.nan)
-        self._inf.append(statistics.inf)
+    def add(self, params: Sequence[Tensor], found: Callable[[], Statistics]) -> None:
+        """Takes in the numbers of one device's gradients, to be asked for only if they are read."""
+        self._params += map(weakref.ref, params)
+        self._parts.append(found)
 
     def params(self) -> list[Tensor]:
         """The parameters that are still there."""
@@ -51,13 +51,13 @@ class Looked:
             known = Names(model, () if there is None else (there,))
             return known.in_backward_order(self._params)
 
-        return Findings(
-            skip=moved(skip, home),
-            scale=scale.clone(),
-            nan=_joined(self._nan, home),
-            inf=_joined(self._inf, home),
-            names=names,
-        )
+        parts = tuple(self._parts)
+
+        def counted() -> tuple[Tensor, Tensor]:
+            found = [part() for part in parts]
+            return _joined([f.nan for f in found], home), _joined([f.inf for f in found], home)
+
+        return Findings(skip=moved(skip, home), scale=scale.clone(), counted=counted, names=names)
 
 
 def _joined(parts: Sequence[Tensor], home: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ from gradilocks.dropin.flags import (
 )
 from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce
+from gradilocks.dropin.shortly import looked_shortly
 from gradilocks.dropin.state import check_state, set_scale
 from gradilocks.eager import eager, users_line
-from gradilocks.gradients import Names, any_distributed
+from gradilocks.gradients import Names, any_distributed, every_parameter
 from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
 from gradilocks.update import (
@@ -42,6 +43,8 @@ from gradilocks.update import (
 from gradilocks.values import ScaleState, Statistics, moved
 
 __all__ = ["GradScaler"]
+
+_PLAIN = {Tensor, nn.Parameter}
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -94,6 +97,7 @@ class GradScaler(torch.amp.GradScaler):
         self._model = model
         self._process_group = process_group
         self._outcome: Findings | None = None
+        self._hysteresis: Tensor | None = None
         self._start_iteration()
 
     @property
@@ -181,8 +185,10 @@ class GradScaler(torch.amp.GradScaler):
                     "No inf checks were recorded prior to update. Call scaler.step(optimizer) on "
                     "an optimizer whose parameters have gradients first."
                 )
+            if self._hysteresis is None or self._hysteresis.device != tracker.device:
+                self._hysteresis = torch.ones_like(tracker)
             advance_dynamic(
-                ScaleState(scale, tracker, torch.ones_like(tracker)),
+                ScaleState(scale, tracker, self._hysteresis),  # Of 1: any skip backs off.
                 largest_flag(found),
                 growth_factor=self._growth_factor,
                 backoff_factor=self._backoff_factor,
@@ -234,6 +240,7 @@ class GradScaler(torch.amp.GradScaler):
             "_held": {},
             "_once": UnscaledOnce(),
             "_only_looking": None,
+            "_hysteresis": None,
         }
 
     def _start_iteration(self) -> None:
@@ -249,6 +256,9 @@ class GradScaler(torch.amp.GradScaler):
         """Multiplies the gradients by `inv_scale` while looking at them; a flag a device."""
         multiply = inv_scale is not self._only_looking
         names = Names(self._model, (optimizer,))
+        short = self._looked_shortly(optimizer, inv_scale if multiply else None, allow_fp16)
+        if short is not None:
+            return short
         found = gradients_of(optimizer, names, allow_fp16=allow_fp16)
         if multiply:
             self._once.refuse_twice(found.params, names)
@@ -263,17 +273,37 @@ class GradScaler(torch.amp.GradScaler):
                 statistics = kernels.for_device(device).multiply_and_check_(tensors, factor)
                 broken = (statistics.nan + statistics.inf).any()
                 flags[device] = torch.maximum(broken, moved(found_inf, device))
-                looked.add([found.params[place] for place in places], statistics)
+                looked.add([found.params[place] for place in places], _telling(statistics))
                 seen.append((tensors, statistics))
-        every = (param for group in optimizer.param_groups for param in group["params"])
-        if self._process_group is not None or any_distributed(every):
+        if self._process_group is not None or any_distributed(every_parameter([optimizer])):
             agree_across_ranks(flags, found_inf, group=self._process_group)
         if multiply:
             with torch.no_grad():
                 for tensors, statistics in seen:  # After the collective, which `known` counts.
-                    known.remember(tensors, statistics)
+                    known.remember(tensors, _telling(statistics))
             self._once.mark(found.params)
         return flags
+
+    def _looked_shortly(
+        self, optimizer: Any, multiplier: Tensor | None, allow_fp16: bool
+    ) -> dict[torch.device, Tensor] | None:
+        """`_unscale_grads_` in two launches, where all gradients are plain and on one GPU."""
+        params = list(every_parameter([optimizer]))
+        if self._process_group is not None or set(map(type, params)) - _PLAIN:
+            return None
+        if multiplier is not None:
+            self._once.refuse_twice(params, Names(self._model, (optimizer,)))
+        with torch.no_grad():
+            look = looked_shortly(params, multiplier, allow_fp16=allow_fp16)
+        if look is None:
+            return None
+        self._held[id(optimizer)] = optimizer
+        looked = self._found[id(optimizer)] = Looked()
+        looked.add(look.params, look.found)
+        if multiplier is not None:
+            known.remember(look.tensors, look.found, look.seen)
+            self._once.mark(look.params)
+        return {look.device: look.flag}
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
         """Looks at the gradients and leaves them as they are; a flag a device."""
@@ -316,14 +346,15 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = moved(any_flag(flags), scale.device) if flags else torch.zeros_like(scale)
         if flags:
             self._tell(optimizer, found_inf)
-        multiplier = torch.ones_like(scale) if unscaled else torch.reciprocal(scale)
-        if must_skip_on_host(optimizer, found_inf, multiplier):
-            return None
+        if isinstance(optimizer, torch.optim.SGD):
+            multiplier = torch.ones_like(scale) if unscaled else torch.reciprocal(scale)
+            if must_skip_on_host(optimizer, found_inf, multiplier):
+                return None
         with handing_over(
             optimizer, grad_scale=None if unscaled else scale, found_inf=found_inf, consume=True
         ):
             returned: float | None = optimizer.step(*args, **kwargs)
-        if id(optimizer) in self._found:
+        if id(optimizer) in self._found and not unscaled:
             self._once.mark(self._found[id(optimizer)].params())
         return returned
 
@@ -334,6 +365,10 @@ class GradScaler(torch.amp.GradScaler):
             self._outcome = looked.findings(
                 optimizer, skip=skip, scale=self._scale, model=self._model
             )
+
+
+def _telling(statistics: Statistics) -> Callable[[], Statistics]:
+    return lambda: statistics
 
 
 def _widened(outputs: Any) -> Any:

@@ -1,11 +1,13 @@
-"""`clip_grad_norm_` the short way: three launches, where the kernels take every gradient."""
+"""The drop-ins' short ways, where the kernels take every gradient: few launches and few looks."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradilocks import kernels
@@ -13,8 +15,9 @@ from gradilocks.clip import clip_coefficient
 from gradilocks.dropin import known
 from gradilocks.dropin.once import writing_ourselves
 from gradilocks.dropin.total import total
+from gradilocks.values import Statistics, moved
 
-__all__ = ["clipped_shortly"]
+__all__ = ["clipped_shortly", "looked_shortly"]
 
 _ORDERS = (2.0, 1.0, float("inf"))
 
@@ -37,24 +40,61 @@ def clipped_shortly(
     Returns:
         What `check` returned; None if the long way has to be taken, and nothing has been done.
     """
-    if order not in _ORDERS or not params or params[0].device.type == "meta":
-        return None
-    if not kernels.is_fused(params[0].device):
+    if order not in _ORDERS or not params or not kernels.is_fused(params[0].device):
         return None
     limiting: Any = importlib.import_module("gradilocks.kernels.limiting")
     plain = limiting.plain_gradients(params)
     if plain is None:
         return None
-    seen = known.recalled(plain.tensors) if order == 2.0 else None
+    double = torch.float64 in plain.dtypes
+    there = known.recalled(plain.tensors) if order == 2.0 else None
     try:
-        if seen is not None:
-            found = total(seen, order, plain.double)
-            norm, coefficient = found.norm, clip_coefficient(found.norm, bound, found.nonfinite)
-        else:
+        if there is None:
             norm, coefficient = limiting.limit(plain, bound, order)
-        norm = check(norm, plain.double)
+        elif there.seen is not None:
+            norm, coefficient = limiting.limit_again(there.seen, bound)
+        else:
+            found = total(there.statistics, order, double)
+            norm, coefficient = found.norm, clip_coefficient(found.norm, bound, found.nonfinite)
+        norm = check(norm, double)
         with writing_ourselves(params):
             limiting.multiply_(plain, coefficient)
     except kernels.KernelFailed:  # Which has been said, and nothing has been written.
         return None
     return norm
+
+
+class Look(NamedTuple):
+    """What `unscale_` found in the gradients of an optimizer."""
+
+    device: torch.device
+    params: list[Tensor]
+    tensors: list[Tensor]
+    flag: Tensor
+    """float32, 0-d: exactly 1 if an element is NaN or Inf, else exactly 0."""
+    found: Callable[[], Statistics]
+    seen: Any
+
+
+def looked_shortly(
+    params: Sequence[Tensor], multiplier: Tensor | None, *, allow_fp16: bool
+) -> Look | None:
+    """Multiplies the gradients of `params` while looking at them, if all of them are plain.
+
+    Returns:
+        What was found; None if the long way has to be taken, and nothing has been done.
+    """
+    if not params or not kernels.is_fused(params[0].device):
+        return None
+    limiting: Any = importlib.import_module("gradilocks.kernels.limiting")
+    plain = limiting.plain_gradients(params)
+    if plain is None or (torch.float16 in plain.dtypes and not allow_fp16):
+        return None
+    factor = None if multiplier is None else moved(multiplier, plain.device)
+    try:
+        seen = limiting.look(plain, factor)
+    except kernels.KernelFailed:  # Which has been said, and nothing has been written.
+        return None
+    having = [param for param in params if param.grad is not None]
+    found = functools.partial(limiting.statistics_of, seen.found)
+    return Look(plain.device, having, plain.tensors, seen.skip, found, seen)

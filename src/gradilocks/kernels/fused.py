@@ -155,6 +155,7 @@ def settle(
     clip: bool,
     dynamic: bool,
     unscaled: bool,
+    prepare_only: bool = False,
 ) -> None:
     """Adds up what `measure_located` found, decides the step and moves the scale on: one launch.
 
@@ -167,6 +168,7 @@ def settle(
         loss: 0-d; to be looked at for NaN and Inf.
         rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         order, clip, dynamic, unscaled: which rules apply.
+        prepare_only: compile it, so that what comes before may be done.
     """
     layout = located.layout
     key = (
@@ -186,8 +188,10 @@ def settle(
             UNSCALED=unscaled, LOSS=loss is not None, BLOCK=_lanes(layout),
             RATES=0 if rating is None else {"adam": 1, "sgd": 2}[rating[0]],
         )  # fmt: skip
+        launch.prepare(located.device, *args)
         launches = layout.launches[key] = [launch]
-    launches[0](layout.count, located.device, *args)
+    if not prepare_only:
+        launches[0](layout.count, located.device, *args)
 
 
 class Standing(NamedTuple):

@@ -1,7 +1,7 @@
-"""A norm and the coefficient that bounds it, in two launches: what `clip_grad_norm_` needs.
+"""What the drop-ins need, in two launches: a look while unscaling, or a norm and its limit.
 
 The kernel that settles a step does it, with a scale of 1 that does not move. What it writes besides
-is kept a stream, so that nothing has to be made for a call but the norm itself.
+is kept a stream, so that little has to be made for a call.
 """
 
 from __future__ import annotations
@@ -22,43 +22,41 @@ from gradilocks.kernels.fused import (
     measure_located,
     scratch_for,
     settle,
+    statistics_of,
 )
 from gradilocks.kernels.located import DTYPES, Located, all_aligned, kinds_of, placed
-from gradilocks.kernels.table import send, stream_of
+from gradilocks.kernels.table import rules_for, stream_of
 
-__all__ = ["Plain", "limit", "multiply_", "plain_gradients"]
+__all__ = [
+    "Plain",
+    "Seen",
+    "limit",
+    "limit_again",
+    "look",
+    "multiply_",
+    "plain_gradients",
+    "statistics_of",
+]
 
-_MOST_BOUNDS = 64
 _BASE = torch._C.TensorBase
 
 
 class _Desk:
-    """What the kernel reads and writes besides the norm, on one stream."""
+    """What the kernel reads and writes besides what it is asked for, on one stream."""
 
     def __init__(self, device: torch.device) -> None:
         def zero(dtype: torch.dtype) -> Tensor:
             return torch.zeros((), dtype=dtype, device=device)
 
-        self.device = device
-        self.arrived, self.scale = zero(torch.int32), torch.ones((), device=device)
+        self.arrived = zero(torch.int32)
+        self.scale = torch.ones((), dtype=torch.float32, device=device)
         self.moving = (zero(torch.int32), zero(torch.int32), zero(torch.int32), zero(torch.int64))
+        self.skip, self.divisor = zero(torch.float32), zero(torch.float32)
         self.coefficient = zero(torch.float64)
-        self.after = (zero(torch.float32), zero(torch.float32), self.coefficient)
-        self._rules: dict[float, Tensor] = {}
-
-    def standing(self, bound: float) -> Standing:
-        """Everything in the kernel's order, with `bound` as the largest norm."""
-        rules = self._rules.get(bound)
-        if rules is None:
-            if len(self._rules) >= _MOST_BOUNDS:
-                self._rules.clear()
-            numbers = [bound, torch.finfo(torch.float64).max]
-            rules = send(torch.tensor(numbers, dtype=torch.float64, device="cpu"), self.device)
-            self._rules[bound] = rules
-        return Standing((self.arrived, rules, self.scale, *self.moving), self.after)
 
 
 _desks: dict[tuple[torch.device, int | None], _Desk] = {}
+_ROOF = torch.finfo(torch.float64).max
 
 
 class Plain(NamedTuple):
@@ -69,8 +67,7 @@ class Plain(NamedTuple):
     addresses: list[int]
     sizes: tuple[int, ...]
     kinds: tuple[tuple[torch.dtype, int] | None, ...]
-    double: bool
-    """Whether one of them is float64."""
+    dtypes: set[torch.dtype]
 
     def located(self, chunk: int | None = None) -> Located:
         """Where they are, in chunks of so many elements."""
@@ -103,11 +100,46 @@ def plain_gradients(params: Sequence[Tensor]) -> Plain | None:
     else:
         kinds = kinds_of(tensors, addresses)  # type: ignore[assignment]
     sizes = tuple(map(_BASE.numel, tensors))
-    return Plain(tensors, device, addresses, sizes, kinds, torch.float64 in different)
+    return Plain(tensors, device, addresses, sizes, kinds, different)
+
+
+class Seen(NamedTuple):
+    """What one pass over the gradients found, on the device."""
+
+    located: Located
+    scratch: tuple[Tensor, Tensor]
+    found: Tensor
+    """As `gather_kernel` leaves it."""
+    skip: Tensor
+    """float32, 0-d: exactly 1 if an element is NaN or Inf, else exactly 0."""
+
+
+def look(plain: Plain, multiplier: Tensor | None) -> Seen:
+    """Multiplies the gradients in place and looks at the result, in two launches.
+
+    Args:
+        plain: the gradients.
+        multiplier: 0-d, on their device; None to look without multiplying.
+
+    Raises:
+        KernelFailed: one of the kernels does not compile; nothing has been done.
+    """
+    located, device = plain.located(), plain.device
+    found = torch.empty(5, located.layout.count, dtype=torch.float64, device=device)
+    skip = torch.empty((), dtype=torch.float32, device=device)
+    seen = Seen(located, scratch_for(located), found, skip)
+    if "looked" not in located.layout.launches:  # Nothing is multiplied if that cannot be launched.
+        _settled(seen, 2.0, None, skip=skip, prepare_only=True)
+        located.layout.launches["looked"] = []
+    measure_located(located, seen.scratch, multiplier=multiplier)
+    if multiplier is not None:
+        torch.autograd.graph.increment_version(plain.tensors)
+    _settled(seen, 2.0, None, skip=skip)
+    return seen
 
 
 def limit(plain: Plain, bound: float, order: float) -> tuple[Tensor, Tensor]:
-    """The norm of the gradients, and what they are to be multiplied by.
+    """The norm of the gradients, and what they are to be multiplied by, in two launches.
 
     Args:
         plain: at least one.
@@ -120,22 +152,45 @@ def limit(plain: Plain, bound: float, order: float) -> tuple[Tensor, Tensor]:
     Raises:
         KernelFailed: one of the kernels does not compile; nothing has been done.
     """
-    located, device = plain.located(), plain.device
+    located = plain.located()
+    found = torch.empty(5, located.layout.count, dtype=torch.float64, device=plain.device)
+    seen = Seen(located, scratch_for(located), found, found)
+    measure_located(located, seen.scratch, order=order)
+    return _settled(seen, order, bound)
+
+
+def limit_again(seen: Seen, bound: float) -> tuple[Tensor, Tensor]:
+    """As `limit` with order 2, of gradients that have been looked at and are as they were."""
+    return _settled(seen, 2.0, bound)
+
+
+def _settled(
+    seen: Seen,
+    order: float,
+    bound: float | None,
+    *,
+    skip: Tensor | None = None,
+    prepare_only: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The norm, and the coefficient for `bound` if there is one."""
+    device = seen.located.device
     # What a graph makes is there only when it is replayed.
     desk = None if capturing() else _desks.get((device, stream_of(device)))
     if desk is None:
         desk = _Desk(device)
         if not capturing():
             _desks[device, stream_of(device)] = desk
-    scratch, standing = scratch_for(located), desk.standing(bound)
-    measure_located(located, scratch, order=order)
-    found = torch.empty(5, located.layout.count, dtype=torch.float64, device=device)
+    rules = rules_for((_ROOF if bound is None else bound, _ROOF), device)
     row = torch.empty(12, dtype=torch.float64, device=device)
+    standing = Standing(
+        (desk.arrived, rules, desk.scale, *desk.moving),
+        (desk.skip if skip is None else skip, desk.divisor, desk.coefficient),
+    )
     settle(
-        located, scratch, found, row, standing, None, None,
-        order=order, clip=True, dynamic=False, unscaled=True,
+        seen.located, seen.scratch, seen.found, row, standing, None, None, order=order,
+        clip=bound is not None, dynamic=False, unscaled=True, prepare_only=prepare_only,
     )  # fmt: skip
-    keep_if_captured(desk, standing)
+    keep_if_captured(desk, standing, seen)
     return row[2], desk.coefficient
 
 

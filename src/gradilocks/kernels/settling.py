@@ -17,7 +17,7 @@ from gradilocks.kernels.adam import adam_rates
 from gradilocks.kernels.programs import gather, settled
 from gradilocks.kernels.sgd import sgd_rates
 
-__all__ = ["settle_kernel"]
+__all__ = ["advance_kernel", "settle_kernel"]
 
 
 @settled
@@ -151,20 +151,35 @@ def _settle(
     tl.store(streak_ptr, tl.where(skipped, streak + 1, 0))
     tl.store(steps_ptr, steps)
     if DYNAMIC:
-        growth = tl.load(rules_ptr + 2)
-        backoff = tl.load(rules_ptr + 3)
-        interval = tl.load(rules_ptr + 4)
-        lowest = tl.load(rules_ptr + 5)
-        highest = tl.load(rules_ptr + 6)
-        refill = tl.load(rules_ptr + 7)
-        remaining = tl.where(skipped, hysteresis - 1, hysteresis)
-        counted = tl.where(skipped, 0, tracker + 1)
-        full = counted.to(tl.float64) >= interval
-        grown = tl.where(scale * growth <= highest, scale * growth, scale)
-        moved = tl.where(skipped & (remaining <= 0), scale * backoff, scale)
-        moved = tl.where(full, grown, moved)
-        moved = tl.where(moved < lowest, lowest, tl.where(moved > highest, highest, moved))
-        tl.store(scale_ptr, moved.to(tl.float32))
-        tl.store(tracker_ptr, tl.where(full, 0, counted))
-        tl.store(hysteresis_ptr, tl.where(full, refill.to(tl.int32), remaining))
+        _advance(rules_ptr + 2, scale_ptr, tracker_ptr, hysteresis_ptr, skipped)
     return skipped.to(tl.int32)
+
+
+@settled
+def advance_kernel(skip_ptr, rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr):
+    """Moves a dynamic scale on after a step that was taken or skipped."""
+    _advance(rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, tl.load(skip_ptr) > 0.0)
+
+
+@triton.jit
+def _advance(rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, skipped):
+    """The rule of `DynamicScale`; `rules`: growth, backoff, interval, min, max, hysteresis."""
+    growth = tl.load(rules_ptr)
+    backoff = tl.load(rules_ptr + 1)
+    interval = tl.load(rules_ptr + 2)
+    lowest = tl.load(rules_ptr + 3)
+    highest = tl.load(rules_ptr + 4)
+    refill = tl.load(rules_ptr + 5)
+    scale = tl.load(scale_ptr).to(tl.float64)
+    tracker = tl.load(tracker_ptr)
+    hysteresis = tl.load(hysteresis_ptr)
+    remaining = tl.where(skipped, hysteresis - 1, hysteresis)
+    counted = tl.where(skipped, 0, tracker + 1)
+    full = counted.to(tl.float64) >= interval
+    grown = tl.where(scale * growth <= highest, scale * growth, scale)
+    moved = tl.where(skipped & (remaining <= 0), scale * backoff, scale)
+    moved = tl.where(full, grown, moved)
+    moved = tl.where(moved < lowest, lowest, tl.where(moved > highest, highest, moved))
+    tl.store(scale_ptr, moved.to(tl.float32))
+    tl.store(tracker_ptr, tl.where(full, 0, counted))
+    tl.store(hysteresis_ptr, tl.where(full, refill.to(tl.int32), remaining))

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from gradilocks.kernels.captured import capturing, keep_if_captured
 
-__all__ = ["Bucket", "Layout", "layout_for", "send", "stream_of"]
+__all__ = ["Bucket", "Layout", "layout_for", "rules_for", "send", "stream_of"]
 
 _MOST_LAYOUTS = 64
+# A torch without CUDA has none, and never asks. torch.cuda.current_stream takes ten times as long.
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _STAGED = 1 << 15
 """So many bytes the driver takes over before it returns; more is pinned, or it might wait."""
 
@@ -124,9 +126,25 @@ def send(numbers: Tensor | array[int], device: torch.device) -> Tensor:
 
 def stream_of(device: torch.device) -> int | None:
     """The stream on which work for `device` is queued; no other waits for what is sent on it."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    return None if device.type != "cuda" else _current_stream(device.index)
 
 
+def rules_for(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Settings as a kernel reads them: float64, sent on first use and kept a stream."""
+    key = (numbers, device, stream_of(device))
+    rules = None if capturing() else _rules.get(key)
+    if rules is None:
+        rules = send(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
+        if capturing():  # What a graph sends is there only when it is replayed.
+            keep_if_captured(rules)
+            return rules
+        if len(_rules) >= _MOST_LAYOUTS:
+            _rules.clear()
+        _rules[key] = rules
+    return rules
+
+
+_rules: dict[tuple[object, ...], Tensor] = {}
 _latest: dict[tuple[torch.device, int | None], tuple[list[int], Tensor]] = {}
 """The pointers that were sent last, for the next layout of the same tensors."""
 _layouts: dict[tuple[object, ...], Layout] = {}
