@@ -152,7 +152,7 @@ class GradientControl:
         multiplier = torch.reciprocal(self._judge.state.scale)
         decision = Decision(skip=torch.zeros_like(multiplier), multiplier=multiplier)
         update.apply_in_place(decision, [t for part in found for t in part.tensors])
-        self._order.unscaled = True
+        self._order.note_unscaled()
 
     @eager
     def step(self, closure: Callable[[], Tensor] | None = None) -> Outcome:
@@ -314,7 +314,9 @@ class GradientControl:
         try:
             for tensors, optimizer in zip(parts, self._optimizers, strict=True):
                 update.apply_bound(verdict.decision, tensors)
-                update.update(optimizer, verdict.decision, tensors)
+                update.update(
+                    optimizer, verdict.decision, tensors, multiplied=self._order.note_unscaled
+                )
         except BaseException:
             self._after_a_failed_update(verdict)
             raise
@@ -324,12 +326,10 @@ class GradientControl:
         return self._judge.judge(found, unscaled=self._order.unscaled, has_ranks=self._has_ranks())
 
     def _after_a_failed_update(self, verdict: Verdict) -> None:
-        """So that a retry does not divide by the scale again, or step an optimizer twice."""
+        """As if nothing had been decided; several optimizers are not to be stepped twice."""
         self._judge.undo(verdict)
         if len(self._optimizers) > 1:
             self._order.note_step(self._parameters())
-        elif not update.takes_decision(self._optimizers[0]):
-            self._order.unscaled = True
 
     def _conclude(self, verdict: Verdict) -> Outcome:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradilocks.clip import ClipByNorm, ClipPolicy, NoClip
 from gradilocks.kernels.captured import capturing, keep_if_captured
+from gradilocks.kernels.located import ORDERS
 from gradilocks.kernels.table import send
 from gradilocks.roll import Called, Roll
 from gradilocks.scale import DynamicScale, NoScale, ScalePolicy, StaticScale
@@ -25,7 +26,6 @@ from gradilocks.values import Decision, ScaleState, StepRecord
 
 __all__ = ["Express"]
 
-_ORDERS = {2.0: 2, 1.0: 1, float("inf"): 0}
 _MOST = torch.iinfo(torch.int32).max
 
 
@@ -50,7 +50,7 @@ class Express:
         """The gradients of all optimizers, or None if the stages have to do it."""
         if type(scale) not in (NoScale, StaticScale, DynamicScale):
             return None
-        if type(clip) is not NoClip and (type(clip) is not ClipByNorm or clip.order not in _ORDERS):
+        if type(clip) is not NoClip and (type(clip) is not ClipByNorm or clip.order not in ORDERS):
             return None
         if len(optimizers) == 1 and isinstance(getattr(optimizers[0], "_roll", None), Roll):
             called = optimizers[0].gradients()  # The optimizer's step will want the same.

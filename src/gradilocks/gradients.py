@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks.errors import SharedParameter
+from gradilocks.kernels.located import DTYPES
 
 __all__ = [
     "Gradients",
@@ -40,7 +41,6 @@ class Gradients:
     """How many ranks hold the same elements, per tensor; None if no gradient is distributed."""
 
 
-_USUAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 EVERYWHERE = 0
 """In `replicas`: a plain tensor, which beside distributed ones is on every rank."""
 
@@ -66,7 +66,7 @@ def collect(params: Iterable[Tensor], *, name: Callable[[Tensor], str]) -> Gradi
         if grad is None or id(param) in seen:
             continue
         seen.add(id(param))
-        plain = type(grad) is Tensor and grad.dtype in _USUAL and grad.layout is torch.strided
+        plain = type(grad) is Tensor and grad.dtype in DTYPES and grad.layout is torch.strided
         if plain and not grad.is_meta:  # Nearly all are.
             having.append(param)
             tensors.append(grad)

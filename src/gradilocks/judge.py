@@ -17,6 +17,7 @@ from gradilocks.clip import ClipPolicy
 from gradilocks.decide import decide
 from gradilocks.express import Express
 from gradilocks.gradients import Gradients, Names, replicas_of, roof_of
+from gradilocks.kernels.captured import capturing
 from gradilocks.measure import measure
 from gradilocks.record import Outcome, Streak
 from gradilocks.reduce import reduce
@@ -127,7 +128,7 @@ class Judge:
             unscaled=unscaled,
             rating=rating,
         )
-        captured = called.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        captured = capturing()
         if captured:
             self._counted = None
         outcome = Outcome(record, self._namer(called.refs), step=self._number(), live=captured)
@@ -199,8 +200,8 @@ class Judge:
         """Keeps what moves on `device` from here on."""
         if device.type != "meta" and self.state.scale.device != device:
             self.state = ScaleState(
-                scale=self.state.scale.to(device),
-                growth_tracker=self.state.growth_tracker.to(device),
-                hysteresis=self.state.hysteresis.to(device),
+                scale=moved(self.state.scale, device),
+                growth_tracker=moved(self.state.growth_tracker, device),
+                hysteresis=moved(self.state.hysteresis, device),
             )
-            self.steps = self.steps.to(device)
+            self.steps = moved(self.steps, device)

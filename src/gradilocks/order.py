@@ -33,6 +33,14 @@ class CallOrder:
         """Whether `unscale_` has made the gradients true already."""
         self._stepped_on: tuple[weakref.ref[Tensor], int] | None = None
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_stepped_on": None}  # Weak references do not travel.
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        with _lock:
+            _alive.add(self)
+
     def check_backward(self, params: Iterable[Tensor]) -> None:
         """Before gradients are added to whatever is there."""
         if self.scaled and not self.unscaled:
@@ -72,6 +80,10 @@ class CallOrder:
                 "unscaled, and doing it twice would shrink them by the scale again."
             )
         self.check_scaled("unscale_()")
+
+    def note_unscaled(self) -> None:
+        """The gradients have been made true in place."""
+        self.unscaled = True
 
     def note_step(self, params: Iterable[Tensor]) -> None:
         """The gradients have been used up; they should be cleared next."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.diagnose import Symptom
-from gradilocks.values import ROW, Statistics, StepRecord, wide
+from gradilocks.values import ROW, Statistics, StepRecord, moved, wide
 
 __all__ = ["Findings", "NonFiniteCount", "Outcome", "Streak", "fetch"]
 
@@ -223,7 +223,7 @@ class Streak:
     def move_to(self, device: torch.device) -> None:
         """Counts on `device` from here on."""
         if self.count.device != device:
-            self.count = self.count.to(device)
+            self.count = moved(self.count, device)
 
     def _counted(self) -> int | None:
         """The counter when the host first asked for it; None if it has not arrived yet."""

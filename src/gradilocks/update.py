@@ -34,13 +34,20 @@ __all__ = [
 ]
 
 
-def update(optimizer: Any, decision: Decision, tensors: Sequence[Tensor]) -> None:
+def update(
+    optimizer: Any,
+    decision: Decision,
+    tensors: Sequence[Tensor],
+    *,
+    multiplied: Callable[[], None] = lambda: None,
+) -> None:
     """Steps `optimizer` on its gradients, or leaves it bit for bit as it was.
 
     Args:
         optimizer: any object with `param_groups` and `step`.
         decision: on one device; the bound on elements has been applied already.
         tensors: the elements of this optimizer's gradients.
+        multiplied: called when the gradients themselves have been made true, before the step.
     """
     if not tensors:
         return
@@ -54,6 +61,7 @@ def update(optimizer: Any, decision: Decision, tensors: Sequence[Tensor]) -> Non
             optimizer.step()
     elif not decision.skip.item():
         apply_in_place(decision, tensors)
+        multiplied()
         optimizer.step()
 
 

@@ -6,7 +6,7 @@ PYTHONPATH=src compute-sanitizer --tool racecheck python tests/kernels/exercise.
 
 import torch
 
-from gradilocks import GradientControl, kernels, optim
+from gradilocks import DynamicScale, GradientControl, GradScaler, clip_grad_norm_, kernels, optim
 from gradilocks.kernels import fused
 
 SIZES = (1, 3, 2047, 4096, 4097, 32768, 70_001)
@@ -41,13 +41,30 @@ def exercise(device):
     mixed = [tensor for dtype in DTYPES for tensor in tensors(dtype, device)]
     for optimizer_class, settings in OPTIMIZERS:
         params = [torch.nn.Parameter(tensor.clone()) for tensor in mixed]
+        params.append(torch.nn.Parameter(torch.randn(33, 17, device=device).t()))
+        params.append(torch.nn.Parameter(torch.randn(33, 34, device=device)[:, ::2]))
         optimizer = optimizer_class(params, lr=1e-3, **settings)
-        control = GradientControl(optimizer, clip=1.0, scale=2.0**-3)
+        policy = DynamicScale(init_scale=2.0**-3, growth_interval=1)
+        control = GradientControl(optimizer, clip=1.0, scale=policy)
         for bad in (False, True, False):
             loss = sum(param.float().sum() for param in params)
             control.backward(loss * float("inf") if bad else loss)
             assert control.step().skipped == bad
             control.zero_grad()
+
+    some = [torch.nn.Parameter(tensor) for tensor in mixed if tensor.dtype is not torch.float16]
+    optimizer = torch.optim.SGD(some, lr=1e-3)
+    scaler = GradScaler("cuda")
+    for bad in (False, True):
+        scaler.scale(sum(param.float().sum() for param in some)).backward()
+        if bad:
+            some[4].grad[5] = float("nan")
+        scaler.unscale_(optimizer)
+        for order in (2.0, 1.0, float("inf")):
+            clip_grad_norm_(some, 0.5, order)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradilocks.kernels.captured import capturing
 from gradilocks.kernels.table import send, stream_of
 from gradilocks.values import Statistics
 
@@ -125,7 +126,7 @@ def _surroundings(device: torch.device) -> object:
     """What must be as it was: the stream, in whose memory the Statistics are, and collectives."""
     if device.type != "cuda":
         return _collectives(device)
-    if torch.cuda.is_current_stream_capturing():
+    if capturing():
         return object()  # Equal to nothing. A graph replays what it holds and compares nothing.
     return stream_of(device), _collectives(device)
 

@@ -15,11 +15,10 @@ from gradilocks.clip import clip_coefficient
 from gradilocks.dropin import known
 from gradilocks.dropin.once import writing_ourselves
 from gradilocks.dropin.total import total
+from gradilocks.kernels.located import ORDERS
 from gradilocks.values import Statistics, moved
 
 __all__ = ["clipped_shortly", "looked_shortly"]
-
-_ORDERS = (2.0, 1.0, float("inf"))
 
 
 def clipped_shortly(
@@ -40,7 +39,7 @@ def clipped_shortly(
     Returns:
         What `check` returned; None if the long way has to be taken, and nothing has been done.
     """
-    if order not in _ORDERS or not params or not kernels.is_fused(params[0].device):
+    if order not in ORDERS or not params or not kernels.is_fused(params[0].device):
         return None
     limiting: Any = importlib.import_module("gradilocks.kernels.limiting")
     plain = limiting.plain_gradients(params)

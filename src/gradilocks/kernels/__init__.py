@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradilocks.eager import users_line
 from gradilocks.kernels import reference
+from gradilocks.kernels.captured import capturing
 from gradilocks.values import Statistics
 
 __all__ = ["KernelFailed", "Kernels", "by_device", "describe", "for_device", "give_up", "is_fused"]
@@ -57,6 +58,11 @@ def for_device(device: torch.device) -> Kernels:
     """The implementation that serves `device`; chosen on first use."""
     kind = device.type
     if kind not in _chosen:
+        if _TABLE.get(kind) == "fused" and capturing():
+            raise RuntimeError(
+                "the kernels cannot be tried out while a CUDA graph is captured. Run a step or two "
+                "before the capture, as for torch's own optimizers."
+            )
         _chosen[kind] = _choose(kind)
     return _chosen[kind][0]
 
@@ -109,6 +115,8 @@ def _choose(kind: str) -> tuple[Kernels, str]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        if "out of memory" in str(error):
+            raise
         why = _reason(f"Triton's kernels do not run on {kind}", error)
         _warn(kind, why)
         return plain, f"reference: {why}"

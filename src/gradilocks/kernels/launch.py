@@ -17,6 +17,7 @@ import triton
 
 from gradilocks import kernels
 from gradilocks.kernels import KernelFailed
+from gradilocks.kernels.captured import capturing
 
 __all__ = ["Launch", "launch_for"]
 
@@ -43,6 +44,7 @@ class Launch:
         names = [name for name in kernel.arg_names if name in self._constants]
         self._tail = tuple([self._constants[name] for name in names])
         self._compiled: dict[int, Any] = {}
+        self._short = _SHORT
 
     def prepare(self, device: torch.device, *args: Any) -> None:
         """Compiles without running, so that of several launches all are possible or none is tried.
@@ -58,9 +60,10 @@ class Launch:
                     *args, grid=(1,), num_warps=self._warps, **self._constants
                 )
                 compiled.run  # noqa: B018 (loads it, which fails if it needs too much of the device)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # A compiler may fail in any way.
+            # Not its fault: no memory, what somebody else's kernel has done, or a capture.
+            if "out of memory" in str(error) or "Triton Error [CUDA]" in str(error) or capturing():
+                raise
             raise self.failed(device, error) from error
         self._compiled[device.index] = compiled
 
@@ -80,15 +83,19 @@ class Launch:
         if compiled is None:
             self._search(programs, args)
         elif _current_device() == index:
-            if not _SHORT:
+            if not self._short:
                 self._search(programs, args)
                 return
             # Addresses, not tensors: for a tensor the launcher asks the driver whose memory it is.
-            compiled.run(
-                programs, 1, 1, _current_stream(index), compiled.function,
-                compiled.packed_metadata, None, None, None,
-                *[arg if type(arg) is int else arg.data_ptr() for arg in args], *self._tail,
-            )  # fmt: skip
+            try:
+                compiled.run(
+                    programs, 1, 1, _current_stream(index), compiled.function,
+                    compiled.packed_metadata, None, None, None,
+                    *[arg if type(arg) is int else arg.data_ptr() for arg in args], *self._tail,
+                )  # fmt: skip
+            except TypeError:  # A Triton that wants other arguments again.
+                self._short = False
+                self._search(programs, args)
         else:
             with torch.cuda.device(index):
                 self(programs, device, *args)

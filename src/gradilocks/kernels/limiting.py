@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
+from gradilocks.kernels import pieces
 from gradilocks.kernels.captured import capturing, keep_if_captured
 from gradilocks.kernels.fused import (
     CHANGE_CHUNK,
@@ -52,7 +53,6 @@ class _Desk:
         self.scale = torch.ones((), dtype=torch.float32, device=device)
         self.moving = (zero(torch.int32), zero(torch.int32), zero(torch.int32), zero(torch.int64))
         self.skip, self.divisor = zero(torch.float32), zero(torch.float32)
-        self.coefficient = zero(torch.float64)
 
 
 _desks: dict[tuple[torch.device, int | None], _Desk] = {}
@@ -90,7 +90,7 @@ def plain_gradients(params: Sequence[Tensor]) -> Plain | None:
     if not different.issubset(DTYPES) or len(set(map(_BASE.get_device, tensors))) != 1:
         return None
     try:
-        if not all(map(_BASE.is_contiguous, tensors)):
+        if not all(map(_BASE.is_contiguous, tensors)) and not all(map(pieces.is_dense, tensors)):
             return None
         addresses = list(map(_BASE.data_ptr, tensors))
     except RuntimeError:  # A sparse one has neither.
@@ -147,7 +147,7 @@ def limit(plain: Plain, bound: float, order: float) -> tuple[Tensor, Tensor]:
         order: the p of the norm: 1, 2 or inf.
 
     Returns:
-        Both 0-d float64; the coefficient is good until the next call on this stream.
+        Both 0-d float64.
 
     Raises:
         KernelFailed: one of the kernels does not compile; nothing has been done.
@@ -182,16 +182,17 @@ def _settled(
             _desks[device, stream_of(device)] = desk
     rules = rules_for((_ROOF if bound is None else bound, _ROOF), device)
     row = torch.empty(12, dtype=torch.float64, device=device)
+    coefficient = torch.empty((), dtype=torch.float64, device=device)
     standing = Standing(
         (desk.arrived, rules, desk.scale, *desk.moving),
-        (desk.skip if skip is None else skip, desk.divisor, desk.coefficient),
+        (desk.skip if skip is None else skip, desk.divisor, coefficient),
     )
     settle(
         seen.located, seen.scratch, seen.found, row, standing, None, None, order=order,
         clip=bound is not None, dynamic=False, unscaled=True, prepare_only=prepare_only,
     )  # fmt: skip
     keep_if_captured(desk, standing, seen)
-    return row[2], desk.coefficient
+    return row[2], coefficient
 
 
 def multiply_(plain: Plain, coefficient: Tensor) -> None:

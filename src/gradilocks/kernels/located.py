@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from gradilocks.kernels import pieces
 from gradilocks.kernels.table import Layout, layout_for
 
-__all__ = ["CHUNK", "DTYPES", "Located", "all_aligned", "kinds_of", "locate", "placed"]
+__all__ = ["CHUNK", "DTYPES", "ORDERS", "Located", "all_aligned", "kinds_of", "locate", "placed"]
 
 CHUNK = 1 << 15
 """Elements a program: 0.98 ms at 2^15, 1.03 at 2^14, 0.99 at 2^16 (1.1 B float32, H200)."""
@@ -21,7 +22,9 @@ MOST_CHUNKS = 36_000
 """Measuring needs 28 bytes of scratch a chunk: a megabyte in all, however large the model."""
 MOST_TO_CHANGE = 1 << 19
 """Writing needs no scratch, only the table of 8 bytes a chunk."""
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+ORDERS = frozenset((2.0, 1.0, math.inf))
+"""The p of the norms that the kernels can measure."""
 
 
 class Located(NamedTuple):

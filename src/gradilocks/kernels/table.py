@@ -18,7 +18,7 @@ from gradilocks.kernels.captured import capturing, keep_if_captured
 
 __all__ = ["Bucket", "Layout", "layout_for", "rules_for", "send", "stream_of"]
 
-_MOST_LAYOUTS = 64
+_MOST_LAYOUTS = 32
 # A torch without CUDA has none, and never asks. torch.cuda.current_stream takes ten times as long.
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _STAGED = 1 << 15
@@ -43,7 +43,8 @@ class Layout:
         sizes: elements of each tensor.
         kinds: what a launch must have in common, tensor by tensor; None leaves a tensor out.
         chunk: elements a chunk, a power of two.
-        most: about how many chunks there may be; a model that would have more gets larger ones.
+        most: how many chunks there may be, if there are not more tensors than that; a model that
+            would have more gets larger ones.
         device: where the tables go.
     """
 
@@ -55,7 +56,8 @@ class Layout:
         most: int,
         device: torch.device,
     ) -> None:
-        while sum(sizes) > chunk * most:
+        largest = max(sizes, default=0)
+        while chunk < largest and sum([-(-size // chunk) for size in sizes]) > most:
             chunk *= 2
         members: dict[Hashable, list[int]] = {}
         for place, kind in enumerate(kinds):
@@ -161,10 +163,11 @@ def layout_for(
     key = (sizes, kinds, chunk, most, device, stream_of(device))
     layout = _layouts.get(key)
     if layout is None and capturing():  # What was sent before a capture begins has arrived.
-        layout = next((each for there, each in _layouts.items() if there[:-1] == key[:-1]), None)
+        known = list(_layouts.items())
+        layout = next((each for there, each in known if there[:-1] == key[:-1]), None)
     if layout is None:
         if len(_layouts) >= _MOST_LAYOUTS:
-            _layouts.pop(next(iter(_layouts)))
+            _layouts.pop(next(iter(list(_layouts))), None)  # Another thread may be here too.
         layout = Layout(sizes, kinds, chunk, most, device)
         if not capturing():
             _layouts[key] = layout

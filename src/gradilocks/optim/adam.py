@@ -41,23 +41,32 @@ class _Adams(Stepper):
             steps = torch.zeros(len(new), dtype=torch.float32, device=new[0].device).unbind()
             for param, step in zip(new, steps, strict=True):
                 self.state[param]["step"] = step
+        self._bring_steps(params)
         for param, group, wide in zip(params, groups, mastered, strict=True):
             state = self.state[param]
-            step = state["step"]
-            if (
-                not isinstance(step, Tensor)
-                or step.device != param.device
-                or step.dtype is not torch.float32
-            ):
-                # From a checkpoint of an optimizer that counts on the host.
-                step = torch.as_tensor(step, dtype=torch.float32)
-                state["step"] = step.to(param.device, copy=True)
             dtype = torch.float32 if wide else param.dtype
             for name in self.columns[: 3 if group["amsgrad"] else 2]:
                 if state.get(name) is None:
                     state[name] = torch.zeros_like(param, dtype=dtype)
             if wide:
                 masters.ensure(param, state, self.marks)
+
+    def _bring_steps(self, params: Sequence[Tensor]) -> None:
+        """Counts from an optimizer that counts on the host: sent all at once, without a wait."""
+        there: list[Tensor] = []
+        numbers: list[float] = []
+        for param in params:
+            step = self.state[param]["step"]
+            if isinstance(step, Tensor) and step.device.type != "cpu":
+                if step.device != param.device or step.dtype is not torch.float32:
+                    self.state[param]["step"] = step.to(param.device, torch.float32)
+            elif param.device.type != "cpu" or getattr(step, "dtype", None) is not torch.float32:
+                there.append(param)
+                numbers.append(float(step))
+        if there:
+            host = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+            for param, step in zip(there, send(host, there[0].device).unbind(), strict=True):
+                self.state[param]["step"] = step
 
     def needed_by_torch(self, group: dict[str, Any]) -> tuple[str, ...] | None:
         if group["master_weights"] or isinstance(group["lr"], Tensor):

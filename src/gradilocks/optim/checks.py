@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_group", "check_parameters", "check_settings", "refuse_gradients"]
+from gradilocks.kernels.located import DTYPES
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+__all__ = ["check_group", "check_parameters", "check_settings", "refuse_gradients"]
 
 
 def check_group(group: dict[str, Any], name: Callable[[Tensor], str]) -> None:
@@ -32,7 +33,7 @@ def check_group(group: dict[str, Any], name: Callable[[Tensor], str]) -> None:
 def check_parameters(params: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
     """Refuses a parameter of a dtype for which there is no kernel."""
     for param in params:
-        if param.dtype not in _DTYPES:
+        if param.dtype not in DTYPES:
             raise TypeError(
                 f"{name(param)} is {param.dtype}; float32, float16, bfloat16 and float64 have "
                 f"kernels. Give it to an optimizer of torch.optim in a list of its own."
@@ -53,9 +54,14 @@ def check_settings(
         name: tells a parameter's name, for the error message.
         param: one of the group.
     """
-    for key in ("lr", "weight_decay"):
-        value = group.get(key)
+    for key in ("lr", "weight_decay", "eps", "momentum", "dampening"):
+        value = group.get(key, 0.0)
         if not isinstance(value, Tensor):
+            if not isinstance(value, numbers.Real):
+                raise TypeError(
+                    f"the {key} of {name(param)} is {value!r}, expected a number or a tensor with "
+                    "one element."
+                )
             continue
         if not value.is_floating_point():
             raise TypeError(
@@ -97,8 +103,9 @@ def refuse_gradients(optimizer: Any, name: Callable[[Tensor], str]) -> None:
                     f"the gradient of {name(param)} has layout {grad.layout}; only dense gradients "
                     "can be stepped here. Use torch.optim.SparseAdam or torch.optim.SGD for it."
                 )
-            if grad.dtype not in _DTYPES:
+            if grad.dtype not in DTYPES:
                 raise TypeError(
                     f"the gradient of {name(param)} is {grad.dtype}; float32, float16, bfloat16 "
-                    "and float64 have kernels."
+                    "and float64 have kernels. Cast it, or give the parameter to an optimizer of "
+                    "torch.optim in a list of its own."
                 )

@@ -238,7 +238,7 @@ class Plan:
         on_device: list[tuple[int, Tensor]] = []
         for group, settings in zip(optimizer.param_groups, every, strict=True):
             begin = len(numbers)
-            if any(isinstance(value, Tensor) for value in settings) and group["params"]:
+            if set(map(type, settings)) - _NUMBERS and group["params"]:
                 name = Names(None, (optimizer,))
                 check_settings(group, self.device, name, group["params"][0])
             for place, value in enumerate(settings):

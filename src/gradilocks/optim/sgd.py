@@ -120,17 +120,20 @@ class SGD(Stepper, torch.optim.SGD):
         self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]], mastered: Sequence[bool]
     ) -> None:
         self._flags = [self._flag_of(param) for param in params]
-        starting = []
-        for place, (param, group) in enumerate(zip(params, groups, strict=True)):
+        pairs = enumerate(zip(params, groups, strict=True))
+        starting = [place for place, (p, group) in pairs if self.is_starting(p, group)]
+        flags = torch.ones(len(starting), dtype=torch.int32, device=params[0].device).unbind()
+        new = dict(zip(starting, flags, strict=True))
+        for place, param in enumerate(params):
             if mastered[place]:
                 masters.ensure(param, self.state[param], self.marks)
-            if self.is_starting(param, group):
+            if place in new:
                 dtype = torch.float32 if mastered[place] else param.dtype
-                self.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=dtype)
-                starting.append(place)
-        flags = torch.ones(len(starting), dtype=torch.int32, device=params[0].device).unbind()
-        for place, flag in zip(starting, flags, strict=True):
-            self._flags[place] = flag
+                buffer = torch.zeros_like(param, dtype=dtype)
+                # Both at once: the next one may be too large, and this one is not filled yet.
+                self.state[param]["momentum_buffer"] = buffer
+                self._fresh[param] = weakref.ref(buffer), new[place]
+                self._flags[place] = new[place]
 
     def is_starting(self, param: Tensor, group: dict[str, Any]) -> bool:
         nothing: dict[str, Any] = {}  # `state` would make an entry for whom it is asked.

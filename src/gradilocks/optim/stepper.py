@@ -45,7 +45,10 @@ class Stepper(torch.optim.Optimizer):
         """Ends every constructor, and every return from a pickle or a checkpoint."""
         self.changes = Changes()
         self.state: Any = States(self.changes, self.state)
+        before = self.__dict__.get("_roll")
         self._roll = Roll()
+        if before is not None:  # Graphs from before a checkpoint was loaded go on.
+            self._roll.captured = before.captured
         self._plan: Plan | None = None
         self._held: Called | None = None
         self._looked_at: Called | None = None

@@ -78,7 +78,11 @@ class States(defaultdict[Any, Any]):
 
     def __init__(self, changes: Changes, states: dict[Any, Any]) -> None:
         self.changes = changes
-        super().__init__(dict, states)
+        watched = {
+            key: Entries(changes, entries) if type(entries) in (dict, Entries) else entries
+            for key, entries in states.items()
+        }
+        super().__init__(dict, watched)
 
     def __missing__(self, key: Any) -> Entries:
         entries = Entries(self.changes, {})
