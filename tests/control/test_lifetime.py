@@ -23,13 +23,15 @@ def device(request, monkeypatch):
     return "cpu" if request.param is None else serve(request.param, monkeypatch)
 
 
-def trained(device, *, steps=2):
+def trained(device, *, steps=2, cleared=True):
     torch.manual_seed(0)
     model = nn.Linear(4, 3).to(device)
     control = GradientControl(optim.AdamW(model.parameters(), lr=0.1), clip=1.0)
     for _ in range(steps):
+        control.zero_grad()
         control.backward(model(torch.ones(2, 4, device=device)).sum())
         control.step()
+    if cleared:
         control.zero_grad()
     return model, control
 
@@ -63,8 +65,10 @@ def test_a_control_keeps_no_replaced_parameter(device):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 def test_a_control_that_has_stepped_can_be_copied_and_goes_on_alike(device, copied):
-    model, control = trained(device)
+    model, control = trained(device, cleared=False)
     other_model, other = copied((model, control))
+    control.zero_grad()
+    other.zero_grad()
     for net, each in ((model, control), (other_model, other)):
         each.backward(net(torch.ones(2, 4, device=device)).sum())
         assert each.step().step == 3

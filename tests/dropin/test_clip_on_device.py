@@ -115,6 +115,31 @@ def test_calls_in_a_row_do_not_disturb_each_other(device):
     assert [norm.item() for norm in again] == pytest.approx([1.0, 2.0], rel=1e-5)
 
 
+def test_a_clip_of_another_thread_in_between_changes_nothing(device):
+    """Threads share the default stream, and one may run between the two halves of another's."""
+    mine, theirs = (parameters("float32", device, seed=seed) for seed in (1, 2))
+    first = limiting.plain_gradients(mine)
+    second = limiting.plain_gradients(theirs)
+    norm, coefficient = limiting.limit(first, 1.0, 2.0)
+    other_norm, other = limiting.limit(second, 1e-3, 2.0)
+    limiting.multiply_(first, coefficient)
+    limiting.multiply_(second, other)
+    for params, bound in ((mine, 1.0), (theirs, 1e-3)):
+        length = torch.cat([p.grad.double() for p in params]).norm().item()
+        assert length == pytest.approx(bound, rel=1e-5)
+    assert norm.item() > 1.0
+    assert other_norm.item() > 1e-3
+
+
+def test_gradients_in_channels_last_take_the_short_way_too(device, monkeypatch):
+    param = nn.Parameter(torch.zeros(2, 3, 4, 5, device=device))
+    param.grad = torch.randn(2, 3, 4, 5).to(device).to(memory_format=torch.channels_last)
+    exact = param.grad.double().norm().item()
+    monkeypatch.setattr(fused, "measure", None)  # The long way would need it.
+    assert clip_grad_norm_([param], 1.0).item() == pytest.approx(exact, rel=1e-6)
+    assert param.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
 def test_another_order_goes_the_long_way(device, monkeypatch):
     mine, theirs = (parameters("float32", device) for _ in range(2))
     norm = clip_grad_norm_(mine, 0.5, 3.0)

@@ -211,3 +211,10 @@ def test_more_than_two_to_the_31_elements_are_stepped():
         ends = param.detach()[[0, 1, 2**30, 2**31 - 1, 2**31, -1]]
         assert (ends == 0.75).all(), make
         assert (param == 0.75).all(), make
+
+
+@pytest.mark.parametrize("size", [3, 2 * (1 << 15) + 1, 1 << 20])
+def test_there_are_no_more_chunks_than_the_scratch_has_room_for(size):
+    layout = table.Layout([size] * 18_000, ["one"] * 18_000, 1 << 15, 36_000, torch.device("cpu"))
+    assert 18_000 <= layout.chunks <= 36_000
+    assert layout.chunk * int(layout.counts[0]) >= size

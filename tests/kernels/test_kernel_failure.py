@@ -7,6 +7,7 @@ where nothing is compiled, it is pretended where the compiler would be asked.
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 
 import pytest
@@ -201,3 +202,29 @@ def test_a_warning_that_is_an_error_leaves_everything_as_it_was(device, fail):
     assert tensors[0].tolist() == [1.0] * 3
     fused.multiply_and_check_(tensors, torch.full((), 2.0, device=device))
     assert tensors[0].tolist() == [2.0] * 3
+
+
+def test_a_first_use_inside_a_capture_is_refused_and_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(kernels, "capturing", lambda: True)
+    monkeypatch.setattr(kernels, "_chosen", {})
+    with pytest.raises(RuntimeError, match="Run a step or two before the capture"):
+        kernels.for_device(torch.device("cuda"))
+    assert kernels._chosen == {}
+    assert kernels.for_device(torch.device("cpu")) is kernels.reference
+
+
+@pytest.mark.parametrize("words", ["CUDA out of memory", "Triton Error [CUDA]: illegal address"])
+def test_what_is_not_the_compilers_fault_gives_nothing_up(monkeypatch, words):
+    """No memory, or what somebody else's kernel has done."""
+    monkeypatch.setitem(kernels._chosen, "cuda", (fused, "for this test"))
+
+    class Kernel:
+        arg_names = ()
+
+        def warmup(self, *args, **options):
+            raise RuntimeError(words)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda index: warnings.catch_warnings())
+    with pytest.raises(RuntimeError, match=re.escape(words)):
+        launch.Launch(Kernel(), 4, ()).prepare(torch.device("cuda", 0))
+    assert kernels._chosen["cuda"][0] is fused

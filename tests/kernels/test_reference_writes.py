@@ -197,3 +197,9 @@ def test_a_bound_beyond_the_dtype_bounds_nothing_but_infinities(dtype):
     kept = tensor.clone()
     reference.clamp_([tensor], scalar(bound))
     assert torch.equal(tensor, kept)
+
+
+def test_float64_is_multiplied_in_float64_where_the_host_does_not_look():
+    tensors = [torch.full((2,), 1e50, dtype=torch.float64), torch.ones(2)]
+    reference._multiply_on_device_(tensors, torch.tensor(1e-50, dtype=torch.float64))
+    assert tensors[0].tolist() == pytest.approx([1.0, 1.0], rel=1e-15)

@@ -89,3 +89,18 @@ def test_plans_settings_rules_and_layouts_made_in_a_capture_serve_it_alone(kerne
         other.param_groups[0]["lr"] = 0.5 if step > 1 else other.defaults["lr"]
         stepped(GradientControl(other, scale=None, clip=1.0), twins, step)
     assert all(map(torch.equal, params, twins))
+
+
+def test_a_loaded_checkpoint_leaves_the_graphs_of_before_what_they_need(kernel_device, capture):
+    params = parameters([(5,)], device=kernel_device)
+    optimizer = ours("SGD", params)
+    give(params, 0)
+    optimizer.step()
+    capture(True)
+    give(params, 1)
+    optimizer.step()
+    capture(False)
+    needed = list(optimizer._roll.captured)
+    assert needed
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer._roll.captured == needed
