@@ -1,7 +1,7 @@
 """Optimizers that unscale, clip and step in one pass, in place of torch's.
 
-On a GPU the whole step after backward is four launches, whatever the number of tensors, and nothing
-waits. On a CPU the same code takes torch's fused kernels.
+On a GPU the whole step after backward is three launches, whatever the number of tensors, and
+nothing waits. On a CPU the same code takes torch's fused kernels.
 """
 
 import copy
@@ -33,15 +33,19 @@ def main():
             control.backward(loss)
             outcome = control.step()
             control.zero_grad()
-            schedule.step()
+            if not outcome.skipped:
+                schedule.step()
         losses[name] = loss.item()
         print(f"{name}: loss {loss.item():.6f}, last norm {outcome.norm:.3f}")
 
     # The state is torch's, so a checkpoint goes either way.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer.load_state_dict(gradilocks.optim.AdamW(model.parameters()).state_dict())
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    theirs.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.state[model[0].weight]["step"] == 100
     difference = abs(losses["torch"] - losses["gradilocks"])
     print(f"difference after 100 steps: {difference:.1e}")
+    assert difference < 1e-3
     return losses
 
 

@@ -276,7 +276,8 @@ class GradientControl:
         if not any(part.params for part in found) and not self._has_ranks():
             raise NoGradients(
                 "no parameter of the optimizer has a gradient. Check that the loss depends on the "
-                "parameters the optimizer was given, and that they require grad."
+                "parameters the optimizer was given, that they require grad, and that nothing has "
+                "cleared the gradients after backward()."
             )
         return found
 

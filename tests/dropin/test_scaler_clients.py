@@ -771,3 +771,14 @@ def test_a_run_resumed_from_a_checkpoint_is_bit_identical():
     assert resumed_state == state
     for name, tensor in weights.items():
         assert torch.equal(resumed_weights[name], tensor), name
+
+
+def test_a_module_in_place_of_the_device_is_refused():
+    with pytest.raises(TypeError, match=r"got a module. Write GradScaler\('cuda', model=model\)"):
+        GradScaler(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name", ["init_scale", "min_scale"])
+def test_a_scale_that_is_no_number_is_refused(name):
+    with pytest.raises(TypeError, match=f"{name} must be a number, got str"):
+        GradScaler("cpu", **{name: "x"})

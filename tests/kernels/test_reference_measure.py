@@ -274,3 +274,11 @@ def test_what_other_devices_compute_agrees_with_float64(kind, order):
         if kind == "subnormal" and dtype is torch.float64:
             continue  # Dividing subnormal numbers leaves no digits to compare.
         check([*tensors, torch.zeros(0, dtype=dtype)], order, measure=measure)
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_the_norm_of_zeros_has_no_sign(zero, order):
+    found = reference.measure([torch.full((5,), zero)], order=order, detail=True)
+    assert math.copysign(1.0, found.norms.item()) == 1.0
+    assert math.copysign(1.0, found.largest.item()) == 1.0

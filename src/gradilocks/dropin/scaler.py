@@ -80,6 +80,14 @@ class GradScaler(torch.amp.GradScaler):
         model: nn.Module | Mapping[str, nn.Module] | None = None,
         process_group: Any = None,
     ) -> None:
+        if isinstance(device, nn.Module):
+            raise TypeError(
+                "device must be a str such as 'cuda' or 'cpu', got a module. Write "
+                "GradScaler('cuda', model=model)."
+            )
+        for name, number in (("init_scale", init_scale), ("min_scale", min_scale)):
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                raise TypeError(f"{name} must be a number, got {type(number).__name__}.")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             super().__init__(

@@ -91,7 +91,7 @@ def describe() -> dict[str, str]:
 
     Example:
         >>> describe()["cpu"]
-        'reference: plain torch is what the table lists for cpu'
+        'reference: plain torch serves cpu'
     """
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     for kind in kinds:
@@ -102,7 +102,7 @@ def describe() -> dict[str, str]:
 def _choose(kind: str) -> tuple[Kernels, str]:
     plain = cast("Kernels", reference)
     if _TABLE.get(kind) != "fused":
-        return plain, f"reference: plain torch is what the table lists for {kind}"
+        return plain, f"reference: plain torch serves {kind}"
     try:
         fused = importlib.import_module("gradilocks.kernels.fused")
     except Exception as error:  # A Triton of another time may fail in any way.

@@ -173,7 +173,7 @@ def _largest_or_nan(part: Tensor) -> float:
     if part.is_complex():
         part = pieces.in_float(part)
     low, high = (float(bound) for bound in torch.aminmax(part))
-    return math.nan if math.isnan(low) else max(-low, high)
+    return math.nan if math.isnan(low) else max(abs(low), abs(high))  # -0.0 is no magnitude.
 
 
 def _largest_not_nan(part: Tensor) -> float:
