@@ -14,15 +14,24 @@ __version__ = "0.1.0"
 
 # Public name -> the module it lives in. Sorted; a test compares it with what can be imported.
 _HOME = {
+    "AdaGC": "clip",
+    "AdaptiveClip": "clip",
     "ClipByNorm": "clip",
     "ClipByValue": "clip",
+    "ClipPerGroup": "clip",
+    "ClipPerTensor": "clip",
     "DynamicScale": "scale",
     "GradScaler": "dropin",
     "GradientControl": "control",
+    "HeadroomScale": "scale",
     "NoClip": "clip",
     "NoScale": "scale",
     "Outcome": "record",
+    "QuantileClip": "clip",
+    "SkipSpikes": "clip",
     "StaticScale": "scale",
+    "ZScoreClip": "clip",
+    "chain": "clip",
     "clip_grad_norm_": "dropin",
     "clip_grad_value_": "dropin",
     "clip_grads_with_norm_": "dropin",
@@ -32,15 +41,24 @@ _HOME = {
 }
 
 __all__ = [
+    "AdaGC",
+    "AdaptiveClip",
     "ClipByNorm",
     "ClipByValue",
+    "ClipPerGroup",
+    "ClipPerTensor",
     "DynamicScale",
     "GradScaler",
     "GradientControl",
+    "HeadroomScale",
     "NoClip",
     "NoScale",
     "Outcome",
+    "QuantileClip",
+    "SkipSpikes",
     "StaticScale",
+    "ZScoreClip",
+    "chain",
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
@@ -67,7 +85,19 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from gradilocks import errors, optim
-    from gradilocks.clip import ClipByNorm, ClipByValue, NoClip
+    from gradilocks.clip import (
+        AdaGC,
+        AdaptiveClip,
+        ClipByNorm,
+        ClipByValue,
+        ClipPerGroup,
+        ClipPerTensor,
+        NoClip,
+        QuantileClip,
+        SkipSpikes,
+        ZScoreClip,
+        chain,
+    )
     from gradilocks.control import GradientControl
     from gradilocks.dropin import (
         GradScaler,
@@ -77,4 +107,4 @@ if TYPE_CHECKING:
         get_total_norm,
     )
     from gradilocks.record import Outcome
-    from gradilocks.scale import DynamicScale, NoScale, StaticScale
+    from gradilocks.scale import DynamicScale, HeadroomScale, NoScale, StaticScale

@@ -11,7 +11,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from gradilocks.clip import Chain
 from gradilocks.errors import BadState, MissingKey
+from gradilocks.foreign import Foreign, recognized
 from gradilocks.record import fetch
 from gradilocks.scale import LARGEST, SMALLEST, DynamicScale
 from gradilocks.values import ScaleState
@@ -34,12 +39,20 @@ class Loaded:
     hysteresis: int
     steps: int | None
     streak: int
+    memory: dict[str, Tensor] | None = None
+    more: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def save(
-    scale_policy: Any, clip_policy: Any, state: ScaleState, *, steps: int, streak: int
+    scale_policy: Any,
+    clip_policy: Any,
+    state: ScaleState,
+    *,
+    memory: Mapping[str, Tensor] | None,
+    steps: int,
+    streak: int,
 ) -> dict[str, Any]:
-    """The checkpoint as a dict of plain numbers, strings and dicts."""
+    """The checkpoint as a dict of plain numbers, strings, lists and dicts."""
     scale, tracker, hysteresis = fetch(state.scale, state.growth_tracker, state.hysteresis)
     saved: dict[str, Any] = {"scale": scale, "_growth_tracker": int(tracker)}
     if isinstance(scale_policy, DynamicScale):
@@ -50,20 +63,24 @@ def save(
         "version": VERSION,
         "scale_policy": _describe(scale_policy),
         "clip_policy": _describe(clip_policy),
+        "clip_state": None if memory is None else {k: _plain(t) for k, t in memory.items()},
         "hysteresis": int(hysteresis),
+        "scale_state": {name: _plain(tensor) for name, tensor in state.more.items()},
         "steps": steps,
         "streak": streak,
     }
     return saved
 
 
-def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any) -> Loaded:
+def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any, *, count: int) -> Loaded:
     """Checks `saved` against the present policies and says what to go on with.
 
     Args:
-        saved: from `save`, or from torch's `GradScaler.state_dict()`.
+        saved: from `save`, from torch's `GradScaler.state_dict()`, or from the scalers of
+            Megatron-LM, DeepSpeed, fairseq and apex.
         scale_policy: the policy in force; a checkpoint of another class does not fit.
         clip_policy: likewise.
+        count: how many parameters there are.
 
     Returns:
         What was loaded. Raises BadState if anything does not fit.
@@ -76,6 +93,10 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any) -> Loade
             "Start without it."
         )
     if "gradilocks" not in saved:
+        interval, delay = (getattr(scale_policy, key, 1) for key in ("growth_interval", "delay"))
+        foreign = recognized(saved, growth_interval=interval, delay=delay)
+        if foreign is not None:
+            return _load_from_others(foreign, scale_policy, clip_policy)
         return _load_from_torch(saved, scale_policy, clip_policy)
     ours = saved["gradilocks"]
     if not isinstance(ours, Mapping):
@@ -94,10 +115,34 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any) -> Loade
         scale_policy=rebuilt,
         clip_policy=_rebuild(clip_policy, ours["clip_policy"], "clip"),
         scale=_scale(saved["scale"]),
-        growth_tracker=_count("_growth_tracker", saved["_growth_tracker"]),
+        growth_tracker=_count(
+            "_growth_tracker", saved["_growth_tracker"], lowest=-getattr(rebuilt, "delay", 0)
+        ),
         hysteresis=_count("hysteresis", ours["hysteresis"], lowest=-(2**31)),
+        more=_more(rebuilt, ours.get("scale_state") or {}),
         steps=_count("steps", ours["steps"]),
         streak=_count("streak", ours["streak"]),
+        memory=_memory(clip_policy, ours.get("clip_state"), count),
+    )
+
+
+def _load_from_others(foreign: Foreign, scale_policy: Any, clip_policy: Any) -> Loaded:
+    """Their settings are not in what they save, so the present policy's stay."""
+    if not isinstance(scale_policy, DynamicScale):
+        raise BadState(
+            f"the state_dict is one of {foreign.system}'s scaler and needs a DynamicScale, this "
+            f"control has {type(scale_policy).__name__}."
+        )
+    hysteresis = scale_policy.hysteresis if foreign.hysteresis is None else foreign.hysteresis
+    scale = min(max(_scale(foreign.scale), scale_policy.min_scale), scale_policy.max_scale)
+    return Loaded(
+        scale_policy=scale_policy,
+        clip_policy=clip_policy,
+        scale=scale,
+        growth_tracker=foreign.growth_tracker,
+        hysteresis=hysteresis,
+        steps=None,
+        streak=0,
     )
 
 
@@ -130,7 +175,52 @@ def _load_from_torch(saved: Mapping[str, Any], scale_policy: Any, clip_policy: A
 
 
 def _describe(policy: Any) -> dict[str, Any]:
+    if isinstance(policy, Chain):
+        return {"name": "Chain", "config": {"policies": [_describe(p) for p in policy.policies]}}
     return {"name": type(policy).__name__, "config": dataclasses.asdict(policy)}
+
+
+def _plain(tensor: Tensor) -> float | list[float]:
+    numbers = fetch(tensor)
+    if not tensor.is_floating_point():
+        numbers = [int(number) for number in numbers]
+    return numbers if tensor.dim() else numbers[0]
+
+
+def _more(policy: Any, saved: Any) -> dict[str, float]:
+    """What a scale policy keeps besides, or BadState."""
+    expected = getattr(policy.start(torch.device("cpu")), "more", {})
+    if not isinstance(saved, Mapping) or set(saved) != set(expected):
+        raise BadState(
+            f"the state of the scale policy {type(policy).__name__} in the state_dict must have "
+            f"{sorted(expected)}, got {saved!r:.100}."
+        )
+    return {name: check_number(name, value) for name, value in saved.items()}
+
+
+def _memory(policy: Any, saved: Any, count: int) -> dict[str, Tensor] | None:
+    """What the clip policy remembers, as a new one would lay it out, or BadState."""
+    if not hasattr(policy, "start"):
+        return None
+    memory: dict[str, Tensor] = policy.start(torch.device("cpu"), count)
+    if saved is None:
+        return None  # Saved before its first step.
+    if not isinstance(saved, Mapping) or set(saved) != set(memory):
+        raise BadState(
+            f"the state of the clip policy {type(policy).__name__} in the state_dict must have "
+            f"{', '.join(map(repr, memory))}, got {saved!r:.100}."
+        )
+    for name, tensor in memory.items():
+        numbers = saved[name] if isinstance(saved[name], list) else [saved[name]]
+        if len(numbers) != tensor.numel() or isinstance(saved[name], list) != bool(tensor.dim()):
+            raise BadState(
+                f"{name} of the clip policy {type(policy).__name__} in the state_dict has "
+                f"{len(numbers)} numbers, expected {tensor.numel()}. It was saved with another "
+                "model or another window."
+            )
+        checked = [check_number(name, number) for number in numbers]
+        tensor.copy_(torch.tensor(checked, dtype=torch.float64).reshape(tensor.shape))
+    return memory
 
 
 def _rebuild(policy: Any, described: Any, kind: str) -> Any:
@@ -142,6 +232,10 @@ def _rebuild(policy: Any, described: Any, kind: str) -> Any:
             f"Make the control with {kind}={name}(...), or start without the state_dict."
         )
     try:
+        if isinstance(policy, Chain):
+            parts = described["config"]["policies"]
+            pairs = zip(policy.policies, parts, strict=True)
+            return Chain(tuple(_rebuild(each, part, kind) for each, part in pairs))
         return type(policy)(**described["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadState(f"the {kind} policy in the state_dict does not fit: {error}") from error

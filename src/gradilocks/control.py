@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks import checkpoint, kernels, update
+from gradilocks import kernels, update
 from gradilocks.arguments import (
     check_closure,
     check_give_up_after,
@@ -22,7 +22,6 @@ from gradilocks.arguments import (
 )
 from gradilocks.clip import resolve_clip
 from gradilocks.closure import step_with_closure
-from gradilocks.diagnose import never_finite
 from gradilocks.eager import eager
 from gradilocks.errors import NoGradients, NonFiniteGradient
 from gradilocks.gradients import (
@@ -40,6 +39,7 @@ from gradilocks.order import CallOrder
 from gradilocks.record import Outcome, fetch
 from gradilocks.roll import Called, ends_of, split
 from gradilocks.scale import resolve_scale
+from gradilocks.schedule import Listeners, Scheduler
 from gradilocks.values import Decision
 
 __all__ = ["GradientControl"]
@@ -94,6 +94,8 @@ class GradientControl:
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"on_nonfinite must be 'skip' or 'raise', got {on_nonfinite!r}.")
         check_give_up_after(give_up_after)
+        if hasattr(policies[1], "check"):  # Groups and patterns that fit nothing.
+            policies[1].check(self._names.of(self._parameters()), self._names.groups())
         self._on_nonfinite = on_nonfinite
         self._process_group = process_group
         self._judge = Judge(
@@ -102,6 +104,7 @@ class GradientControl:
             give_up_after=give_up_after,
             process_group=process_group,
         )
+        self._schedulers = Listeners()
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)
         self._order = CallOrder(parameters if self._judge.scales else tuple)
@@ -194,19 +197,26 @@ class GradientControl:
         if not self._order.scaled:
             self._judge.forget_loss()
 
+    def scheduler(self, lr_scheduler: Any) -> Scheduler:
+        """`lr_scheduler`, stepped only for steps that were taken, without a wait.
+
+        Args:
+            lr_scheduler: one of torch's, over an optimizer of this control.
+
+        Returns:
+            What to call `step()` on, after `control.step()`.
+        """
+        made = Scheduler(lr_scheduler)
+        self._schedulers.add(made)
+        return made
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-identical continuation needs; plain numbers and strings.
 
         With a DynamicScale it also carries the keys of torch's `GradScaler.state_dict()`, so
         torch's scaler loads it as it is.
         """
-        return checkpoint.save(
-            self._judge.scale_policy,
-            self._judge.clip_policy,
-            self._judge.state,
-            steps=int(fetch(self._judge.steps)[0]),
-            streak=int(fetch(self._judge.streak.count)[0]),
-        )
+        return self._judge.saved()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint of this class or of torch's `GradScaler`.
@@ -214,17 +224,8 @@ class GradientControl:
         The policies' settings come from the checkpoint, as with torch's. A checkpoint that does not
         fit raises BadState and changes nothing.
         """
-        judge = self._judge
-        loaded = checkpoint.load(state_dict, judge.scale_policy, judge.clip_policy)
-        judge.scale_policy, judge.clip_policy = loaded.scale_policy, loaded.clip_policy
-        judge.state.scale.fill_(loaded.scale)
-        judge.state.growth_tracker.fill_(loaded.growth_tracker)
-        judge.state.hysteresis.fill_(loaded.hysteresis)
-        judge.streak.restore(loaded.streak)
-        if loaded.steps is not None:
-            judge.set_steps(loaded.steps)
+        self._judge.load(state_dict)
         self._order.note_step(self._parameters())  # What is there carries another scale.
-        judge.forget_loss()
 
     def _scaled(self, loss: Tensor) -> Tensor:
         check_loss(loss)
@@ -312,8 +313,11 @@ class GradientControl:
 
     def _updated(self, verdict: Verdict, parts: Sequence[Sequence[Tensor]]) -> Verdict:
         """Steps each optimizer on its gradients, or none."""
+        begin = 0
         try:
             for tensors, optimizer in zip(parts, self._optimizers, strict=True):
+                update.apply_factors(verdict.decision, tensors, begin=begin)
+                begin += len(tensors)
                 update.apply_bound(verdict.decision, tensors)
                 update.update(
                     optimizer, verdict.decision, tensors, multiplied=self._order.note_unscaled
@@ -336,15 +340,11 @@ class GradientControl:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         outcome = verdict.outcome
         hopeless = self._judge.conclude(verdict)
+        for scheduler in self._schedulers:
+            scheduler.note(verdict.record.row)
         self._order.note_step(self._parameters())
         if hopeless:
-            raise never_finite(
-                self._judge.streak.symptoms(),
-                in_a_row=int(fetch(self._judge.streak.count)[0]),
-                bounds=self._judge.scale_policy.bounds(),
-                culprits=outcome.culprits,
-                described=outcome.describe(at_most=5),
-            )
+            raise self._judge.never_finite(outcome)
         if self._on_nonfinite == "raise" and outcome.skipped:
             raise NonFiniteGradient(
                 f"step {outcome.step} skipped: {outcome.describe()}; scale {outcome.scale:g}. "
@@ -369,6 +369,7 @@ class GradientControl:
             last = self._judge_by_stages([found])
             if last.outcome.skipped:
                 return False
+            update.apply_factors(last.decision, found.tensors)
             update.apply_bound(last.decision, found.tensors)
             update.apply_in_place(last.decision, found.tensors)
             self._order.note_step(self._parameters())

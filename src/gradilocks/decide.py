@@ -27,20 +27,32 @@ def decide(
         roof: the largest number that the gradients' dtype holds.
 
     Returns:
-        `skip`, exactly 0 or 1; `multiplier`, clip coefficient over scale; and the bound on each
-        element if the limit has one. A multiplier that is not finite skips the step, and so does
-        one above 1 that takes finite gradients beyond their dtype.
+        `skip`, exactly 0 or 1; `multiplier`, clip coefficient over scale; the bound on each element
+        and the gradients' own factors if the limit has any. A multiplier that is not finite skips
+        the step, and so does one above 1 that takes finite gradients beyond their dtype.
     """
     multiplier = limit.coefficient / scale
     too_large = (multiplier > 1.0) & (measurement.norm * multiplier > roof)
     unusable = too_large | torch.logical_not(torch.isfinite(multiplier))
     skip = torch.maximum(measurement.nonfinite, unusable.to(torch.float32))
+    overflow = None
+    if limit.reject is not None:
+        overflow, skip = skip, torch.maximum(skip, limit.reject)
     skipped = skip > 0
     bound = None
     if limit.value is not None:
-        bound = torch.where(skipped, math.inf, limit.value * scale.to(multiplier.dtype))
+        # It holds for what the multiplier leaves, and is applied before that.
+        bound = limit.value / multiplier.clamp(min=torch.finfo(multiplier.dtype).tiny)
+        bound = torch.where(skipped, math.inf, bound)
     return Decision(
         skip=skip,
         multiplier=torch.where(skipped, torch.ones_like(multiplier), multiplier),
         bound=bound,
+        overflow=overflow,
+        factors=None if limit.factors is None else torch.where(skipped, 1.0, limit.factors),
+        units=None if limit.units is None else [_unless(skipped, unit) for unit in limit.units],
     )
+
+
+def _unless(skipped: Tensor, unit: Tensor | None) -> Tensor | None:
+    return None if unit is None else torch.where(skipped, torch.ones_like(unit), unit)

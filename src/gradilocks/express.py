@@ -50,6 +50,8 @@ class Express:
         """The gradients of all optimizers, or None if the stages have to do it."""
         if type(scale) not in (NoScale, StaticScale, DynamicScale):
             return None
+        if isinstance(scale, DynamicScale) and (scale.delay or scale.tolerance):
+            return None
         if type(clip) is not NoClip and (type(clip) is not ClipByNorm or clip.order not in ORDERS):
             return None
         if len(optimizers) == 1 and isinstance(getattr(optimizers[0], "_roll", None), Roll):

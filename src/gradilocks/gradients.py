@@ -205,6 +205,16 @@ class Names:
         self._model = model
         self._optimizers = optimizers
 
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """Whose parameters are named."""
+        return self._optimizers
+
+    def groups(self) -> list[tuple[int, str | None]]:
+        """For each parameter the number of its group, counted over all optimizers, and its name."""
+        every = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [(g, group.get("name")) for g, group in enumerate(every) for _ in group["params"]]
+
     def __call__(self, param: Tensor) -> str:
         return self.of([param])[0]
 

@@ -6,26 +6,50 @@ does the same; then moves the scale on and counts the steps that were not finite
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradilocks.clip import ClipPolicy
+from gradilocks import checkpoint
+from gradilocks.clip import ClipByNorm, ClipByValue, ClipPolicy, NoClip
 from gradilocks.decide import decide
+from gradilocks.diagnose import never_finite
+from gradilocks.errors import NeverFinite
 from gradilocks.express import Express
-from gradilocks.gradients import Gradients, Names, replicas_of, roof_of
+from gradilocks.gradients import Gradients, Names, every_parameter, replicas_of, roof_of
 from gradilocks.kernels.captured import capturing
 from gradilocks.measure import measure
-from gradilocks.record import Outcome, Streak
-from gradilocks.reduce import reduce
+from gradilocks.record import Outcome, Streak, fetch
+from gradilocks.reduce import reduce, reduce_each
 from gradilocks.roll import Called
 from gradilocks.scale import NoScale, ScalePolicy, scale_loss
-from gradilocks.values import Decision, ScaleState, StepRecord, moved
+from gradilocks.values import (
+    ROW,
+    ClipLimit,
+    Decision,
+    Measurement,
+    ScaleState,
+    Scene,
+    StepRecord,
+    moved,
+)
 
 __all__ = ["Judge", "Verdict"]
+
+_SIMPLE = (NoClip, ClipByNorm, ClipByValue)
+
+
+class Lesson(NamedTuple):
+    """What a clip policy has seen, and what it made of it."""
+
+    memory: dict[str, Tensor]
+    measurement: Measurement
+    scale: Tensor
+    limit: ClipLimit
 
 
 class Verdict(NamedTuple):
@@ -36,6 +60,8 @@ class Verdict(NamedTuple):
     record: StepRecord
     settled: bool
     """Whether the scale has moved on already."""
+    lesson: Lesson | None = None
+    """What a clip policy that learns is to learn from."""
 
 
 class Judge:
@@ -58,6 +84,9 @@ class Judge:
         self.express = Express()
         self._names = names
         self._process_group = process_group
+        self.memory: dict[str, Tensor] | None = None
+        """What the clip policy remembers."""
+        self._of = 0  # Of how many parameters.
         self._loss: Tensor | None = None
         self._loss_nonfinite: Tensor | None = None
 
@@ -83,21 +112,27 @@ class Judge:
         tensors = [tensor for part in found for tensor in part.tensors]
         home = self.state.scale.device
         policy = self.clip_policy
+        asking = getattr(self.scale_policy, "needs_largest", False)
         measurement = measure(
-            tensors, home=home, order=float(policy.order), detail=policy.needs_largest
+            tensors, home=home, order=float(policy.order), detail=policy.needs_largest or asking
         )
         if has_ranks:
-            measurement = reduce(
-                measurement, group=self._process_group, replicas=replicas_of(found)
-            )
+            measurement = self._over_ranks(measurement, replicas_of(found))
         scale = self.state.scale
         if unscaled:
             scale = torch.ones_like(scale)
-        limit = policy.limit(measurement, scale)
+        if type(policy) not in _SIMPLE:
+            measurement = dataclasses.replace(measurement, scene=self._scene(found))
+        memory = self._memory_on(home)
+        if memory is None:
+            limit = policy.limit(measurement, scale)
+        else:
+            limit = policy.limit(measurement, scale, memory)  # type: ignore[call-arg]
         decision = decide(measurement, scale, limit, roof=roof_of(tensors))
+        overflow = decision.skip if decision.overflow is None else decision.overflow
         statistics = measurement.tensors
         numbers = [
-            decision.skip,
+            decision.skip + (decision.skip - overflow),  # 2 if it was rejected.
             self.state.scale,
             measurement.norm / scale,
             limit.limit,
@@ -108,11 +143,12 @@ class Judge:
             statistics.inf.sum(),
         ]
         row = torch.stack([number.to(measurement.norm.dtype) for number in numbers])
-        record = StepRecord(row, decision.skip, lambda: statistics)
+        record = StepRecord(row, overflow, lambda: statistics)
         # Weak: an Outcome that somebody keeps must not keep a parameter that was replaced.
         params = [weakref.ref(param) for part in found for param in part.params]
         outcome = Outcome(record, self._namer(params), step=self._number())
-        return Verdict(decision, outcome, record, False)
+        lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
+        return Verdict(decision, outcome, record, False, lesson)
 
     def settle(self, called: Called, *, unscaled: bool, rating: Any = None) -> Verdict:
         """As `judge` and the first half of `conclude`, the short way."""
@@ -146,14 +182,109 @@ class Judge:
             self._counted += 1
         if verdict.settled:
             return self.streak.watch(verdict.record)
-        self.scale_policy.advance(self.state, verdict.record.skip)
+        if verdict.lesson is not None:  # Before the scale moves, which it was judged under.
+            policy: Any = self.clip_policy
+            policy.advance(*verdict.lesson, verdict.decision.skip)
+        self._advance_scale(verdict.record)
         self.steps.add_(1)
         return self.streak.note(verdict.record)
 
-    def set_steps(self, steps: int) -> None:
-        """Goes on counting from a checkpoint."""
-        self.steps.fill_(steps)
-        self._counted = steps
+    def never_finite(self, outcome: Outcome) -> NeverFinite:
+        """What to raise after too many non-finite steps in a row."""
+        return never_finite(
+            self.streak.symptoms(),
+            in_a_row=int(fetch(self.streak.count)[0]),
+            bounds=self.scale_policy.bounds(),
+            culprits=outcome.culprits,
+            described=outcome.describe(at_most=5),
+        )
+
+    def _advance_scale(self, record: StepRecord) -> None:
+        policy: Any = self.scale_policy
+        if not getattr(policy, "needs_largest", False):
+            policy.advance(self.state, record.skip)
+            return
+        largest = record.statistics.largest
+        assert largest is not None
+        peak = largest.amax() if largest.numel() else None
+        broken = record.row[ROW.index("loss_nonfinite")]
+        policy.advance(self.state, record.skip, largest=peak, loss_nonfinite=broken)
+
+    def saved(self) -> dict[str, Any]:
+        """Policies and state as a checkpoint."""
+        return checkpoint.save(
+            self.scale_policy,
+            self.clip_policy,
+            self.state,
+            memory=self.memory,
+            steps=int(fetch(self.steps)[0]),
+            streak=int(fetch(self.streak.count)[0]),
+        )
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint; one that does not fit raises and changes nothing."""
+        count = sum(1 for _ in every_parameter(self._names.optimizers))
+        loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, count=count)
+        self.scale_policy, self.clip_policy = loaded.scale_policy, loaded.clip_policy
+        self.state.scale.fill_(loaded.scale)
+        self.state.growth_tracker.fill_(loaded.growth_tracker)
+        self.state.hysteresis.fill_(loaded.hysteresis)
+        fresh = self.scale_policy.start(self.state.scale.device).more
+        self.state.more.clear()
+        self.state.more.update(fresh)
+        for name, value in loaded.more.items():
+            self.state.more[name].fill_(value)
+        self.streak.restore(loaded.streak)
+        if loaded.steps is not None:
+            self.steps.fill_(loaded.steps)
+            self._counted = loaded.steps
+        home, memory = self.state.scale.device, loaded.memory
+        self.memory = None if memory is None else {k: moved(t, home) for k, t in memory.items()}
+        self._of = count
+        self.forget_loss()
+
+    def _over_ranks(self, mine: Measurement, replicas: Sequence[int] | None) -> Measurement:
+        policy = self.clip_policy
+        if not getattr(policy, "apart", False):
+            return reduce(mine, group=self._process_group, replicas=replicas)
+        if replicas is None or self._process_group is not None or getattr(policy, "by_unit", False):
+            raise ValueError(
+                f"{type(policy).__name__} bounds gradients apart from each other, and ranks hold "
+                "parts of them here that are not known to belong together. Use ClipByNorm, or "
+                "another policy that bounds the norm of all."
+            )
+        return reduce_each(mine, replicas=replicas)
+
+    def _memory_on(self, home: torch.device) -> dict[str, Tensor] | None:
+        """What the clip policy remembers, if it is one that learns."""
+        policy: Any = self.clip_policy
+        if not hasattr(policy, "start"):
+            return None
+        count = sum(1 for _ in every_parameter(self._names.optimizers))
+        memory = self.memory
+        if memory is None:
+            memory = policy.start(home, count)
+        elif any(t.dim() == 1 and t.numel() == self._of for t in memory.values()):
+            memory = _grown(memory, policy.start(home, count)) if count != self._of else memory
+        self._of = count
+        self.memory = {name: moved(tensor, home) for name, tensor in memory.items()}
+        return self.memory
+
+    def _scene(self, found: Sequence[Gradients]) -> Scene:
+        every = list(every_parameter(self._names.optimizers))
+        params = [param for part in found for param in part.params]
+        places: Sequence[int] = range(len(every))
+        if len(params) != len(every):
+            at = {id(param): place for place, param in enumerate(every)}
+            places = [at[id(param)] for param in params]
+        return Scene(
+            params=params,
+            tensors=[tensor for part in found for tensor in part.tensors],
+            places=places,
+            count=len(every),
+            names=lambda: self._names.of(every),
+            groups=self._names.groups,
+        )
 
     def _number(self) -> int | None:
         """The number of the step that is being judged; None if graphs have been replayed."""
@@ -203,5 +334,17 @@ class Judge:
                 scale=moved(self.state.scale, device),
                 growth_tracker=moved(self.state.growth_tracker, device),
                 hysteresis=moved(self.state.hysteresis, device),
+                more={name: moved(each, device) for name, each in self.state.more.items()},
             )
             self.steps = moved(self.steps, device)
+
+
+def _grown(memory: dict[str, Tensor], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What was remembered of a model that has more parameters now: the new ones start afresh."""
+    for name, tensor in fresh.items():
+        if tensor.dim() == 1 and tensor.shape != memory[name].shape:
+            old = memory[name][: tensor.numel()]
+            tensor[: old.numel()] = moved(old, tensor.device)
+        else:
+            tensor.copy_(memory[name])
+    return fresh

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
+from gradilocks.total import total_norm
 from gradilocks.values import Measurement, Statistics, moved
 
-__all__ = ["measure", "summarize", "total_norm"]
+__all__ = ["measure", "summarize"]
 
 
 def measure(
@@ -57,19 +58,6 @@ def summarize(statistics: Statistics, *, order: float) -> Measurement:
         norm=total_norm(statistics.norms, order),
         nonfinite=broken.to(torch.float32),
     )
-
-
-def total_norm(norms: Tensor, order: float) -> Tensor:
-    """The norm over all tensors from the norm of each, never overflowing on the way."""
-    if norms.numel() == 0:
-        return norms.new_zeros(())
-    if order <= 0.0:
-        total: Tensor = torch.linalg.vector_norm(norms, order)
-        return total
-    largest = norms.amax()
-    usable = (largest > 0) & torch.isfinite(largest)
-    safe = torch.where(usable, largest, torch.ones_like(largest))
-    return torch.where(usable, safe * torch.linalg.vector_norm(norms / safe, order), largest)
 
 
 def _moved(found: Statistics, home: torch.device) -> Statistics:

@@ -166,6 +166,11 @@ class Outcome(Findings):
         return self._numbers["norm"]
 
     @property
+    def rejected(self) -> bool:
+        """Whether a policy such as SkipSpikes has skipped a step whose gradients were finite."""
+        return self._numbers["skip"] == 2.0
+
+    @property
     def limit(self) -> float:
         """The bound that was put on the norm; inf if there was none."""
         return self._numbers["limit"]
@@ -249,7 +254,7 @@ class Streak:
         found: list[Symptom] = []
         for row in reversed(self._recent):
             numbers = dict(zip(ROW, fetch(row), strict=False))
-            if not numbers["skip"]:
+            if numbers["skip"] != 1.0:
                 break
             found.append(
                 Symptom(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradilocks.values import Measurement
 
-__all__ = ["reduce"]
+__all__ = ["reduce", "reduce_each"]
 
 
 def reduce(
@@ -55,6 +55,30 @@ def reduce(
         norm=_total(gathered, order),
         nonfinite=gathered[:, 3].amax().to(torch.float32),
     )
+
+
+def reduce_each(measurement: Measurement, *, replicas: Sequence[int]) -> Measurement:
+    """As `reduce` of distributed tensors, and the norm of each tensor over all ranks besides.
+
+    Args:
+        measurement: of the gradients that this rank holds; every rank holds a part of each.
+        replicas: for each tensor, how many ranks hold the same elements.
+    """
+    import torch.distributed as dist
+
+    whole = reduce(measurement, replicas=replicas)
+    norms = measurement.tensors.norms
+    gathered = norms.new_zeros(dist.get_world_size(), norms.numel())
+    dist.all_gather(list(gathered.unbind(0)), norms)
+    if measurement.order == math.inf:
+        each = gathered.amax(dim=0)
+    else:
+        unit = gathered.amax(dim=0)
+        unit = torch.where((unit > 0) & torch.isfinite(unit), unit, torch.ones_like(unit))
+        shares = torch.tensor(replicas, dtype=norms.dtype, device="cpu").to(norms.device)
+        powers = ((gathered / unit) ** measurement.order / shares).sum(dim=0)
+        each = unit * powers ** (1.0 / measurement.order)
+    return replace(whole, tensors=replace(measurement.tensors, norms=each))
 
 
 def _total(gathered: Tensor, order: float) -> Tensor:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.values import Decision
+from gradilocks.values import Decision, moved
 
 _LARGEST = float(torch.finfo(torch.float32).max)
 
 __all__ = [
     "apply_bound",
+    "apply_factors",
     "apply_in_place",
     "check_unscaling_in_place",
     "handing_over",
@@ -95,6 +96,29 @@ def apply_bound(decision: Decision, tensors: Sequence[Tensor]) -> None:
     for device, places in kernels.by_device(tensors).items():
         on_device = [tensors[place] for place in places]
         kernels.for_device(device).clamp_(on_device, decision.bound.to(device))
+
+
+def apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int = 0) -> None:
+    """Multiplies each gradient by its own factor, and its parts by theirs, if there are any.
+
+    Args:
+        decision: for all gradients.
+        tensors: of one optimizer.
+        begin: the place of the first of them among all.
+    """
+    if decision.units is not None:
+        for tensor, unit in zip(tensors, decision.units[begin:], strict=False):
+            if unit is not None:
+                tensor.copy_(tensor.to(unit.dtype) * moved(unit, tensor.device))
+    if decision.factors is None:
+        return
+    factors = decision.factors[begin : begin + len(tensors)]
+    for device, places in kernels.by_device(tensors).items():
+        on_device = [tensors[place] for place in places]
+        mine = factors
+        if len(places) != len(tensors):
+            mine = factors[torch.tensor(places).to(factors.device, non_blocking=True)]
+        kernels.for_device(device).multiply_each_(on_device, moved(mine, device))
 
 
 def check_unscaling_in_place(

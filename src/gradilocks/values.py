@@ -7,8 +7,8 @@ waits for that device; turning them into Python numbers does, and only `record` 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ __all__ = [
     "Decision",
     "Measurement",
     "ScaleState",
+    "Scene",
     "Statistics",
     "StepRecord",
     "moved",
@@ -36,6 +37,8 @@ class ScaleState:
     """int32, 0-d: finite steps in a row since the scale last moved."""
     hysteresis: Tensor
     """int32, 0-d: how many more non-finite steps until the scale backs off."""
+    more: dict[str, Tensor] = field(default_factory=dict)
+    """0-d: whatever else a policy keeps."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,24 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Scene:
+    """Whose gradients were measured, for policies that look further than at norms."""
+
+    params: Sequence[Tensor]
+    """The parameters, in the order of the Statistics."""
+    tensors: Sequence[Tensor]
+    """Their gradients' own elements."""
+    places: Sequence[int]
+    """Their places among all parameters, those without a gradient included."""
+    count: int
+    """How many parameters there are."""
+    names: Callable[[], Sequence[str]]
+    """Tells the names of all parameters."""
+    groups: Callable[[], Sequence[tuple[int, str | None]]]
+    """Tells the number and the name of each parameter's group."""
+
+
+@dataclass(frozen=True)
 class Measurement:
     """All gradients of a step, measured as they stand: scaled, if the loss was scaled."""
 
@@ -64,6 +85,8 @@ class Measurement:
     """0-d: the norm over all tensors, as if they were one vector."""
     nonfinite: Tensor
     """float32, 0-d: exactly 1 if any element of any gradient is NaN or Inf, else exactly 0."""
+    scene: Scene | None = None
+    """Whose gradients they are, where somebody knows."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,14 @@ class ClipLimit:
     """float32, 0-d: exactly 1 if the gradients change because of this limit, else exactly 0."""
     value: float | None = None
     """The bound on the magnitude of each unscaled element; None if there is none."""
+    factors: Tensor | None = None
+    """1-d, in [0, 1]: each gradient is multiplied by its own, besides; None if there are none."""
+    units: Sequence[Tensor | None] | None = None
+    """For each gradient what its parts are multiplied by, as it broadcasts; None for all of it."""
+    norms: Tensor | None = None
+    """1-d: the norm of each gradient as it will be, still scaled; None if it follows from above."""
+    reject: Tensor | None = None
+    """float32, 0-d: exactly 1 to skip a step that is finite, else exactly 0."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +123,13 @@ class Decision:
     """0-d: the bound on each element of the gradients as they stand; inf when skipped."""
     divisor: Tensor | None = None
     """float32, 0-d: 1 / multiplier as fused optimizers take it, if it is known already."""
+    overflow: Tensor | None = None
+    """float32, 0-d: as `skip`, but 0 where a policy has rejected finite gradients; None if none
+    can."""
+    factors: Tensor | None = None
+    """1-d: what each gradient is multiplied by on its own; 1 when skipped."""
+    units: Sequence[Tensor | None] | None = None
+    """What the parts of each gradient are multiplied by; 1 when skipped."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +139,7 @@ class StepRecord:
     row: Tensor
     """float64 (float32 where the device has none), 1-d: the numbers that ROW names."""
     skip: Tensor
-    """float32, 0-d: as in the Decision; good until the next step."""
+    """float32, 0-d: whether the gradients were not finite; good until the next step."""
     found: Callable[[], Statistics]
     """Makes `statistics` when somebody asks for them."""
 
@@ -122,9 +160,9 @@ ROW = (
     "nan",
     "inf",
 )
-"""Whether the step was skipped, the scale that the gradients carried, the norm of the unscaled
-gradients, the bound on it, whether they were pulled down, the step's number, whether the loss was
-not finite, and how many NaN and Inf there were in all."""
+"""Whether the step was skipped (1, or 2 if a policy rejected it), the scale that the gradients
+carried, the norm of the unscaled gradients, the bound on it, whether they were pulled down, the
+step's number, whether the loss was not finite, and how many NaN and Inf there were in all."""
 
 
 def wide(device: torch.device) -> torch.dtype:

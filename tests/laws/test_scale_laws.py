@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradilocks
-from gradilocks import DynamicScale, GradientControl, NoScale, StaticScale
+from gradilocks import DynamicScale, GradientControl, HeadroomScale, NoScale, StaticScale
 
 POLICIES = {
     "NoScale": NoScale(),
@@ -28,6 +28,12 @@ POLICIES = {
     "DynamicScale odd factors": DynamicScale(
         init_scale=1000.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2, min_scale=0.1
     ),
+    "DynamicScale of torch": DynamicScale.torch(),
+    "DynamicScale of Megatron": DynamicScale.megatron(growth_interval=3),
+    "DynamicScale of DeepSpeed": DynamicScale.deepspeed(growth_interval=3),
+    "DynamicScale of fairseq": DynamicScale.fairseq(growth_interval=3, tolerance=0.3),
+    "HeadroomScale": HeadroomScale(),
+    "HeadroomScale eager": HeadroomScale(init_scale=1.0, growth_interval=1, margin=0),
     "DynamicScale whole range": DynamicScale(
         init_scale=1.0,
         growth_factor=2.0**40,
@@ -126,11 +132,12 @@ def test_the_state_is_updated_in_place(name):
     policy = POLICIES[name]
     state = policy.start(CPU)
     places = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    places = {**{k: t for k, t in places.items() if k != "more"}, **places["more"]}
     pointers = {key: tensor.data_ptr() for key, tensor in places.items()}
     for skipped in [False, True, True, False, False, False, True]:
         policy.advance(state, flag(skipped))
     for key, tensor in places.items():
-        assert getattr(state, key) is tensor
+        assert (state.more[key] if key in state.more else getattr(state, key)) is tensor
         assert tensor.data_ptr() == pointers[key]
 
 

@@ -27,6 +27,8 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
         control_over_shards,
         experts,
         one_rank_without_gradients,
+        parts_bounded_apart,
+        parts_that_cannot_be_told_apart,
     ]
     return run_all(programs, tmp_path_factory.mktemp("ranks"))
 
@@ -197,3 +199,60 @@ def test_a_rank_without_gradients_takes_part(returned: Returned) -> None:
     assert first[:2] == second[:2] == [False, 3.0]
     assert first[2] == pytest.approx([-1.0], rel=1e-6)
     assert second[2] == [0.0]
+
+
+def parts_bounded_apart(rank: int) -> dict[str, Any]:
+    """[3] here and [4] there is a gradient of norm 5, [12] on both is one of norm 12."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    found = {}
+    for name, policy in (
+        ("each", gradilocks.ClipPerTensor(1.0)),
+        ("groups", gradilocks.ClipPerGroup({0: 6.5})),
+        ("usual", gradilocks.AdaGC(warmup=1, warmup_norm=math.inf)),
+    ):
+        sharded, replicated = _dtensor([3.0, 4.0], Shard(0)), _dtensor([12.0], Replicate())
+        optimizer = torch.optim.SGD([sharded, replicated], lr=1.0)
+        control = gradilocks.GradientControl(optimizer, scale=None, clip=policy)
+        outcome = control.step()
+        found[name] = {
+            "norm": outcome.norm,
+            "moved": [-p.to_local().item() for p in (sharded, replicated)],  # type: ignore[operator]
+            "memory": {k: t.tolist() for k, t in (control._judge.memory or {}).items()},
+        }
+    return found
+
+
+def test_parts_of_a_gradient_are_bounded_by_the_norm_of_the_whole(returned: Returned) -> None:
+    for mine, found in zip((3.0, 4.0), returned["parts_bounded_apart"], strict=True):
+        assert [each["norm"] for each in found.values()] == pytest.approx([13.0] * 3)
+        assert found["each"]["moved"] == pytest.approx([mine / 5.0, 1.0], rel=1e-5)
+        assert found["groups"]["moved"] == pytest.approx([mine / 2.0, 6.0], rel=1e-5)
+        assert found["usual"]["memory"]["usual"] == pytest.approx([5.0, 12.0], rel=1e-6)
+
+
+def parts_that_cannot_be_told_apart(rank: int) -> list[str]:
+    """Plain shards, and units that are cut: refused before anything is written."""
+    from torch.distributed.tensor import Shard
+
+    told = []
+    for policy, group, param in (
+        (gradilocks.ClipPerTensor(1.0), dist.group.WORLD, nn.Parameter(torch.zeros(2))),
+        (gradilocks.AdaptiveClip(), None, _dtensor([3.0, 4.0], Shard(0))),
+    ):
+        if param.grad is None:
+            param.grad = torch.ones(2)
+        control = gradilocks.GradientControl(
+            torch.optim.SGD([param], lr=1.0), scale=None, clip=policy, process_group=group
+        )
+        try:
+            control.step()
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_where_parts_cannot_be_told_apart_the_policy_is_refused(returned: Returned) -> None:
+    for told in returned["parts_that_cannot_be_told_apart"]:
+        assert [words.split()[0] for words in told] == ["ClipPerTensor", "AdaptiveClip"]
+        assert all("Use ClipByNorm" in words for words in told)

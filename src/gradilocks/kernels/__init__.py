@@ -39,6 +39,9 @@ class Kernels(Protocol):
     def multiply_(self, tensors: Sequence[Tensor], multiplier: Tensor) -> None:
         """Multiplies every tensor in place."""
 
+    def multiply_each_(self, tensors: Sequence[Tensor], factors: Tensor) -> None:
+        """Multiplies every tensor in place by its own factor."""
+
     def multiply_and_check_(
         self, tensors: Sequence[Tensor], multiplier: Tensor | None
     ) -> Statistics:

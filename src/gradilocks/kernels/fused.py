@@ -32,6 +32,7 @@ __all__ = [
     "measure_located",
     "multiply_",
     "multiply_and_check_",
+    "multiply_each_",
     "scratch_for",
     "settle",
     "statistics_of",
@@ -74,6 +75,14 @@ def multiply_(tensors: Sequence[Tensor], multiplier: Tensor) -> None:
         _change(tensors, multiplier, clamp=False)
     except KernelFailed:
         reference.multiply_(tensors, multiplier)
+
+
+def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
+    """As `reference.multiply_each_`, in one launch; a factor of 1 reads nothing."""
+    try:
+        _change(tensors, factors, clamp=False)
+    except KernelFailed:
+        reference.multiply_each_(tensors, factors)
 
 
 def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
@@ -267,15 +276,24 @@ def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:
     change_located(located, number, clamp=clamp)
     if located.rest:
         others = [tensors[i] for i in located.rest]
-        (reference.clamp_ if clamp else reference.multiply_)(others, number)
+        if number.dim() == 1:
+            reference.multiply_each_(others, torch.stack([number[i] for i in located.rest]))
+        else:
+            (reference.clamp_ if clamp else reference.multiply_)(others, number)
     torch.autograd.graph.increment_version(tensors)
 
 
 def change_located(located: Located, number: Tensor, *, clamp: bool) -> None:
-    """Multiplies by `number`, or bounds by it, the tensors that the kernels can take."""
+    """Multiplies by `number`, or bounds by it, the tensors that the kernels can take.
+
+    Args:
+        located: the tensors.
+        number: 0-d, or 1-d with a number for each.
+        clamp: bound, do not multiply.
+    """
     layout, device = located.layout, located.device
     args = (located.pointers, layout.sizes, layout.owner, layout.index, number)
-    key = ("change", clamp, number.dtype)
+    key = ("change", clamp, number.dtype, number.dim())
     launches = layout.launches.get(key)
     if launches is None:
         launches = [_changing(b.kind, layout.chunk, number, clamp) for b in layout.buckets]
@@ -289,8 +307,9 @@ def change_located(located: Located, number: Tensor, *, clamp: bool) -> None:
 def _changing(kind: Any, chunk: int, number: Tensor, clamp: bool) -> Launch:
     dtype, align = kind
     return launch_for(
-        change_kernel, CHANGE_WARPS, number.dtype, CLAMP=clamp, DTYPE=TYPES[dtype],
-        SUM=_sum_type(dtype), CHUNK=chunk, TILE=min(CHANGE_TILE, chunk), ALIGN=align,
+        change_kernel, CHANGE_WARPS, number.dtype, CLAMP=clamp, EACH=number.dim() == 1,
+        DTYPE=TYPES[dtype], SUM=_sum_type(dtype), CHUNK=chunk, TILE=min(CHANGE_TILE, chunk),
+        ALIGN=align,
     )  # fmt: skip
 
 

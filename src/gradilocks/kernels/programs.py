@@ -212,15 +212,20 @@ def gather(
 def change_kernel(
     pointers_ptr, sizes_ptr, owner_ptr, index_ptr, number_ptr,
     first,
-    CLAMP: tl.constexpr, DTYPE: tl.constexpr, SUM: tl.constexpr,
+    CLAMP: tl.constexpr, EACH: tl.constexpr, DTYPE: tl.constexpr, SUM: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """x = x * number, or x = min(max(x, -number), number); reads nothing if nothing changes."""
+    """x = x * number, or x = min(max(x, -number), number); reads nothing if nothing changes.
+
+    With EACH, `number` is one for each tensor.
+    """
+    program = first + tl.program_id(0)
+    if EACH:
+        number_ptr += tl.load(owner_ptr + program)
     number = tl.load(number_ptr).to(SUM)
     idle = number == float("inf") if CLAMP else number == 1.0
     if idle:
         return
-    program = first + tl.program_id(0)
     owner = tl.load(owner_ptr + program)
     start = tl.load(index_ptr + program).to(tl.int64) * CHUNK
     base = tl.multiple_of(tl.load(pointers_ptr + owner).to(tl.pointer_type(DTYPE)), ALIGN)

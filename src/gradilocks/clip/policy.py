@@ -1,12 +1,14 @@
-"""A Measurement in, a ClipLimit out: how far the gradients are pulled down, and the policies.
+"""What a clip policy is, and the three that remember nothing.
 
 A policy is a frozen configuration that says what it needs measured and turns a Measurement of the
-scaled gradients into the limit that holds for the unscaled ones.
+scaled gradients into the limit that holds for the unscaled ones. One that learns from the steps
+before is a MovingClip: what moves is a dict of tensors, changed in place on its device.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,12 +21,20 @@ __all__ = [
     "ClipByNorm",
     "ClipByValue",
     "ClipPolicy",
+    "Memory",
+    "MovingClip",
     "NoClip",
+    "bounded",
+    "check_count",
+    "check_fraction",
     "check_max_norm",
+    "check_positive",
     "clip_coefficient",
+    "pulled_down",
     "resolve_clip",
 ]
 
+Memory = Mapping[str, Tensor]
 EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch does."""
 
@@ -42,6 +52,34 @@ class ClipPolicy(Protocol):
 
     def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
         """The limit for gradients that were measured under `scale`."""
+
+
+class MovingClip(Protocol):
+    """A ClipPolicy that learns from the steps before."""
+
+    @property
+    def order(self) -> float:
+        """The p of the norm to be measured."""
+
+    @property
+    def needs_largest(self) -> bool:
+        """Whether the largest magnitude must be measured too."""
+
+    def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
+        """What it remembers before the first step, of a model with `count` parameters."""
+
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory) -> ClipLimit:
+        """The limit for gradients that were measured under `scale`; changes nothing."""
+
+    def advance(
+        self,
+        state: Memory,
+        measurement: Measurement,
+        scale: Tensor,
+        limit: ClipLimit,
+        skip: Tensor,
+    ) -> None:
+        """Moves `state` on in place. A skipped step (1) must leave it as it was."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +190,20 @@ class ClipByValue:
         )
 
 
+def pulled_down(norm: Tensor, limit: Tensor, nonfinite: Tensor) -> Tensor:
+    """As `clip_coefficient`, for a limit that moves: exactly 1 for a norm that does not pass it."""
+    over = (norm > limit) & (nonfinite == 0)
+    return torch.where(over, limit / (norm + EPSILON), torch.ones_like(norm)).clamp(max=1.0)
+
+
+def bounded(norm: Tensor, limit: Tensor, nonfinite: Tensor) -> ClipLimit:
+    """The ClipLimit that bounds the norm of all gradients together by a limit that moves."""
+    coefficient = pulled_down(norm, limit, nonfinite)
+    return ClipLimit(
+        coefficient=coefficient, limit=limit, clipped=(coefficient < 1.0).to(torch.float32)
+    )
+
+
 def clip_coefficient(norm: Tensor, max_norm: float, nonfinite: Tensor) -> Tensor:
     """What the unscaled gradients are multiplied by, in [0, 1]; 1 if they are not finite."""
     finite = torch.clamp(norm, max=torch.finfo(norm.dtype).max)
@@ -168,6 +220,30 @@ def check_max_norm(value: object, *, name: str = "max_norm", none: str = "math.i
             f"{name} must not be negative or NaN, got {value}. Use {none} to measure only."
         )
     return float(value)
+
+
+def check_count(name: str, value: object, *, lowest: int) -> None:
+    """Raises unless `value` is a whole number of at least `lowest`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
+    if value < lowest:
+        raise ValueError(f"{name} must be at least {lowest}, got {value}.")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Raises unless `value` is a number between 0 and 1, neither of them."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
+    if not 0.0 < value < 1.0:
+        raise ValueError(f"{name} must lie between 0 and 1, got {value}.")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raises unless `value` is a positive, finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value}.")
 
 
 def resolve_clip(given: object) -> ClipPolicy:

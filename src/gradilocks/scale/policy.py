@@ -1,4 +1,4 @@
-"""Loss in, scaled loss out; and the policies that say by how much.
+"""What a scale policy is, and those that ask only whether a step overflowed.
 
 A policy is a frozen configuration. What moves is a ScaleState, advanced in place on its device, so
 that neither the host nor a captured graph has to know what the scale is.
@@ -18,18 +18,26 @@ from gradilocks import kernels
 from gradilocks.values import ScaleState, moved, wide
 
 __all__ = [
+    "HIGHEST",
+    "LARGEST",
+    "SMALLEST",
     "DynamicScale",
     "NoScale",
     "ScalePolicy",
     "StaticScale",
     "advance_dynamic",
+    "check_scale",
+    "number",
     "resolve_scale",
     "scale_loss",
 ]
 
+Device = torch.device  # For DynamicScale, where `torch` is a method.
 SMALLEST = 2.0**-126
 """The smallest scale whose reciprocal, and whose own float32 value, are both normal numbers."""
 LARGEST = float(torch.finfo(torch.float32).max)
+HIGHEST = 2.0**127
+"""The largest power of two in float32: a scale that starts as one stays one."""
 _MOST = torch.iinfo(torch.int32).max
 
 
@@ -82,7 +90,7 @@ class StaticScale:
     scale: float
 
     def __post_init__(self) -> None:
-        _check_scale("scale", self.scale)
+        check_scale("scale", self.scale)
 
     def start(self, device: torch.device) -> ScaleState:
         return _state(self.scale, 0, 0, device)
@@ -116,6 +124,9 @@ class DynamicScale:
         max_scale: the ceiling. A growth that would pass it is not taken, so that a scale that is a
             power of two stays one.
         hysteresis: how many non-finite steps it takes to back off; refilled on growth.
+        delay: so many more finite steps before the first growth after a start or an overflow.
+        tolerance: back off only when the non-finite steps since the last time are this share of
+            the steps since the scale last moved; 0 for every time.
 
     Example:
         >>> policy = DynamicScale(init_scale=8.0)
@@ -134,32 +145,107 @@ class DynamicScale:
     min_scale: float = 2.0**-24
     max_scale: float = 2.0**32
     hysteresis: int = 1
+    delay: int = 0
+    tolerance: float = 0.0
+
+    @classmethod
+    def torch(cls) -> DynamicScale:
+        """As torch.amp.GradScaler: from 2^16, ×2 after 2000 finite steps, ÷2 at every overflow."""
+        return cls(min_scale=SMALLEST, max_scale=HIGHEST)
+
+    @classmethod
+    def megatron(
+        cls,
+        *,
+        init_scale: float = 2.0**32,
+        growth_interval: int = 1000,
+        min_scale: float = 1.0,
+        hysteresis: int = 2,
+    ) -> DynamicScale:
+        """As Megatron-LM: from 2^32 and never below 1; the second overflow in a row of them backs
+        off, and growth alone forgives the first."""
+        return cls(
+            init_scale=init_scale,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=HIGHEST,
+            hysteresis=hysteresis,
+        )
+
+    @classmethod
+    def deepspeed(
+        cls,
+        *,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 1000,
+        min_scale: float = 1.0,
+        hysteresis: int = 2,
+    ) -> DynamicScale:
+        """As DeepSpeed: from 2^16 and never below 1, with hysteresis; after a start or an overflow
+        the first growth takes one finite step more. (DeepSpeed ends a run that overflows at the
+        floor; here `give_up_after` does.)"""
+        return cls(
+            init_scale=init_scale,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=HIGHEST,
+            hysteresis=hysteresis,
+            delay=1,
+        )
+
+    @classmethod
+    def fairseq(
+        cls,
+        *,
+        init_scale: float = 2.0**7,
+        growth_interval: int = 2**14,
+        tolerance: float = 0.0,
+    ) -> DynamicScale:
+        """As fairseq: from 2^7 and never below 2^-13, where fairseq ends the run; backs off when
+        the share of overflows since the scale last moved reaches `tolerance`. Divide the interval
+        by the number of data-parallel ranks and of accumulated batches, as fairseq does."""
+        return cls(
+            init_scale=init_scale,
+            growth_interval=growth_interval,
+            min_scale=2.0**-13,
+            max_scale=HIGHEST,
+            tolerance=tolerance,
+        )
 
     def __post_init__(self) -> None:
         for name in ("init_scale", "min_scale", "max_scale"):
-            _check_scale(name, getattr(self, name))
+            check_scale(name, getattr(self, name))
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"init_scale must lie between min_scale and max_scale, got {self.init_scale} "
                 f"outside [{self.min_scale}, {self.max_scale}]."
             )
-        if not 1.0 < _number("growth_factor", self.growth_factor) < math.inf:
+        if not 1.0 < number("growth_factor", self.growth_factor) < math.inf:
             raise ValueError(f"growth_factor must be greater than 1, got {self.growth_factor}.")
-        if not 0.0 < _number("backoff_factor", self.backoff_factor) < 1.0:
+        if not 0.0 < number("backoff_factor", self.backoff_factor) < 1.0:
             raise ValueError(f"backoff_factor must be between 0 and 1, got {self.backoff_factor}.")
-        for name in ("growth_interval", "hysteresis"):
+        for name, lowest in (("growth_interval", 1), ("hysteresis", 1), ("delay", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+            if value < lowest:
+                raise ValueError(f"{name} must be at least {lowest}, got {value}.")
+        if not 0.0 <= number("tolerance", self.tolerance) <= 1.0:
+            raise ValueError(f"tolerance must lie between 0 and 1, got {self.tolerance}.")
         if self.hysteresis > _MOST:
             raise ValueError(f"hysteresis must be at most {_MOST}, got {self.hysteresis}.")
 
-    def start(self, device: torch.device) -> ScaleState:
-        return _state(self.init_scale, 0, self.hysteresis, device)
+    def start(self, device: Device) -> ScaleState:
+        state = _state(self.init_scale, -self.delay, self.hysteresis, device)
+        if self.tolerance:
+            for name in ("since", "overflows"):
+                state.more[name] = torch.zeros((), dtype=torch.int32, device=device)
+        return state
 
     def advance(self, state: ScaleState, skip: Tensor) -> None:
+        if self.tolerance or self.delay:
+            self._advance_more(state, skip)
+            return
         advance_dynamic(
             state,
             skip,
@@ -170,6 +256,27 @@ class DynamicScale:
             max_scale=self.max_scale,
             hysteresis=self.hysteresis,
         )
+
+    def _advance_more(self, state: ScaleState, skip: Tensor) -> None:
+        """As `advance_dynamic`, with a delay or a tolerance."""
+        skipped = skip > 0
+        scale = state.scale.to(wide(state.scale.device))
+        tracker = torch.where(skipped, -self.delay, state.growth_tracker + 1)
+        full = tracker >= min(self.growth_interval, _MOST)
+        left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
+        backs_off = skipped & (left <= 0)
+        if self.tolerance:
+            since, overflows = state.more["since"] + 1, state.more["overflows"] + skipped
+            backs_off = backs_off & (overflows >= self.tolerance * since)
+            state.more["since"].copy_(torch.where(backs_off | full, 0, since))
+            state.more["overflows"].copy_(torch.where(backs_off, 0, overflows))
+        grown = scale * self.growth_factor
+        grown = torch.where(grown <= self.max_scale, grown, scale)
+        scale = torch.where(backs_off, scale * self.backoff_factor, scale)
+        scale = torch.where(full, grown, scale).clamp(self.min_scale, self.max_scale)
+        state.scale.copy_(scale)
+        state.growth_tracker.copy_(torch.where(full, 0, tracker))
+        state.hysteresis.copy_(torch.where(full, self.hysteresis, left))
 
     def bounds(self) -> tuple[float, float]:
         return self.min_scale, self.max_scale
@@ -245,15 +352,17 @@ def _state(scale: float, tracker: int, hysteresis: int, device: torch.device) ->
     )
 
 
-def _check_scale(name: str, value: float) -> None:
-    if not SMALLEST <= _number(name, value) <= LARGEST:
+def check_scale(name: str, value: float) -> None:
+    """Raises unless `value` can be a scale."""
+    if not SMALLEST <= number(name, value) <= LARGEST:
         raise ValueError(
             f"{name} must be a positive float32 whose reciprocal is finite, between {SMALLEST:.3g} "
-            f"and {LARGEST:.3g}, got {_number(name, value)}."
+            f"and {LARGEST:.3g}, got {number(name, value)}."
         )
 
 
-def _number(name: str, value: object) -> float:
+def number(name: str, value: object) -> float:
+    """`value` as a float, or a TypeError that names it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
     try:

@@ -1,0 +1,178 @@
+"""Several policies one after the other, each on what the one before has left."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.clip.policy import ClipByValue, Memory
+from gradilocks.total import total_norm
+from gradilocks.values import ClipLimit, Measurement
+
+__all__ = ["Chain", "chain"]
+
+
+def chain(*policies: Any) -> Chain:
+    """Clip policies one after the other: `chain(SkipSpikes(), ClipByNorm(1.0))`.
+
+    Each sees the gradients as the one before has left them. One that rejects a step rejects it for
+    all, and none of them learns from it.
+
+    Args:
+        policies: two or more, measured with the same order; ClipByValue only as the last one.
+    """
+    return Chain(policies)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What `chain` makes.
+
+    Example:
+        >>> from gradilocks.clip import ClipByNorm, SkipSpikes
+        >>> len(chain(SkipSpikes(), ClipByNorm(1.0)).policies)
+        2
+    """
+
+    policies: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policies", tuple(self.policies))
+        if len(self.policies) < 2:
+            raise ValueError(f"chain takes two policies or more, got {len(self.policies)}.")
+        for policy in self.policies:
+            if isinstance(policy, type) or not hasattr(policy, "limit"):
+                raise TypeError(
+                    f"chain takes clip policies such as ClipByNorm(1.0), got {policy!r}."
+                )
+        orders = {float(policy.order) for policy in self.policies}
+        if len(orders) > 1:
+            raise ValueError(
+                f"the policies of a chain measure one norm, got orders {sorted(orders)}. Give them "
+                "the same order."
+            )
+        if any(isinstance(policy, ClipByValue) for policy in self.policies[:-1]):
+            raise ValueError(
+                "ClipByValue must be the last of a chain: what is left of a norm after it is known "
+                "only by measuring again."
+            )
+
+    @property
+    def order(self) -> float:
+        return float(self.policies[0].order)
+
+    @property
+    def needs_largest(self) -> bool:
+        return any(policy.needs_largest for policy in self.policies)
+
+    @property
+    def apart(self) -> bool:
+        """Whether one of them bounds gradients apart from each other."""
+        return any(getattr(policy, "apart", False) for policy in self.policies)
+
+    @property
+    def by_unit(self) -> bool:
+        """Whether one of them needs whole units."""
+        return any(getattr(policy, "by_unit", False) for policy in self.policies)
+
+    def check(self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]) -> None:
+        """Lets each policy that wants to look at names and groups do so."""
+        for policy in self.policies:
+            if hasattr(policy, "check"):
+                policy.check(names, groups)
+
+    def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for k, policy in enumerate(self.policies):
+            if hasattr(policy, "start"):
+                for name, tensor in policy.start(device, count).items():
+                    state[f"{k}.{name}"] = tensor
+        return state
+
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory) -> ClipLimit:
+        limits = self._limits(measurement, scale, state)
+        coefficient, clipped = limits[0][1].coefficient, limits[0][1].clipped
+        factors, units, reject = (getattr(limits[0][1], f) for f in ("factors", "units", "reject"))
+        value, bound = limits[0][1].value, limits[0][1].limit
+        for _, each in limits[1:]:
+            if each.value is not None:  # It bounds what the others have left.
+                value = each.value
+            coefficient = coefficient * each.coefficient
+            clipped = torch.maximum(clipped, each.clipped)
+            factors = _product(factors, each.factors)
+            units = _unit_product(units, each.units)
+            bound = torch.minimum(bound, each.limit)
+            if each.reject is not None:
+                reject = each.reject if reject is None else torch.maximum(reject, each.reject)
+        return ClipLimit(
+            coefficient=coefficient, limit=bound, clipped=clipped, value=value,
+            factors=factors, units=units, norms=None, reject=reject,
+        )  # fmt: skip
+
+    def advance(
+        self,
+        state: Memory,
+        measurement: Measurement,
+        scale: Tensor,
+        limit: ClipLimit,
+        skip: Tensor,
+    ) -> None:
+        limits = self._limits(measurement, scale, state)
+        for k, (policy, (seen, each)) in enumerate(zip(self.policies, limits, strict=True)):
+            if hasattr(policy, "start"):
+                policy.advance(_own(state, k), seen, scale, each, skip)
+
+    def _limits(
+        self, measurement: Measurement, scale: Tensor, state: Memory
+    ) -> list[tuple[Measurement, ClipLimit]]:
+        """What each policy sees, and what limit it sets."""
+        found = []
+        for k, policy in enumerate(self.policies):
+            if hasattr(policy, "start"):
+                limit = policy.limit(measurement, scale, _own(state, k))
+            else:
+                limit = policy.limit(measurement, scale)
+            found.append((measurement, limit))
+            measurement = _after(measurement, limit)
+        return found
+
+
+def _own(state: Memory, k: int) -> dict[str, Tensor]:
+    prefix = f"{k}."
+    return {name[len(prefix) :]: t for name, t in state.items() if name.startswith(prefix)}
+
+
+def _after(measurement: Measurement, limit: ClipLimit) -> Measurement:
+    """The Measurement of the gradients as `limit` leaves them."""
+    statistics = measurement.tensors
+    shrunk = limit.coefficient if limit.factors is None else limit.coefficient * limit.factors
+    norms = statistics.norms * shrunk if limit.norms is None else limit.norms
+    largest = None if statistics.largest is None else statistics.largest * shrunk
+    norm = total_norm(norms, measurement.order)
+    if limit.factors is None and limit.norms is None:
+        norm = measurement.norm * limit.coefficient  # Also where other ranks have a part in it.
+    norm = torch.where(measurement.nonfinite > 0, measurement.norm, norm)
+    return dataclasses.replace(
+        measurement,
+        norm=norm,
+        tensors=dataclasses.replace(statistics, norms=norms, largest=largest),
+    )
+
+
+def _product(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one * other
+
+
+def _unit_product(
+    one: Sequence[Tensor | None] | None, other: Sequence[Tensor | None] | None
+) -> Sequence[Tensor | None] | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return [_product(a, b) for a, b in zip(one, other, strict=True)]

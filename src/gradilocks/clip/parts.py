@@ -1,0 +1,218 @@
+"""Policies that bound gradients apart from each other: one by one, or group by group."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.clip.policy import check_max_norm, clip_coefficient
+from gradilocks.values import ClipLimit, Measurement, Scene, moved
+
+__all__ = ["ClipPerGroup", "ClipPerTensor", "among_all", "at_places", "scene_of"]
+
+_MOST_KNOWN = 16
+
+
+@dataclass(frozen=True)
+class ClipPerTensor:
+    """Shortens each gradient on its own so that its norm is at most `max_norm`.
+
+        factor = min(1, max_norm / (norm of this gradient + 1e-6))
+
+    Args:
+        max_norm: the bound, not negative.
+        order: the p of the norm, at least 1; `math.inf` bounds the largest element.
+
+    Example:
+        >>> ClipPerTensor(1.0)
+        ClipPerTensor(max_norm=1.0, order=2.0)
+
+    Reference: the per-layer clipping of differentially private training and of many RL code bases.
+    Use it where one layer must not take the others' share; the direction of the whole turns.
+    """
+
+    max_norm: float
+    order: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_max_norm(self.max_norm)
+        _check_order(self.order)
+
+    @property
+    def needs_largest(self) -> bool:
+        return False
+
+    @property
+    def apart(self) -> bool:
+        """Bounds gradients apart from each other."""
+        return True
+
+    def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
+        norms = measurement.tensors.norms / scale
+        factors = clip_coefficient(norms, self.max_norm, measurement.nonfinite)
+        return _apart(measurement, factors)
+
+
+@dataclass(frozen=True)
+class ClipPerGroup:
+    """Shortens the gradients of each group together, each group to its own limit or to none.
+
+        factor = min(1, limit / (norm of the group's gradients + 1e-6))
+
+    Args:
+        limits: from a group to its largest norm, or to None for no limit. A group is named by its
+            number (0), by the "name" in its param_group, or by a pattern of parameter names as in
+            a shell ("embed.*", "*.bias"). The first that fits a parameter counts.
+        otherwise: the limit for all other parameters together; None for none.
+        order: the p of the norm, at least 1.
+
+    Example:
+        >>> ClipPerGroup({"embed.*": 0.5, "head.*": None}, otherwise=1.0).otherwise
+        1.0
+
+    Use it where parts of a model want different limits or none: Muon's matrices, whose update does
+    not depend on the norm, embeddings, heads.
+    """
+
+    limits: Mapping[str | int, float | None]
+    otherwise: float | None = None
+    order: float = 2.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_known", {})
+        given: object = self.limits
+        if not isinstance(given, Mapping) or not given:
+            raise TypeError(
+                "limits must be a dict from a group or a pattern of names to a norm or None, got "
+                f"{self.limits!r}."
+            )
+        for key, bound in self.limits.items():
+            if isinstance(key, bool) or not isinstance(key, (str, int)):
+                raise TypeError(f"a group is named by a str or an int, got {key!r} in limits.")
+            if bound is not None:
+                check_max_norm(bound, name=f"limits[{key!r}]", none="None")
+        if self.otherwise is not None:
+            check_max_norm(self.otherwise, name="otherwise", none="None")
+        _check_order(self.order)
+
+    def __reduce__(self) -> Any:
+        return ClipPerGroup, (dict(self.limits), self.otherwise, self.order)
+
+    @property
+    def needs_largest(self) -> bool:
+        return False
+
+    @property
+    def apart(self) -> bool:
+        """Bounds gradients apart from each other."""
+        return True
+
+    def check(self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]) -> None:
+        """Raises if a group or a pattern fits no parameter."""
+        for key in self.limits:
+            if not any(_fits(key, name, group) for name, group in zip(names, groups, strict=True)):
+                there = sorted({name for _, name in groups if name is not None})
+                raise ValueError(
+                    f"limits[{key!r}] fits no parameter. There are {len({n for n, _ in groups})} "
+                    f"groups{f' named {there}' if there else ''}, and parameters such as "
+                    f"{', '.join(names[:3])}."
+                )
+
+    def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
+        norms = measurement.tensors.norms
+        scene = scene_of(measurement, "ClipPerGroup")
+        member, bounds = self._members(scene, norms)
+        unit = norms.amax() if norms.numel() else norms.new_ones(())
+        unit = torch.where((unit > 0) & torch.isfinite(unit), unit, torch.ones_like(unit))
+        sums = norms.new_zeros(bounds.numel())
+        if self.order == math.inf:
+            together = sums.scatter_reduce(0, member, norms, "amax")
+        else:
+            powers = sums.index_add(0, member, (norms / unit) ** self.order)
+            together = unit * powers ** (1.0 / self.order)
+        together = together / scale
+        finite = torch.clamp(together, max=torch.finfo(together.dtype).max)
+        factors = torch.clamp(bounds / (finite + 1e-6), max=1.0)
+        factors = torch.where(measurement.nonfinite > 0, torch.ones_like(factors), factors)
+        return _apart(measurement, factors[member])
+
+    def _members(self, scene: Scene, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Each gradient's group by number, and the groups' bounds, the last one `otherwise`'s."""
+        known: dict[object, tuple[Tensor, Tensor]] = self.__dict__["_known"]
+        names, groups = scene.names(), scene.groups()
+        key = (tuple(names), tuple(groups), tuple(scene.places), like.device, like.dtype)
+        if key not in known:
+            order = list(self.limits)
+            numbers = [
+                next(
+                    (k for k, each in enumerate(order) if _fits(each, names[i], groups[i])),
+                    len(order),
+                )
+                for i in scene.places
+            ]
+            bounds = [*self.limits.values(), self.otherwise]
+            host = torch.tensor([math.inf if b is None else b for b in bounds], dtype=like.dtype)
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            member = torch.tensor(numbers, dtype=torch.int64)
+            known[key] = moved(member, like.device), moved(host, like.device)
+        return known[key]
+
+
+def _fits(key: str | int, name: str, group: tuple[int, str | None]) -> bool:
+    if isinstance(key, int):
+        return group[0] == key
+    return group[1] == key or fnmatch.fnmatchcase(name, key)
+
+
+def _apart(measurement: Measurement, factors: Tensor) -> ClipLimit:
+    norm = measurement.norm
+    return ClipLimit(
+        coefficient=torch.ones_like(norm),
+        limit=torch.full_like(norm, math.inf),
+        clipped=(factors < 1.0).any().to(torch.float32),
+        factors=factors,
+    )
+
+
+def _check_order(order: object) -> None:
+    if isinstance(order, bool) or not isinstance(order, (int, float)):
+        raise TypeError(f"order must be a number, got {type(order).__name__}.")
+    if not order >= 1.0:
+        raise ValueError(f"order must be at least 1 or math.inf, got {order}.")
+
+
+def scene_of(measurement: Measurement, policy: str) -> Scene:
+    """The Scene that `policy` needs."""
+    if measurement.scene is None:
+        raise ValueError(
+            f"{policy} needs to know whose gradients were measured: use it through "
+            "GradientControl(clip=...) or GradScaler(clip=...)."
+        )
+    return measurement.scene
+
+
+def at_places(every: Tensor, measurement: Measurement) -> Tensor:
+    """Of numbers of all parameters those of the parameters that have a gradient."""
+    scene = measurement.scene
+    if scene is None or len(scene.places) == every.numel():
+        return every
+    return every[_index(scene, every.device)]
+
+
+def among_all(every: Tensor, here: Tensor, measurement: Measurement) -> Tensor:
+    """Numbers of all parameters, replaced where a parameter has a gradient."""
+    scene = measurement.scene
+    if scene is None or len(scene.places) == every.numel():
+        return here
+    return every.index_copy(0, _index(scene, every.device), here)
+
+
+def _index(scene: Scene, device: torch.device) -> Tensor:
+    return moved(torch.tensor(list(scene.places), dtype=torch.int64), device)

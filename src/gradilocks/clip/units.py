@@ -1,0 +1,131 @@
+"""AdaptiveClip: every unit's gradient bounded by the size of its weights."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.clip.parts import scene_of
+from gradilocks.clip.policy import check_positive
+from gradilocks.values import ClipLimit, Measurement, wide
+
+__all__ = ["AdaptiveClip"]
+
+
+@dataclass(frozen=True)
+class AdaptiveClip:
+    """Bounds the gradient of each unit by a share of the norm of the unit's weights.
+
+        for each unit:  limit = clipping * max(norm of its weights, eps)
+                        factor = min(1, limit / max(norm of its gradient, 1e-6))
+
+    A unit is a row of a matrix or an output channel of a convolution; a vector or a number is one
+    unit. One more read of weights and gradients, and a pass over those gradients that have units.
+
+    Args:
+        clipping: the share; the authors use 0.01 for batches of 4096 and more for smaller ones.
+        eps: for weights that are zero, as they are at the start.
+        exclude: patterns of parameter names, as in a shell, that are left alone: the authors leave
+            out the last layer, here `exclude=("head.*",)`.
+
+    Example:
+        >>> AdaptiveClip(0.01, exclude=("head.*",)).clipping
+        0.01
+
+    Reference: Brock et al., "High-Performance Large-Scale Image Recognition Without
+    Normalization", ICML 2021. Use it for networks without normalisation and large batches.
+    """
+
+    clipping: float = 0.01
+    eps: float = 1e-3
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_positive("clipping", self.clipping)
+        check_positive("eps", self.eps)
+        given: Any = self.exclude
+        patterns = () if isinstance(given, str) else tuple(given)
+        if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(f"exclude must be a tuple of patterns, got {given!r}.")
+        object.__setattr__(self, "exclude", patterns)
+
+    @property
+    def order(self) -> float:
+        return 2.0
+
+    @property
+    def needs_largest(self) -> bool:
+        return False
+
+    @property
+    def apart(self) -> bool:
+        """Bounds gradients apart from each other."""
+        return True
+
+    @property
+    def by_unit(self) -> bool:
+        """Needs whole units."""
+        return True
+
+    def check(self, names: list[str], groups: list[tuple[int, str | None]]) -> None:
+        """Raises if a pattern fits no parameter."""
+        for pattern in self.exclude:
+            if not fnmatch.filter(names, pattern):
+                raise ValueError(
+                    f"exclude: {pattern!r} fits no parameter. There are parameters such as "
+                    f"{', '.join(names[:3])}."
+                )
+
+    def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
+        scene = scene_of(measurement, "AdaptiveClip")
+        names = scene.names() if self.exclude else ()
+        norm, norms = measurement.norm, measurement.tensors.norms
+        units: list[Tensor | None] = []
+        after: list[Tensor] = []
+        clipped = torch.zeros_like(norm, dtype=torch.bool)
+        for k, (param, grad) in enumerate(zip(scene.params, scene.tensors, strict=True)):
+            name = names[scene.places[k]] if names else ""
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude):
+                units.append(None)
+                after.append(norms[k])
+                continue
+            lengths = _lengths(grad) / scale
+            bound = self.clipping * _lengths(_weights(param)).clamp(min=self.eps)
+            over = (lengths > bound) & (measurement.nonfinite == 0)
+            factor = torch.where(over, bound / lengths.clamp(min=1e-6), torch.ones_like(lengths))
+            units.append(factor)
+            after.append(torch.linalg.vector_norm(lengths * factor).to(norms.dtype) * scale)
+            clipped = clipped | over.any()
+        return ClipLimit(
+            coefficient=torch.ones_like(norm),
+            limit=torch.full_like(norm, math.inf),
+            clipped=clipped.to(torch.float32),
+            units=units,
+            norms=torch.stack(after) if after else norms,
+        )
+
+
+def _weights(param: Tensor) -> Tensor:
+    """The weights that the gradient's elements belong to: of a sparse one, the rows it has."""
+    weights = param.detach()
+    grad = param.grad
+    if grad is not None and grad.layout is torch.sparse_coo:
+        weights = weights[grad._indices()[0]]
+    return weights
+
+
+def _lengths(tensor: Tensor) -> Tensor:
+    """The norm of each unit, so shaped that it broadcasts to the tensor."""
+    dtype = wide(tensor.device)  # The square of a float32 may be more than float32 holds.
+    lengths: Tensor
+    if tensor.dim() <= 1:
+        lengths = torch.linalg.vector_norm(tensor, dtype=dtype)
+    else:
+        dims = tuple(range(1, tensor.dim()))
+        lengths = torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=dtype)
+    return lengths

@@ -1,0 +1,79 @@
+"""What other systems save of their scaler, as what torch's would have saved.
+
+A dict of Megatron-LM, DeepSpeed, fairseq or apex in; scale and trackers out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gradilocks.errors import BadState
+from gradilocks.record import fetch
+
+__all__ = ["Foreign", "recognized"]
+
+
+class Foreign(NamedTuple):
+    """The state of somebody else's scaler."""
+
+    system: str
+    scale: Any
+    growth_tracker: int
+    hysteresis: int | None = None
+
+
+def recognized(saved: Mapping[str, Any], *, growth_interval: int, delay: int) -> Foreign | None:
+    """The state that `saved` holds, or None if it is of none of these systems.
+
+    Args:
+        saved: a dict.
+        growth_interval: of the policy that is to go on with it.
+        delay: likewise.
+    """
+    if {"scale", "growth_tracker", "hysteresis_tracker"} <= set(saved):
+        return Foreign(
+            "Megatron-LM",
+            _number(saved["scale"]),
+            _whole("growth_tracker", saved["growth_tracker"]),
+            _whole("hysteresis_tracker", saved["hysteresis_tracker"], lowest=-(2**31)),
+        )
+    if {"cur_scale", "cur_iter", "last_overflow_iter"} <= set(saved):
+        finite = _whole("cur_iter", saved["cur_iter"]) - 1
+        finite -= _whole("last_overflow_iter", saved["last_overflow_iter"], lowest=-1)
+        if finite < 0:
+            raise BadState(
+                f"cur_iter must be after last_overflow_iter in the state_dict of DeepSpeed, got "
+                f"{saved['cur_iter']} and {saved['last_overflow_iter']}."
+            )
+        # It grows on the step after `growth_interval` finite ones: `delay` counts that step.
+        tracker = finite - delay
+        if finite > delay:
+            tracker %= growth_interval
+        return Foreign("DeepSpeed", _number(saved["cur_scale"]), tracker)
+    if "loss_scaler0" in saved and isinstance(saved["loss_scaler0"], Mapping):
+        inner = saved["loss_scaler0"]
+        if {"loss_scale", "unskipped"} <= set(inner):
+            return Foreign(
+                "apex", _number(inner["loss_scale"]), _whole("unskipped", inner["unskipped"])
+            )
+    if "loss_scale" in saved and "scale" not in saved:
+        return Foreign("fairseq", _number(saved["loss_scale"]), 0)
+    return None
+
+
+def _number(value: Any) -> Any:
+    """A tensor of one element as a number, anything else as it is."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return value
+    number = fetch(value.detach().reshape(()))[0]
+    return number if value.is_floating_point() else int(number)
+
+
+def _whole(name: str, value: Any, *, lowest: int = 0) -> int:
+    value = _number(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**31:
+        raise BadState(f"{name} in the state_dict must be a whole number, got {value!r}.")
+    return value

@@ -1,0 +1,138 @@
+"""HeadroomScale: the scale that the gradients have room for, found without wasting a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradilocks.scale.policy import check_scale, number
+from gradilocks.values import ScaleState, wide
+
+__all__ = ["HeadroomScale"]
+
+_FROM_NOTHING = 16.0
+"""How much faster than by measure the scale may grow where every gradient has vanished."""
+
+
+@dataclass(frozen=True)
+class HeadroomScale:
+    """Keeps `margin` doublings between the largest gradient and the largest number of the format.
+
+        taken step:    room = floor(log2(largest_value / largest magnitude)) - margin
+                       scale = scale * 2^room, but not above the ceiling
+                       every `growth_interval` taken steps in a row:  ceiling *= growth_factor
+        overflow:      ceiling = scale = scale * backoff_factor
+        loss is NaN:   nothing; no scale can help
+
+    So it starts low, is where it belongs after one or two steps, and comes down before gradients
+    overflow that grow slowly. An overflow may start in the gradient of an activation, which no
+    parameter's gradient shows; so the scale that overflowed is remembered, and tried again only
+    after `growth_interval` finite steps.
+
+    Args:
+        init_scale: the scale of the first step.
+        margin: how many doublings are kept free.
+        largest_value: of the format in which gradients are computed; float16's by default.
+        growth_factor: by how much the ceiling is lifted.
+        backoff_factor: what remains of the scale after an overflow.
+        growth_interval: how many finite steps in a row lift the ceiling.
+        min_scale, max_scale: the bounds.
+
+    Example:
+        >>> HeadroomScale(margin=3).margin
+        3
+
+    Use it for float16 instead of `DynamicScale`, whose first steps are lost to overflows: torch's
+    starts at 65536, Megatron's at 2^32, and each overflow costs a step.
+    """
+
+    init_scale: float = 2.0**8
+    margin: int = 4
+    largest_value: float = 65504.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    min_scale: float = 2.0**-24
+    max_scale: float = 2.0**32
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "min_scale", "max_scale", "largest_value"):
+            check_scale(name, getattr(self, name))
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise ValueError(
+                f"init_scale must lie between min_scale and max_scale, got {self.init_scale} "
+                f"outside [{self.min_scale}, {self.max_scale}]."
+            )
+        if not 1.0 < number("growth_factor", self.growth_factor) < math.inf:
+            raise ValueError(f"growth_factor must be greater than 1, got {self.growth_factor}.")
+        if not 0.0 < number("backoff_factor", self.backoff_factor) < 1.0:
+            raise ValueError(f"backoff_factor must be between 0 and 1, got {self.backoff_factor}.")
+        for name, lowest in (("margin", 0), ("growth_interval", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
+            if value < lowest:
+                raise ValueError(f"{name} must be at least {lowest}, got {value}.")
+
+    @property
+    def needs_largest(self) -> bool:
+        """Asks for the largest magnitude, and whether the loss was finite."""
+        return True
+
+    def start(self, device: torch.device) -> ScaleState:
+        def one(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((), value, dtype=dtype, device=device)
+
+        return ScaleState(
+            scale=one(self.init_scale, torch.float32),
+            growth_tracker=one(0, torch.int32),
+            hysteresis=one(0, torch.int32),
+            more={"ceiling": one(self.max_scale, wide(device))},
+        )
+
+    def advance(
+        self,
+        state: ScaleState,
+        skip: Tensor,
+        *,
+        largest: Tensor | None = None,
+        loss_nonfinite: Tensor | None = None,
+    ) -> None:
+        """Moves `state` on in place.
+
+        Args:
+            state: of this policy.
+            skip: 0-d, 1 if a gradient was not finite.
+            largest: 0-d, the largest magnitude of the scaled gradients; None if it is not known.
+            loss_nonfinite: 0-d, 1 if the loss itself was NaN or Inf.
+        """
+        scale = state.scale.to(wide(state.scale.device))
+        ceiling, overflow = state.more["ceiling"], skip > 0
+        if loss_nonfinite is not None:
+            blameless = loss_nonfinite > 0
+            overflow = overflow & torch.logical_not(blameless)
+        else:
+            blameless = torch.zeros_like(overflow)
+        room = torch.zeros_like(scale)
+        if largest is not None:
+            peak = largest.to(scale.dtype)
+            found = torch.floor(torch.log2(self.largest_value / peak)) - self.margin
+            room = torch.where(peak > 0, found, math.log2(_FROM_NOTHING))
+            room = torch.where(torch.isfinite(peak), room, torch.zeros_like(room))
+        tracker = torch.where(overflow, 0, state.growth_tracker + 1)
+        full = tracker >= self.growth_interval
+        lifted = torch.where(full, ceiling * self.growth_factor, ceiling)
+        fitting = torch.minimum(scale * torch.exp2(room), lifted)
+        fallen = scale * self.backoff_factor
+        moved = torch.where(overflow, fallen, fitting).clamp(self.min_scale, self.max_scale)
+        new_ceiling = torch.where(overflow, moved, lifted.clamp(max=self.max_scale))
+        state.scale.copy_(torch.where(blameless, scale, moved))
+        ceiling.copy_(torch.where(blameless, ceiling, new_ceiling))
+        counted = torch.where(full, 0, tracker)
+        state.growth_tracker.copy_(torch.where(blameless, state.growth_tracker, counted))
+
+    def bounds(self) -> tuple[float, float]:
+        return self.min_scale, self.max_scale

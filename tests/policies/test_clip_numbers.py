@@ -1,0 +1,276 @@
+"""The published numbers of each clip policy, and what a NaN or a rejected step must not change."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from gradilocks import (
+    AdaGC,
+    AdaptiveClip,
+    ClipByNorm,
+    ClipByValue,
+    ClipPerGroup,
+    ClipPerTensor,
+    DynamicScale,
+    GradientControl,
+    QuantileClip,
+    SkipSpikes,
+    ZScoreClip,
+    chain,
+)
+
+NAN, INF = math.nan, math.inf
+NORMS = (1.0, 2.0, 3.0, 2.0, 2.0, 10.0, 2.5)
+
+
+class Run:
+    """Steps a model whose gradients are given."""
+
+    def __init__(self, policy, *sizes, scale=1024.0, fused=False, names=(), **settings):
+        self.params = [nn.Parameter(torch.zeros(size)) for size in sizes or (1,)]
+        given = list(zip(names, self.params, strict=True)) if names else self.params
+        optimizer = torch.optim.SGD(given, lr=1.0, fused=fused)
+        self.control = GradientControl(optimizer, clip=policy, scale=scale, **settings)
+
+    def step(self, *norms):
+        """Gradients of these norms; returns by what each was multiplied, and the Outcome."""
+        self.control.zero_grad()
+        before = [param.detach().clone() for param in self.params]
+        loss = sum(
+            (p * (norm / math.sqrt(p.numel()))).sum()
+            for p, norm in zip(self.params, norms, strict=True)
+        )
+        self.control.backward(loss)
+        outcome = self.control.step()
+        moved = [(b - p.detach()).norm().item() for b, p in zip(before, self.params, strict=True)]
+        return [m / n if n else 0.0 for m, n in zip(moved, norms, strict=True)], outcome
+
+    @property
+    def memory(self):
+        return {name: tensor.tolist() for name, tensor in self.control._judge.memory.items()}
+
+
+def limits(policy, norms):
+    run = Run(policy)
+    return [run.step(norm)[1].limit for norm in norms]
+
+
+def test_zscore_clip():
+    run = Run(ZScoreClip(warmup=4))
+    for norm in NORMS[:4]:
+        assert run.step(norm)[1].limit == INF
+    assert run.memory == pytest.approx({"count": 4, "mean": 2.0, "var": 0.5})
+    run.step(NORMS[4])
+    assert run.memory["var"] == pytest.approx(0.485)
+    (factor,), outcome = run.step(NORMS[5])
+    assert outcome.limit == pytest.approx(2.37890673, rel=1e-7)
+    assert outcome.clipped
+    assert factor == pytest.approx(0.237890673, rel=1e-5)
+    assert run.memory["mean"] == pytest.approx(2.0113672, rel=1e-7)
+    assert run.memory["var"] == pytest.approx(0.47450256, rel=1e-7)
+    run.step(NORMS[6])
+    assert run.memory["mean"] == pytest.approx(2.02602619, rel=1e-7)
+    assert run.memory["var"] == pytest.approx(0.46700702, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("quantile", "expected"),
+    [(0.1, [1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]), (0.9, [1, 1.9, 2.8, 2.7, 2.6, 6.5, 5.8])],
+)
+def test_quantile_clip(quantile, expected):
+    assert limits(QuantileClip(quantile), NORMS) == pytest.approx(expected)
+
+
+def test_quantile_clip_forgets_what_is_older_than_its_window():
+    found = limits(QuantileClip(0.5, window=3), [100.0, 100.0, 1.0, 2.0, 3.0])
+    assert found[-1] == pytest.approx(2.0)
+
+
+def test_quantile_clip_watches_first():
+    assert limits(QuantileClip(0.1, warmup=2), [1.0, 2.0, 3.0]) == [INF, INF, pytest.approx(1.2)]
+
+
+def test_adagc():
+    run = Run(AdaGC(warmup=1, warmup_norm=INF))
+    run.step(1.0)
+    expected = [(1.0, 1.0, 1.0), (1.04, 1.0, 1.0008), (1.2, 0.8757, 1.0018008)]
+    expected += [(3.0, 0.35063028, 1.0028026), (0.9, 1.0, 1.00074655)]
+    for norm, factor, usual in expected:
+        (found,), _ = run.step(norm)
+        assert found == pytest.approx(factor, rel=1e-5)
+        assert run.memory["usual"] == pytest.approx([usual], rel=1e-5)
+
+
+def test_adagc_warms_up_by_a_common_norm_and_remembers_the_smallest():
+    run = Run(AdaGC(warmup=2), 1, 1)
+    factors, outcome = run.step(3.0, 4.0)
+    assert factors == pytest.approx([0.2, 0.2], rel=1e-5)
+    assert outcome.limit == 1.0
+    run.step(0.3, 0.9)
+    assert run.memory["usual"] == pytest.approx([0.3, 0.8], rel=1e-4)
+
+
+def test_adagc_keeps_apart_who_has_a_gradient():
+    run = Run(AdaGC(warmup=1), 1, 1)
+    run.step(0.3, 0.4)
+    run.control.zero_grad()
+    run.control.backward((run.params[1] * 0.4).sum())  # The first one has none.
+    run.control.step()
+    assert run.memory["usual"] == pytest.approx([0.3, 0.4], rel=1e-4)
+
+
+def test_adagc_does_not_hold_an_idle_layer_at_zero():
+    run = Run(AdaGC(warmup=1), 1, 1)
+    run.step(0.0, 0.5)
+    run.step(0.0, 0.5)
+    factors, _ = run.step(0.5, 0.5)
+    assert factors[0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+@pytest.mark.parametrize("fused", [False, True])
+def test_adaptive_clip(scale, fused):
+    param = nn.Parameter(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    control = GradientControl(optimizer, clip=AdaptiveClip(0.01), scale=scale)
+    before = param.detach().clone()
+    control.backward((param * torch.tensor([[0.3, 0.4], [0.003, 0.004]])).sum())
+    outcome = control.step()
+    assert outcome.clipped
+    found = (before - param.detach()).flatten().tolist()
+    assert found == pytest.approx([0.03, 0.04, 6e-6, 8e-6], rel=1e-4)
+
+
+def test_adaptive_clip_leaves_out_what_is_excluded():
+    run = Run(AdaptiveClip(0.01, exclude=("head.*",)), 3, 3, names=("body.weight", "head.weight"))
+    factors, _ = run.step(1.0, 1.0)
+    assert factors == pytest.approx([1e-5, 1.0], rel=1e-4)
+
+
+def test_adaptive_clip_bounds_the_rows_that_a_sparse_gradient_has():
+    table = nn.Embedding(10, 2, sparse=True)
+    with torch.no_grad():
+        table.weight.fill_(1.0)
+    control = GradientControl(torch.optim.SGD(table.parameters(), lr=1.0), clip=AdaptiveClip(0.01))
+    control.backward(table(torch.tensor([3])).sum())
+    control.step()
+    assert table.weight[3].tolist() == pytest.approx([0.99, 0.99], rel=1e-5)
+    assert table.weight[4].tolist() == [1.0, 1.0]
+
+
+def test_clip_per_tensor():
+    factors, outcome = Run(ClipPerTensor(1.0), 2, 3).step(5.0, 0.5)
+    assert factors == pytest.approx([0.2, 1.0], rel=1e-5)
+    assert outcome.clipped
+    assert outcome.norm == pytest.approx(math.hypot(5.0, 0.5))
+
+
+def test_clip_per_group_by_pattern_number_and_name():
+    policy = ClipPerGroup({"embed.*": 1.0, "head.*": None}, otherwise=2.0)
+    run = Run(policy, 1, 1, 1, 1, names=("embed.a", "embed.b", "head.w", "body.w"))
+    factors, _ = run.step(3.0, 4.0, 100.0, 8.0)
+    assert factors == pytest.approx([0.2, 0.2, 1.0, 0.25], rel=1e-5)
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    groups = [
+        {"params": params[:1]},
+        {"params": params[1:2], "name": "muon"},
+        {"params": params[2:]},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    control = GradientControl(optimizer, clip=ClipPerGroup({0: 1.0, "muon": None}, otherwise=3.0))
+    control.backward(sum((p * 6.0).sum() for p in params))
+    control.step()
+    assert [p.item() for p in params] == pytest.approx([-1.0, -6.0, -3.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, INF])
+def test_clip_per_group_measures_any_order(order):
+    run = Run(ClipPerGroup({0: 1.0}, order=order), 1, 1)
+    factors, _ = run.step(3.0, 4.0)
+    norm = max(3.0, 4.0) if order == INF else (3.0**order + 4.0**order) ** (1 / order)
+    assert factors == pytest.approx([1 / norm] * 2, rel=1e-5)
+
+
+def test_skip_spikes():
+    run = Run(SkipSpikes(at_least=4, window=8), scale=DynamicScale(init_scale=64.0))
+    for norm in (1.0, 1.1, 0.9, 1.0):
+        assert not run.step(norm)[1].skipped
+    factors, outcome = run.step(50.0)
+    assert factors == [0.0]
+    assert outcome.skipped
+    assert outcome.rejected
+    assert run.control.scale == 64.0  # Nothing overflowed.
+    assert run.memory["count"] == 4
+    assert outcome.limit == pytest.approx(1.0 + 6 * math.sqrt(0.02 / 3), rel=1e-5)
+    _, outcome = run.step(1.05)
+    assert not outcome.skipped
+    assert not outcome.rejected
+
+
+def test_rejected_steps_are_not_counted_as_nonfinite():
+    run = Run(SkipSpikes(at_least=2, window=4), give_up_after=3)
+    for norm in (1.0, 1.0, *[50.0] * 10):
+        run.step(norm)
+    assert run.control.state_dict()["gradilocks"]["streak"] == 0
+
+
+MOVING = [
+    QuantileClip(0.5),
+    ZScoreClip(warmup=2),
+    AdaGC(warmup=2),
+    SkipSpikes(at_least=2, window=4),
+]
+MOVING.append(chain(SkipSpikes(at_least=2, window=4), ZScoreClip(warmup=2), ClipByNorm(1.0)))
+
+
+@pytest.mark.parametrize("policy", MOVING, ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_one_nonfinite_step_poisons_nothing(policy, bad):
+    healthy, struck = Run(policy), Run(policy)
+    for number in range(8):
+        norm = 1.0 + 0.1 * number
+        healthy.step(norm)
+        if number in (0, 3, 5):
+            assert struck.step(bad)[1].skipped
+        struck.step(norm)
+        assert struck.memory == healthy.memory
+
+
+def test_a_step_that_another_policy_rejects_teaches_nobody():
+    policy = chain(SkipSpikes(at_least=2, window=4), ZScoreClip(warmup=2))
+    run = Run(policy)
+    for norm in (1.0, 1.1, 1.0):
+        run.step(norm)
+    before = run.memory
+    assert run.step(50.0)[1].rejected
+    assert run.memory == before
+
+
+def test_a_chain_hands_on_what_is_left():
+    run = Run(chain(ClipPerTensor(3.0), ClipByNorm(1.0), ClipByValue(0.7)), 1, 1)
+    factors, outcome = run.step(6.0, 4.0)  # 3 and 3, then 0.7071 each, then 0.7.
+    assert [f * n for f, n in zip(factors, (6.0, 4.0), strict=True)] == pytest.approx([0.7, 0.7])
+    assert outcome.clipped
+    assert outcome.limit == 1.0
+
+
+@pytest.mark.parametrize("policy", MOVING, ids=lambda p: type(p).__name__)
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(policy):
+    whole, first = Run(policy, 2, 3), Run(policy, 2, 3)
+    norms = [(1.0 + 0.3 * (k % 3), 2.0 + 0.1 * k) for k in range(12)]
+    for pair in norms[:6]:
+        whole.step(*pair)
+        first.step(*pair)
+    second = Run(policy, 2, 3)
+    for mine, theirs in zip(second.params, first.params, strict=True):
+        mine.data.copy_(theirs.data)
+    second.control.load_state_dict(first.control.state_dict())
+    for pair in norms[6:]:
+        told = [str(run.step(*pair)) for run in (whole, second)]
+        assert told[0] == told[1]
+    assert whole.memory == second.memory
+    assert whole.control.state_dict() == second.control.state_dict()

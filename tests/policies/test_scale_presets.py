@@ -1,0 +1,203 @@
+"""The scales of other systems, step by step, and what they have saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gradilocks import DynamicScale, GradientControl, HeadroomScale
+from gradilocks.errors import BadState
+
+CPU = torch.device("cpu")
+
+
+def sequence(policy, flags):
+    state = policy.start(CPU)
+    found = []
+    for flag in flags:
+        policy.advance(state, torch.tensor(float(flag)))
+        found.append(state.scale.item())
+    return found
+
+
+def growths(policy, steps):
+    """The numbers of the finite steps after which the scale has grown."""
+    scales = [policy.init_scale, *sequence(policy, [0] * steps)]
+    return [k for k in range(1, steps + 1) if scales[k] > scales[k - 1]]
+
+
+def test_megatrons_rule():
+    policy = DynamicScale.megatron(init_scale=1024.0, growth_interval=3)
+    found = sequence(policy, [1, 0, 1, 1, 0, 0, 0, 1, 1])
+    assert found == [1024, 1024, 512, 256, 256, 256, 512, 512, 256]
+
+
+def test_when_they_grow():
+    assert growths(DynamicScale(growth_interval=4), 13) == [4, 8, 12]
+    assert growths(DynamicScale.fairseq(growth_interval=4), 13) == [4, 8, 12]
+    assert growths(DynamicScale.deepspeed(growth_interval=4), 13) == [5, 9, 13]
+    assert growths(DynamicScale.deepspeed(), 1001) == [1001]
+    assert growths(DynamicScale.megatron(), 1001) == [1000]
+
+
+def test_deepspeed_waits_one_step_more_after_an_overflow_too():
+    policy = DynamicScale.deepspeed(init_scale=64.0, growth_interval=2, hysteresis=1)
+    assert sequence(policy, [1, 0, 0, 0, 0, 0]) == [32, 32, 32, 64, 64, 128]
+
+
+class Fairseq:
+    """fairseq's rule as it is written there, in our own words: the share of overflows counts."""
+
+    def __init__(self, scale, window, tolerance):
+        self.scale, self.window, self.tolerance = scale, window, tolerance
+        self.iter, self.last_overflow, self.last_rescale, self.overflows = 0, -1, -1, 0
+
+    def step(self, overflow):
+        if overflow:
+            since = self.iter - self.last_rescale
+            self.last_overflow = self.iter
+            self.overflows += 1
+            if self.overflows / since >= self.tolerance:
+                self.scale /= 2
+                self.last_rescale, self.overflows = self.iter, 0
+        elif (self.iter - self.last_overflow) % self.window == 0:
+            self.scale *= 2
+            self.last_rescale = self.iter
+        self.iter += 1
+        return self.scale
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("tolerance", [0.0, 0.2, 0.5])
+def test_fairseqs_rule(tolerance, seed):
+    generator = torch.Generator().manual_seed(seed)
+    flags = (torch.rand(60, generator=generator) < 0.25).int().tolist()
+    there = Fairseq(2.0**7, 4, tolerance)
+    expected = [there.step(flag) for flag in flags]
+    assert sequence(DynamicScale.fairseq(growth_interval=4, tolerance=tolerance), flags) == expected
+
+
+def test_every_preset_has_its_start_and_its_floor():
+    found = {
+        name: (p.init_scale, p.min_scale)
+        for name in ("torch", "megatron", "deepspeed", "fairseq")
+        for p in [getattr(DynamicScale, name)()]
+    }
+    assert found == {
+        "torch": (2.0**16, 2.0**-126),
+        "megatron": (2.0**32, 1.0),
+        "deepspeed": (2.0**16, 1.0),
+        "fairseq": (2.0**7, 2.0**-13),
+    }
+    assert sequence(DynamicScale.megatron(init_scale=2.0), [1] * 5)[-1] == 1.0
+
+
+def control_with(policy):
+    return GradientControl(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), scale=policy)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(DynamicScale.deepspeed(growth_interval=3), id="deepspeed"),
+        pytest.param(DynamicScale.fairseq(tolerance=0.5), id="fairseq"),
+        pytest.param(HeadroomScale(), id="headroom"),
+    ],
+)
+def test_what_they_keep_goes_through_a_checkpoint(policy):
+    control, other = control_with(policy), control_with(policy)
+    for flag in (0, 0, 1, 0):
+        policy.advance(control._judge.state, torch.tensor(float(flag)))
+    other.load_state_dict(control.state_dict())
+    assert other.state_dict() == control.state_dict()
+    spoilt = control.state_dict()
+    spoilt["gradilocks"]["scale_state"] = {"nonsense": 1.0}
+    before = other.state_dict()
+    with pytest.raises(BadState, match="the state of the scale policy"):
+        other.load_state_dict(spoilt)
+    assert other.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"delay": -1}, ValueError, "delay must be at least 0"),
+        ({"delay": 1.0}, TypeError, "delay must be an int"),
+        ({"tolerance": 1.5}, ValueError, "tolerance must lie between 0 and 1"),
+        ({"tolerance": "x"}, TypeError, "tolerance must be a number"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, error, words):
+    with pytest.raises(error, match=words):
+        DynamicScale(**settings)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4, 5, 6, 9, 11])
+def test_a_run_of_deepspeed_goes_on_here(steps):
+    """Whose state is its count of iterations and the last one that overflowed."""
+    policy = DynamicScale.deepspeed(init_scale=64.0, growth_interval=4, hysteresis=1)
+    flags = [0, 1, *[0] * 20]
+    whole = sequence(policy, flags)
+    at = 2 + steps
+    control = control_with(policy)
+    control.load_state_dict({"cur_scale": whole[at - 1], "cur_iter": at, "last_overflow_iter": 1})
+    found = []
+    for flag in flags[at:]:
+        policy.advance(control._judge.state, torch.tensor(float(flag)))
+        found.append(control.scale)
+    assert found == whole[at:]
+
+
+def test_a_run_of_megatron_goes_on_here():
+    policy = DynamicScale.megatron(init_scale=1024.0, growth_interval=3)
+    flags = [1, 0, 1, 1, 0, 0, 0, 1, 1]
+    for at in range(1, len(flags)):
+        state = policy.start(CPU)
+        for flag in flags[:at]:
+            policy.advance(state, torch.tensor(float(flag)))
+        control = control_with(policy)
+        control.load_state_dict(
+            {
+                "scale": state.scale.reshape(1),
+                "growth_tracker": state.growth_tracker.item(),
+                "hysteresis_tracker": state.hysteresis.item(),
+            }
+        )
+        for flag in flags[at:]:
+            policy.advance(control._judge.state, torch.tensor(float(flag)))
+        assert control.scale == 256.0
+
+
+def test_runs_of_fairseq_and_apex_go_on_here():
+    control = control_with(DynamicScale.fairseq())
+    control.load_state_dict({"loss_scale": 32.0, "step": 7})
+    assert control.scale == 32.0
+    control = control_with(DynamicScale())
+    control.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 17}})
+    assert (control.scale, control.state_dict()["_growth_tracker"]) == (512.0, 17)
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({"cur_scale": 8.0, "cur_iter": 1, "last_overflow_iter": 5}, "must be after"),
+        ({"cur_scale": -8.0, "cur_iter": 1, "last_overflow_iter": 0}, "positive and finite"),
+        ({"cur_scale": 8.0, "cur_iter": "x", "last_overflow_iter": 0}, "cur_iter .* whole number"),
+        ({"loss_scale": "x"}, "scale in the state_dict must be a number"),
+        ({"loss_scaler0": {"loss_scale": 1.0, "unskipped": -1}}, "unskipped .* whole number"),
+    ],
+)
+def test_a_spoilt_state_of_another_system_is_refused_and_changes_nothing(saved, words):
+    control = control_with(DynamicScale.deepspeed())
+    before = control.state_dict()
+    with pytest.raises(BadState, match=words):
+        control.load_state_dict(saved)
+    assert control.state_dict() == before
+
+
+def test_the_state_of_another_system_needs_a_scale_that_moves_as_theirs_does():
+    with pytest.raises(BadState, match=r"DeepSpeed's scaler and needs a DynamicScale, .* Headroom"):
+        control_with(HeadroomScale()).load_state_dict(
+            {"cur_scale": 8.0, "cur_iter": 1, "last_overflow_iter": 0}
+        )

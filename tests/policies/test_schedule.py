@@ -1,0 +1,198 @@
+"""The schedule that does not run ahead."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as lr
+
+from gradilocks import GradientControl, SkipSpikes, optim, schedule
+
+MAKERS = {
+    "StepLR": lambda o: lr.StepLR(o, 2, 0.5),
+    "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 8),
+    "OneCycleLR": lambda o: lr.OneCycleLR(o, 1.0, total_steps=20),
+    "LambdaLR": lambda o: lr.LambdaLR(o, lambda k: 1.0 / (k + 1)),
+    "SequentialLR": lambda o: lr.SequentialLR(
+        o, [lr.LinearLR(o, 0.1, total_iters=3), lr.ExponentialLR(o, 0.9)], milestones=[3]
+    ),
+    "ChainedScheduler": lambda o: lr.ChainedScheduler([lr.ExponentialLR(o, 0.9), lr.StepLR(o, 3)]),
+}
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "ours": lambda params: optim.AdamW(params, lr=0.1),
+}
+
+
+def trained(maker, optimizer_maker, bad, *, steps=9):
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = optimizer_maker([param])
+    control = GradientControl(optimizer)
+    plan = control.scheduler(maker(optimizer))
+    rates = []
+    for number in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        control.zero_grad()
+        control.backward(param.sum() * (math.inf if number in bad else 1.0))
+        control.step()
+        plan.step()
+    return rates, plan, optimizer
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_skipped_steps_do_not_move_it_and_torch_does_not_complain(name, kind):
+    bad = {0, 1, 4, 8}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+        warnings.filterwarnings("error", message=".*optimizer.step.*")
+        warnings.filterwarnings("ignore", message=".*epoch parameter.*")
+        rates, plan, _ = trained(MAKERS[name], OPTIMIZERS[kind], bad)
+        straight, _, _ = trained(MAKERS[name], OPTIMIZERS[kind], set(), steps=5)
+    taken = [rate for number, rate in enumerate(rates) if number not in bad]
+    assert taken == pytest.approx(straight)
+    assert plan.ahead == 0
+
+
+def test_a_metric_is_handed_on():
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.ReduceLROnPlateau(optimizer, patience=0, factor=0.5))
+    for metric in (1.0, 2.0, 3.0):
+        control.zero_grad()
+        control.backward(param.sum())
+        control.step()
+        plan.step(metric)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_an_epoch_counts_if_one_of_its_steps_was_taken():
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.ExponentialLR(optimizer, 0.5))
+    for epoch in ((math.inf, 1.0), (math.inf, math.inf), (1.0, 1.0)):
+        for factor in epoch:
+            control.zero_grad()
+            control.backward(param.sum() * factor)
+            control.step()
+        plan.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert plan.last_epoch == 2
+    assert plan.get_last_lr() == [0.25]
+
+
+def test_rejected_steps_do_not_move_it_either():
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    control = GradientControl(optimizer, clip=SkipSpikes(at_least=2, window=4))
+    plan = control.scheduler(lr.ExponentialLR(optimizer, 0.5))
+    for factor in (1.0, 1.0, 100.0, 1.0):
+        control.zero_grad()
+        control.backward(param.sum() * factor)
+        control.step()
+        plan.step()
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+class Late:
+    """A flag that arrives when it is told to, as one from a GPU does."""
+
+    def __init__(self, row):
+        self.value, self.arrived = float(row[0]) > 0, False
+        flags.append(self)
+
+    def skipped(self, *, wait=False):
+        return self.value if self.arrived or wait else None
+
+
+flags: list[Late] = []
+
+
+@pytest.fixture
+def late(monkeypatch):
+    flags.clear()
+    monkeypatch.setattr(schedule, "_Flag", Late)
+    return flags
+
+
+def test_a_skip_that_is_learned_of_late_is_made_up_for(late, caplog):
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.LambdaLR(optimizer, lambda k: 1.0 + k))
+    rates = []
+    with caplog.at_level(logging.INFO, logger="gradilocks"):
+        for number in range(6):
+            rates.append(optimizer.param_groups[0]["lr"])
+            control.zero_grad()
+            control.backward(param.sum() * (math.inf if number == 2 else 1.0))
+            control.step()
+            if number:
+                late[number - 1].arrived = True  # A step late.
+            plan.step()
+    # Steps 0, 1, 3, 4 and 5 were taken, at the rates 1, 2, 4 (one ahead), 4, 5.
+    assert rates == [1.0, 2.0, 3.0, 4.0, 4.0, 5.0]
+    assert "a step ahead" in caplog.text
+    late[-1].arrived = True
+    assert plan.state_dict()["ahead"] == 0
+
+
+def test_its_state_says_how_far_it_is_ahead(late):
+    _, plan, _ = trained(MAKERS["LambdaLR"], OPTIMIZERS["SGD"], {8})
+    saved = plan.state_dict()
+    assert saved["ahead"] == 1
+    _, other, optimizer = trained(MAKERS["LambdaLR"], OPTIMIZERS["SGD"], set(), steps=1)
+    other.load_state_dict(saved)
+    assert other.ahead == 1
+    assert other.state_dict() == saved
+    other.load_state_dict(saved["scheduler"])  # That of torch's own is taken as well.
+    assert other.ahead == 0
+    assert optimizer.param_groups[0]["lr"] is not None
+
+
+def test_it_does_not_outlive_its_user():
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.ExponentialLR(optimizer, 0.5))
+    assert len(control._schedulers) == 1
+    del plan
+    assert len(control._schedulers) == 0
+
+
+@pytest.mark.parametrize("given", [None, 0.1, torch.optim.SGD([nn.Parameter(torch.zeros(1))])])
+def test_what_is_no_scheduler_is_refused(given):
+    control = GradientControl(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    with pytest.raises(TypeError, match=r"takes an LR scheduler such as .* got"):
+        control.scheduler(given)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("kind", ["fused AdamW", "ours"])
+def test_on_a_gpu_it_never_waits_and_ends_where_it_should(kind):
+    param = nn.Parameter(torch.zeros(2, device="cuda"))
+    optimizer = OPTIMIZERS[kind]([param])
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.LambdaLR(optimizer, lambda k: 1.0 + k))
+    factors = [torch.tensor(math.inf if k in (4, 9) else 1.0, device="cuda") for k in range(20)]
+    torch.cuda.synchronize()
+    try:
+        for number, factor in enumerate(factors):
+            if number > 2:
+                torch.cuda.set_sync_debug_mode("error")
+            control.backward(param.sum() * factor)
+            control.step()
+            plan.step()
+            control.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert plan.last_epoch - plan.state_dict()["ahead"] == 18
