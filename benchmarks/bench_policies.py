@@ -5,8 +5,9 @@
     python benchmarks/bench_policies.py -o benchmarks/results/policies_cpu.json
 
 1. scales: a small GPT in emulated fp16 (storage rounded to fp16, arithmetic in fp32), 500 steps,
-   with one batch whose loss is 4096 times the others'. How many steps does each
-   scale lose to overflow, and where does the loss end, beside the same training in fp32?
+   with one batch whose loss is 4096 times the others'. The loss is summed over the batch, as some
+   code bases do, or averaged over 4,096 such batches, of which one is computed, as a large global
+   batch is. How many steps does each scale lose to overflow, and where does the loss end?
 2. clips: a perceptron on a regression, with bad batches planted: labels shuffled, or inputs ×100.
    Where does the loss on clean data end, and what is the worst that it was on the way?
 """
@@ -47,13 +48,16 @@ from gradilocks.demo.text import Batches, python_documentation
 
 STEPS, SPIKE = 500, 300
 BAD = {120: "labels", 180: "inputs", 240: "labels", 300: "inputs", 360: "inputs", 420: "labels"}
-SCALES: dict[str, tuple[type[nn.Linear], Any]] = {
+ROWS, LENGTH, MANY = 16, 48, 4096
+RULES: dict[str, tuple[type[nn.Linear], Any]] = {
     "fp32, no scale": (nn.Linear, NoScale()),
     "fp16, no scale": (HalfLinear, NoScale()),
     "fp16, torch's rule": (HalfLinear, DynamicScale.torch()),
     "fp16, Megatron's rule": (HalfLinear, DynamicScale.megatron()),
     "fp16, HeadroomScale": (HalfLinear, HeadroomScale()),
 }
+FACTORS = {"summed": float(ROWS * LENGTH), "averaged over 4,096 batches": 1.0 / MANY}
+SCALES = {f"{rule}; {loss}": (*RULES[rule], FACTORS[loss]) for loss in FACTORS for rule in RULES}
 CLIPS: dict[str, Any] = {
     "no clip": NoClip(),
     "ClipByNorm(1)": ClipByNorm(1.0),
@@ -117,20 +121,23 @@ def scaled_run(job: tuple[str, int]) -> dict[str, float]:
     """One training of the GPT under one scale."""
     arm, seed = job
     torch.set_num_threads(1)
-    linear, policy = SCALES[arm]
+    linear, policy, factor = SCALES[arm]
     text = python_documentation()
     torch.manual_seed(seed)
     model = GPT(
-        vocabulary=len(text.vocabulary), length=48, width=48, layers=2, heads=4, linear=linear
+        vocabulary=len(text.vocabulary), length=LENGTH, width=48, layers=2, heads=4, linear=linear
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    control = GradientControl(optimizer, model=model, scale=policy, clip=1.0, give_up_after=None)
-    batches = Batches(text, rows=16, length=48, seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-8 * factor)
+    # The limit is for the averaged loss, and so is eps, whatever the factor.
+    control = GradientControl(
+        optimizer, model=model, scale=policy, clip=1.0 * factor, give_up_after=None
+    )
+    batches = Batches(text, rows=ROWS, length=LENGTH, seed=seed)
     losses, lost_before, lost_after = [], 0, 0
     for number in range(1, STEPS + 1):
         inputs, targets = batches.draw()
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        control.backward(loss * 4096.0 if number == SPIKE else loss)
+        control.backward(loss * factor * (4096.0 if number == SPIKE else 1.0))
         outcome = control.step()
         control.zero_grad()
         losses.append(loss.item())

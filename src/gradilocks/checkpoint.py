@@ -21,7 +21,19 @@ from gradilocks.record import fetch
 from gradilocks.scale import LARGEST, SMALLEST, DynamicScale
 from gradilocks.values import ScaleState
 
-__all__ = ["VERSION", "Loaded", "check_number", "load", "save"]
+__all__ = [
+    "VERSION",
+    "Loaded",
+    "check_number",
+    "describe",
+    "load",
+    "load_scale",
+    "plain",
+    "read_memory",
+    "rebuild",
+    "save",
+    "save_scale",
+]
 
 VERSION = 1
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -61,9 +73,9 @@ def save(
         saved["growth_interval"] = scale_policy.growth_interval
     saved["gradilocks"] = {
         "version": VERSION,
-        "scale_policy": _describe(scale_policy),
-        "clip_policy": _describe(clip_policy),
-        "clip_state": None if memory is None else {k: _plain(t) for k, t in memory.items()},
+        "scale_policy": describe(scale_policy),
+        "clip_policy": describe(clip_policy),
+        "clip_state": plain(memory),
         "hysteresis": int(hysteresis),
         "scale_state": {name: _plain(tensor) for name, tensor in state.more.items()},
         "steps": steps,
@@ -109,11 +121,11 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any, *, count
         )
     _require(ours, _OUR_KEYS, where="state_dict['gradilocks']")
     _require(saved, ("scale", "_growth_tracker"), where="state_dict")
-    rebuilt = _rebuild(scale_policy, ours["scale_policy"], "scale")
+    rebuilt = rebuild(scale_policy, ours["scale_policy"], "scale")
     _check_bounds(_scale(saved["scale"]), *rebuilt.bounds())
     return Loaded(
         scale_policy=rebuilt,
-        clip_policy=_rebuild(clip_policy, ours["clip_policy"], "clip"),
+        clip_policy=rebuild(clip_policy, ours["clip_policy"], "clip"),
         scale=_scale(saved["scale"]),
         growth_tracker=_count(
             "_growth_tracker", saved["_growth_tracker"], lowest=-getattr(rebuilt, "delay", 0)
@@ -122,7 +134,7 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any, *, count
         more=_more(rebuilt, ours.get("scale_state") or {}),
         steps=_count("steps", ours["steps"]),
         streak=_count("streak", ours["streak"]),
-        memory=_memory(clip_policy, ours.get("clip_state"), count),
+        memory=read_memory(clip_policy, ours.get("clip_state"), count),
     )
 
 
@@ -174,9 +186,10 @@ def _load_from_torch(saved: Mapping[str, Any], scale_policy: Any, clip_policy: A
     )
 
 
-def _describe(policy: Any) -> dict[str, Any]:
+def describe(policy: Any) -> dict[str, Any]:
+    """A policy as its name and its settings."""
     if isinstance(policy, Chain):
-        return {"name": "Chain", "config": {"policies": [_describe(p) for p in policy.policies]}}
+        return {"name": "Chain", "config": {"policies": [describe(p) for p in policy.policies]}}
     return {"name": type(policy).__name__, "config": dataclasses.asdict(policy)}
 
 
@@ -198,7 +211,45 @@ def _more(policy: Any, saved: Any) -> dict[str, float]:
     return {name: check_number(name, value) for name, value in saved.items()}
 
 
-def _memory(policy: Any, saved: Any, count: int) -> dict[str, Tensor] | None:
+def plain(memory: Mapping[str, Tensor] | None) -> dict[str, Any] | None:
+    """What a clip policy remembers, as plain numbers and lists."""
+    return None if memory is None else {name: _plain(t) for name, t in memory.items()}
+
+
+def save_scale(policy: Any, state: ScaleState) -> dict[str, Any]:
+    """A scale policy and what it keeps, for a scaler that saves the scale itself."""
+    more = {name: _plain(tensor) for name, tensor in state.more.items()}
+    return {"policy": describe(policy), "hysteresis": _plain(state.hysteresis), "state": more}
+
+
+def load_scale(policy: Any, fresh: ScaleState, saved: Mapping[str, Any], more: Any) -> None:
+    """Fills the state of a new scale from a scaler's checkpoint, or raises BadState.
+
+    Args:
+        policy: the present one.
+        fresh: as the policy starts.
+        saved: with torch's keys.
+        more: from `save_scale`; None if torch's scaler has saved it.
+    """
+    _require(saved, ("scale", "_growth_tracker"), where="state_dict")
+    scale = _scale(saved["scale"])
+    lowest = -getattr(policy, "delay", 0)
+    tracker = _count("_growth_tracker", saved["_growth_tracker"], lowest=lowest)
+    if more is not None:
+        if not isinstance(more, Mapping) or set(more) != {"policy", "hysteresis", "state"}:
+            raise BadState(f"the scale policy in the state_dict does not fit: {more!r:.80}.")
+        rebuild(policy, more["policy"], "scale")
+        numbers = _more(policy, more["state"])
+        hysteresis = _count("hysteresis", more["hysteresis"], lowest=-(2**31))
+        fresh.hysteresis.fill_(hysteresis)
+        for name, value in numbers.items():
+            fresh.more[name].fill_(value)
+    low, high = policy.bounds()
+    fresh.scale.fill_(min(max(scale, low), high))
+    fresh.growth_tracker.fill_(tracker)
+
+
+def read_memory(policy: Any, saved: Any, count: int) -> dict[str, Tensor] | None:
     """What the clip policy remembers, as a new one would lay it out, or BadState."""
     if not hasattr(policy, "start"):
         return None
@@ -223,7 +274,8 @@ def _memory(policy: Any, saved: Any, count: int) -> dict[str, Tensor] | None:
     return memory
 
 
-def _rebuild(policy: Any, described: Any, kind: str) -> Any:
+def rebuild(policy: Any, described: Any, kind: str) -> Any:
+    """The policy that was saved, of the class of the present one, or BadState."""
     present = type(policy).__name__
     name = described.get("name") if isinstance(described, Mapping) else None
     if name != present:
@@ -235,7 +287,7 @@ def _rebuild(policy: Any, described: Any, kind: str) -> Any:
         if isinstance(policy, Chain):
             parts = described["config"]["policies"]
             pairs = zip(policy.policies, parts, strict=True)
-            return Chain(tuple(_rebuild(each, part, kind) for each, part in pairs))
+            return Chain(tuple(rebuild(each, part, kind) for each, part in pairs))
         return type(policy)(**described["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadState(f"the {kind} policy in the state_dict does not fit: {error}") from error

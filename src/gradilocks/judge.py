@@ -243,6 +243,12 @@ class Judge:
         self._of = count
         self.forget_loss()
 
+    def recall(self, saved: Any) -> None:
+        """Goes on with what the clip policy remembered, as `checkpoint.plain` wrote it."""
+        count = sum(1 for _ in every_parameter(self._names.optimizers))
+        self.memory = checkpoint.read_memory(self.clip_policy, saved, count)
+        self._of = count
+
     def _over_ranks(self, mine: Measurement, replicas: Sequence[int] | None) -> Measurement:
         policy = self.clip_policy
         if not getattr(policy, "apart", False):

@@ -10,28 +10,26 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from gradilocks import kernels
 from gradilocks.dropin import known
 from gradilocks.dropin.flags import (
-    agree_across_ranks,
-    any_flag,
     has_gradients,
     largest_flag,
     refuse_overflow,
 )
-from gradilocks.dropin.looked import Looked, gradients_of
+from gradilocks.dropin.governed import KEY, governed
+from gradilocks.dropin.looked import Looked
 from gradilocks.dropin.once import UnscaledOnce
-from gradilocks.dropin.shortly import looked_shortly
 from gradilocks.dropin.state import check_state, set_scale
+from gradilocks.dropin.unscaling import Unscaling
 from gradilocks.eager import eager, users_line
-from gradilocks.gradients import Names, any_distributed, every_parameter
+from gradilocks.gradients import Names
 from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
 from gradilocks.update import (
@@ -40,14 +38,12 @@ from gradilocks.update import (
     takes_decision,
     takes_scaler,
 )
-from gradilocks.values import ScaleState, Statistics, moved
+from gradilocks.values import ScaleState, moved
 
 __all__ = ["GradScaler"]
 
-_PLAIN = {Tensor, nn.Parameter}
 
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(Unscaling):
     """torch.amp.GradScaler, with the same arguments and the same results.
 
     Args:
@@ -56,6 +52,8 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: the ceiling; a growth that would pass it is not taken.
         model: the module that names the parameters in `outcome` and in error messages.
         process_group: the ranks that must skip together when gradients are sharded plain tensors.
+        policy: a scale policy in place of torch's rule and its numbers, such as HeadroomScale().
+        clip: a number or a clip policy; `step` unscales and clips each optimizer's gradients.
 
     Example:
         >>> scaler = GradScaler("cpu", model=model)
@@ -79,6 +77,8 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float = LARGEST,
         model: nn.Module | Mapping[str, nn.Module] | None = None,
         process_group: Any = None,
+        policy: object = None,
+        clip: object = None,
     ) -> None:
         if isinstance(device, nn.Module):
             raise TypeError(
@@ -104,6 +104,7 @@ class GradScaler(torch.amp.GradScaler):
         Names(model, ())  # Refuses what is no model, now rather than at the first overflow.
         self._model = model
         self._process_group = process_group
+        self._governed = governed(policy, clip)
         self._outcome: Findings | None = None
         self._hysteresis: Tensor | None = None
         self._start_iteration()
@@ -119,6 +120,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         self._once.note_scaled(outputs)
+        if self._governed is not None:
+            self._governed.note_loss(outputs)
         return super().scale(_widened(outputs))
 
     @eager
@@ -151,6 +154,8 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        if self._governed is not None and self._governed.clip is not None:
+            self._clip(optimizer, state)
         supports = getattr(optimizer, "_step_supports_amp_scaling", False)
         if supports and (takes_decision(optimizer) or takes_scaler(optimizer)):
             returned = self._step_fused(optimizer, state, args, kwargs)
@@ -162,8 +167,11 @@ class GradScaler(torch.amp.GradScaler):
                     "No inf checks were recorded for this optimizer. None of its parameters has a "
                     "gradient: was backward() called, and does the loss depend on them?"
                 )
-            self._tell(optimizer, any_flag(list(state["found_inf_per_device"].values())))
-            returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+            flag = self._flag(optimizer, state)
+            self._tell(optimizer, flag)
+            # Under a rejection the flags for `update` stay as they are.
+            asked = {**state, "found_inf_per_device": {flag.device: flag}}
+            returned = self._maybe_opt_step(optimizer, asked, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         known.forget()
         return returned
@@ -193,6 +201,11 @@ class GradScaler(torch.amp.GradScaler):
                     "No inf checks were recorded prior to update. Call scaler.step(optimizer) on "
                     "an optimizer whose parameters have gradients first."
                 )
+            if self._governed is not None and self._governed.scale is not None:
+                self._governed.advance(largest_flag(found))
+                self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+                self._start_iteration()
+                return
             if self._hysteresis is None or self._hysteresis.device != tracker.device:
                 self._hysteresis = torch.ones_like(tracker)
             advance_dynamic(
@@ -207,11 +220,22 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._start_iteration()
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; with `policy` or `clip`, what they keep is there besides."""
+        saved: dict[str, Any] = super().state_dict()
+        if self._governed is not None and self._enabled:
+            saved[KEY] = self._governed.saved()
+        return saved
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a `state_dict` of this class or of torch's; changes nothing if it is bad."""
         if self._enabled and len(state_dict):
-            check_state(state_dict, lowest=self._min_scale, highest=self._max_scale)
+            ruled = None if self._governed is None else self._governed.scale
+            delay = getattr(ruled, "delay", 0)
+            check_state(state_dict, lowest=self._min_scale, highest=self._max_scale, delay=delay)
             state_dict = {**state_dict, "scale": float(state_dict["scale"])}
+            if self._governed is not None:
+                self._governed.load(state_dict)
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -245,6 +269,7 @@ class GradScaler(torch.amp.GradScaler):
         return {
             "_outcome": None,
             "_found": {},
+            "_rejected": {},
             "_held": {},
             "_once": UnscaledOnce(),
             "_only_looking": None,
@@ -253,75 +278,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _start_iteration(self) -> None:
         self._found: dict[int, Looked] = {}
+        self._rejected: dict[int, Tensor] = {}
         self._held: dict[int, Any] = {}  # Alive until `update`: no id means two optimizers.
         self._once = UnscaledOnce()
         self._only_looking: Tensor | None = None
         known.forget()
-
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        """Multiplies the gradients by `inv_scale` while looking at them; a flag a device."""
-        multiply = inv_scale is not self._only_looking
-        names = Names(self._model, (optimizer,))
-        short = self._looked_shortly(optimizer, inv_scale if multiply else None, allow_fp16)
-        if short is not None:
-            return short
-        found = gradients_of(optimizer, names, allow_fp16=allow_fp16)
-        if multiply:
-            self._once.refuse_twice(found.params, names)
-        self._held[id(optimizer)] = optimizer
-        flags: dict[torch.device, Tensor] = {}
-        looked = self._found[id(optimizer)] = Looked()
-        seen: list[tuple[list[Tensor], Statistics]] = []
-        with torch.no_grad():
-            for device, places in kernels.by_device(found.tensors).items():
-                tensors = [found.tensors[place] for place in places]
-                factor = moved(inv_scale, device) if multiply else None
-                statistics = kernels.for_device(device).multiply_and_check_(tensors, factor)
-                broken = (statistics.nan + statistics.inf).any()
-                flags[device] = torch.maximum(broken, moved(found_inf, device))
-                looked.add([found.params[place] for place in places], _telling(statistics))
-                seen.append((tensors, statistics))
-        if self._process_group is not None or any_distributed(every_parameter([optimizer])):
-            agree_across_ranks(flags, found_inf, group=self._process_group)
-        if multiply:
-            with torch.no_grad():
-                for tensors, statistics in seen:  # After the collective, which `known` counts.
-                    known.remember(tensors, _telling(statistics))
-            self._once.mark(found.params)
-        return flags
-
-    def _looked_shortly(
-        self, optimizer: Any, multiplier: Tensor | None, allow_fp16: bool
-    ) -> dict[torch.device, Tensor] | None:
-        """`_unscale_grads_` in two launches, where all gradients are plain and on one GPU."""
-        params = list(every_parameter([optimizer]))
-        if self._process_group is not None or set(map(type, params)) - _PLAIN:
-            return None
-        if multiplier is not None:
-            self._once.refuse_twice(params, Names(self._model, (optimizer,)))
-        with torch.no_grad():
-            look = looked_shortly(params, multiplier, allow_fp16=allow_fp16)
-        if look is None:
-            return None
-        self._held[id(optimizer)] = optimizer
-        looked = self._found[id(optimizer)] = Looked()
-        looked.add(look.params, look.found)
-        if multiplier is not None:
-            known.remember(look.tensors, look.found, look.seen)
-            self._once.mark(look.params)
-        return {look.device: look.flag}
-
-    def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
-        """Looks at the gradients and leaves them as they are; a flag a device."""
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        self._only_looking = torch.ones_like(scale)
-        flags: Any = self._unscale_grads_(
-            optimizer, self._only_looking, torch.zeros_like(scale), True
-        )
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
-        return flags  # type: ignore[no-any-return]
 
     def _step_fused(
         self, optimizer: Any, state: dict[str, Any], args: Any, kwargs: dict[str, Any]
@@ -351,7 +312,9 @@ class GradScaler(torch.amp.GradScaler):
                 "No inf checks were recorded for this optimizer. Its gradients came after "
                 "unscale_() and still carry the scale: call backward() before unscale_()."
             )
-        found_inf = moved(any_flag(flags), scale.device) if flags else torch.zeros_like(scale)
+        found_inf = torch.zeros_like(scale)
+        if flags:
+            found_inf = moved(self._flag(optimizer, state), scale.device)
         if flags:
             self._tell(optimizer, found_inf)
         if isinstance(optimizer, torch.optim.SGD):
@@ -373,10 +336,6 @@ class GradScaler(torch.amp.GradScaler):
             self._outcome = looked.findings(
                 optimizer, skip=skip, scale=self._scale, model=self._model
             )
-
-
-def _telling(statistics: Statistics) -> Callable[[], Statistics]:
-    return lambda: statistics
 
 
 def _widened(outputs: Any) -> Any:

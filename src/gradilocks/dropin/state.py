@@ -16,8 +16,15 @@ __all__ = ["check_state", "set_scale"]
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
-def check_state(state: Mapping[str, Any], *, lowest: float, highest: float) -> None:
-    """Raises if `state` lacks a key or holds a scale that cannot be trained with."""
+def check_state(state: Mapping[str, Any], *, lowest: float, highest: float, delay: int = 0) -> None:
+    """Raises if `state` lacks a key or holds a scale that cannot be trained with.
+
+    Args:
+        state: a scaler's state_dict.
+        lowest: the smallest scale.
+        highest: the largest.
+        delay: how far below 0 the growth tracker may start.
+    """
     missing = [key for key in _KEYS if key not in state]
     if missing:
         raise MissingKey(
@@ -27,12 +34,13 @@ def check_state(state: Mapping[str, Any], *, lowest: float, highest: float) -> N
     for key in _KEYS:
         if isinstance(state[key], bool) or not isinstance(state[key], (int, float)):
             raise BadState(f"{key} in the state_dict must be a number, got {state[key]!r}.")
-        at_least = -1 if key == "_growth_tracker" else 0
+        at_least = -1 - delay if key == "_growth_tracker" else 0
         if key != "scale" and not at_least < state[key] < math.inf:
             raise BadState(
                 f"{key} in the state_dict must be positive and finite, got {state[key]}."
             )
-    if state["_growth_tracker"] != int(state["_growth_tracker"]) or state["_growth_tracker"] < 0:
+    tracker = state["_growth_tracker"]
+    if tracker != int(tracker) or tracker < -delay:
         raise BadState(
             "_growth_tracker in the state_dict must be a whole number, got "
             f"{state['_growth_tracker']}."

@@ -1,0 +1,137 @@
+"""How the drop-in scaler looks at gradients, unscales them and clips them: a flag a device.
+
+Where all of an optimizer's gradients are plain and on one GPU it takes two launches; else they go
+device by device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+
+from gradilocks import kernels
+from gradilocks.dropin import known
+from gradilocks.dropin.flags import agree_across_ranks, any_flag
+from gradilocks.dropin.governed import Governed
+from gradilocks.dropin.looked import Looked, gradients_of
+from gradilocks.dropin.once import UnscaledOnce, writing_ourselves
+from gradilocks.dropin.shortly import looked_shortly
+from gradilocks.gradients import Names, any_distributed, every_parameter
+from gradilocks.values import Statistics, moved
+
+__all__ = ["Unscaling"]
+
+_PLAIN = {Tensor, nn.Parameter}
+
+
+class Unscaling(torch.amp.GradScaler):
+    """The part of the drop-in scaler that touches gradients."""
+
+    _model: nn.Module | Mapping[str, nn.Module] | None
+    _process_group: Any
+    _governed: Governed | None
+    _found: dict[int, Looked]
+    _rejected: dict[int, Tensor]
+    _held: dict[int, Any]
+    _once: UnscaledOnce
+    _only_looking: Tensor | None
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Multiplies the gradients by `inv_scale` while looking at them; a flag a device."""
+        multiply = inv_scale is not self._only_looking
+        names = Names(self._model, (optimizer,))
+        if self._governed is not None:
+            everything = gradients_of(optimizer, names, allow_fp16=True)
+            self._governed.note_gradients(everything.tensors)
+        short = self._looked_shortly(optimizer, inv_scale if multiply else None, allow_fp16)
+        if short is not None:
+            return short
+        found = gradients_of(optimizer, names, allow_fp16=allow_fp16)
+        if multiply:
+            self._once.refuse_twice(found.params, names)
+        self._held[id(optimizer)] = optimizer
+        flags: dict[torch.device, Tensor] = {}
+        looked = self._found[id(optimizer)] = Looked()
+        seen: list[tuple[list[Tensor], Statistics]] = []
+        with torch.no_grad():
+            for device, places in kernels.by_device(found.tensors).items():
+                tensors = [found.tensors[place] for place in places]
+                factor = moved(inv_scale, device) if multiply else None
+                statistics = kernels.for_device(device).multiply_and_check_(tensors, factor)
+                broken = (statistics.nan + statistics.inf).any()
+                flags[device] = torch.maximum(broken, moved(found_inf, device))
+                looked.add([found.params[place] for place in places], _telling(statistics))
+                seen.append((tensors, statistics))
+        if self._process_group is not None or any_distributed(every_parameter([optimizer])):
+            agree_across_ranks(flags, found_inf, group=self._process_group)
+        if multiply:
+            with torch.no_grad():
+                for tensors, statistics in seen:  # After the collective, which `known` counts.
+                    known.remember(tensors, _telling(statistics))
+            self._once.mark(found.params)
+        return flags
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._governed is not None and self._governed.scale is not None:
+            self._scale, self._growth_tracker = self._governed.start(dev)
+        else:
+            super()._lazy_init_scale_growth_tracker(dev)
+
+    def _clip(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Unscales if that has not been done, and clips."""
+        assert self._governed is not None
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        names = Names(self._model, (optimizer,))
+        found = gradients_of(optimizer, names, allow_fp16=True)
+        if found.tensors:
+            with torch.no_grad(), writing_ourselves(found.params):
+                rejected = self._governed.clip_now(optimizer, found, names)
+            self._rejected[id(optimizer)] = rejected
+
+    def _flag(self, optimizer: Any, state: dict[str, Any]) -> Tensor:
+        """Exactly 1 if the step is to be skipped: not finite, or rejected by the clip."""
+        flag = any_flag(list(state["found_inf_per_device"].values()))
+        rejected = self._rejected.get(id(optimizer))
+        return flag if rejected is None else torch.maximum(flag, moved(rejected, flag.device))
+
+    def _looked_shortly(
+        self, optimizer: Any, multiplier: Tensor | None, allow_fp16: bool
+    ) -> dict[torch.device, Tensor] | None:
+        """`_unscale_grads_` in two launches, where all gradients are plain and on one GPU."""
+        params = list(every_parameter([optimizer]))
+        if self._process_group is not None or set(map(type, params)) - _PLAIN:
+            return None
+        if multiplier is not None:
+            self._once.refuse_twice(params, Names(self._model, (optimizer,)))
+        with torch.no_grad():
+            look = looked_shortly(params, multiplier, allow_fp16=allow_fp16)
+        if look is None:
+            return None
+        self._held[id(optimizer)] = optimizer
+        looked = self._found[id(optimizer)] = Looked()
+        looked.add(look.params, look.found)
+        if multiplier is not None:
+            known.remember(look.tensors, look.found, look.seen)
+            self._once.mark(look.params)
+        return {look.device: look.flag}
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
+        """Looks at the gradients and leaves them as they are; a flag a device."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        self._only_looking = torch.ones_like(scale)
+        flags: Any = self._unscale_grads_(
+            optimizer, self._only_looking, torch.zeros_like(scale), True
+        )
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags  # type: ignore[no-any-return]
+
+
+def _telling(statistics: Statistics) -> Callable[[], Statistics]:
+    return lambda: statistics

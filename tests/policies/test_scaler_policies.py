@@ -1,0 +1,213 @@
+"""GradScaler(policy=..., clip=...): the policies in a loop that nobody has to rewrite."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import gradilocks
+from gradilocks import (
+    AdaGC,
+    AdaptiveClip,
+    ClipByNorm,
+    ClipPerTensor,
+    DynamicScale,
+    GradientControl,
+    GradScaler,
+    HeadroomScale,
+    NoScale,
+    QuantileClip,
+    SkipSpikes,
+    ZScoreClip,
+    chain,
+)
+from gradilocks.errors import BadState
+
+CLIPS = {
+    "a number": 0.5,
+    "ClipPerTensor": ClipPerTensor(0.3),
+    "AdaptiveClip": AdaptiveClip(0.01),
+    "QuantileClip": QuantileClip(0.5),
+    "ZScoreClip": ZScoreClip(warmup=2, threshold=0.5),
+    "AdaGC": AdaGC(warmup=2),
+    "chain": chain(SkipSpikes(at_least=2, window=4, sigmas=2.0), ClipByNorm(0.5)),
+}
+SCALES = {
+    "dynamic": DynamicScale(init_scale=64.0, growth_interval=3),
+    "megatron": DynamicScale.megatron(init_scale=1024.0, growth_interval=3),
+    "deepspeed": DynamicScale.deepspeed(growth_interval=3),
+    "headroom": HeadroomScale(),
+}
+MAKERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "ours": lambda params: gradilocks.optim.AdamW(params, lr=0.1),
+}
+BAD = {3: math.inf, 6: math.nan}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def losses(net, first, last):
+    for number in range(first, last):
+        inputs = torch.full((3, 4), 0.1 * (number + 1))
+        factor = 60.0 if number == 8 else 1.0
+        loss = net(inputs).square().sum() * factor
+        if number in BAD:  # In a gradient, not in the loss: that would be told apart.
+            loss = loss + BAD[number] * (net[0].weight - net[0].weight.detach()).sum()
+        yield loss
+
+
+def by_scaler(net, optimizer, scaler, first=0, last=12):
+    scales = []
+    for loss in losses(net, first, last):
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def by_control(net, control, first=0, last=12):
+    scales = []
+    for loss in losses(net, first, last):
+        control.zero_grad()
+        control.backward(loss)
+        control.step()
+        scales.append(control.scale)
+    return scales
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_loop_goes_as_under_a_control(scale, clip, make):
+    mine, theirs = model(), model()
+    optimizer = MAKERS[make](mine.parameters())
+    scaler = GradScaler("cpu", policy=SCALES[scale], clip=CLIPS[clip], model=mine)
+    control = GradientControl(
+        MAKERS[make](theirs.parameters()), model=theirs, scale=SCALES[scale], clip=CLIPS[clip]
+    )
+    assert by_scaler(mine, optimizer, scaler) == by_control(theirs, control)
+    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("clip", ["ZScoreClip", "AdaGC", "chain"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_run_goes_on_from_a_checkpoint_or_a_copy(scale, clip, copied):
+    def fresh():
+        net = model()
+        optimizer = MAKERS["fused AdamW"](net.parameters())
+        return net, optimizer, GradScaler("cpu", policy=SCALES[scale], clip=CLIPS[clip])
+
+    net, optimizer, scaler = fresh()
+    by_scaler(net, optimizer, scaler, last=7)
+    again = copy.deepcopy((net, optimizer))
+    by_copy = copy.deepcopy((net, optimizer))
+    loaded = fresh()[2]
+    loaded.load_state_dict(scaler.state_dict())
+    copy_of_it = copied(scaler)
+    scales = by_scaler(net, optimizer, scaler, first=7)
+    for (other, stepped), resumed in ((again, loaded), (by_copy, copy_of_it)):
+        assert by_scaler(other, stepped, resumed, first=7) == scales
+        for one, two in zip(net.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one, two)
+        assert resumed.state_dict() == scaler.state_dict()
+
+
+def test_a_rejected_step_does_not_move_the_scale():
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0, clip=SkipSpikes(at_least=2, window=4))
+    for gradient in (1.0, 1.0, 100.0):
+        optimizer.zero_grad()
+        scaler.scale((param * gradient).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert param.item() == -2.0
+    assert scaler.get_scale() == 8.0
+    assert scaler.outcome.skipped
+    assert scaler.outcome.culprits == ()
+
+
+def test_unscaling_first_changes_nothing():
+    mine, theirs = model(), model()
+    for net, first in ((mine, True), (theirs, False)):
+        optimizer = MAKERS["fused AdamW"](net.parameters())
+        scaler = GradScaler("cpu", clip=0.5)
+        for loss in losses(net, 0, 5):
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            if first:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_each_optimizer_is_clipped_on_its_own():
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
+    scaler = GradScaler("cpu", clip=1.0)
+    scaler.scale(sum((p * g).sum() for p, g in zip(params, (3.0, 0.5), strict=True))).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [p.item() for p in params] == pytest.approx([-1.0, -0.5], rel=1e-5)
+
+
+def test_torchs_scaler_and_ours_read_each_other():
+    theirs = torch.amp.GradScaler("cpu", init_scale=512.0)
+    mine = GradScaler("cpu", policy=DynamicScale(), clip=ZScoreClip())
+    mine.load_state_dict(theirs.state_dict())
+    assert mine.get_scale() == 512.0
+    back = torch.amp.GradScaler("cpu")
+    back.load_state_dict(mine.state_dict())
+    assert back.get_scale() == 512.0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda s: s["gradilocks_scaler"].update(clip_states=3), "must be what state_dict"),
+        (lambda s: s["gradilocks_scaler"]["scale"]["policy"].update(name="X"), "scale policy X"),
+        (lambda s: s["gradilocks_scaler"]["scale"].update(state={}), "must have"),
+        (lambda s: s["gradilocks_scaler"]["clip_policy"].update(name="X"), "clip policy X"),
+        (lambda s: s.update(scale=math.nan), "scale"),
+    ],
+)
+def test_a_bad_state_is_refused_and_changes_nothing(spoil, words):
+    scaler = GradScaler("cpu", policy=HeadroomScale(), clip=ZScoreClip())
+    scaler.scale(torch.ones(()))
+    before = scaler.state_dict()
+    saved = copy.deepcopy(before)
+    spoil(saved)
+    with pytest.raises(BadState, match=words):
+        scaler.load_state_dict(saved)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"policy": NoScale()}, TypeError, "got NoScale"),
+        ({"policy": "static"}, TypeError, "scale must be 'dynamic'"),
+        ({"clip": -1.0}, ValueError, "clip must not be negative"),
+        ({"clip": "x"}, TypeError, "clip"),
+    ],
+)
+def test_what_is_no_policy_is_refused(settings, error, words):
+    with pytest.raises(error, match=words):
+        GradScaler("cpu", **settings)
