@@ -211,3 +211,31 @@ def test_a_bad_state_is_refused_and_changes_nothing(spoil, words):
 def test_what_is_no_policy_is_refused(settings, error, words):
     with pytest.raises(error, match=words):
         GradScaler("cpu", **settings)
+
+
+@pytest.mark.parametrize("name", ["growth_factor", "backoff_factor", "growth_interval"])
+def test_the_numbers_of_a_policy_cannot_be_set_one_by_one(name):
+    scaler = GradScaler("cpu", policy=DynamicScale())
+    with pytest.raises(RuntimeError, match=rf"ruled by policy=DynamicScale.*set its {name}"):
+        getattr(scaler, f"set_{name}")(3)
+    free = GradScaler("cpu", clip=1.0)
+    getattr(free, f"set_{name}")(3)
+    assert getattr(free, f"get_{name}")() == 3
+
+
+def test_a_new_scale_may_be_set_under_a_policy():
+    scaler = GradScaler("cpu", policy=DynamicScale())
+    scaler.scale(torch.ones(()))
+    scaler.update(8.0)
+    assert scaler.get_scale() == 8.0
+    assert scaler.state_dict()["scale"] == 8.0
+
+
+def test_a_disabled_scaler_clips_nothing():
+    param = nn.Parameter(torch.zeros(1))
+    scaler = GradScaler("cpu", enabled=False, policy=HeadroomScale(), clip=1.0)
+    scaler.scale((param * 5.0).sum()).backward()
+    scaler.step(torch.optim.SGD([param], lr=1.0))
+    scaler.update()
+    assert param.item() == -5.0
+    assert scaler.state_dict() == {}

@@ -220,6 +220,28 @@ class GradScaler(Unscaling):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._start_iteration()
 
+    def set_growth_factor(self, new_factor: float) -> None:
+        """As torch's; a scaler with a `policy` refuses it."""
+        self._refuse_setting("growth_factor")
+        super().set_growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """As torch's; a scaler with a `policy` refuses it."""
+        self._refuse_setting("backoff_factor")
+        super().set_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """As torch's; a scaler with a `policy` refuses it."""
+        self._refuse_setting("growth_interval")
+        super().set_growth_interval(new_interval)
+
+    def _refuse_setting(self, name: str) -> None:
+        if self._governed is not None and self._governed.scale is not None:
+            raise RuntimeError(
+                f"the scale is ruled by policy={self._governed.scale!r}, which does not change. "
+                f"Make a scaler with another policy, set its {name} there, and load the state_dict."
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's; with `policy` or `clip`, what they keep is there besides."""
         saved: dict[str, Any] = super().state_dict()
