@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.clip import Chain
+from gradilocks.clip import Chain, ClipPerGroup
 from gradilocks.errors import BadState, MissingKey
 from gradilocks.foreign import Foreign, recognized
 from gradilocks.record import fetch
@@ -190,7 +190,10 @@ def describe(policy: Any) -> dict[str, Any]:
     """A policy as its name and its settings."""
     if isinstance(policy, Chain):
         return {"name": "Chain", "config": {"policies": [describe(p) for p in policy.policies]}}
-    return {"name": type(policy).__name__, "config": dataclasses.asdict(policy)}
+    config = dataclasses.asdict(policy)
+    if isinstance(policy, ClipPerGroup):
+        config["limits"] = [[key, bound] for key, bound in policy.limits.items()]
+    return {"name": type(policy).__name__, "config": config}
 
 
 def _plain(tensor: Tensor) -> float | list[float]:
@@ -270,6 +273,13 @@ def read_memory(policy: Any, saved: Any, count: int) -> dict[str, Tensor] | None
                 "model or another window."
             )
         checked = [check_number(name, number) for number in numbers]
+        whole = tensor.is_floating_point() or all(isinstance(number, int) for number in numbers)
+        if min(checked) < 0.0 or not whole:
+            what = "numbers" if tensor.is_floating_point() else "whole numbers"
+            raise BadState(
+                f"{name} of the clip policy {type(policy).__name__} in the state_dict must hold "
+                f"{what} of at least 0, got {saved[name]!r:.80}."
+            )
         tensor.copy_(torch.tensor(checked, dtype=torch.float64).reshape(tensor.shape))
     return memory
 

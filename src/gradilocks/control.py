@@ -345,7 +345,7 @@ class GradientControl:
         self._order.note_step(self._parameters())
         if hopeless:
             raise self._judge.never_finite(outcome)
-        if self._on_nonfinite == "raise" and outcome.skipped:
+        if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
             raise NonFiniteGradient(
                 f"step {outcome.step} skipped: {outcome.describe()}; scale {outcome.scale:g}. "
                 "Parameters and optimizer state are as they were.",

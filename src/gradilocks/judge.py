@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from gradilocks.gradients import Gradients, Names, every_parameter, replicas_of,
 from gradilocks.kernels.captured import capturing
 from gradilocks.measure import measure
 from gradilocks.record import Outcome, Streak, fetch
-from gradilocks.reduce import reduce, reduce_each
+from gradilocks.reduce import agreed, reduce, reduce_each
 from gradilocks.roll import Called
 from gradilocks.scale import NoScale, ScalePolicy, scale_loss
 from gradilocks.values import (
@@ -38,7 +39,7 @@ from gradilocks.values import (
     moved,
 )
 
-__all__ = ["Judge", "Verdict"]
+__all__ = ["Judge", "Verdict", "held_if"]
 
 _SIMPLE = (NoClip, ClipByNorm, ClipByValue)
 
@@ -62,6 +63,8 @@ class Verdict(NamedTuple):
     """Whether the scale has moved on already."""
     lesson: Lesson | None = None
     """What a clip policy that learns is to learn from."""
+    unscaled: bool = False
+    """Whether the gradients had lost the scale already."""
 
 
 class Judge:
@@ -87,6 +90,7 @@ class Judge:
         self.memory: dict[str, Tensor] | None = None
         """What the clip policy remembers."""
         self._of = 0  # Of how many parameters.
+        self._has_ranks = False
         self._loss: Tensor | None = None
         self._loss_nonfinite: Tensor | None = None
 
@@ -116,6 +120,7 @@ class Judge:
         measurement = measure(
             tensors, home=home, order=float(policy.order), detail=policy.needs_largest or asking
         )
+        self._has_ranks = has_ranks
         if has_ranks:
             measurement = self._over_ranks(measurement, replicas_of(found))
         scale = self.state.scale
@@ -148,7 +153,7 @@ class Judge:
         params = [weakref.ref(param) for part in found for param in part.params]
         outcome = Outcome(record, self._namer(params), step=self._number())
         lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
-        return Verdict(decision, outcome, record, False, lesson)
+        return Verdict(decision, outcome, record, False, lesson, unscaled)
 
     def settle(self, called: Called, *, unscaled: bool, rating: Any = None) -> Verdict:
         """As `judge` and the first half of `conclude`, the short way."""
@@ -185,7 +190,7 @@ class Judge:
         if verdict.lesson is not None:  # Before the scale moves, which it was judged under.
             policy: Any = self.clip_policy
             policy.advance(*verdict.lesson, verdict.decision.skip)
-        self._advance_scale(verdict.record)
+        self._advance_scale(verdict)
         self.steps.add_(1)
         return self.streak.note(verdict.record)
 
@@ -199,16 +204,27 @@ class Judge:
             described=outcome.describe(at_most=5),
         )
 
-    def _advance_scale(self, record: StepRecord) -> None:
+    def _advance_scale(self, verdict: Verdict) -> None:
+        """Moves the scale on, unless a clip policy has rejected the step: nothing overflowed."""
+        decision = verdict.decision
+        rejected = None if decision.overflow is None else decision.skip - decision.overflow
+        with held_if(rejected, self.state):
+            self._advance_by_policy(verdict)
+
+    def _advance_by_policy(self, verdict: Verdict) -> None:
         policy: Any = self.scale_policy
+        record = verdict.record
         if not getattr(policy, "needs_largest", False):
             policy.advance(self.state, record.skip)
             return
         largest = record.statistics.largest
         assert largest is not None
-        peak = largest.amax() if largest.numel() else None
+        peak = largest.amax() if largest.numel() else torch.zeros_like(self.state.scale)
+        if verdict.unscaled:
+            peak = peak * self.state.scale
         broken = record.row[ROW.index("loss_nonfinite")]
-        policy.advance(self.state, record.skip, largest=peak, loss_nonfinite=broken)
+        told = agreed(peak, broken, group=self._process_group, ranks=self._has_ranks)
+        policy.advance(self.state, record.skip, largest=told[0], loss_nonfinite=told[1])
 
     def saved(self) -> dict[str, Any]:
         """Policies and state as a checkpoint."""
@@ -225,13 +241,15 @@ class Judge:
         """Goes on from a checkpoint; one that does not fit raises and changes nothing."""
         count = sum(1 for _ in every_parameter(self._names.optimizers))
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, count=count)
+        if hasattr(loaded.clip_policy, "check"):
+            every = list(every_parameter(self._names.optimizers))
+            loaded.clip_policy.check(self._names.of(every), self._names.groups())
         self.scale_policy, self.clip_policy = loaded.scale_policy, loaded.clip_policy
         self.state.scale.fill_(loaded.scale)
         self.state.growth_tracker.fill_(loaded.growth_tracker)
         self.state.hysteresis.fill_(loaded.hysteresis)
-        fresh = self.scale_policy.start(self.state.scale.device).more
-        self.state.more.clear()
-        self.state.more.update(fresh)
+        for name, tensor in self.scale_policy.start(self.state.scale.device).more.items():
+            self.state.more.setdefault(name, tensor)  # In place: a captured graph holds them.
         for name, value in loaded.more.items():
             self.state.more[name].fill_(value)
         self.streak.restore(loaded.streak)
@@ -343,6 +361,18 @@ class Judge:
                 more={name: moved(each, device) for name, each in self.state.more.items()},
             )
             self.steps = moved(self.steps, device)
+
+
+@contextmanager
+def held_if(rejected: Tensor | None, state: ScaleState) -> Iterator[None]:
+    """Inside, `state` may be moved on; afterwards it is as it was if `rejected` is 1."""
+    moving = [state.scale, state.growth_tracker, state.hysteresis, *state.more.values()]
+    before = [] if rejected is None else [tensor.clone() for tensor in moving]
+    yield
+    if rejected is not None:
+        held = moved(rejected, state.scale.device) > 0
+        for tensor, old in zip(moving, before, strict=True):
+            tensor.copy_(torch.where(held, old, tensor))
 
 
 def _grown(memory: dict[str, Tensor], fresh: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -165,6 +165,12 @@ class Outcome(Findings):
         """The norm of the unscaled gradients before clipping; NaN or inf if they are not finite."""
         return self._numbers["norm"]
 
+    def describe(self, *, at_most: int = 3) -> str:
+        """The culprits in words, or why a finite step was skipped."""
+        if self.rejected:
+            return f"finite gradients, rejected: norm {self.norm:.6g} over {self.limit:.6g}"
+        return super().describe(at_most=at_most)
+
     @property
     def rejected(self) -> bool:
         """Whether a policy such as SkipSpikes has skipped a step whose gradients were finite."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.values import Measurement
+from gradilocks.values import Measurement, moved
 
-__all__ = ["reduce", "reduce_each"]
+__all__ = ["agreed", "reduce", "reduce_each"]
 
 
 def reduce(
@@ -45,7 +45,8 @@ def reduce(
     else:
         powers = (norms / safe) ** order
         if replicas is not None:
-            powers = powers / torch.tensor(replicas, dtype=norms.dtype, device=norms.device)
+            shared = torch.tensor(replicas, dtype=norms.dtype, device="cpu")
+            powers = powers / moved(shared, norms.device)
         share = powers.sum()
     mine = torch.stack([largest, safe, share, measurement.nonfinite.to(norms.dtype)])
     gathered = mine.new_zeros(dist.get_world_size(group), mine.numel())
@@ -75,10 +76,35 @@ def reduce_each(measurement: Measurement, *, replicas: Sequence[int]) -> Measure
     else:
         unit = gathered.amax(dim=0)
         unit = torch.where((unit > 0) & torch.isfinite(unit), unit, torch.ones_like(unit))
-        shares = torch.tensor(replicas, dtype=norms.dtype, device="cpu").to(norms.device)
+        shares = moved(torch.tensor(replicas, dtype=norms.dtype, device="cpu"), norms.device)
         powers = ((gathered / unit) ** measurement.order / shares).sum(dim=0)
         each = unit * powers ** (1.0 / measurement.order)
     return replace(whole, tensors=replace(measurement.tensors, norms=each))
+
+
+def agreed(
+    peak: Tensor, broken_loss: Tensor, *, group: Any, ranks: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The largest magnitude, and whether a loss was not finite, alike on every rank.
+
+    Where ranks hold parts of the model it takes a small collective. Where each holds all of it the
+    gradients are the same, but a loss is a rank's own: then it is no evidence for anybody.
+
+    Args:
+        peak: 0-d, of this rank's gradients.
+        broken_loss: 0-d, 1 if this rank's loss was NaN or Inf.
+        group: the ranks that together hold the model; None for the default group.
+        ranks: whether they hold parts of it.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return peak, broken_loss
+    if not ranks:
+        return peak, None
+    both = torch.stack([peak, broken_loss.to(peak.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both[0], both[1]
 
 
 def _total(gathered: Tensor, order: float) -> Tensor:

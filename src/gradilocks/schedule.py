@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks.errors import BadState
 from gradilocks.kernels.captured import capturing
 from gradilocks.record import fetch
 
@@ -81,6 +82,7 @@ class Scheduler:
         self._since: list[_Flag] = []
         self._waiting: deque[list[_Flag]] = deque()
         self._owed = 0
+        self._replayed = False
 
     @property
     def ahead(self) -> int:
@@ -89,6 +91,7 @@ class Scheduler:
 
     def note(self, row: Tensor) -> None:
         """For the control: a step has been judged."""
+        self._replayed = self._replayed or capturing()
         self._since.append(_Flag(row))
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -99,6 +102,8 @@ class Scheduler:
             kwargs: likewise.
         """
         self._settle()
+        if not self._since and not self._replayed:
+            return  # No step has been tried since the last call.
         flags, self._since = self._since, []
         told = [flag.skipped() for flag in flags]
         if flags and all(told):
@@ -119,8 +124,11 @@ class Scheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from `state_dict()`, or from that of the scheduler itself."""
         if set(state_dict) == {"scheduler", "ahead"}:
+            ahead = state_dict["ahead"]
+            if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+                raise BadState(f"ahead in the state_dict must be 0 or more, got {ahead!r}.")
             self._scheduler.load_state_dict(state_dict["scheduler"])
-            self._owed = int(state_dict["ahead"])
+            self._owed = ahead
         else:
             self._scheduler.load_state_dict(state_dict)
             self._owed = 0

@@ -24,7 +24,7 @@ from gradilocks import (
 from gradilocks.errors import BadState
 
 REFUSED = [
-    (lambda: QuantileClip(0.5, window=0), ValueError, "window must be at least 1, got 0"),
+    (lambda: QuantileClip(0.5, window=0), ValueError, "window must be at least 2, got 0"),
     (lambda: QuantileClip(0.0), ValueError, "quantile must lie between 0 and 1, got 0.0"),
     (lambda: QuantileClip(1.0), ValueError, "quantile must lie between 0 and 1, got 1.0"),
     (lambda: QuantileClip(math.nan), ValueError, "quantile must lie between 0 and 1, got nan"),
@@ -49,6 +49,12 @@ REFUSED = [
     (lambda: chain(ClipByNorm(1.0), 1.0), TypeError, "takes clip policies .* got 1.0"),
     (lambda: chain(ClipByNorm(1.0), ClipByNorm(1.0, order=1.0)), ValueError, "the same order"),
     (lambda: chain(ClipByValue(1.0), ClipByNorm(1.0)), ValueError, "must be the last of a chain"),
+    (lambda: chain(ClipByNorm(1.0), AdaptiveClip()), ValueError, "must be the first of a chain"),
+    (
+        lambda: chain(chain(ClipByNorm(1.0), ClipByValue(1.0)), ClipByNorm(1.0)),
+        ValueError,
+        "must be the last of a chain",
+    ),
 ]
 
 

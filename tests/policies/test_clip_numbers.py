@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -274,3 +275,51 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(policy):
         assert told[0] == told[1]
     assert whole.memory == second.memory
     assert whole.control.state_dict() == second.control.state_dict()
+
+
+def test_small_norms_are_bounded_as_exactly_as_large_ones():
+    """An absolute 1e-6 beside the norm would shrink a gradient of norm 1e-7 ten times."""
+    run = Run(AdaGC(warmup=1, warmup_norm=INF))
+    run.step(1e-7)
+    (factor,), _ = run.step(1.06e-7)
+    assert factor == pytest.approx(1.05 / 1.06, rel=1e-4)
+
+
+@pytest.mark.parametrize("policy", MOVING, ids=lambda p: type(p).__name__)
+def test_a_norm_beyond_float64_is_not_learned_from(policy):
+    param = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    control = GradientControl(torch.optim.SGD([param], lr=0.0), clip=policy, scale=None)
+    for size in (1.5e308, 1.0, 1.0, 1.0):
+        control.zero_grad()
+        control.backward((param * size).sum())
+        control.step()
+    for tensor in control._judge.memory.values():
+        assert torch.isfinite(tensor).all() or "usual" in str(control._judge.memory.keys())
+    control.load_state_dict(control.state_dict())
+
+
+def test_a_rejected_step_leaves_the_scale_alone():
+    run = Run(
+        SkipSpikes(at_least=2, window=4), scale=DynamicScale(init_scale=4.0, growth_interval=4)
+    )
+    for norm in (1.0, 1.0, 1.0, 50.0):
+        run.step(norm)
+    assert run.control.scale == 4.0
+    run.step(1.0)
+    assert run.control.scale == 8.0
+
+
+def test_a_rejected_step_is_no_nonfinite_gradient():
+    run = Run(SkipSpikes(at_least=2, window=4), on_nonfinite="raise")
+    for norm in (1.0, 1.0):
+        run.step(norm)
+    _, outcome = run.step(50.0)
+    assert outcome.rejected
+    assert outcome.describe().startswith("finite gradients, rejected: norm 50 over 1")
+
+
+def test_numbers_of_groups_survive_json():
+    control = Run(ClipPerGroup({0: 1.0})).control
+    saved = json.loads(json.dumps(control.state_dict()))
+    control.load_state_dict(saved)
+    assert control._judge.clip_policy == ClipPerGroup({0: 1.0})

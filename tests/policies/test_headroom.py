@@ -91,3 +91,19 @@ def test_it_stays_within_its_bounds():
 def test_settings_that_make_no_sense_are_refused(settings, error, words):
     with pytest.raises(error, match=words):
         HeadroomScale(**settings)
+
+
+def test_gradients_that_were_unscaled_first_are_measured_as_scaled_ones():
+    param = nn.Parameter(torch.zeros(1))
+    control = GradientControl(torch.optim.SGD([param], lr=0.0), scale=HeadroomScale())
+    for _ in range(4):
+        control.zero_grad()
+        control.backward((param * 2.0**-10).sum())
+        control.unscale_()
+        control.step()
+    assert control.scale == 2.0**21
+
+
+def test_zeros_in_mid_run_do_not_make_it_grow():
+    scales = run(HeadroomScale(), 1.0, *[0.0] * 7, 1.0, overflow_above=65504.0)
+    assert len(set(scales[1:])) == 1

@@ -239,3 +239,39 @@ def test_a_disabled_scaler_clips_nothing():
     scaler.update()
     assert param.item() == -5.0
     assert scaler.state_dict() == {}
+
+
+def test_before_its_first_step_it_tells_and_saves_what_the_policy_says():
+    scaler = GradScaler("cpu", policy=DynamicScale.deepspeed(init_scale=64.0, growth_interval=7))
+    assert scaler.get_scale() == 64.0
+    saved = scaler.state_dict()
+    assert (saved["scale"], saved["_growth_tracker"], saved["growth_interval"]) == (64.0, -1, 7)
+    assert GradScaler("cpu", policy=HeadroomScale()).get_scale() == 256.0
+
+
+def test_a_step_that_failed_teaches_nothing():
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler("cpu", clip=QuantileClip(0.5, window=4))
+    scaler.scale((param * 3.0).sum()).backward()
+    real, optimizer.step = optimizer.step, lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    optimizer.step = real
+    scaler.step(optimizer)
+    (memory,) = scaler.state_dict()["gradilocks_scaler"]["clip_states"]
+    assert memory["count"] == 1
+
+
+def test_a_copy_goes_its_own_way():
+    scaler = GradScaler("cpu", policy=DynamicScale(init_scale=8.0))
+    scaler.scale(torch.ones(()))
+    other = copy.copy(scaler)
+    other.scale(torch.ones(()))
+    other.update(2.0)
+    assert (scaler.get_scale(), other.get_scale()) == (8.0, 2.0)
+
+
+def test_ranks_of_a_process_group_are_refused():
+    with pytest.raises(ValueError, match=r"do not know process_group=.*GradientControl"):
+        GradScaler("cpu", clip=1.0, process_group=object())

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lr
 
 from gradilocks import GradientControl, SkipSpikes, optim, schedule
+from gradilocks.errors import BadState
 
 MAKERS = {
     "StepLR": lambda o: lr.StepLR(o, 2, 0.5),
@@ -196,3 +197,18 @@ def test_on_a_gpu_it_never_waits_and_ends_where_it_should(kind):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert plan.last_epoch - plan.state_dict()["ahead"] == 18
+
+
+def test_two_calls_for_one_step_count_once():
+    _, plan, _ = trained(MAKERS["LambdaLR"], OPTIMIZERS["SGD"], set(), steps=2)
+    before = plan.last_epoch
+    plan.step()
+    assert plan.last_epoch == before
+
+
+def test_a_bad_state_changes_nothing():
+    _, plan, _ = trained(MAKERS["LambdaLR"], OPTIMIZERS["SGD"], set(), steps=2)
+    saved = plan.state_dict()
+    with pytest.raises(BadState, match="ahead in the state_dict must be 0 or more, got None"):
+        plan.load_state_dict({"scheduler": {"last_epoch": 77}, "ahead": None})
+    assert plan.state_dict() == saved

@@ -24,7 +24,8 @@ def chain(*policies: Any) -> Chain:
     all, and none of them learns from it.
 
     Args:
-        policies: two or more, measured with the same order; ClipByValue only as the last one.
+        policies: two or more, measured with the same order; AdaptiveClip only as the first one,
+            ClipByValue only as the last.
     """
     return Chain(policies)
 
@@ -42,7 +43,10 @@ class Chain:
     policies: tuple[Any, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "policies", tuple(self.policies))
+        flat: list[Any] = []
+        for policy in self.policies:
+            flat += policy.policies if isinstance(policy, Chain) else [policy]
+        object.__setattr__(self, "policies", tuple(flat))
         if len(self.policies) < 2:
             raise ValueError(f"chain takes two policies or more, got {len(self.policies)}.")
         for policy in self.policies:
@@ -55,6 +59,11 @@ class Chain:
             raise ValueError(
                 f"the policies of a chain measure one norm, got orders {sorted(orders)}. Give them "
                 "the same order."
+            )
+        if any(getattr(policy, "by_unit", False) for policy in self.policies[1:]):
+            raise ValueError(
+                "AdaptiveClip must be the first of a chain: it looks at the gradients themselves, "
+                "which the policies before it have not changed yet."
             )
         if any(isinstance(policy, ClipByValue) for policy in self.policies[:-1]):
             raise ValueError(

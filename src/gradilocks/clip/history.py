@@ -40,7 +40,7 @@ class _ByNorm:
 class QuantileClip(_ByNorm):
     """Bounds the norm by a quantile of the norms so far, this one included.
 
-        limit = quantile(the last `window` norms and this one, q)
+        limit = quantile(the last `window` norms, this one included, q)
 
     The quantile is interpolated between neighbours, as NumPy's default does. What is remembered is
     the norm before clipping. A low quantile clips nearly every step: 0.1 is what the authors use.
@@ -64,7 +64,7 @@ class QuantileClip(_ByNorm):
 
     def __post_init__(self) -> None:
         check_fraction("quantile", self.quantile)
-        check_count("window", self.window, lowest=1)
+        check_count("window", self.window, lowest=2)
         check_count("warmup", self.warmup, lowest=0)
 
     def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ class ZScoreClip(_ByNorm):
         limit: ClipLimit,
         skip: Tensor,
     ) -> None:
-        taken = skip == 0
+        taken = (skip == 0) & torch.isfinite(measurement.norm)
         seen = torch.minimum(measurement.norm / scale, limit.limit)
         count, mean, var = state["count"], state["mean"], state["var"]
         number = (count + 1).to(mean.dtype)
@@ -252,6 +252,6 @@ def _entered(state: Memory, norm: Tensor) -> tuple[Tensor, Tensor]:
 
 def _remember(state: Memory, norm: Tensor, skip: Tensor) -> None:
     values, _ = _entered(state, norm)
-    taken = skip == 0
+    taken = (skip == 0) & torch.isfinite(norm)  # Finite gradients can have a norm beyond float64.
     state["norms"].copy_(torch.where(taken, values, state["norms"]))
     state["count"].add_(taken)

@@ -86,7 +86,10 @@ class ClipPerGroup:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_known", {})
-        given: object = self.limits
+        given: Any = self.limits
+        if isinstance(given, list):  # As a checkpoint has it: JSON would turn a number into a name.
+            given = dict(given)
+            object.__setattr__(self, "limits", given)
         if not isinstance(given, Mapping) or not given:
             raise TypeError(
                 "limits must be a dict from a group or a pattern of names to a norm or None, got "

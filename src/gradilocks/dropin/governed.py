@@ -7,6 +7,7 @@ have been unscaled.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from gradilocks import checkpoint, kernels, update
 from gradilocks.clip import resolve_clip
 from gradilocks.errors import BadState
 from gradilocks.gradients import Gradients, Names
-from gradilocks.judge import Judge
+from gradilocks.judge import Judge, Verdict
 from gradilocks.scale import NoScale, resolve_scale
 from gradilocks.values import ScaleState, moved
 
@@ -28,10 +29,15 @@ KEY = "gradilocks_scaler"
 """Where a scaler's state_dict has what torch's does not; torch's scaler passes it over."""
 
 
-def governed(policy: object, clip: object) -> Governed | None:
+def governed(policy: object, clip: object, process_group: Any) -> Governed | None:
     """What rules a scaler that was given a policy or a clip; None if neither was given."""
     if policy is None and clip is None:
         return None
+    if process_group is not None:
+        raise ValueError(
+            "policy= and clip= of a GradScaler do not know process_group=: a rank would clip and "
+            "scale by its own part of the gradients. Use GradientControl(process_group=...)."
+        )
     scale = None if policy is None else resolve_scale(policy)
     if isinstance(scale, NoScale):
         raise TypeError(
@@ -51,10 +57,11 @@ class Governed:
         self._loaded: list[Any] = []
         self._largest: Tensor | None = None
         self._loss: Tensor | None = None
+        self._pending: dict[int, tuple[Judge, Verdict]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         learned = {"_judges": [], "_loaded": self._memories(), "_largest": None, "_loss": None}
-        return {**self.__dict__, **learned}
+        return {**self.__dict__, **learned, "_pending": {}}
 
     @property
     def _asks(self) -> bool:
@@ -77,7 +84,10 @@ class Governed:
 
     def note_loss(self, outputs: Any) -> None:
         """A loss is about to be scaled: a NaN in it is no overflow."""
-        if self._asks and isinstance(outputs, Tensor):
+        if self._asks and isinstance(outputs, (list, tuple)):
+            for each in outputs:
+                self.note_loss(each)
+        elif self._asks and isinstance(outputs, Tensor):
             broken = torch.logical_not(torch.isfinite(outputs.detach()).all()).to(torch.float32)
             self._loss = _larger(self._loss, broken)
 
@@ -96,11 +106,24 @@ class Governed:
         if self._asks:
             home = self.state.scale.device
             seen = {"largest": self._largest, "loss_nonfinite": self._loss}
+            if in_company():  # A loss is a rank's own, and the ranks' scales must not part.
+                seen["loss_nonfinite"] = None
             given = {name: moved(t, home) for name, t in seen.items() if t is not None}
             self.scale.advance(self.state, skip, **given)
         else:
             self.scale.advance(self.state, skip)
+        self.forget()
+
+    def forget(self) -> None:
+        """A new iteration begins."""
         self._largest = self._loss = None
+        self._pending.clear()
+
+    def learn(self, optimizer: Any) -> None:
+        """The optimizer has stepped, or was meant not to: the clip may learn from it."""
+        if id(optimizer) in self._pending:
+            judge, verdict = self._pending.pop(id(optimizer))
+            judge.conclude(verdict)
 
     def clip_now(self, optimizer: Any, found: Gradients, names: Names) -> Tensor:
         """Clips unscaled gradients in place.
@@ -115,7 +138,7 @@ class Governed:
         update.apply_factors(decision, found.tensors)
         update.apply_bound(decision, found.tensors)
         update.apply_in_place(decision, found.tensors)
-        judge.conclude(verdict)
+        self._pending[id(optimizer)] = judge, verdict
         if decision.overflow is None:
             return torch.zeros_like(decision.skip)
         return decision.skip - decision.overflow
@@ -149,7 +172,8 @@ class Governed:
 
     def _memories(self) -> list[Any]:
         """What the clip has learned of each optimizer, in the order in which they came."""
-        return [checkpoint.plain(judge.memory) for _, judge in self._judges] or self._loaded
+        known = [checkpoint.plain(judge.memory) for _, judge in self._judges]
+        return known + self._loaded[len(known) :]
 
     def _judge_of(self, optimizer: Any, names: Names) -> Judge:
         for ref, judge in self._judges:
@@ -158,12 +182,21 @@ class Governed:
         if hasattr(self.clip, "check"):
             every = [param for group in optimizer.param_groups for param in group["params"]]
             self.clip.check(names.of(every), names.groups())
-        judge = Judge(NoScale(), self.clip, names=names, give_up_after=None, process_group=None)
+        weak = names.of_optimizers((weakref.proxy(optimizer),))  # Must not keep it alive.
+        judge = Judge(NoScale(), self.clip, names=weak, give_up_after=None, process_group=None)
         place = len(self._judges)
         if place < len(self._loaded):
             judge.recall(self._loaded[place])
         self._judges.append((weakref.ref(optimizer), judge))
         return judge
+
+
+def in_company() -> bool:
+    """Whether other ranks train along."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return False
+    return int(dist.get_world_size()) > 1
 
 
 def _larger(before: Tensor | None, now: Tensor) -> Tensor:

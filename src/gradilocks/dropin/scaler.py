@@ -30,6 +30,7 @@ from gradilocks.dropin.state import check_state, set_scale
 from gradilocks.dropin.unscaling import Unscaling
 from gradilocks.eager import eager, users_line
 from gradilocks.gradients import Names
+from gradilocks.judge import held_if
 from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
 from gradilocks.update import (
@@ -104,7 +105,9 @@ class GradScaler(Unscaling):
         Names(model, ())  # Refuses what is no model, now rather than at the first overflow.
         self._model = model
         self._process_group = process_group
-        self._governed = governed(policy, clip)
+        self._governed = governed(policy, clip, process_group)
+        if self._governed is not None and self._governed.scale is not None and self._enabled:
+            self._follow(self._governed.scale)
         self._outcome: Findings | None = None
         self._hysteresis: Tensor | None = None
         self._start_iteration()
@@ -173,6 +176,8 @@ class GradScaler(Unscaling):
             asked = {**state, "found_inf_per_device": {flag.device: flag}}
             returned = self._maybe_opt_step(optimizer, asked, *args, **kwargs)
         state["stage"] = OptState.STEPPED
+        if self._governed is not None:
+            self._governed.learn(optimizer)
         known.forget()
         return returned
 
@@ -183,13 +188,10 @@ class GradScaler(Unscaling):
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            set_scale(
-                scale,
-                new_scale,
-                device=self._device,
-                lowest=self._min_scale,
-                highest=self._max_scale,
-            )
+            lowest, highest = self._min_scale, self._max_scale
+            if self._governed is not None and self._governed.scale is not None:
+                lowest, highest = self._governed.scale.bounds()
+            set_scale(scale, new_scale, device=self._device, lowest=lowest, highest=highest)
         else:
             found = [
                 moved(flag, scale.device)
@@ -201,24 +203,30 @@ class GradScaler(Unscaling):
                     "No inf checks were recorded prior to update. Call scaler.step(optimizer) on "
                     "an optimizer whose parameters have gradients first."
                 )
-            if self._governed is not None and self._governed.scale is not None:
-                self._governed.advance(largest_flag(found))
-                self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-                self._start_iteration()
-                return
-            if self._hysteresis is None or self._hysteresis.device != tracker.device:
-                self._hysteresis = torch.ones_like(tracker)
+            self._advance(scale, tracker, largest_flag(found))
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._start_iteration()
+
+    def _advance(self, scale: Tensor, tracker: Tensor, flag: Tensor) -> None:
+        """Moves the scale on, unless a clip has rejected a step: nothing overflowed."""
+        rejected = largest_flag(list(self._rejected.values())) if self._rejected else None
+        if self._governed is not None and self._governed.state is not None:
+            with held_if(rejected, self._governed.state):
+                self._governed.advance(flag)
+            return
+        if self._hysteresis is None or self._hysteresis.device != tracker.device:
+            self._hysteresis = torch.ones_like(tracker)
+        state = ScaleState(scale, tracker, self._hysteresis)  # Of 1: any skip backs off.
+        with held_if(rejected, state):
             advance_dynamic(
-                ScaleState(scale, tracker, self._hysteresis),  # Of 1: any skip backs off.
-                largest_flag(found),
+                state,
+                flag,
                 growth_factor=self._growth_factor,
                 backoff_factor=self._backoff_factor,
                 growth_interval=self._growth_interval,
                 min_scale=self._min_scale,
                 max_scale=self._max_scale,
             )
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._start_iteration()
 
     def set_growth_factor(self, new_factor: float) -> None:
         """As torch's; a scaler with a `policy` refuses it."""
@@ -234,6 +242,14 @@ class GradScaler(Unscaling):
         """As torch's; a scaler with a `policy` refuses it."""
         self._refuse_setting("growth_interval")
         super().set_growth_interval(new_interval)
+
+    def _follow(self, policy: Any) -> None:
+        """Torch's own numbers, as far as the policy has them: they are shown and saved."""
+        start = policy.start(torch.device("cpu"))
+        self._init_scale = float(start.scale)
+        self._init_growth_tracker = int(start.growth_tracker)
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            setattr(self, f"_{name}", getattr(policy, name, getattr(self, f"_{name}")))
 
     def _refuse_setting(self, name: str) -> None:
         if self._governed is not None and self._governed.scale is not None:
@@ -274,7 +290,7 @@ class GradScaler(Unscaling):
         """Shares the model and the process group; steps of its own from here on."""
         made = type(self).__new__(type(self))
         made.__dict__.update(super().__getstate__())
-        made.__dict__.update(self._nothing_yet())
+        made.__dict__.update(self._nothing_yet(), _governed=copy.deepcopy(self._governed))
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
@@ -299,6 +315,8 @@ class GradScaler(Unscaling):
         }
 
     def _start_iteration(self) -> None:
+        if self._governed is not None:
+            self._governed.forget()
         self._found: dict[int, Looked] = {}
         self._rejected: dict[int, Tensor] = {}
         self._held: dict[int, Any] = {}  # Alive until `update`: no id means two optimizers.

@@ -14,7 +14,7 @@ from gradilocks.values import ScaleState, wide
 __all__ = ["HeadroomScale"]
 
 _FROM_NOTHING = 16.0
-"""How much faster than by measure the scale may grow where every gradient has vanished."""
+"""By how much the scale grows as long as every gradient has been zero: they may have vanished."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class HeadroomScale:
             scale=one(self.init_scale, torch.float32),
             growth_tracker=one(0, torch.int32),
             hysteresis=one(0, torch.int32),
-            more={"ceiling": one(self.max_scale, wide(device))},
+            more={"ceiling": one(self.max_scale, wide(device)), "seen": one(0, torch.int32)},
         )
 
     def advance(
@@ -120,7 +120,10 @@ class HeadroomScale:
         if largest is not None:
             peak = largest.to(scale.dtype)
             found = torch.floor(torch.log2(self.largest_value / peak)) - self.margin
-            room = torch.where(peak > 0, found, math.log2(_FROM_NOTHING))
+            # Until something has been seen, nothing may be because all has vanished.
+            empty = torch.where(state.more["seen"] > 0, 0.0, math.log2(_FROM_NOTHING))
+            room = torch.where(peak > 0, found, empty)
+            state.more["seen"].copy_(torch.maximum(state.more["seen"], (peak > 0).int()))
             room = torch.where(torch.isfinite(peak), room, torch.zeros_like(room))
         tracker = torch.where(overflow, 0, state.growth_tracker + 1)
         full = tracker >= self.growth_interval
