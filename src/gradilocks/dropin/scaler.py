@@ -54,7 +54,8 @@ class GradScaler(Unscaling):
         model: the module that names the parameters in `outcome` and in error messages.
         process_group: the ranks that must skip together when gradients are sharded plain tensors.
         policy: a scale policy in place of torch's rule and its numbers, such as HeadroomScale().
-        clip: a number or a clip policy; `step` unscales and clips each optimizer's gradients.
+        clip: a number or a clip policy; `step` unscales and clips each optimizer's gradients. Not
+            if `enabled=False`.
 
     Example:
         >>> scaler = GradScaler("cpu", model=model)
