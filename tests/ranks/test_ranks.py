@@ -29,6 +29,8 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
         one_rank_without_gradients,
         parts_bounded_apart,
         parts_that_cannot_be_told_apart,
+        headroom_of_shards,
+        headroom_of_copies,
     ]
     return run_all(programs, tmp_path_factory.mktemp("ranks"))
 
@@ -256,3 +258,45 @@ def test_where_parts_cannot_be_told_apart_the_policy_is_refused(returned: Return
     for told in returned["parts_that_cannot_be_told_apart"]:
         assert [words.split()[0] for words in told] == ["ClipPerTensor", "AdaptiveClip"]
         assert all("Use ClipByNorm" in words for words in told)
+
+
+def headroom_of_shards(rank: int) -> list[float]:
+    """Rank 1 holds the large gradient, and rank 0 must scale by it too."""
+    param = nn.Parameter(torch.zeros(1))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD([param], lr=0.0),
+        scale=gradilocks.HeadroomScale(),
+        process_group=dist.group.WORLD,
+    )
+    scales = []
+    for _ in range(3):
+        control.zero_grad()
+        control.backward((param * (1.0 if rank else 2.0**-10)).sum())
+        control.step()
+        scales.append(control.scale)
+    return scales
+
+
+def test_ranks_that_hold_parts_find_one_headroom(returned: Returned) -> None:
+    assert returned["headroom_of_shards"] == [[2.0**11] * 3] * 2
+
+
+def headroom_of_copies(rank: int) -> list[float]:
+    """A NaN in rank 0's loss alone; after the average both have it in their gradients."""
+    param = nn.Parameter(torch.zeros(1))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD([param], lr=0.0), scale=gradilocks.HeadroomScale()
+    )
+    scales = []
+    for step in range(4):
+        control.zero_grad()
+        control.backward((param * 1.0).sum() * (math.nan if step == 1 and rank == 0 else 1.0))
+        dist.all_reduce(param.grad)
+        control.step()
+        scales.append(control.scale)
+    return scales
+
+
+def test_a_nan_in_one_ranks_loss_does_not_part_their_scales(returned: Returned) -> None:
+    first, second = returned["headroom_of_copies"]
+    assert first == second
