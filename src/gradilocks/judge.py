@@ -24,6 +24,7 @@ from gradilocks.express import Express
 from gradilocks.gradients import Gradients, Names, every_parameter, replicas_of, roof_of
 from gradilocks.kernels.captured import capturing
 from gradilocks.measure import measure
+from gradilocks.memory import remapped, same
 from gradilocks.record import Outcome, Streak, fetch
 from gradilocks.reduce import agreed, reduce, reduce_each
 from gradilocks.roll import Called
@@ -89,10 +90,13 @@ class Judge:
         self._process_group = process_group
         self.memory: dict[str, Tensor] | None = None
         """What the clip policy remembers."""
-        self._of = 0  # Of how many parameters.
+        self._whose: list[weakref.ref[Tensor]] = []  # The parameters that it knows, in order.
         self._has_ranks = False
         self._loss: Tensor | None = None
         self._loss_nonfinite: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_whose": []}  # Weak references do not travel.
 
     @property
     def scales(self) -> bool:
@@ -258,14 +262,14 @@ class Judge:
             self._counted = loaded.steps
         home, memory = self.state.scale.device, loaded.memory
         self.memory = None if memory is None else {k: moved(t, home) for k, t in memory.items()}
-        self._of = count
+        self._whose = []
         self.forget_loss()
 
     def recall(self, saved: Any) -> None:
         """Goes on with what the clip policy remembered, as `checkpoint.plain` wrote it."""
         count = sum(1 for _ in every_parameter(self._names.optimizers))
         self.memory = checkpoint.read_memory(self.clip_policy, saved, count)
-        self._of = count
+        self._whose = []
 
     def _over_ranks(self, mine: Measurement, replicas: Sequence[int] | None) -> Measurement:
         policy = self.clip_policy
@@ -284,13 +288,14 @@ class Judge:
         policy: Any = self.clip_policy
         if not hasattr(policy, "start"):
             return None
-        count = sum(1 for _ in every_parameter(self._names.optimizers))
+        every = list(every_parameter(self._names.optimizers))
         memory = self.memory
         if memory is None:
-            memory = policy.start(home, count)
-        elif any(t.dim() == 1 and t.numel() == self._of for t in memory.values()):
-            memory = _grown(memory, policy.start(home, count)) if count != self._of else memory
-        self._of = count
+            memory = policy.start(home, len(every))
+        elif self._whose and not same(self._whose, every):
+            memory = remapped(policy, memory, self._whose, every, home)
+        if not same(self._whose, every):
+            self._whose = [weakref.ref(param) for param in every]
         self.memory = {name: moved(tensor, home) for name, tensor in memory.items()}
         return self.memory
 
@@ -373,14 +378,3 @@ def held_if(rejected: Tensor | None, state: ScaleState) -> Iterator[None]:
         held = moved(rejected, state.scale.device) > 0
         for tensor, old in zip(moving, before, strict=True):
             tensor.copy_(torch.where(held, old, tensor))
-
-
-def _grown(memory: dict[str, Tensor], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What was remembered of a model that has more parameters now: the new ones start afresh."""
-    for name, tensor in fresh.items():
-        if tensor.dim() == 1 and tensor.shape != memory[name].shape:
-            old = memory[name][: tensor.numel()]
-            tensor[: old.numel()] = moved(old, tensor.device)
-        else:
-            tensor.copy_(memory[name])
-    return fresh

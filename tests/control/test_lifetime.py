@@ -12,7 +12,7 @@ import torch
 from short_way import DEVICES, serve
 from torch import nn
 
-from gradilocks import GradientControl, optim
+from gradilocks import AdaGC, GradientControl, optim
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -46,6 +46,15 @@ def test_a_control_that_nobody_holds_is_gone_at_once(device):
     finally:
         gc.enable()
     del model
+
+
+def test_a_control_whose_clip_learns_can_be_pickled_too():
+    model = nn.Linear(2, 1)
+    control = GradientControl(torch.optim.SGD(model.parameters(), lr=0.1), clip=AdaGC(warmup=1))
+    control.backward(model(torch.ones(1, 2)).sum())
+    control.step()
+    again = pickle.loads(pickle.dumps(control))
+    assert again.state_dict() == control.state_dict()
 
 
 def test_a_control_keeps_no_replaced_parameter(device):

@@ -146,3 +146,23 @@ def test_parameters_that_are_added_later_start_afresh():
     assert len(after) == 3
     assert after[:2] == pytest.approx(before, rel=0.1)
     assert after[2] == pytest.approx(1.0, rel=1e-4)
+
+
+def test_what_was_learned_stays_with_its_parameter():
+    """One is added before others, and one takes another's place."""
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    first, second = torch.optim.SGD(params[:1], lr=0.0), torch.optim.SGD(params[1:], lr=0.0)
+    control = GradientControl(first, second, clip=AdaGC(warmup=1, warmup_norm=math.inf))
+
+    def step(*sizes):
+        control.zero_grad()
+        every = list(control._parameters())
+        control.backward(sum((p * size).sum() for p, size in zip(every, sizes, strict=True)))
+        control.step()
+        return control._judge.memory["usual"].tolist()
+
+    assert step(1.0, 1000.0, 10.0) == pytest.approx([1.0, 1000.0, 10.0])
+    first.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert step(1.0, 5.0, 1000.0, 10.0) == pytest.approx([1.0, 5.0, 1000.0, 10.0])
+    second.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(1))
+    assert step(1.0, 5.0, 7.0, 10.0) == pytest.approx([1.0, 5.0, 7.0, 10.0])

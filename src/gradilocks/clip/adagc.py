@@ -72,6 +72,11 @@ class AdaGC:
         """Bounds gradients apart from each other."""
         return True
 
+    @property
+    def by_parameter(self) -> tuple[str, ...]:
+        """Which of what it remembers has a number for each parameter."""
+        return ("usual",)
+
     def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
         usual = torch.full((count,), math.inf, dtype=wide(device), device=device)
         return {"count": torch.zeros((), dtype=torch.int64, device=device), "usual": usual}

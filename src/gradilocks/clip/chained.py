@@ -89,6 +89,15 @@ class Chain:
         """Whether one of them needs whole units."""
         return any(getattr(policy, "by_unit", False) for policy in self.policies)
 
+    @property
+    def by_parameter(self) -> tuple[str, ...]:
+        """Which of what they remember has a number for each parameter."""
+        return tuple(
+            f"{k}.{name}"
+            for k, policy in enumerate(self.policies)
+            for name in getattr(policy, "by_parameter", ())
+        )
+
     def check(self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]) -> None:
         """Lets each policy that wants to look at names and groups do so."""
         for policy in self.policies:
