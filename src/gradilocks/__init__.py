@@ -38,6 +38,7 @@ _HOME = {
     "errors": "",
     "get_total_norm": "dropin",
     "optim": "",
+    "read_run": "runfile",
 }
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "errors",
     "get_total_norm",
     "optim",
+    "read_run",
 ]
 
 
@@ -107,4 +109,5 @@ if TYPE_CHECKING:
         get_total_norm,
     )
     from gradilocks.record import Outcome
+    from gradilocks.runfile import read_run
     from gradilocks.scale import DynamicScale, HeadroomScale, NoScale, StaticScale

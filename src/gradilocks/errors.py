@@ -7,7 +7,8 @@
     ├── NonFiniteGradient   (RuntimeError)  a step was skipped and the caller asked to be told
     │   └── NeverFinite                     so many in a row that training is going nowhere
     ├── ScaleMisuse         (RuntimeError)  gradients that were scaled never, or twice
-    └── SharedParameter     (ValueError)    one parameter in two places that would both change it
+    ├── SharedParameter     (ValueError)    one parameter in two places that would both change it
+    └── BadRunFile          (ValueError)    a file that is no run file, or cannot be read or written
 
 A wrong argument is a plain ValueError or TypeError.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "BadRunFile",
     "BadState",
     "GradilocksError",
     "MissingKey",
@@ -53,6 +55,10 @@ class ScaleMisuse(GradilocksError, RuntimeError):
 
 class SharedParameter(GradilocksError, ValueError):
     """One parameter listed where each listing would change it once."""
+
+
+class BadRunFile(GradilocksError, ValueError):
+    """A file that is no run file, is damaged, or cannot be read or written."""
 
 
 class NonFiniteGradient(GradilocksError, RuntimeError):

@@ -1,0 +1,164 @@
+"""What a run file holds, as types; data only.
+
+Numbers that were not finite are None here and ``null`` in the file: JSON has no NaN. How many
+values were NaN or Inf stands beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["VERSION", "Culprit", "Detail", "End", "Header", "OptimizerInfo", "Run", "Step", "Trace"]
+
+VERSION = 1
+
+
+class Culprit(NamedTuple):
+    """A parameter whose gradient was not finite, and how many of its values were NaN and Inf."""
+
+    name: str
+    nan: int
+    inf: int
+
+
+class Detail(NamedTuple):
+    """A step seen tensor by tensor: every list runs along its optimizer's `names`.
+
+    An entry is None where the parameter had no gradient, or where the number was not finite.
+    """
+
+    norm: list[float | None]
+    """L2 norm of the gradient, unscaled, before clipping."""
+    largest: list[float | None]
+    """Largest magnitude in the gradient, unscaled, before clipping."""
+    zeros: list[float | None]
+    """Share of exact zeros in the gradient, 0 to 1."""
+    nan: list[int | None]
+    """How many values of the gradient were NaN."""
+    inf: list[int | None]
+    """How many values of the gradient were Inf."""
+    weight: list[float | None]
+    """L2 norm of the parameter before the step."""
+    update: list[float | None]
+    """‖change of the parameter‖ / ‖parameter before‖; 0 for a skipped step."""
+
+
+class Step(NamedTuple):
+    """One call to an optimizer's step, taken or skipped."""
+
+    step: int
+    """Counts the calls of this optimizer from 1, skipped ones included."""
+    time: float
+    """Seconds since the run began."""
+    optimizer: int
+    """Which optimizer: an index into `Run.optimizers`."""
+    loss: float | None
+    """The loss, unscaled, if the run knew it."""
+    scale: float | None
+    """The scale that the gradients carried; 1 without loss scaling."""
+    norm: float | None
+    """Norm of all gradients, unscaled, before clipping."""
+    limit: float | None
+    """What the clip policy allowed the norm to be; None if nothing bounded it."""
+    clipped: bool
+    """Whether clipping made the gradients smaller."""
+    skipped: bool
+    """Whether parameters were left as they were."""
+    reason: str | None
+    """Why: 'nonfinite' (NaN or Inf in the gradients), 'rejected' (a clip policy), or None."""
+    culprits: tuple[Culprit, ...]
+    """Parameters with non-finite gradients, in backward order; at most 32 are written."""
+    lr: float | None
+    """Learning rate of the first parameter group."""
+    nan: int
+    """How many values of all gradients were NaN."""
+    inf: int
+    """How many values of all gradients were Inf."""
+    detail: Detail | None
+    """Per tensor, every `detail_every` steps; None at the others."""
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """An optimizer and its parameters, in the order in which it holds them."""
+
+    index: int
+    kind: str
+    """The class, as in 'AdamW'."""
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    """As in 'float32'."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What ran, and on what."""
+
+    version: int
+    started: float
+    """Seconds since 1970."""
+    command: tuple[str, ...]
+    versions: Mapping[str, str]
+    """Of python, torch, gradilocks and, where there is one, cuda."""
+    hardware: Mapping[str, Any]
+    """'machine', 'cpu', 'cores', 'memory' (bytes), 'gpus' (a list of names)."""
+    settings: Mapping[str, Any]
+    """'scale' and 'clip' (policies as text), 'detail_every', 'flush_every', ..."""
+    rank: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Where a value first turned non-finite: found by `gradilocks.trace`."""
+
+    step: int
+    time: float
+    phase: str
+    """'forward' or 'backward'."""
+    module: str
+    """As `model.named_modules()` names it; '' is the model itself."""
+    kind: str
+    """The module's class, as in 'LayerNorm'."""
+    what: str
+    """'NaN', 'Inf' or 'NaN and Inf'."""
+    inputs: tuple[Mapping[str, Any], ...]
+    """What went in: 'name', 'shape', 'dtype', 'largest' (None if not finite), 'nan', 'inf'."""
+    text: str
+    """The finding as a sentence."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How the run ended; a run that was killed has none."""
+
+    time: float
+    status: str
+    """'finished', 'error', 'interrupted' or 'exit' (an exit status other than 0)."""
+    exit: int
+    error: str | None
+    """The last line of the traceback, as in 'ValueError: ...'."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run file, read whole."""
+
+    path: Path
+    header: Header
+    optimizers: tuple[OptimizerInfo, ...]
+    steps: list[Step]
+    traces: tuple[Trace, ...] = ()
+    end: End | None = None
+    audit: Mapping[str, Any] | None = None
+    """What `gradilocks audit` found, if the run carries one."""
+    resumed: tuple[Header, ...] = ()
+    """Headers of later sessions that went on in the same file."""
+    torn: int = 0
+    """How many torn lines were left out: a kill tears at most the last line of a session."""
+    notes: tuple[Mapping[str, Any], ...] = field(default=())
+    """Other lines, as they are."""
