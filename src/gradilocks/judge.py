@@ -23,8 +23,10 @@ from gradilocks.errors import NeverFinite
 from gradilocks.express import Express
 from gradilocks.gradients import Gradients, Names, every_parameter, replicas_of, roof_of
 from gradilocks.kernels.captured import capturing
+from gradilocks.losses import Losses
 from gradilocks.measure import measure
 from gradilocks.memory import remapped, same
+from gradilocks.plain import read_memory
 from gradilocks.record import Outcome, Streak, fetch
 from gradilocks.reduce import agreed, reduce, reduce_each
 from gradilocks.roll import Called
@@ -92,8 +94,7 @@ class Judge:
         """What the clip policy remembers."""
         self._whose: list[weakref.ref[Tensor]] = []  # The parameters that it knows, in order.
         self._has_ranks = False
-        self._loss: Tensor | None = None
-        self._loss_nonfinite: Tensor | None = None
+        self.losses = Losses()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_whose": []}  # Weak references do not travel.
@@ -106,14 +107,8 @@ class Judge:
     def scaled(self, loss: Tensor, device: torch.device) -> Tensor:
         """The loss times the scale; takes note of whether it is finite."""
         self.move_to(device)
-        if self._loss is not None:
-            self._fold_loss()
-        self._loss = loss.detach()
+        self.losses.note(loss, self.state.scale.device)
         return scale_loss(loss, self.state.scale) if self.scales else loss
-
-    def forget_loss(self) -> None:
-        """The gradients of the losses so far are gone."""
-        self._loss = self._loss_nonfinite = None
 
     def judge(self, found: Sequence[Gradients], *, unscaled: bool, has_ranks: bool) -> Verdict:
         """Measures all gradients together and decides, by the stages. Changes nothing."""
@@ -147,7 +142,7 @@ class Judge:
             limit.limit,
             limit.clipped * (1 - decision.skip),
             self.steps + 1,
-            self._broken_loss(),
+            self.losses.broken(home),
             statistics.nan.sum(),
             statistics.inf.sum(),
         ]
@@ -169,7 +164,7 @@ class Judge:
             state=self.state,
             streak=self.streak.count,
             steps=self.steps,
-            loss=self._one_loss(called.device),
+            loss=self.losses.as_one(called.device),
             unscaled=unscaled,
             rating=rating,
         )
@@ -186,7 +181,7 @@ class Judge:
 
     def conclude(self, verdict: Verdict) -> bool:
         """Moves the scale on; True if there were too many non-finite steps in a row."""
-        self.forget_loss()
+        self.losses.forget()
         if self._counted is not None:
             self._counted += 1
         if verdict.settled:
@@ -263,12 +258,12 @@ class Judge:
         home, memory = self.state.scale.device, loaded.memory
         self.memory = None if memory is None else {k: moved(t, home) for k, t in memory.items()}
         self._whose = []
-        self.forget_loss()
+        self.losses.forget()
 
     def recall(self, saved: Any) -> None:
-        """Goes on with what the clip policy remembered, as `checkpoint.plain` wrote it."""
+        """Goes on with what the clip policy remembered, as `plain` wrote it."""
         count = sum(1 for _ in every_parameter(self._names.optimizers))
-        self.memory = checkpoint.read_memory(self.clip_policy, saved, count)
+        self.memory = read_memory(self.clip_policy, saved, count)
         self._whose = []
 
     def _over_ranks(self, mine: Measurement, replicas: Sequence[int] | None) -> Measurement:
@@ -323,38 +318,6 @@ class Judge:
         self, params: Sequence[weakref.ref[Tensor]]
     ) -> Callable[[], Sequence[tuple[int, str]]]:
         return lambda: self._names.in_backward_order(params)
-
-    def _one_loss(self, device: torch.device) -> Tensor | None:
-        """The loss if there was one, else their flag as a number that is not finite if one was."""
-        loss = self._loss
-        if loss is None and self._loss_nonfinite is None:
-            return None
-        if (
-            loss is not None
-            and self._loss_nonfinite is None
-            and type(loss) is Tensor
-            and loss.numel() == 1
-            and loss.device == device
-            and loss.is_floating_point()
-        ):
-            return loss
-        return torch.where(self._broken_loss() > 0, float("inf"), 0.0)
-
-    def _broken_loss(self) -> Tensor:
-        """float32, 0-d: 1 if a loss since the last step was NaN or Inf, else 0."""
-        if self._loss is not None:
-            self._fold_loss()
-        if self._loss_nonfinite is None:
-            return torch.zeros_like(self.state.scale)
-        return self._loss_nonfinite
-
-    def _fold_loss(self) -> None:
-        assert self._loss is not None
-        broken = torch.logical_not(torch.isfinite(self._loss).all()).to(torch.float32)
-        broken = moved(broken, self.state.scale.device)
-        before = self._loss_nonfinite
-        self._loss_nonfinite = broken if before is None else torch.maximum(before, broken)
-        self._loss = None
 
     def move_to(self, device: torch.device) -> None:
         """Keeps what moves on `device` from here on."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from gradilocks.values import ClipLimit, Measurement
 
 __all__ = [
+    "ByTwoNorm",
     "ClipByNorm",
     "ClipByValue",
     "ClipPolicy",
@@ -82,14 +83,8 @@ class MovingClip(Protocol):
         """Moves `state` on in place. A skipped step (1) must leave it as it was."""
 
 
-@dataclass(frozen=True)
-class NoClip:
-    """Leaves the gradients as long as they are; their norm is still measured.
-
-    Example:
-        >>> NoClip().order
-        2.0
-    """
+class ByTwoNorm:
+    """Of a policy that measures the 2-norm of gradients and nothing else."""
 
     @property
     def order(self) -> float:
@@ -98,6 +93,16 @@ class NoClip:
     @property
     def needs_largest(self) -> bool:
         return False
+
+
+@dataclass(frozen=True)
+class NoClip(ByTwoNorm):
+    """Leaves the gradients as long as they are; their norm is still measured.
+
+    Example:
+        >>> NoClip().order
+        2.0
+    """
 
     def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
         norm = measurement.norm

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip.parts import scene_of
-from gradilocks.clip.policy import check_positive
+from gradilocks.clip.policy import ByTwoNorm, check_positive
 from gradilocks.values import ClipLimit, Measurement, wide
 
 __all__ = ["AdaptiveClip"]
 
 
 @dataclass(frozen=True)
-class AdaptiveClip:
+class AdaptiveClip(ByTwoNorm):
     """Bounds the gradient of each unit by a share of the norm of the unit's weights.
 
         for each unit:  limit = clipping * max(norm of its weights, eps)
@@ -53,14 +53,6 @@ class AdaptiveClip:
         if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"exclude must be a tuple of patterns, got {given!r}.")
         object.__setattr__(self, "exclude", patterns)
-
-    @property
-    def order(self) -> float:
-        return 2.0
-
-    @property
-    def needs_largest(self) -> bool:
-        return False
 
     @property
     def apart(self) -> bool:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks import checkpoint, kernels, update
+from gradilocks import kernels, update
 from gradilocks.clip import resolve_clip
 from gradilocks.errors import BadState
 from gradilocks.gradients import Gradients, Names
 from gradilocks.judge import Judge, Verdict
+from gradilocks.plain import describe, load_scale, plain, rebuild, save_scale
 from gradilocks.scale import NoScale, resolve_scale
 from gradilocks.values import ScaleState, moved
 
@@ -148,8 +149,8 @@ class Governed:
         scale = None
         if self.scale is not None:
             state = self.scale.start(torch.device("cpu")) if self.state is None else self.state
-            scale = checkpoint.save_scale(self.scale, state)
-        clip = None if self.clip is None else checkpoint.describe(self.clip)
+            scale = save_scale(self.scale, state)
+        clip = None if self.clip is None else describe(self.clip)
         return {"scale": scale, "clip_policy": clip, "clip_states": self._memories()}
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
@@ -160,10 +161,10 @@ class Governed:
                 f"{KEY} in the state_dict must be what state_dict() made, got {ours!r:.80}."
             )
         if self.clip is not None and ours["clip_policy"] is not None:
-            checkpoint.rebuild(self.clip, ours["clip_policy"], "clip")
+            rebuild(self.clip, ours["clip_policy"], "clip")
         if self.scale is not None:
             fresh = self.scale.start(torch.device("cpu"))
-            checkpoint.load_scale(self.scale, fresh, state_dict, ours["scale"])
+            load_scale(self.scale, fresh, state_dict, ours["scale"])
             if self.state is None:
                 self.state = fresh
             else:
@@ -172,7 +173,7 @@ class Governed:
 
     def _memories(self) -> list[Any]:
         """What the clip has learned of each optimizer, in the order in which they came."""
-        known = [checkpoint.plain(judge.memory) for _, judge in self._judges]
+        known = [plain(judge.memory) for _, judge in self._judges]
         return known + self._loaded[len(known) :]
 
     def _judge_of(self, optimizer: Any, names: Names) -> Judge:
