@@ -24,6 +24,7 @@ from gradilocks.plain import (
     read_more,
     rebuild,
     require,
+    with_settings,
 )
 from gradilocks.record import fetch
 from gradilocks.scale import DynamicScale
@@ -106,8 +107,7 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any, *, count
             "Start without it."
         )
     if "gradilocks" not in saved:
-        interval, delay = (getattr(scale_policy, key, 1) for key in ("growth_interval", "delay"))
-        foreign = recognized(saved, growth_interval=interval, delay=delay)
+        foreign = recognized(saved, scale_policy)
         if foreign is not None:
             return _load_from_others(foreign, scale_policy, clip_policy)
         return _load_from_torch(saved, scale_policy, clip_policy)
@@ -123,10 +123,11 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any, *, count
     require(ours, _OUR_KEYS, where="state_dict['gradilocks']")
     require(saved, ("scale", "_growth_tracker"), where="state_dict")
     rebuilt = rebuild(scale_policy, ours["scale_policy"], "scale")
+    clip = rebuild(clip_policy, ours["clip_policy"], "clip")
     _check_bounds(check_scale(saved["scale"]), *rebuilt.bounds())
     return Loaded(
         scale_policy=rebuilt,
-        clip_policy=rebuild(clip_policy, ours["clip_policy"], "clip"),
+        clip_policy=clip,
         scale=check_scale(saved["scale"]),
         growth_tracker=check_count(
             "_growth_tracker", saved["_growth_tracker"], lowest=-getattr(rebuilt, "delay", 0)
@@ -135,17 +136,18 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any, *, count
         more=read_more(rebuilt, ours.get("scale_state") or {}),
         steps=check_count("steps", ours["steps"]),
         streak=check_count("streak", ours["streak"]),
-        memory=read_memory(clip_policy, ours.get("clip_state"), count),
+        memory=read_memory(clip, ours.get("clip_state"), count),
     )
 
 
 def _load_from_others(foreign: Foreign, scale_policy: Any, clip_policy: Any) -> Loaded:
-    """Their settings are not in what they save, so the present policy's stay."""
+    """Settings that are not in what they save stay the present policy's."""
     if not isinstance(scale_policy, DynamicScale):
         raise BadState(
             f"the state_dict is one of {foreign.system}'s scaler and needs a DynamicScale, this "
             f"control has {type(scale_policy).__name__}."
         )
+    scale_policy = with_settings(scale_policy, foreign.settings)
     hysteresis = scale_policy.hysteresis if foreign.hysteresis is None else foreign.hysteresis
     scale = min(max(check_scale(foreign.scale), scale_policy.min_scale), scale_policy.max_scale)
     return Loaded(
@@ -167,15 +169,8 @@ def _load_from_torch(saved: Mapping[str, Any], scale_policy: Any, clip_policy: A
             f"has {type(scale_policy).__name__}."
         )
     scale = check_scale(saved["scale"])
-    try:
-        policy = dataclasses.replace(
-            scale_policy,
-            growth_factor=saved["growth_factor"],
-            backoff_factor=saved["backoff_factor"],
-            growth_interval=saved["growth_interval"],
-        )
-    except (TypeError, ValueError) as error:
-        raise BadState(f"the state_dict does not fit: {error}") from error
+    names = ("growth_factor", "backoff_factor", "growth_interval")
+    policy = with_settings(scale_policy, {name: saved[name] for name in names})
     return Loaded(
         scale_policy=policy,
         clip_policy=clip_policy,

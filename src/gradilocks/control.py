@@ -19,6 +19,7 @@ from gradilocks.arguments import (
     check_loss,
     check_parameters,
     checked_optimizers,
+    refuse_misfits,
 )
 from gradilocks.clip import resolve_clip
 from gradilocks.eager import eager
@@ -89,8 +90,7 @@ class GradientControl(Stepping):
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"on_nonfinite must be 'skip' or 'raise', got {on_nonfinite!r}.")
         check_give_up_after(give_up_after)
-        if hasattr(policies[1], "check"):  # Groups and patterns that fit nothing.
-            policies[1].check(self._names.of(self._parameters()), self._names.groups())
+        refuse_misfits(policies[1], self._names)
         self._on_nonfinite = on_nonfinite
         self._process_group = process_group
         self._judge = Judge(
@@ -201,7 +201,7 @@ class GradientControl(Stepping):
         Returns:
             What to call `step()` on, after `control.step()`.
         """
-        made = Scheduler(lr_scheduler)
+        made = Scheduler(lr_scheduler, self._parameters())
         self._schedulers.add(made)
         return made
 

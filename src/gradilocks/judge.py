@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import checkpoint
+from gradilocks.arguments import refuse_misfits
 from gradilocks.clip import ClipByNorm, ClipByValue, ClipPolicy, NoClip
 from gradilocks.decide import decide
 from gradilocks.diagnose import never_finite
@@ -88,7 +89,7 @@ class Judge:
         self._counted: int | None = 0  # `steps`, as long as the host can know it.
         self.streak = Streak(give_up_after)
         self.express = Express()
-        self._names = names
+        self.names = names
         self._process_group = process_group
         self.memory: dict[str, Tensor] | None = None
         """What the clip policy remembers."""
@@ -120,13 +121,14 @@ class Judge:
             tensors, home=home, order=float(policy.order), detail=policy.needs_largest or asking
         )
         self._has_ranks = has_ranks
+        scene = None if type(policy) in _SIMPLE else self._scene(found)
         if has_ranks:
-            measurement = self._over_ranks(measurement, replicas_of(found))
+            measurement = self._over_ranks(measurement, replicas_of(found), scene)
         scale = self.state.scale
         if unscaled:
             scale = torch.ones_like(scale)
-        if type(policy) not in _SIMPLE:
-            measurement = dataclasses.replace(measurement, scene=self._scene(found))
+        if scene is not None:
+            measurement = dataclasses.replace(measurement, scene=scene)
         memory = self._memory_on(home)
         if memory is None:
             limit = policy.limit(measurement, scale)
@@ -238,11 +240,9 @@ class Judge:
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint; one that does not fit raises and changes nothing."""
-        count = sum(1 for _ in every_parameter(self._names.optimizers))
+        count = sum(1 for _ in every_parameter(self.names.optimizers))
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, count=count)
-        if hasattr(loaded.clip_policy, "check"):
-            every = list(every_parameter(self._names.optimizers))
-            loaded.clip_policy.check(self._names.of(every), self._names.groups())
+        refuse_misfits(loaded.clip_policy, self.names)
         self.scale_policy, self.clip_policy = loaded.scale_policy, loaded.clip_policy
         self.state.scale.fill_(loaded.scale)
         self.state.growth_tracker.fill_(loaded.growth_tracker)
@@ -262,13 +262,15 @@ class Judge:
 
     def recall(self, saved: Any) -> None:
         """Goes on with what the clip policy remembered, as `plain` wrote it."""
-        count = sum(1 for _ in every_parameter(self._names.optimizers))
+        count = sum(1 for _ in every_parameter(self.names.optimizers))
         self.memory = read_memory(self.clip_policy, saved, count)
         self._whose = []
 
-    def _over_ranks(self, mine: Measurement, replicas: Sequence[int] | None) -> Measurement:
+    def _over_ranks(
+        self, mine: Measurement, replicas: Sequence[int] | None, scene: Scene | None
+    ) -> Measurement:
         policy = self.clip_policy
-        if not getattr(policy, "apart", False):
+        if scene is None or not getattr(policy, "apart", False):
             return reduce(mine, group=self._process_group, replicas=replicas)
         if replicas is None or self._process_group is not None or getattr(policy, "by_unit", False):
             raise ValueError(
@@ -276,14 +278,15 @@ class Judge:
                 "parts of them here that are not known to belong together. Use ClipByNorm, or "
                 "another policy that bounds the norm of all."
             )
-        return reduce_each(mine, replicas=replicas)
+        places, count = scene.places, scene.count
+        return reduce_each(mine, replicas=replicas, places=places, count=count)
 
     def _memory_on(self, home: torch.device) -> dict[str, Tensor] | None:
         """What the clip policy remembers, if it is one that learns."""
         policy: Any = self.clip_policy
         if not hasattr(policy, "start"):
             return None
-        every = list(every_parameter(self._names.optimizers))
+        every = list(every_parameter(self.names.optimizers))
         memory = self.memory
         if memory is None:
             memory = policy.start(home, len(every))
@@ -295,7 +298,7 @@ class Judge:
         return self.memory
 
     def _scene(self, found: Sequence[Gradients]) -> Scene:
-        every = list(every_parameter(self._names.optimizers))
+        every = list(every_parameter(self.names.optimizers))
         params = [param for part in found for param in part.params]
         places: Sequence[int] = range(len(every))
         if len(params) != len(every):
@@ -306,8 +309,8 @@ class Judge:
             tensors=[tensor for part in found for tensor in part.tensors],
             places=places,
             count=len(every),
-            names=lambda: self._names.of(every),
-            groups=self._names.groups,
+            names=lambda: self.names.of(every),
+            groups=self.names.groups,
         )
 
     def _number(self) -> int | None:
@@ -317,7 +320,7 @@ class Judge:
     def _namer(
         self, params: Sequence[weakref.ref[Tensor]]
     ) -> Callable[[], Sequence[tuple[int, str]]]:
-        return lambda: self._names.in_backward_order(params)
+        return lambda: self.names.in_backward_order(params)
 
     def move_to(self, device: torch.device) -> None:
         """Keeps what moves on `device` from here on."""

@@ -29,6 +29,7 @@ __all__ = [
     "rebuild",
     "require",
     "save_scale",
+    "with_settings",
 ]
 
 
@@ -42,10 +43,12 @@ def describe(policy: Any) -> dict[str, Any]:
     return {"name": type(policy).__name__, "config": config}
 
 
-def plain_number(tensor: Tensor) -> float | list[float]:
-    numbers = fetch(tensor)
+def plain_number(tensor: Tensor) -> Any:
+    """A tensor as a number or a list of them; None for infinity, which JSON does not have."""
+    numbers: list[Any] = fetch(tensor)
     if not tensor.is_floating_point():
         numbers = [int(number) for number in numbers]
+    numbers = [None if number == math.inf else number for number in numbers]
     return numbers if tensor.dim() else numbers[0]
 
 
@@ -57,7 +60,17 @@ def read_more(policy: Any, saved: Any) -> dict[str, float]:
             f"the state of the scale policy {type(policy).__name__} in the state_dict must have "
             f"{sorted(expected)}, got {saved!r:.100}."
         )
-    return {name: check_number(name, value) for name, value in saved.items()}
+    lowest, highest = policy.bounds()
+    for name, tensor in expected.items():
+        value = saved[name]
+        if not tensor.is_floating_point():
+            check_count(name, value)
+        elif not lowest <= check_number(name, value) <= highest:  # What is kept there is a scale.
+            raise BadState(
+                f"{name} in the state_dict must lie in [{lowest:g}, {highest:g}], as the policy "
+                f"says, got {value!r}."
+            )
+    return {name: float(value) for name, value in saved.items()}
 
 
 def plain(memory: Mapping[str, Tensor] | None) -> dict[str, Any] | None:
@@ -118,6 +131,8 @@ def read_memory(policy: Any, saved: Any, count: int) -> dict[str, Tensor] | None
                 f"{len(numbers)} numbers, expected {tensor.numel()}. It was saved with another "
                 "model or another window."
             )
+        if tensor.is_floating_point():
+            numbers = [math.inf if number is None else number for number in numbers]
         checked = [check_number(name, number) for number in numbers]
         whole = tensor.is_floating_point() or all(isinstance(number, int) for number in numbers)
         if min(checked) < 0.0 or not whole:
@@ -147,6 +162,14 @@ def rebuild(policy: Any, described: Any, kind: str) -> Any:
         return type(policy)(**described["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadState(f"the {kind} policy in the state_dict does not fit: {error}") from error
+
+
+def with_settings(policy: Any, settings: Mapping[str, Any]) -> Any:
+    """`policy` with the settings of a checkpoint, or BadState."""
+    try:
+        return dataclasses.replace(policy, **settings)
+    except (TypeError, ValueError) as error:
+        raise BadState(f"the state_dict does not fit: {error}") from error
 
 
 def require(saved: Mapping[str, Any], keys: tuple[str, ...], *, where: str) -> None:

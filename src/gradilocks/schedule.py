@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ _logger = logging.getLogger("gradilocks")
 class _Flag:
     """Whether one step was skipped, on its way to the host."""
 
-    def __init__(self, row: Tensor) -> None:
-        self._known: bool | None = None
+    def __init__(self, row: Tensor | None, *, known: bool | None = None) -> None:
+        self._known = known
         self._event: Any = None
+        if row is None:
+            return
         if capturing():
             self._known = False  # A replay tells nobody.
         elif row.device.type == "cuda":
@@ -71,13 +74,22 @@ class Scheduler:
         >>> schedule.step()
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, params: Iterable[Tensor]) -> None:
         fits = callable(getattr(scheduler, "step", None)) and hasattr(scheduler, "state_dict")
         if not fits or isinstance(scheduler, torch.optim.Optimizer):
             raise TypeError(
                 "scheduler() takes an LR scheduler such as "
                 f"torch.optim.lr_scheduler.CosineAnnealingLR(...), got {type(scheduler).__name__}."
             )
+        mine = {id(param) for param in params}
+        for optimizer in _optimizers(scheduler):
+            theirs = [id(param) for group in optimizer.param_groups for param in group["params"]]
+            if not mine.intersection(theirs):
+                raise ValueError(
+                    f"{type(scheduler).__name__} is a schedule of an optimizer that this control "
+                    "does not step, so its steps say nothing about it. Call scheduler() of the "
+                    "control that steps it."
+                )
         self._scheduler = scheduler
         self._since: list[_Flag] = []
         self._waiting: deque[list[_Flag]] = deque()
@@ -92,7 +104,7 @@ class Scheduler:
     def note(self, row: Tensor) -> None:
         """For the control: a step has been judged."""
         self._replayed = self._replayed or capturing()
-        self._since.append(_Flag(row))
+        self._since = _thinned([*self._since, _Flag(row)])
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps the schedule if a step has been taken since the last call.
@@ -117,22 +129,32 @@ class Scheduler:
         self._scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's, and how far it is ahead. Waits for steps that are on their way."""
+        """The scheduler's, how far it is ahead, and what it has not counted yet.
+
+        Waits for steps that are on their way.
+        """
         self._settle(wait=True)
-        return {"scheduler": self._scheduler.state_dict(), "ahead": self._owed}
+        told = [flag.skipped(wait=True) for flag in self._since]
+        since = None if not told else "skipped" if all(told) else "taken"
+        return {"scheduler": self._scheduler.state_dict(), "ahead": self._owed, "since": since}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from `state_dict()`, or from that of the scheduler itself."""
-        if set(state_dict) == {"scheduler", "ahead"}:
-            ahead = state_dict["ahead"]
-            if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
-                raise BadState(f"ahead in the state_dict must be 0 or more, got {ahead!r}.")
-            self._scheduler.load_state_dict(state_dict["scheduler"])
-            self._owed = ahead
-        else:
-            self._scheduler.load_state_dict(state_dict)
-            self._owed = 0
-        self._since, self._waiting = [], deque()
+        ahead: Any = 0
+        since: Any = None
+        inner: Any = state_dict
+        if {"scheduler", "ahead"} <= set(state_dict):
+            ahead, since, inner = (state_dict.get(key) for key in ("ahead", "since", "scheduler"))
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+            raise BadState(f"ahead in the state_dict must be 0 or more, got {ahead!r}.")
+        if since not in (None, "taken", "skipped"):
+            raise BadState(
+                f"since in the state_dict must be 'taken', 'skipped' or None, got {since!r}."
+            )
+        self._scheduler.load_state_dict(inner)
+        self._owed = ahead
+        self._since = [] if since is None else [_Flag(None, known=since == "skipped")]
+        self._waiting = deque()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_scheduler" not in self.__dict__:
@@ -157,6 +179,20 @@ class Scheduler:
         # torch warns if it finds that no step came first, though the control has seen to it.
         for optimizer in {id(o): o for o in _optimizers(self._scheduler)}.values():
             optimizer._opt_called = True
+
+
+def _thinned(flags: list[_Flag]) -> list[_Flag]:
+    """As few flags as say the same: one that was taken, or those that are not known yet.
+
+    An epoch has many steps, and each flag on its way holds pinned memory and an event.
+    """
+    for place, flag in enumerate(flags):
+        told = flag.skipped()
+        if told is False:
+            return [flag]
+        if told is None:  # Later ones arrive later.
+            return flags[max(place - 1, 0) :]
+    return flags[-1:]
 
 
 def _optimizers(scheduler: Any) -> list[Any]:

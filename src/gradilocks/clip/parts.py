@@ -116,16 +116,21 @@ class ClipPerGroup:
         """Bounds gradients apart from each other."""
         return True
 
-    def check(self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]) -> None:
-        """Raises if a group or a pattern fits no parameter."""
-        for key in self.limits:
-            if not any(_fits(key, name, group) for name, group in zip(names, groups, strict=True)):
-                there = sorted({name for _, name in groups if name is not None})
-                raise ValueError(
-                    f"limits[{key!r}] fits no parameter. There are {len({n for n, _ in groups})} "
-                    f"groups{f' named {there}' if there else ''}, and parameters such as "
-                    f"{', '.join(names[:3])}."
-                )
+    def misfits(
+        self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]
+    ) -> dict[str | int, str]:
+        """The groups and patterns that fit no parameter, each with what to tell the user."""
+        pairs = list(zip(names, groups, strict=True))
+        there = sorted({name for _, name in groups if name is not None})
+        described = (
+            f"There are {len({n for n, _ in groups})} groups{f' named {there}' if there else ''}, "
+            f"and parameters such as {', '.join(names[:3])}."
+        )
+        return {
+            key: f"limits[{key!r}] fits no parameter. {described}"
+            for key in self.limits
+            if not any(_fits(key, name, group) for name, group in pairs)
+        }
 
     def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
         norms = measurement.tensors.norms

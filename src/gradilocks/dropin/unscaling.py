@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradilocks import kernels
 from gradilocks.dropin import known
+from gradilocks.dropin.clips import Clips
 from gradilocks.dropin.flags import agree_across_ranks, any_flag
 from gradilocks.dropin.governed import Governed
 from gradilocks.dropin.looked import Looked, gradients_of
@@ -34,6 +35,7 @@ class Unscaling(torch.amp.GradScaler):
     _model: nn.Module | Mapping[str, nn.Module] | None
     _process_group: Any
     _governed: Governed | None
+    _clips: Clips | None
     _found: dict[int, Looked]
     _rejected: dict[int, Tensor]
     _held: dict[int, Any]
@@ -78,21 +80,21 @@ class Unscaling(torch.amp.GradScaler):
         return flags
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._governed is not None and self._governed.scale is not None:
+        if self._governed is not None:
             self._scale, self._growth_tracker = self._governed.start(dev)
         else:
             super()._lazy_init_scale_growth_tracker(dev)
 
     def _clip(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Unscales if that has not been done, and clips."""
-        assert self._governed is not None
-        if state["stage"] is OptState.READY:
+        if state["stage"] is OptState.READY and self._enabled:
             self.unscale_(optimizer)
+        assert self._clips is not None
         names = Names(self._model, (optimizer,))
         found = gradients_of(optimizer, names, allow_fp16=True)
         if found.tensors:
             with torch.no_grad(), writing_ourselves(found.params):
-                rejected = self._governed.clip_now(optimizer, found, names)
+                rejected = self._clips.now(optimizer, found, names)
             self._rejected[id(optimizer)] = rejected
 
     def _flag(self, optimizer: Any, state: dict[str, Any]) -> Tensor:
