@@ -32,12 +32,17 @@ def chain(*policies: Any) -> Chain:
 
 @dataclass(frozen=True)
 class Chain:
-    """What `chain` makes.
+    """What `chain` makes: policies one after the other.
+
+        for each policy:  its limit for the gradients as the one before has left them
+        coefficient, factors = the product of all;  rejected if one of them rejects
 
     Example:
         >>> from gradilocks.clip import ClipByNorm, SkipSpikes
         >>> len(chain(SkipSpikes(), ClipByNorm(1.0)).policies)
         2
+
+    Reference: optax.chain, for the idea. Use it to skip what is hopeless and clip the rest.
     """
 
     policies: tuple[Any, ...]

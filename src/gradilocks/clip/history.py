@@ -156,7 +156,8 @@ class ZScoreClip(ByTwoNorm):
 class SkipSpikes(ByTwoNorm):
     """Skips a step whose norm is far above those of the last steps that were taken.
 
-        skip unless norm <= mean + sigmas * std of the last `window` accepted norms
+        bound = mean + sigmas * std of the last `window` accepted norms
+        skip unless norm <= bound
 
     The optimizer and the parameters stay as they were, as with a NaN. `std` is the sample's.
 

@@ -76,8 +76,9 @@ class ClipPerGroup:
         >>> ClipPerGroup({"embed.*": 0.5, "head.*": None}, otherwise=1.0).otherwise
         1.0
 
-    Use it where parts of a model want different limits or none: Muon's matrices, whose update does
-    not depend on the norm, embeddings, heads.
+    Reference: the rule of ClipByNorm (Pascanu et al., 2013), group by group. Use it where parts of
+    a model want different limits or none: Muon's matrices, whose update does not depend on the
+    norm, embeddings, heads.
     """
 
     limits: Mapping[str | int, float | None]

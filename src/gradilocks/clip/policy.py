@@ -99,9 +99,13 @@ class ByTwoNorm:
 class NoClip(ByTwoNorm):
     """Leaves the gradients as long as they are; their norm is still measured.
 
+        coefficient = 1
+
     Example:
         >>> NoClip().order
         2.0
+
+    Reference: none is needed. Use it to watch the norms of a run before you choose a limit.
     """
 
     def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
@@ -130,7 +134,8 @@ class ClipByNorm:
         >>> ClipByNorm(1.0)
         ClipByNorm(max_norm=1.0, order=2.0)
 
-    Reference: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
+    Reference: Pascanu et al., "On the difficulty of training recurrent neural networks", ICML
+    2013. Use it unless you know why not: 1.0 is what most language models are trained with.
     """
 
     max_norm: float
@@ -159,7 +164,9 @@ class ClipByNorm:
 
 @dataclass(frozen=True)
 class ClipByValue:
-    """Bounds every element on its own: `g = min(max(g, -value), value)`. The direction may turn.
+    """Bounds every element on its own. The direction may turn.
+
+        g = min(max(g, -value), value)
 
     Args:
         value: the bound, not negative.
@@ -167,6 +174,9 @@ class ClipByValue:
     Example:
         >>> ClipByValue(0.5).needs_largest
         True
+
+    Reference: Mikolov, "Statistical Language Models Based on Neural Networks", 2012. Use it where
+    single elements must not pass a bound, as in small recurrent networks; else prefer ClipByNorm.
     """
 
     value: float

@@ -32,14 +32,16 @@ _MOST = torch.iinfo(torch.int32).max
 class DynamicScale:
     """Grows the scale while all is well and backs off when a gradient overflows.
 
-        skipped step:  tracker = 0;  hysteresis -= 1
-                       if hysteresis <= 0:  scale = max(scale * backoff_factor, min_scale)
+        skipped step:  tracker = -delay;  hysteresis -= 1
+                       if hysteresis <= 0 and the share of overflows >= tolerance:
+                           scale = max(scale * backoff_factor, min_scale)
         taken step:    tracker += 1
                        if tracker >= growth_interval:  tracker = 0;  hysteresis is full again
                            if scale * growth_factor <= max_scale:  scale *= growth_factor
 
-    With `hysteresis=1` this is the rule of torch's GradScaler, bounded at both ends. With more, the
-    scale survives that many non-finite steps less one before it first backs off.
+    With `hysteresis=1`, `delay=0` and `tolerance=0` this is the rule of torch's GradScaler, bounded
+    at both ends. With more hysteresis, the scale survives that many non-finite steps less one
+    before it first backs off.
 
     Args:
         init_scale: the scale of the first step.
@@ -61,7 +63,8 @@ class DynamicScale:
         >>> state.scale.item()
         4.0
 
-    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018. Use it for float16 when a
+    run is to go as everybody's does; HeadroomScale loses fewer steps.
     """
 
     init_scale: float = 2.0**16
@@ -76,7 +79,10 @@ class DynamicScale:
 
     @classmethod
     def torch(cls) -> DynamicScale:
-        """As torch.amp.GradScaler: from 2^16, ×2 after 2000 finite steps, ÷2 at every overflow."""
+        """As torch.amp.GradScaler: from 2^16, ×2 after 2000 finite steps, ÷2 at every overflow.
+
+        Reference: torch/amp/grad_scaler.py. Use it to go on with a run of torch's scaler.
+        """
         return cls(min_scale=SMALLEST, max_scale=HIGHEST)
 
     @classmethod
@@ -88,8 +94,12 @@ class DynamicScale:
         min_scale: float = 1.0,
         hysteresis: int = 2,
     ) -> DynamicScale:
-        """As Megatron-LM: from 2^32 and never below 1; the second overflow in a row of them backs
-        off, and growth alone forgives the first."""
+        """As Megatron-LM: from 2^32 and never below 1; the second overflow backs off, and growth
+        alone forgives the first.
+
+        Reference: DynamicGradScaler in megatron/core/optimizer/grad_scaler.py. Use it to go on with
+        a run of Megatron's, or where single overflows should not cost half the scale.
+        """
         return cls(
             init_scale=init_scale,
             growth_interval=growth_interval,
@@ -109,7 +119,11 @@ class DynamicScale:
     ) -> DynamicScale:
         """As DeepSpeed: from 2^16 and never below 1, with hysteresis; after a start or an overflow
         the first growth takes one finite step more. (DeepSpeed ends a run that overflows at the
-        floor; here `give_up_after` does.)"""
+        floor; here `give_up_after` does.)
+
+        Reference: DynamicLossScaler in deepspeed/runtime/fp16/loss_scaler.py. Use it to go on with
+        a run of DeepSpeed's.
+        """
         return cls(
             init_scale=init_scale,
             growth_interval=growth_interval,
@@ -129,7 +143,11 @@ class DynamicScale:
     ) -> DynamicScale:
         """As fairseq: from 2^7 and never below 2^-13, where fairseq ends the run; backs off when
         the share of overflows since the scale last moved reaches `tolerance`. Divide the interval
-        by the number of data-parallel ranks and of accumulated batches, as fairseq does."""
+        by the number of data-parallel ranks and of accumulated batches, as fairseq does.
+
+        Reference: DynamicLossScaler in fairseq/optim/dynamic_loss_scaler.py. Use it to go on with a
+        run of fairseq's.
+        """
         return cls(
             init_scale=init_scale,
             growth_interval=growth_interval,

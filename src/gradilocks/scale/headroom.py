@@ -45,8 +45,11 @@ class HeadroomScale:
         >>> HeadroomScale(margin=3).margin
         3
 
-    Use it for float16 instead of `DynamicScale`, whose first steps are lost to overflows: torch's
-    starts at 65536, Megatron's at 2^32, and each overflow costs a step.
+    Reference: the idea of a scale from the largest magnitude is that of Kuchaiev et al.,
+    "Mixed-Precision Training for NLP and Speech Recognition with OpenSeq2Seq", 2018, and of the fp8
+    recipes; the ceiling that remembers an overflow is ours. Use it for float16 instead of
+    `DynamicScale`, whose first steps are lost to overflows: torch's starts at 65536, Megatron's at
+    2^32, and each overflow costs a step.
     """
 
     init_scale: float = 2.0**8

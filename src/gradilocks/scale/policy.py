@@ -52,11 +52,13 @@ class ScalePolicy(Protocol):
 class NoScale:
     """Leaves the loss as it is; gradients are still measured, guarded and clipped.
 
-    For float32 and for bfloat16, whose range is that of float32.
+        scale = 1
 
     Example:
         >>> NoScale().start(torch.device("cpu")).scale.item()
         1.0
+
+    Reference: none is needed. Use it for float32 and for bfloat16, whose range is that of float32.
     """
 
     def start(self, device: torch.device) -> ScaleState:
@@ -73,12 +75,17 @@ class NoScale:
 class StaticScale:
     """Multiplies the loss by the same number at every step.
 
+        scale = scale
+
     Args:
         scale: the factor; a power of two costs no precision.
 
     Example:
         >>> StaticScale(1024.0).start(torch.device("cpu")).scale.item()
         1024.0
+
+    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2. Use it where
+    a scale is known to hold for the whole run; an overflow only skips the step.
     """
 
     scale: float
