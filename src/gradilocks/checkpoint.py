@@ -31,6 +31,7 @@ from gradilocks.scale import DynamicScale
 from gradilocks.values import ScaleState
 
 __all__ = [
+    "SCALERS",
     "VERSION",
     "Loaded",
     "load",
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 VERSION = 1
+SCALERS = "gradilocks_scaler"
+"""Where the state_dict of a GradScaler has what torch's does not; torch's passes it over."""
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OUR_KEYS = ("version", "scale_policy", "clip_policy", "hysteresis", "steps", "streak")
 
@@ -105,6 +108,12 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any, *, count
         raise BadState(
             "the state_dict is empty, possibly because it was saved from a disabled GradScaler. "
             "Start without it."
+        )
+    if SCALERS in saved:
+        raise BadState(
+            f"the state_dict is one of a GradScaler with policy= or clip=, and a GradientControl "
+            f"would lose what they have learned. Take {SCALERS!r} out of it to go on with the "
+            "scale alone."
         )
     if "gradilocks" not in saved:
         foreign = recognized(saved, scale_policy)

@@ -201,7 +201,7 @@ class GradientControl(Stepping):
         Returns:
             What to call `step()` on, after `control.step()`.
         """
-        made = Scheduler(lr_scheduler, self._parameters())
+        made = Scheduler(lr_scheduler, self, self._parameters())
         self._schedulers.add(made)
         return made
 

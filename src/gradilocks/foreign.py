@@ -56,7 +56,11 @@ def recognized(saved: Mapping[str, Any], policy: Any) -> Foreign | None:
         tracker = finite - delay
         if finite > delay:
             tracker %= interval
-        return Foreign("DeepSpeed", _number(saved["cur_scale"]), tracker, settings=settings)
+        left = None
+        if "cur_hysteresis" in saved:
+            left = _whole("cur_hysteresis", saved["cur_hysteresis"], lowest=-(2**31))
+        scale = _number(saved["cur_scale"])
+        return Foreign("DeepSpeed", scale, tracker, hysteresis=left, settings=settings)
     if "loss_scaler0" in saved and isinstance(saved["loss_scaler0"], Mapping):
         inner = saved["loss_scaler0"]
         if {"loss_scale", "unskipped"} <= set(inner):

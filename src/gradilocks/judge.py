@@ -27,7 +27,7 @@ from gradilocks.kernels.captured import capturing
 from gradilocks.losses import Losses
 from gradilocks.measure import measure
 from gradilocks.memory import remapped, same
-from gradilocks.plain import read_memory
+from gradilocks.plain import read_memory, refill
 from gradilocks.record import Outcome, Streak, fetch
 from gradilocks.reduce import agreed, reduce, reduce_each
 from gradilocks.roll import Called
@@ -244,13 +244,13 @@ class Judge:
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, count=count)
         refuse_misfits(loaded.clip_policy, self.names)
         self.scale_policy, self.clip_policy = loaded.scale_policy, loaded.clip_policy
-        self.state.scale.fill_(loaded.scale)
-        self.state.growth_tracker.fill_(loaded.growth_tracker)
-        self.state.hysteresis.fill_(loaded.hysteresis)
-        for name, tensor in self.scale_policy.start(self.state.scale.device).more.items():
-            self.state.more.setdefault(name, tensor)  # In place: a captured graph holds them.
+        fresh = self.scale_policy.start(torch.device("cpu"))
+        fresh.scale.fill_(loaded.scale)
+        fresh.growth_tracker.fill_(loaded.growth_tracker)
+        fresh.hysteresis.fill_(loaded.hysteresis)
         for name, value in loaded.more.items():
-            self.state.more[name].fill_(value)
+            fresh.more[name].fill_(value)
+        refill(self.state, fresh)
         self.streak.restore(loaded.streak)
         if loaded.steps is not None:
             self.steps.fill_(loaded.steps)

@@ -14,7 +14,7 @@ from gradilocks.clip import Chain, ClipPerGroup
 from gradilocks.errors import BadState, MissingKey
 from gradilocks.record import fetch
 from gradilocks.scale import LARGEST, SMALLEST
-from gradilocks.values import ScaleState
+from gradilocks.values import ScaleState, moved
 
 __all__ = [
     "check_count",
@@ -27,6 +27,7 @@ __all__ = [
     "read_memory",
     "read_more",
     "rebuild",
+    "refill",
     "require",
     "save_scale",
     "with_settings",
@@ -100,7 +101,6 @@ def load_scale(policy: Any, fresh: ScaleState, saved: Mapping[str, Any], more: A
     if more is not None:
         if not isinstance(more, Mapping) or set(more) != {"policy", "hysteresis", "state"}:
             raise BadState(f"the scale policy in the state_dict does not fit: {more!r:.80}.")
-        rebuild(policy, more["policy"], "scale")
         numbers = read_more(policy, more["state"])
         hysteresis = check_count("hysteresis", more["hysteresis"], lowest=-(2**31))
         fresh.hysteresis.fill_(hysteresis)
@@ -109,6 +109,19 @@ def load_scale(policy: Any, fresh: ScaleState, saved: Mapping[str, Any], more: A
     low, high = policy.bounds()
     fresh.scale.fill_(min(max(scale, low), high))
     fresh.growth_tracker.fill_(tracker)
+
+
+def refill(state: ScaleState, fresh: ScaleState) -> None:
+    """Makes `state` what `fresh` is, in place: a captured graph, and torch's scaler, hold it."""
+    for name in ("scale", "growth_tracker", "hysteresis"):
+        getattr(state, name).copy_(getattr(fresh, name))
+    for name in set(state.more) - set(fresh.more):
+        del state.more[name]
+    for name, tensor in fresh.more.items():
+        if name in state.more:
+            state.more[name].copy_(tensor)
+        else:
+            state.more[name] = moved(tensor, state.scale.device)
 
 
 def read_memory(policy: Any, saved: Any, count: int) -> dict[str, Tensor] | None:
@@ -145,20 +158,22 @@ def read_memory(policy: Any, saved: Any, count: int) -> dict[str, Tensor] | None
     return memory
 
 
-def rebuild(policy: Any, described: Any, kind: str) -> Any:
+def rebuild(policy: Any, described: Any, kind: str, *, owner: str = "control") -> Any:
     """The policy that was saved, of the class of the present one, or BadState."""
     present = type(policy).__name__
     name = described.get("name") if isinstance(described, Mapping) else None
     if name != present:
+        argument = "policy" if (owner, kind) == ("scaler", "scale") else kind
+        maker = "chain" if name == "Chain" else name
         raise BadState(
-            f"the state_dict was saved with the {kind} policy {name}, this control has {present}. "
-            f"Make the control with {kind}={name}(...), or start without the state_dict."
+            f"the state_dict was saved with the {kind} policy {name}, this {owner} has {present}. "
+            f"Make the {owner} with {argument}={maker}(...), or start without the state_dict."
         )
     try:
         if isinstance(policy, Chain):
             parts = described["config"]["policies"]
             pairs = zip(policy.policies, parts, strict=True)
-            return Chain(tuple(rebuild(each, part, kind) for each, part in pairs))
+            return Chain(tuple(rebuild(each, part, kind, owner=owner) for each, part in pairs))
         return type(policy)(**described["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadState(f"the {kind} policy in the state_dict does not fit: {error}") from error

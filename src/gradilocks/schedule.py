@@ -7,10 +7,13 @@ still once later, so that it is never more than the steps on their way ahead of 
 
 from __future__ import annotations
 
+import copy
 import logging
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,7 +77,7 @@ class Scheduler:
         >>> schedule.step()
     """
 
-    def __init__(self, scheduler: Any, params: Iterable[Tensor]) -> None:
+    def __init__(self, scheduler: Any, control: Any, params: Iterable[Tensor]) -> None:
         fits = callable(getattr(scheduler, "step", None)) and hasattr(scheduler, "state_dict")
         if not fits or isinstance(scheduler, torch.optim.Optimizer):
             raise TypeError(
@@ -91,6 +94,7 @@ class Scheduler:
                     "control that steps it."
                 )
         self._scheduler = scheduler
+        self._control: Callable[[], Any] = weakref.ref(control)
         self._since: list[_Flag] = []
         self._waiting: deque[list[_Flag]] = deque()
         self._owed = 0
@@ -116,17 +120,17 @@ class Scheduler:
         self._settle()
         if not self._since and not self._replayed:
             return  # No step has been tried since the last call.
-        flags, self._since = self._since, []
+        flags = self._since
         told = [flag.skipped() for flag in flags]
-        if flags and all(told):
-            return
-        if flags and False not in told:  # Not known yet: taken, until we hear otherwise.
-            self._waiting.append(flags)
-        if self._owed:
+        skipped = bool(flags) and all(told)
+        if not skipped and not self._owed:
+            with self._in_order():  # First: if it raises, nothing is counted.
+                self._scheduler.step(*args, **kwargs)
+        elif not skipped:
             self._owed -= 1
-            return
-        self._say_stepped()
-        self._scheduler.step(*args, **kwargs)
+        self._since = []
+        if not skipped and flags and False not in told:
+            self._waiting.append(flags)  # Not known yet: taken, until we hear otherwise.
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's, how far it is ahead, and what it has not counted yet.
@@ -151,10 +155,34 @@ class Scheduler:
             raise BadState(
                 f"since in the state_dict must be 'taken', 'skipped' or None, got {since!r}."
             )
+        if not isinstance(inner, Mapping) or not set(inner) & set(self._scheduler.state_dict()):
+            raise BadState(
+                f"the state_dict is none of {type(self._scheduler).__name__}: {inner!r:.80}."
+            )
         self._scheduler.load_state_dict(inner)
         self._owed = ahead
         self._since = [] if since is None else [_Flag(None, known=since == "skipped")]
         self._waiting = deque()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scheduler:
+        """With its control, as torch's schedules are copied with their optimizer."""
+        control = copy.deepcopy(self._control(), memo)
+        made = Scheduler.__new__(Scheduler)
+        memo[id(self)] = made
+        made._scheduler = copy.deepcopy(self._scheduler, memo)
+        told = [flag.skipped(wait=True) for flag in self._since]
+        self._settle(wait=True)
+        made._since = [_Flag(None, known=skipped) for skipped in told]
+        made._waiting, made._owed, made._replayed = deque(), self._owed, self._replayed
+        made._control = (lambda: None) if control is None else weakref.ref(control)
+        if control is not None:
+            control._schedulers.add(made)
+        return made
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a schedule of a GradientControl cannot be pickled. Save its state_dict() instead."
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_scheduler" not in self.__dict__:
@@ -175,10 +203,19 @@ class Scheduler:
                     "skipped. It stands still once."
                 )
 
-    def _say_stepped(self) -> None:
-        # torch warns if it finds that no step came first, though the control has seen to it.
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """torch warns if it does not see that a step came first; the control has seen to it."""
+        seen = True
         for optimizer in {id(o): o for o in _optimizers(self._scheduler)}.values():
             optimizer._opt_called = True
+            seen = seen and hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if seen:
+            yield
+            return
+        with warnings.catch_warnings():  # An optimizer that was copied, or wrapped anew.
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step", UserWarning)
+            yield
 
 
 def _thinned(flags: list[_Flag]) -> list[_Flag]:

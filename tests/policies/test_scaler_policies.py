@@ -229,7 +229,7 @@ def test_a_bad_state_is_refused_and_changes_nothing(spoil, words):
     ("settings", "error", "words"),
     [
         ({"policy": NoScale()}, TypeError, "got NoScale"),
-        ({"policy": "static"}, TypeError, "scale must be 'dynamic'"),
+        ({"policy": "static"}, TypeError, "policy must be 'dynamic'"),
         ({"clip": -1.0}, ValueError, "clip must not be negative"),
         ({"clip": "x"}, TypeError, "clip"),
         (
@@ -242,6 +242,16 @@ def test_a_bad_state_is_refused_and_changes_nothing(spoil, words):
             {"clip": ClipPerGroup({"hed.*": 1.0}), "model": model()},
             ValueError,
             r"limits\['hed.\*'\] fits no parameter",
+        ),
+        (
+            {"policy": DynamicScale(), "max_scale": 2.0**20},
+            ValueError,
+            "max_scale=1048576.0",
+        ),
+        (
+            {"clip": AdaptiveClip(exclude=("wieght",)), "model": model()},
+            ValueError,
+            "exclude: 'wieght' fits no parameter",
         ),
         (
             {"clip": AdaptiveClip(exclude=("head.*",)), "model": model()},

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import pickle
 import warnings
 
 import pytest
@@ -260,3 +262,46 @@ def test_the_schedule_of_another_controls_optimizer_is_refused():
         control.scheduler(lr.ExponentialLR(other, 0.5))
     plan = lr.SequentialLR(mine, [lr.ConstantLR(mine), lr.ExponentialLR(mine, 0.5)], [3])
     control.scheduler(plan)
+
+
+@pytest.mark.parametrize("first", ["control", "schedule"])
+def test_a_deep_copy_goes_on_by_itself(first):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.LambdaLR(optimizer, lambda k: 1.0 + k))
+    pair = [control, plan] if first == "control" else [plan, control]
+    copied = copy.deepcopy([*pair, optimizer])
+    twin, plan_too = copied[:2] if first == "control" else copied[1::-1]
+    for number in range(3):
+        twin.zero_grad()
+        params = list(twin._parameters())
+        twin.backward(sum(p.sum() for p in params) * (math.inf if number == 1 else 1.0))
+        twin.step()
+        plan_too.step()
+    assert plan_too.last_epoch == 2
+    assert plan.last_epoch == 0
+    assert copied[2].param_groups[0]["lr"] == 3.0
+    with pytest.raises(TypeError, match=r"cannot be pickled. Save its state_dict"):
+        pickle.dumps(plan)
+
+
+def test_a_call_that_fails_can_be_made_again():
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.ReduceLROnPlateau(optimizer))
+    control.backward(param.sum())
+    control.step()
+    with pytest.raises(TypeError, match="metrics"):
+        plan.step()
+    plan.step(1.0)
+    assert plan.last_epoch == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"scale": 1.0}])
+def test_the_state_of_something_else_is_refused(given):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    plan = GradientControl(optimizer).scheduler(lr.ExponentialLR(optimizer, 0.5))
+    with pytest.raises(BadState, match="none of ExponentialLR"):
+        plan.load_state_dict(given)

@@ -138,7 +138,7 @@ class Chain:
                 reject = each.reject if reject is None else torch.maximum(reject, each.reject)
         return ClipLimit(
             coefficient=coefficient, limit=bound, clipped=clipped, value=value,
-            factors=factors, units=units, norms=None, reject=reject,
+            factors=factors, units=units, norms=None, reject=reject, parts=limits,
         )  # fmt: skip
 
     def advance(
@@ -149,8 +149,8 @@ class Chain:
         limit: ClipLimit,
         skip: Tensor,
     ) -> None:
-        limits = self._limits(measurement, scale, state)
-        for k, (policy, (seen, each)) in enumerate(zip(self.policies, limits, strict=True)):
+        # Not worked out again: by now gradients and weights are no longer what they were.
+        for k, (policy, (seen, each)) in enumerate(zip(self.policies, limit.parts, strict=True)):
             if hasattr(policy, "start"):
                 policy.advance(_own(state, k), seen, scale, each, skip)
 

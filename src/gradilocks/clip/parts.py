@@ -88,7 +88,8 @@ class ClipPerGroup:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_known", {})
         given: Any = self.limits
-        if isinstance(given, list):  # As a checkpoint has it: JSON would turn a number into a name.
+        if isinstance(given, (list, Mapping)):
+            # A list is as a checkpoint has it: JSON would turn a number into a name.
             given = dict(given)
             object.__setattr__(self, "limits", given)
         if not isinstance(given, Mapping) or not given:

@@ -208,7 +208,8 @@ class ClipByValue:
 def pulled_down(norm: Tensor, limit: Tensor, nonfinite: Tensor) -> Tensor:
     """As `clip_coefficient`, for a limit that moves: exactly 1 for a norm that does not pass it."""
     over = (norm > limit) & (nonfinite == 0)
-    return torch.where(over, limit / norm, torch.ones_like(norm))
+    finite = torch.clamp(norm, max=torch.finfo(norm.dtype).max)
+    return torch.where(over, limit / finite, torch.ones_like(norm))
 
 
 def bounded(norm: Tensor, limit: Tensor, nonfinite: Tensor) -> ClipLimit:

@@ -53,8 +53,8 @@ class AdaptiveClip(ByTwoNorm):
         check_positive("clipping", self.clipping)
         check_positive("eps", self.eps)
         given: Any = self.exclude
-        patterns = () if isinstance(given, str) else tuple(given)
-        if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        patterns = tuple(given) if isinstance(given, (tuple, list, set, frozenset)) else (None,)
+        if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"exclude must be a tuple of patterns, got {given!r}.")
         object.__setattr__(self, "exclude", patterns)
 

@@ -6,15 +6,16 @@ references to them, and found again after a checkpoint by their parameters.
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gradilocks import update
+from gradilocks.clip import AdaptiveClip
 from gradilocks.eager import users_line
 from gradilocks.errors import BadState
 from gradilocks.gradients import Gradients, Names, every_parameter
@@ -22,10 +23,21 @@ from gradilocks.judge import Judge, Verdict
 from gradilocks.plain import describe, plain, read_memory, rebuild
 from gradilocks.scale import NoScale
 
-__all__ = ["Clips"]
+__all__ = ["Clipped", "Clips"]
+
+_logger = logging.getLogger("gradilocks")
 
 _FIELDS = {"names", "sizes", "memory"}
 _IN_A_PATTERN = set("*?[.")
+
+
+class Clipped(NamedTuple):
+    """What came of it."""
+
+    skip: Tensor
+    """float32, 0-d: 1 if the gradients are not finite or the policy rejects them, else 0."""
+    rejected: Tensor | None
+    """float32, 0-d: 1 if the policy rejects what is finite; None if it never does."""
 
 
 class Clips:
@@ -37,18 +49,23 @@ class Clips:
         self._loaded: list[dict[str, Any]] = []
         self._pending: dict[int, tuple[Judge, Verdict]] = {}
         self._warned = not hasattr(policy, "misfits")
-        if model is not None and not self._warned:
-            self._refuse_patterns(Names(model, ()))
+        _refuse_patterns(policy, model)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_judges": [], "_loaded": self._learned(), "_pending": {}}
+        fresh = {"_judges": [], "_pending": {}, "_warned": not hasattr(self.policy, "misfits")}
+        return {**self.__dict__, **fresh, "_loaded": self._learned()}
 
-    def now(self, optimizer: Any, found: Gradients, names: Names) -> Tensor:
-        """Clips unscaled gradients in place.
+    @property
+    def goes_by_names(self) -> bool:
+        """Whether parameters' names decide what it does, or where what it has learned belongs."""
+        if hasattr(self.policy, "start"):
+            return True
+        return hasattr(self.policy, "misfits") and any(
+            isinstance(key, str) for key in self.policy.misfits((), ())
+        )
 
-        Returns:
-            float32, 0-d: 1 if the policy rejects a step that is finite, else 0.
-        """
+    def now(self, optimizer: Any, found: Gradients, names: Names) -> Clipped:
+        """Clips unscaled gradients in place."""
         judge = self._judge_of(optimizer, names)
         judge.move_to(found.tensors[0].device)
         verdict = judge.judge([found], unscaled=False, has_ranks=found.replicas is not None)
@@ -58,8 +75,8 @@ class Clips:
         update.apply_in_place(decision, found.tensors)
         self._pending[id(optimizer)] = judge, verdict
         if decision.overflow is None:
-            return torch.zeros_like(decision.skip)
-        return decision.skip - decision.overflow
+            return Clipped(decision.skip, None)
+        return Clipped(decision.skip, decision.skip - decision.overflow)
 
     def learn(self, optimizer: Any) -> None:
         """The optimizer has stepped, or was meant not to: the policy may learn from it."""
@@ -83,11 +100,14 @@ class Clips:
         """The policy and what it has learned, in plain numbers."""
         return {"policy": describe(self.policy), "states": self._learned()}
 
-    def checked(self, ours: Any) -> tuple[Any, list[dict[str, Any]]]:
+    def checked(self, ours: Any, model: Any) -> tuple[Any, list[dict[str, Any]]]:
         """The policy and what it had learned, from `saved`; raises BadState, changes nothing."""
         if not isinstance(ours, Mapping) or set(ours) != {"policy", "states"}:
             raise BadState(f"the clip in the state_dict does not fit: {ours!r:.80}.")
-        policy, states = rebuild(self.policy, ours["policy"], "clip"), ours["states"]
+        policy, states = (
+            rebuild(self.policy, ours["policy"], "clip", owner="scaler"),
+            ours["states"],
+        )
         fit = isinstance(states, list)
         for state in states if fit else ():
             fit = fit and isinstance(state, Mapping) and set(state) == _FIELDS
@@ -99,6 +119,10 @@ class Clips:
             )
         for state in states:
             read_memory(policy, state["memory"], len(state["names"]))
+        try:
+            _refuse_patterns(policy, model)
+        except ValueError as error:
+            raise BadState(f"the clip policy in the state_dict does not fit: {error}") from error
         return policy, [dict(state) for state in states]
 
     def go_on(self, policy: Any, states: list[dict[str, Any]]) -> None:
@@ -128,19 +152,22 @@ class Clips:
         return judge
 
     def _place(self, mine: dict[str, list[Any]]) -> int | None:
-        """Which of the loaded states is of these parameters: by name and size, or by size."""
-        for keys in (("names", "sizes"), ("sizes",)):
-            for place, state in enumerate(self._loaded):
-                if all(state[key] == mine[key] for key in keys):
-                    return place
-        if getattr(self.policy, "by_parameter", ()):
-            there = ", ".join(str(len(state["names"])) for state in self._loaded)
-            raise BadState(
-                f"the state_dict that was loaded has what {type(self.policy).__name__} learned of "
-                f"optimizers with {there} parameters; this one has {len(mine['names'])} that are "
-                "not among them. Load a state_dict of the same model, or start without it."
-            )
-        return 0 if len(self._loaded) else None
+        """Which of the loaded states is of these parameters; None if none is."""
+        for place, state in enumerate(self._loaded):
+            if all(state[key] == mine[key] for key in ("names", "sizes")):
+                return place
+        for place, state in enumerate(self._loaded):
+            unnamed = _unnamed(mine["names"]) or _unnamed(state["names"])
+            if unnamed and state["sizes"] == mine["sizes"]:
+                return place
+        _logger.warning(
+            "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that was "
+            "loaded does not know it.",
+            type(self.policy).__name__,
+            len(mine["names"]),
+            mine["names"][0],
+        )
+        return None
 
     def _misfits(self) -> dict[Any, str]:
         names: list[str] = []
@@ -153,13 +180,20 @@ class Clips:
         misfits: dict[Any, str] = self.policy.misfits(names, groups)
         return misfits
 
-    def _refuse_patterns(self, names: Names) -> None:
-        """What is surely a pattern of names must fit the model; a group may still come."""
-        every = names.every()
-        nowhere: Sequence[tuple[int, str | None]] = [(-1, None)] * len(every)
-        for key, message in self.policy.misfits(every, nowhere).items():
-            if isinstance(key, str) and set(key) & _IN_A_PATTERN:
-                raise ValueError(message)
+
+def _refuse_patterns(policy: Any, model: Any) -> None:
+    """Raises if what is surely a pattern of names fits nothing; a group may still come."""
+    if model is None or not hasattr(policy, "misfits"):
+        return
+    every = Names(model, ()).every()
+    for key, message in policy.misfits(every, [(-1, None)] * len(every)).items():
+        if isinstance(key, str) and (isinstance(policy, AdaptiveClip) or set(key) & _IN_A_PATTERN):
+            raise ValueError(message)
+
+
+def _unnamed(names: Sequence[str]) -> bool:
+    """Whether these are only the parameters' places in the optimizer."""
+    return all(name.startswith("param_groups[") for name in names)
 
 
 def _signature(optimizer: Any, names: Names) -> dict[str, list[Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.errors import BadState
 from gradilocks.foreign import Foreign
-from gradilocks.plain import load_scale, rebuild, save_scale, with_settings
+from gradilocks.plain import load_scale, rebuild, refill, save_scale, with_settings
 from gradilocks.scale import DynamicScale, NoScale, resolve_scale
 from gradilocks.values import ScaleState, moved
 
@@ -25,7 +25,7 @@ __all__ = ["Governed", "governed"]
 
 def governed(policy: object) -> Governed | None:
     """What rules the scale of a scaler that was given a policy; None if none was given."""
-    scale = None if policy is None else resolve_scale(policy)
+    scale = None if policy is None else resolve_scale(policy, name="policy")
     if isinstance(scale, NoScale):
         raise TypeError(
             "policy must be a scale policy such as HeadroomScale(), got NoScale(). A GradScaler "
@@ -66,11 +66,8 @@ class Governed:
         return self.state.scale, self.state.growth_tracker
 
     def note_loss(self, outputs: Any) -> None:
-        """A loss is about to be scaled: a NaN in it is no overflow."""
-        if self._asks and isinstance(outputs, (list, tuple)):
-            for each in outputs:
-                self.note_loss(each)
-        elif self._asks and isinstance(outputs, Tensor):
+        """A loss is being scaled: a NaN in it is no overflow."""
+        if self._asks and isinstance(outputs, Tensor):
             broken = torch.logical_not(torch.isfinite(outputs.detach()).all()).to(torch.float32)
             self._loss = _larger(self._loss, broken)
 
@@ -106,39 +103,47 @@ class Governed:
         state = self.policy.start(torch.device("cpu")) if self.state is None else self.state
         return save_scale(self.policy, state)
 
-    def checked(
-        self, state_dict: Mapping[str, Any], ours: Any, foreign: Foreign | None
-    ) -> tuple[Any, ScaleState]:
-        """The policy and its state from a checkpoint; raises BadState and changes nothing.
+    def policy_of(self, state_dict: Mapping[str, Any], ours: Any, foreign: Foreign | None) -> Any:
+        """The policy with the settings of a checkpoint; raises BadState if it is another's.
 
         Args:
             state_dict: with torch's keys.
             ours: what `saved` had, or None if another scaler has saved it.
             foreign: what another system's scaler had besides, if it was one.
         """
-        policy = self.policy
-        if isinstance(ours, Mapping) and "policy" in ours:
-            policy = rebuild(policy, ours["policy"], "scale")
-        elif foreign is not None:
-            if not isinstance(policy, DynamicScale):
-                raise BadState(
-                    f"the state_dict is one of {foreign.system}'s scaler and needs a DynamicScale, "
-                    f"this scaler has policy={type(policy).__name__}(...)."
-                )
-            policy = with_settings(policy, foreign.settings)
-        fresh = policy.start(torch.device("cpu"))
+        if ours is not None:
+            if not isinstance(ours, Mapping) or set(ours) != {"policy", "hysteresis", "state"}:
+                raise BadState(f"the scale policy in the state_dict does not fit: {ours!r:.80}.")
+            return rebuild(self.policy, ours["policy"], "scale", owner="scaler")
+        if not isinstance(self.policy, DynamicScale):
+            system = "torch's GradScaler" if foreign is None else f"{foreign.system}'s scaler"
+            raise BadState(
+                f"the state_dict is one of {system} and needs a DynamicScale, this scaler has "
+                f"policy={type(self.policy).__name__}(...). Start without the state_dict."
+            )
+        if foreign is not None:
+            return with_settings(self.policy, foreign.settings)
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        return with_settings(self.policy, {name: state_dict[name] for name in names})
+
+    @staticmethod
+    def state_of(
+        policy: Any, state_dict: Mapping[str, Any], ours: Any, foreign: Foreign | None
+    ) -> ScaleState:
+        """The state of `policy_of`'s policy; raises BadState."""
+        fresh: ScaleState = policy.start(torch.device("cpu"))
         load_scale(policy, fresh, state_dict, ours)
         if foreign is not None and foreign.hysteresis is not None:
             fresh.hysteresis.fill_(foreign.hysteresis)
-        return policy, fresh
+        return fresh
 
     def go_on(self, policy: Any, fresh: ScaleState) -> None:
-        """With what `checked` has found."""
+        """With what was found."""
         self.policy = policy
         if self.state is None:
             self.state = fresh
         else:
-            _fill(self.state, fresh)
+            refill(self.state, fresh)
 
 
 def in_company() -> bool:
@@ -151,14 +156,3 @@ def in_company() -> bool:
 
 def _larger(before: Tensor | None, now: Tensor) -> Tensor:
     return now if before is None else torch.maximum(before, moved(now, before.device))
-
-
-def _fill(state: ScaleState, fresh: ScaleState) -> None:
-    """In place: a captured graph, and torch's scaler, hold these tensors."""
-    pairs = [(state.scale, fresh.scale), (state.growth_tracker, fresh.growth_tracker)]
-    pairs.append((state.hysteresis, fresh.hysteresis))
-    for name, tensor in fresh.more.items():
-        held = state.more.setdefault(name, moved(tensor, state.scale.device).clone())
-        pairs.append((held, tensor))
-    for tensor, new in pairs:
-        tensor.copy_(new)

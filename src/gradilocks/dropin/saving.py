@@ -1,4 +1,4 @@
-"""The numbers of a drop-in scaler: set, saved and loaded, as torch's are.
+"""The numbers of a drop-in scaler: set, saved, loaded and copied, as torch's are.
 
 A state_dict has torch's five keys and, with a policy or a clip, what they keep besides. One that
 does not fit is refused before anything changes.
@@ -6,28 +6,34 @@ does not fit is refused before anything changes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from gradilocks.checkpoint import SCALERS as KEY
+from gradilocks.dropin.once import UnscaledOnce
 from gradilocks.dropin.state import check_state
 from gradilocks.dropin.unscaling import Unscaling
 from gradilocks.errors import BadState
 from gradilocks.foreign import Foreign, recognized
 from gradilocks.plain import check_scale
+from gradilocks.record import fetch
+from gradilocks.scale import LARGEST, SMALLEST
 
-__all__ = ["KEY", "Saving"]
+__all__ = ["Saving"]
 
-KEY = "gradilocks_scaler"
-"""Where a state_dict has what torch's does not; torch's scaler passes it over."""
 _DEFAULTS = {
     "init_scale": 2.0**16,
     "growth_factor": 2.0,
     "backoff_factor": 0.5,
     "growth_interval": 2000,
+    "min_scale": SMALLEST,
+    "max_scale": LARGEST,
 }
+_TORCHS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 class Saving(Unscaling):
@@ -98,32 +104,76 @@ class Saving(Unscaling):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}.")
         ours = self._ours(state_dict)
         clips = None
-        if self._clips is not None and ours["clip"] is not None:
-            clips = self._clips.checked(ours["clip"])
-        if not self._enabled:
-            if self._clips is not None and clips is not None:
-                self._clips.go_on(*clips)
-            return
+        if self._clips is not None:
+            clips = self._clips.policy, list[dict[str, Any]]()
+            if ours["clip"] is not None:
+                clips = self._clips.checked(ours["clip"], self._model)
         scale = None
-        if len(state_dict):
+        if self._enabled and len(state_dict):
             foreign = None if KEY in state_dict else recognized(state_dict, self._rule())
             if foreign is not None:
                 state_dict = self._as_torchs(foreign)
-            ruled = None if self._governed is None else self._governed.policy
-            check_state(
-                state_dict,
-                lowest=self._min_scale,
-                highest=self._max_scale,
-                delay=getattr(ruled, "delay", 0),
-            )
+            governed, policy, delay = self._governed, None, 0
+            if governed is not None and _has_numbers(state_dict):
+                policy = governed.policy_of(state_dict, ours["scale"], foreign)
+                delay = getattr(policy, "delay", 0)
+            check_state(state_dict, lowest=self._min_scale, highest=self._max_scale, delay=delay)
             state_dict = {**state_dict, "scale": float(state_dict["scale"])}
-            if self._governed is not None:
-                scale = self._governed.checked(state_dict, ours["scale"], foreign)
+            if governed is not None:
+                fresh = governed.state_of(policy, state_dict, ours["scale"], foreign)
+                state_dict["scale"] = fetch(fresh.scale)[0]  # Within the policy's bounds.
+                scale = policy, fresh
         super().load_state_dict(state_dict)
         if self._governed is not None and scale is not None:
             self._governed.go_on(*scale)
         if self._clips is not None and clips is not None:
             self._clips.go_on(*clips)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._process_group is not None:
+            raise TypeError(
+                "a GradScaler with a process_group cannot be pickled: the group belongs to this "
+                "process, and without it the ranks would stop agreeing. Save state_dict() instead."
+            )
+        if self._model is not None and self._clips is not None and self._clips.goes_by_names:
+            raise TypeError(
+                f"a GradScaler with model= and clip={type(self._clips.policy).__name__}(...) "
+                "cannot be pickled: the model stays behind, and the policy goes by its names. Save "
+                "state_dict() instead."
+            )
+        state: dict[str, Any] = super().__getstate__()
+        state.update(_model=None, **self._nothing_yet())
+        return state
+
+    def __copy__(self) -> Saving:
+        """Shares the model and the process group; steps of its own from here on."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(super().__getstate__())
+        own = {name: copy.deepcopy(getattr(self, name)) for name in ("_governed", "_clips")}
+        made.__dict__.update(self._nothing_yet(), **own)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Saving:
+        made = self.__copy__()
+        made._model = _copied(self._model, memo)
+        shared = {"_model", "_process_group", "_once"}
+        for name, value in made.__dict__.items():
+            if name not in shared:
+                made.__dict__[name] = copy.deepcopy(value, memo)
+        return made
+
+    @staticmethod
+    def _nothing_yet() -> dict[str, Any]:
+        """What belongs to a step, before there is one."""
+        return {
+            "_outcome": None,
+            "_found": {},
+            "_clipped": {},
+            "_held": {},
+            "_once": UnscaledOnce(),
+            "_only_looking": None,
+            "_hysteresis": None,
+        }
 
     def _rule(self) -> Any:
         """How the scale grows, as `recognized` asks for it."""
@@ -152,6 +202,7 @@ class Saving(Unscaling):
             raise BadState(
                 f"{KEY} in the state_dict must be what state_dict() made, got {ours!r:.80}."
             )
+        self._refuse_a_controls(state_dict)
         here = {"scale": self._governed, "clip": self._clips}
         words = {"scale": "policy", "clip": "clip"}
         for name, part in ours.items():
@@ -164,3 +215,34 @@ class Saving(Unscaling):
                     "state_dict to go on without what it has learned."
                 )
         return ours
+
+    def _refuse_a_controls(self, state_dict: Mapping[str, Any]) -> None:
+        """A GradientControl's state is taken as torch's, unless something would be lost by it."""
+        theirs = state_dict.get("gradilocks")
+        if not isinstance(theirs, Mapping):
+            return
+        policy = theirs.get("scale_policy")
+        name = policy.get("name") if isinstance(policy, Mapping) else None
+        if name != "DynamicScale":
+            raise BadState(
+                f"the state_dict is one of a GradientControl with the scale policy {name}; a "
+                "GradScaler takes one with a DynamicScale. Start without the state_dict."
+            )
+        if theirs.get("clip_state") is not None:
+            raise BadState(
+                "the state_dict is one of a GradientControl whose clip policy has learned "
+                "something, which a GradScaler would lose. Take 'gradilocks' out of the "
+                "state_dict to go on without it."
+            )
+
+
+def _has_numbers(state_dict: Mapping[str, Any]) -> bool:
+    """Whether torch's settings are there; `check_state` says what is missing."""
+    return all(name in state_dict for name in _TORCHS)
+
+
+def _copied(model: Any, memo: dict[int, Any]) -> Any:
+    """The copy of the model if it was copied along, else the model itself."""
+    if isinstance(model, Mapping):
+        return {prefix: memo.get(id(module), module) for prefix, module in model.items()}
+    return memo.get(id(model), model)

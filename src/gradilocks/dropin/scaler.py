@@ -7,7 +7,6 @@ gradients work on every device, and a fused SGD whose first step is skipped star
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -19,13 +18,13 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradilocks.clip import resolve_clip
 from gradilocks.dropin import known
-from gradilocks.dropin.clips import Clips
+from gradilocks.dropin.clips import Clipped, Clips
 from gradilocks.dropin.flags import (
     has_gradients,
     largest_flag,
     refuse_overflow,
 )
-from gradilocks.dropin.governed import governed
+from gradilocks.dropin.governed import Governed, governed
 from gradilocks.dropin.looked import Looked
 from gradilocks.dropin.once import UnscaledOnce
 from gradilocks.dropin.saving import Saving
@@ -121,6 +120,8 @@ class GradScaler(Saving):
                 growth_factor=growth_factor,
                 backoff_factor=backoff_factor,
                 growth_interval=growth_interval,
+                min_scale=min_scale,
+                max_scale=max_scale,
             )
             if self._enabled:
                 self._follow(self._governed.policy)
@@ -139,9 +140,7 @@ class GradScaler(Saving):
         if not self._enabled:
             return outputs
         self._once.note_scaled(outputs)
-        if self._governed is not None:
-            self._governed.note_loss(outputs)
-        return super().scale(_widened(outputs))
+        return super().scale(_widened(outputs, self._governed))
 
     @eager
     def unscale_(self, optimizer: Any) -> None:
@@ -200,6 +199,7 @@ class GradScaler(Saving):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves the scale on, or sets it to `new_scale`; begins the next iteration."""
         if not self._enabled:
+            self._start_iteration()
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
@@ -224,7 +224,11 @@ class GradScaler(Saving):
 
     def _advance(self, scale: Tensor, tracker: Tensor, flag: Tensor) -> None:
         """Moves the scale on, unless a clip has rejected a step: nothing overflowed."""
-        rejected = largest_flag(list(self._rejected.values())) if self._rejected else None
+        flags = [each.rejected for each in self._clipped.values() if each.rejected is not None]
+        rejected = None
+        if flags:  # One that overflowed, beside it, does count.
+            rejected = largest_flag(flags)
+            rejected = rejected * (1.0 - moved(flag, rejected.device))
         if self._governed is not None and self._governed.state is not None:
             with held_if(rejected, self._governed.state):
                 self._governed.advance(flag)
@@ -243,51 +247,12 @@ class GradScaler(Saving):
                 max_scale=self._max_scale,
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self._process_group is not None:
-            raise TypeError(
-                "a GradScaler with a process_group cannot be pickled: the group belongs to this "
-                "process, and without it the ranks would stop agreeing. Save state_dict() instead."
-            )
-        state: dict[str, Any] = super().__getstate__()
-        state.update(_model=None, **self._nothing_yet())
-        return state
-
-    def __copy__(self) -> GradScaler:
-        """Shares the model and the process group; steps of its own from here on."""
-        made = type(self).__new__(type(self))
-        made.__dict__.update(super().__getstate__())
-        own = {name: copy.deepcopy(getattr(self, name)) for name in ("_governed", "_clips")}
-        made.__dict__.update(self._nothing_yet(), **own)
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
-        made = self.__copy__()
-        shared = {"_model", "_process_group", "_once"}
-        for name, value in made.__dict__.items():
-            if name not in shared:
-                made.__dict__[name] = copy.deepcopy(value, memo)
-        return made
-
-    @staticmethod
-    def _nothing_yet() -> dict[str, Any]:
-        """What belongs to a step, before there is one."""
-        return {
-            "_outcome": None,
-            "_found": {},
-            "_rejected": {},
-            "_held": {},
-            "_once": UnscaledOnce(),
-            "_only_looking": None,
-            "_hysteresis": None,
-        }
-
     def _start_iteration(self) -> None:
         for each in (self._governed, self._clips):
             if each is not None:
                 each.forget()
         self._found: dict[int, Looked] = {}
-        self._rejected: dict[int, Tensor] = {}
+        self._clipped: dict[int, Clipped] = {}
         self._held: dict[int, Any] = {}  # Alive until `update`: no id means two optimizers.
         self._once = UnscaledOnce()
         self._only_looking: Tensor | None = None
@@ -296,20 +261,26 @@ class GradScaler(Saving):
     def _step_disabled(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
         """Without scale and check, as torch has it; a clip policy is obeyed."""
         self._outcome = Looked.nothing()
-        rejected = None
-        if self._clips is not None and "closure" not in kwargs:
-            self._clip(optimizer, {"stage": OptState.READY})
-            rejected = self._rejected.pop(id(optimizer), None)
-        if rejected is None:
-            returned: float | None = optimizer.step(*args, **kwargs)
-        elif takes_decision(optimizer):
-            with handing_over(optimizer, grad_scale=None, found_inf=rejected, consume=True):
-                returned = optimizer.step(*args, **kwargs)
+        if self._clips is None:
+            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+        if args or "closure" in kwargs:
+            raise RuntimeError(
+                "clip= cannot reach gradients that a closure makes inside optimizer.step(). "
+                "gradilocks.GradientControl(scale=None, clip=...).step(closure) can."
+            )
+        self._clip(optimizer, {"stage": OptState.READY})
+        clipped = self._clipped.pop(id(optimizer), None)
+        if clipped is None or clipped.rejected is None:
+            returned: float | None = optimizer.step(**kwargs)
         else:
-            asked = {"found_inf_per_device": {rejected.device: rejected}}
-            returned = self._maybe_opt_step(optimizer, asked, *args, **kwargs)
-        if self._clips is not None:
-            self._clips.learn(optimizer)
+            self._outcome = Looked.nothing(skip=clipped.skip + clipped.rejected)
+            if takes_decision(optimizer):
+                with handing_over(optimizer, grad_scale=None, found_inf=clipped.skip, consume=True):
+                    returned = optimizer.step(**kwargs)
+            else:
+                asked = {"found_inf_per_device": {clipped.skip.device: clipped.skip}}
+                returned = self._maybe_opt_step(optimizer, asked, **kwargs)
+        self._clips.learn(optimizer)
         return returned
 
     def _step_fused(
@@ -361,19 +332,22 @@ class GradScaler(Saving):
         """Keeps what this step found, for `outcome`; everything stays on the device."""
         looked = self._found.get(id(optimizer))
         if looked is not None and self._scale is not None:
-            rejected = self._rejected.get(id(optimizer))
-            if rejected is not None:  # 2 says by whom.
-                skip = skip + moved(rejected, skip.device)
+            clipped = self._clipped.get(id(optimizer))
+            if clipped is not None and clipped.rejected is not None:  # 2 says by whom.
+                skip = skip + moved(clipped.rejected, skip.device)
             self._outcome = looked.findings(
                 optimizer, skip=skip, scale=self._scale, model=self._model
             )
 
 
-def _widened(outputs: Any) -> Any:
+def _widened(outputs: Any, governed: Governed | None) -> Any:
+    """fp16 as float32; the policy takes note of each loss as it comes by."""
     if isinstance(outputs, Tensor):
+        if governed is not None:
+            governed.note_loss(outputs)
         return outputs.float() if outputs.dtype is torch.float16 else outputs
     if isinstance(outputs, (list, tuple)):
-        return type(outputs)(map(_widened, outputs))
+        return type(outputs)(_widened(each, governed) for each in outputs)
     if isinstance(outputs, Iterable):
-        return map(_widened, outputs)
+        return (_widened(each, governed) for each in outputs)
     return outputs

@@ -211,7 +211,8 @@ class DynamicScale:
         backs_off = skipped & (left <= 0)
         if self.tolerance:
             since, overflows = state.more["since"] + 1, state.more["overflows"] + skipped
-            backs_off = backs_off & (overflows >= self.tolerance * since)
+            share = overflows.to(scale.dtype) / since.to(scale.dtype)
+            backs_off = backs_off & (share >= self.tolerance)
             state.more["since"].copy_(torch.where(backs_off | full, 0, since))
             state.more["overflows"].copy_(torch.where(backs_off, 0, overflows))
         grown = scale * self.growth_factor
@@ -264,7 +265,7 @@ def advance_dynamic(
     state.hysteresis.copy_(torch.where(full, hysteresis, left))
 
 
-def resolve_scale(given: object) -> ScalePolicy:
+def resolve_scale(given: object, *, name: str = "scale") -> ScalePolicy:
     """The policy meant by GradientControl's `scale=`: a policy, "dynamic", a number or None."""
     if given is None:
         return NoScale()
@@ -275,7 +276,7 @@ def resolve_scale(given: object) -> ScalePolicy:
     if isinstance(given, type) or not (hasattr(given, "start") and hasattr(given, "advance")):
         came = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
         raise TypeError(
-            "scale must be 'dynamic', None, a number or a scale policy such as "
+            f"{name} must be 'dynamic', None, a number or a scale policy such as "
             f"DynamicScale(init_scale=1024.0), got {came}."
         )
     return given  # type: ignore[return-value]
