@@ -11,7 +11,16 @@ SOURCE = Path(__file__).parent.parent / "src" / "gradilocks"
 FILES = sorted(SOURCE.rglob("*.py"))
 STAGES = {"scale", "measure", "reduce", "clip", "decide", "update", "record"}
 # Who brings the stages together, and who reads their state into a checkpoint.
-MEETING_PLACES = {"control", "judge", "express", "dropin", "checkpoint", "__init__"}
+MEETING_PLACES = {
+    "control",
+    "judge",
+    "stepping",
+    "express",
+    "dropin",
+    "checkpoint",
+    "plain",
+    "__init__",
+}
 # Reading a number off a tensor waits for its device. These may: the two named places, and the
 # reference kernels, whose CPU paths have nothing to wait for.
 MAY_READ = {"record.py", "update.py", "kernels/reference.py", "kernels/norms.py", "dropin/known.py"}

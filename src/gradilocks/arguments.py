@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradilocks.gradients import Names
+from gradilocks.gradients import Names, every_parameter
 
 __all__ = [
     "check_closure",
@@ -15,6 +15,7 @@ __all__ = [
     "check_loss",
     "check_parameters",
     "checked_optimizers",
+    "refuse_misfits",
 ]
 
 
@@ -44,6 +45,14 @@ def check_parameters(params: Sequence[Tensor], names: Names) -> None:
                 f"{names(param)} is on the meta device and has no values. Give the model real "
                 "storage first, for example model.to_empty(device='cpu')."
             )
+
+
+def refuse_misfits(policy: Any, names: Names) -> None:
+    """Raises if a group or a pattern of the policy fits no parameter of the optimizers."""
+    if hasattr(policy, "misfits"):
+        every = names.of(every_parameter(names.optimizers))
+        for message in policy.misfits(every, names.groups()).values():
+            raise ValueError(message)
 
 
 def check_give_up_after(value: object) -> None:

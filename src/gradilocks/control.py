@@ -1,51 +1,47 @@
-"""GradientControl: the one stateful object. It runs the stages in the one right order.
+"""GradientControl: the one stateful object that users hold, and all that they can ask of it.
 
-loss ─scale─▶ backward ─▶ collect ─▶ measure ─▶ reduce ─▶ clip ─▶ decide ─▶ update ─▶ record
+How a step is taken is in `stepping.py`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradilocks import kernels, update
+from gradilocks import update
 from gradilocks.arguments import (
     check_closure,
     check_give_up_after,
     check_loss,
     check_parameters,
     checked_optimizers,
+    refuse_misfits,
 )
 from gradilocks.clip import resolve_clip
-from gradilocks.closure import step_with_closure
 from gradilocks.eager import eager
-from gradilocks.errors import NoGradients, NonFiniteGradient
 from gradilocks.gradients import (
-    Gradients,
     Names,
-    any_distributed,
-    collect,
     every_parameter,
     parameters_of,
 )
-from gradilocks.judge import Judge, Verdict
+from gradilocks.judge import Judge
 from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.captured import keeping
 from gradilocks.order import CallOrder
 from gradilocks.record import Outcome, fetch
-from gradilocks.roll import Called, ends_of, split
 from gradilocks.scale import resolve_scale
 from gradilocks.schedule import Listeners, Scheduler
+from gradilocks.stepping import Stepping
 from gradilocks.values import Decision
 
 __all__ = ["GradientControl"]
 
 
-class GradientControl:
+class GradientControl(Stepping):
     """Scales, checks, clips and steps: one object between the loss and the optimizers.
 
         backward(loss):  gradients += d(loss * scale)
@@ -94,8 +90,7 @@ class GradientControl:
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"on_nonfinite must be 'skip' or 'raise', got {on_nonfinite!r}.")
         check_give_up_after(give_up_after)
-        if hasattr(policies[1], "check"):  # Groups and patterns that fit nothing.
-            policies[1].check(self._names.of(self._parameters()), self._names.groups())
+        refuse_misfits(policies[1], self._names)
         self._on_nonfinite = on_nonfinite
         self._process_group = process_group
         self._judge = Judge(
@@ -195,7 +190,7 @@ class GradientControl:
                 param.grad.zero_()
         self._order.note_cleared()
         if not self._order.scaled:
-            self._judge.forget_loss()
+            self._judge.losses.forget()
 
     def scheduler(self, lr_scheduler: Any) -> Scheduler:
         """`lr_scheduler`, stepped only for steps that were taken, without a wait.
@@ -206,7 +201,7 @@ class GradientControl:
         Returns:
             What to call `step()` on, after `control.step()`.
         """
-        made = Scheduler(lr_scheduler)
+        made = Scheduler(lr_scheduler, self, self._parameters())
         self._schedulers.add(made)
         return made
 
@@ -238,160 +233,3 @@ class GradientControl:
         scaled = self._judge.scaled(loss, first.device)
         self._order.scaled = True
         return scaled
-
-    def _call(self) -> Called | None:
-        """The gradients of all optimizers if the short way can be taken, checked once."""
-        judge = self._judge
-        first = next(self._parameters(), None)
-        if self._process_group is not None or first is None:
-            return None
-        if not (kernels.is_fused(first.device) or kernels.is_fused(judge.state.scale.device)):
-            return None  # At once: looking at every gradient would cost a CPU step 5 %.
-        called = judge.express.call(self._optimizers, judge.scale_policy, judge.clip_policy)
-        if called is not None and not judge.scales:
-            judge.move_to(called.device)  # No loss was scaled, which would have brought it there.
-        if called is None or called.device != judge.state.scale.device:
-            return None
-        if called.ends is None:
-            parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
-            called.ends = ends_of(called, self._optimizers)
-        if judge.scales:
-            self._order.check_scaled("step()")
-            begin = 0
-            for end, optimizer in zip(called.ends, self._optimizers, strict=True):
-                if not update.takes_decision(optimizer):
-                    part = called.params[begin:end], called.grads[begin:end]
-                    update.check_unscaling_in_place(optimizer, *part, self._names)
-                begin = end
-        return called
-
-    def _find_gradients(self) -> list[Gradients]:
-        """The gradients of each optimizer, after checking that a scaled loss made them."""
-        every = parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
-        lists = [every]
-        if len(self._optimizers) > 1:
-            lists = [parameters_of([each], name=self._names) for each in self._optimizers]
-        found = [collect(params, name=self._names) for params in lists]
-        if self._judge.scales:
-            self._order.check_scaled("step()")
-        if not any(part.params for part in found) and not self._has_ranks():
-            raise NoGradients(
-                "no parameter of the optimizer has a gradient. Check that the loss depends on the "
-                "parameters the optimizer was given, that they require grad, and that nothing has "
-                "cleared the gradients after backward()."
-            )
-        return found
-
-    def _step_by_stages(self) -> Outcome:
-        found = self._find_gradients()
-        for part, optimizer in zip(found, self._optimizers, strict=True):
-            in_place = not update.takes_decision(optimizer)
-            self._check_unscaling(optimizer, part, in_place=in_place)
-        verdict = self._judge_by_stages(found)
-        return self._conclude(self._updated(verdict, [part.tensors for part in found]))
-
-    def _step_shortly(self, called: Called) -> Outcome:
-        """By the short way. An optimizer of ours has its rates worked out where it is settled."""
-        unscaled = self._order.unscaled
-        if not update.takes_directly(self._optimizers):
-            verdict = self._judge.settle(called, unscaled=unscaled)
-            for optimizer in self._optimizers:
-                if getattr(type(optimizer), "is_ours", False):
-                    optimizer.hold(called if len(self._optimizers) == 1 else None)
-            return self._conclude(self._updated(verdict, split(called.grads, called.ends)))
-        (optimizer,) = self._optimizers
-        rating = optimizer.ready(called)
-        verdict = self._judge.settle(called, unscaled=unscaled, rating=rating)
-        try:
-            optimizer.take(
-                verdict.decision.skip, verdict.decision.divisor, rated=rating is not None
-            )
-        except BaseException:
-            self._after_a_failed_update(verdict)
-            raise
-        return self._conclude(verdict)
-
-    def _updated(self, verdict: Verdict, parts: Sequence[Sequence[Tensor]]) -> Verdict:
-        """Steps each optimizer on its gradients, or none."""
-        begin = 0
-        try:
-            for tensors, optimizer in zip(parts, self._optimizers, strict=True):
-                update.apply_factors(verdict.decision, tensors, begin=begin)
-                begin += len(tensors)
-                update.apply_bound(verdict.decision, tensors)
-                update.update(
-                    optimizer, verdict.decision, tensors, multiplied=self._order.note_unscaled
-                )
-        except BaseException:
-            self._after_a_failed_update(verdict)
-            raise
-        return verdict
-
-    def _judge_by_stages(self, found: Sequence[Gradients]) -> Verdict:
-        return self._judge.judge(found, unscaled=self._order.unscaled, has_ranks=self._has_ranks())
-
-    def _after_a_failed_update(self, verdict: Verdict) -> None:
-        """As if nothing had been decided; several optimizers are not to be stepped twice."""
-        self._judge.undo(verdict)
-        if len(self._optimizers) > 1:
-            self._order.note_step(self._parameters())
-
-    def _conclude(self, verdict: Verdict) -> Outcome:
-        """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
-        outcome = verdict.outcome
-        hopeless = self._judge.conclude(verdict)
-        for scheduler in self._schedulers:
-            scheduler.note(verdict.record.row)
-        self._order.note_step(self._parameters())
-        if hopeless:
-            raise self._judge.never_finite(outcome)
-        if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
-            raise NonFiniteGradient(
-                f"step {outcome.step} skipped: {outcome.describe()}; scale {outcome.scale:g}. "
-                "Parameters and optimizer state are as they were.",
-                culprits=outcome.culprits,
-            )
-        return outcome
-
-    def _step_with_closure(self, closure: Callable[[], Tensor]) -> Outcome:
-        if len(self._optimizers) != 1:
-            raise ValueError(
-                f"step(closure) drives one optimizer, this control has {len(self._optimizers)}. "
-                "Give each optimizer that needs a closure a GradientControl of its own."
-            )
-        (optimizer,) = self._optimizers
-        last: Verdict | None = None
-
-        def make_true() -> bool:
-            nonlocal last
-            (found,) = self._find_gradients()
-            self._check_unscaling(optimizer, found, in_place=True)
-            last = self._judge_by_stages([found])
-            if last.outcome.skipped:
-                return False
-            update.apply_factors(last.decision, found.tensors)
-            update.apply_bound(last.decision, found.tensors)
-            update.apply_in_place(last.decision, found.tensors)
-            self._order.note_step(self._parameters())
-            return True
-
-        step_with_closure(
-            optimizer,
-            closure,
-            make_true=make_true,
-            gradients_are_waiting=self._order.scaled
-            and any(param.grad is not None for param in self._parameters()),
-        )
-        if last is None:
-            raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
-        return self._conclude(last)
-
-    def _check_unscaling(self, optimizer: Any, part: Gradients, *, in_place: bool) -> None:
-        if in_place and self._judge.scales:
-            update.check_unscaling_in_place(optimizer, part.params, part.tensors, self._names)
-
-    def _has_ranks(self) -> bool:
-        return self._process_group is not None or any_distributed(self._parameters())
-
-    def _parameters(self) -> Iterator[Tensor]:
-        return every_parameter(self._optimizers)

@@ -23,15 +23,16 @@ class Foreign(NamedTuple):
     scale: Any
     growth_tracker: int
     hysteresis: int | None = None
+    settings: Mapping[str, Any] = {}
+    """What it saves of its rule, in the words of DynamicScale."""
 
 
-def recognized(saved: Mapping[str, Any], *, growth_interval: int, delay: int) -> Foreign | None:
+def recognized(saved: Mapping[str, Any], policy: Any) -> Foreign | None:
     """The state that `saved` holds, or None if it is of none of these systems.
 
     Args:
         saved: a dict.
-        growth_interval: of the policy that is to go on with it.
-        delay: likewise.
+        policy: the one that is to go on with it.
     """
     if {"scale", "growth_tracker", "hysteresis_tracker"} <= set(saved):
         return Foreign(
@@ -48,11 +49,18 @@ def recognized(saved: Mapping[str, Any], *, growth_interval: int, delay: int) ->
                 f"cur_iter must be after last_overflow_iter in the state_dict of DeepSpeed, got "
                 f"{saved['cur_iter']} and {saved['last_overflow_iter']}."
             )
+        settings = _deepspeed(saved)
+        delay = getattr(policy, "delay", 0)
+        interval = settings.get("growth_interval", getattr(policy, "growth_interval", 1))
         # It grows on the step after `growth_interval` finite ones: `delay` counts that step.
         tracker = finite - delay
         if finite > delay:
-            tracker %= growth_interval
-        return Foreign("DeepSpeed", _number(saved["cur_scale"]), tracker)
+            tracker %= interval
+        left = None
+        if "cur_hysteresis" in saved:
+            left = _whole("cur_hysteresis", saved["cur_hysteresis"], lowest=-(2**31))
+        scale = _number(saved["cur_scale"])
+        return Foreign("DeepSpeed", scale, tracker, hysteresis=left, settings=settings)
     if "loss_scaler0" in saved and isinstance(saved["loss_scaler0"], Mapping):
         inner = saved["loss_scaler0"]
         if {"loss_scale", "unskipped"} <= set(inner):
@@ -62,6 +70,19 @@ def recognized(saved: Mapping[str, Any], *, growth_interval: int, delay: int) ->
     if "loss_scale" in saved and "scale" not in saved:
         return Foreign("fairseq", _number(saved["loss_scale"]), 0)
     return None
+
+
+def _deepspeed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The rule, where its optimizer has saved it beside the state."""
+    settings: dict[str, Any] = {}
+    if "scale_window" in saved:
+        settings["growth_interval"] = _whole("scale_window", saved["scale_window"], lowest=1)
+    if "scale_factor" in saved:
+        factor = _number(saved["scale_factor"])
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1:
+            raise BadState(f"scale_factor in the state_dict must be above 1, got {factor!r}.")
+        settings.update(growth_factor=float(factor), backoff_factor=1.0 / factor)
+    return settings
 
 
 def _number(value: Any) -> Any:

@@ -219,6 +219,10 @@ class Names:
         every = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return [(g, group.get("name")) for g, group in enumerate(every) for _ in group["params"]]
 
+    def every(self) -> list[str]:
+        """The names of all parameters of the model; none without a model."""
+        return [name for name, _ in self._named_parameters()]
+
     def __call__(self, param: Tensor) -> str:
         return self.of([param])[0]
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import checkpoint
+from gradilocks.arguments import refuse_misfits
 from gradilocks.clip import ClipByNorm, ClipByValue, ClipPolicy, NoClip
 from gradilocks.decide import decide
 from gradilocks.diagnose import never_finite
@@ -23,8 +24,10 @@ from gradilocks.errors import NeverFinite
 from gradilocks.express import Express
 from gradilocks.gradients import Gradients, Names, every_parameter, replicas_of, roof_of
 from gradilocks.kernels.captured import capturing
+from gradilocks.losses import Losses
 from gradilocks.measure import measure
 from gradilocks.memory import remapped, same
+from gradilocks.plain import read_memory, refill
 from gradilocks.record import Outcome, Streak, fetch
 from gradilocks.reduce import agreed, reduce, reduce_each
 from gradilocks.roll import Called
@@ -86,14 +89,13 @@ class Judge:
         self._counted: int | None = 0  # `steps`, as long as the host can know it.
         self.streak = Streak(give_up_after)
         self.express = Express()
-        self._names = names
+        self.names = names
         self._process_group = process_group
         self.memory: dict[str, Tensor] | None = None
         """What the clip policy remembers."""
         self._whose: list[weakref.ref[Tensor]] = []  # The parameters that it knows, in order.
         self._has_ranks = False
-        self._loss: Tensor | None = None
-        self._loss_nonfinite: Tensor | None = None
+        self.losses = Losses()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_whose": []}  # Weak references do not travel.
@@ -106,14 +108,8 @@ class Judge:
     def scaled(self, loss: Tensor, device: torch.device) -> Tensor:
         """The loss times the scale; takes note of whether it is finite."""
         self.move_to(device)
-        if self._loss is not None:
-            self._fold_loss()
-        self._loss = loss.detach()
+        self.losses.note(loss, self.state.scale.device)
         return scale_loss(loss, self.state.scale) if self.scales else loss
-
-    def forget_loss(self) -> None:
-        """The gradients of the losses so far are gone."""
-        self._loss = self._loss_nonfinite = None
 
     def judge(self, found: Sequence[Gradients], *, unscaled: bool, has_ranks: bool) -> Verdict:
         """Measures all gradients together and decides, by the stages. Changes nothing."""
@@ -125,13 +121,14 @@ class Judge:
             tensors, home=home, order=float(policy.order), detail=policy.needs_largest or asking
         )
         self._has_ranks = has_ranks
+        scene = None if type(policy) in _SIMPLE else self._scene(found)
         if has_ranks:
-            measurement = self._over_ranks(measurement, replicas_of(found))
+            measurement = self._over_ranks(measurement, replicas_of(found), scene)
         scale = self.state.scale
         if unscaled:
             scale = torch.ones_like(scale)
-        if type(policy) not in _SIMPLE:
-            measurement = dataclasses.replace(measurement, scene=self._scene(found))
+        if scene is not None:
+            measurement = dataclasses.replace(measurement, scene=scene)
         memory = self._memory_on(home)
         if memory is None:
             limit = policy.limit(measurement, scale)
@@ -147,7 +144,7 @@ class Judge:
             limit.limit,
             limit.clipped * (1 - decision.skip),
             self.steps + 1,
-            self._broken_loss(),
+            self.losses.broken(home),
             statistics.nan.sum(),
             statistics.inf.sum(),
         ]
@@ -169,7 +166,7 @@ class Judge:
             state=self.state,
             streak=self.streak.count,
             steps=self.steps,
-            loss=self._one_loss(called.device),
+            loss=self.losses.as_one(called.device),
             unscaled=unscaled,
             rating=rating,
         )
@@ -186,7 +183,7 @@ class Judge:
 
     def conclude(self, verdict: Verdict) -> bool:
         """Moves the scale on; True if there were too many non-finite steps in a row."""
-        self.forget_loss()
+        self.losses.forget()
         if self._counted is not None:
             self._counted += 1
         if verdict.settled:
@@ -243,19 +240,17 @@ class Judge:
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint; one that does not fit raises and changes nothing."""
-        count = sum(1 for _ in every_parameter(self._names.optimizers))
+        count = sum(1 for _ in every_parameter(self.names.optimizers))
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, count=count)
-        if hasattr(loaded.clip_policy, "check"):
-            every = list(every_parameter(self._names.optimizers))
-            loaded.clip_policy.check(self._names.of(every), self._names.groups())
+        refuse_misfits(loaded.clip_policy, self.names)
         self.scale_policy, self.clip_policy = loaded.scale_policy, loaded.clip_policy
-        self.state.scale.fill_(loaded.scale)
-        self.state.growth_tracker.fill_(loaded.growth_tracker)
-        self.state.hysteresis.fill_(loaded.hysteresis)
-        for name, tensor in self.scale_policy.start(self.state.scale.device).more.items():
-            self.state.more.setdefault(name, tensor)  # In place: a captured graph holds them.
+        fresh = self.scale_policy.start(torch.device("cpu"))
+        fresh.scale.fill_(loaded.scale)
+        fresh.growth_tracker.fill_(loaded.growth_tracker)
+        fresh.hysteresis.fill_(loaded.hysteresis)
         for name, value in loaded.more.items():
-            self.state.more[name].fill_(value)
+            fresh.more[name].fill_(value)
+        refill(self.state, fresh)
         self.streak.restore(loaded.streak)
         if loaded.steps is not None:
             self.steps.fill_(loaded.steps)
@@ -263,17 +258,19 @@ class Judge:
         home, memory = self.state.scale.device, loaded.memory
         self.memory = None if memory is None else {k: moved(t, home) for k, t in memory.items()}
         self._whose = []
-        self.forget_loss()
+        self.losses.forget()
 
     def recall(self, saved: Any) -> None:
-        """Goes on with what the clip policy remembered, as `checkpoint.plain` wrote it."""
-        count = sum(1 for _ in every_parameter(self._names.optimizers))
-        self.memory = checkpoint.read_memory(self.clip_policy, saved, count)
+        """Goes on with what the clip policy remembered, as `plain` wrote it."""
+        count = sum(1 for _ in every_parameter(self.names.optimizers))
+        self.memory = read_memory(self.clip_policy, saved, count)
         self._whose = []
 
-    def _over_ranks(self, mine: Measurement, replicas: Sequence[int] | None) -> Measurement:
+    def _over_ranks(
+        self, mine: Measurement, replicas: Sequence[int] | None, scene: Scene | None
+    ) -> Measurement:
         policy = self.clip_policy
-        if not getattr(policy, "apart", False):
+        if scene is None or not getattr(policy, "apart", False):
             return reduce(mine, group=self._process_group, replicas=replicas)
         if replicas is None or self._process_group is not None or getattr(policy, "by_unit", False):
             raise ValueError(
@@ -281,14 +278,15 @@ class Judge:
                 "parts of them here that are not known to belong together. Use ClipByNorm, or "
                 "another policy that bounds the norm of all."
             )
-        return reduce_each(mine, replicas=replicas)
+        places, count = scene.places, scene.count
+        return reduce_each(mine, replicas=replicas, places=places, count=count)
 
     def _memory_on(self, home: torch.device) -> dict[str, Tensor] | None:
         """What the clip policy remembers, if it is one that learns."""
         policy: Any = self.clip_policy
         if not hasattr(policy, "start"):
             return None
-        every = list(every_parameter(self._names.optimizers))
+        every = list(every_parameter(self.names.optimizers))
         memory = self.memory
         if memory is None:
             memory = policy.start(home, len(every))
@@ -300,7 +298,7 @@ class Judge:
         return self.memory
 
     def _scene(self, found: Sequence[Gradients]) -> Scene:
-        every = list(every_parameter(self._names.optimizers))
+        every = list(every_parameter(self.names.optimizers))
         params = [param for part in found for param in part.params]
         places: Sequence[int] = range(len(every))
         if len(params) != len(every):
@@ -311,8 +309,8 @@ class Judge:
             tensors=[tensor for part in found for tensor in part.tensors],
             places=places,
             count=len(every),
-            names=lambda: self._names.of(every),
-            groups=self._names.groups,
+            names=lambda: self.names.of(every),
+            groups=self.names.groups,
         )
 
     def _number(self) -> int | None:
@@ -322,39 +320,7 @@ class Judge:
     def _namer(
         self, params: Sequence[weakref.ref[Tensor]]
     ) -> Callable[[], Sequence[tuple[int, str]]]:
-        return lambda: self._names.in_backward_order(params)
-
-    def _one_loss(self, device: torch.device) -> Tensor | None:
-        """The loss if there was one, else their flag as a number that is not finite if one was."""
-        loss = self._loss
-        if loss is None and self._loss_nonfinite is None:
-            return None
-        if (
-            loss is not None
-            and self._loss_nonfinite is None
-            and type(loss) is Tensor
-            and loss.numel() == 1
-            and loss.device == device
-            and loss.is_floating_point()
-        ):
-            return loss
-        return torch.where(self._broken_loss() > 0, float("inf"), 0.0)
-
-    def _broken_loss(self) -> Tensor:
-        """float32, 0-d: 1 if a loss since the last step was NaN or Inf, else 0."""
-        if self._loss is not None:
-            self._fold_loss()
-        if self._loss_nonfinite is None:
-            return torch.zeros_like(self.state.scale)
-        return self._loss_nonfinite
-
-    def _fold_loss(self) -> None:
-        assert self._loss is not None
-        broken = torch.logical_not(torch.isfinite(self._loss).all()).to(torch.float32)
-        broken = moved(broken, self.state.scale.device)
-        before = self._loss_nonfinite
-        self._loss_nonfinite = broken if before is None else torch.maximum(before, broken)
-        self._loss = None
+        return lambda: self.names.in_backward_order(params)
 
     def move_to(self, device: torch.device) -> None:
         """Keeps what moves on `device` from here on."""

@@ -70,6 +70,11 @@ class Findings:
         return self._values[0] > 0
 
     @property
+    def rejected(self) -> bool:
+        """Whether a policy such as SkipSpikes has skipped a step whose gradients were finite."""
+        return self._values[0] == 2.0
+
+    @property
     def scale(self) -> float:
         """The scale that these gradients carried."""
         return self._values[1]
@@ -98,6 +103,8 @@ class Findings:
         if not parts:
             if not self.skipped:
                 return "finite gradients"
+            if self.rejected:
+                return "finite gradients, rejected by the clip policy"
             return (
                 "no NaN or Inf in a gradient that is here: it is on another rank, its parameter is "
                 "gone, or finite gradients overflow when they are unscaled"
@@ -170,11 +177,6 @@ class Outcome(Findings):
         if self.rejected:
             return f"finite gradients, rejected: norm {self.norm:.6g} over {self.limit:.6g}"
         return super().describe(at_most=at_most)
-
-    @property
-    def rejected(self) -> bool:
-        """Whether a policy such as SkipSpikes has skipped a step whose gradients were finite."""
-        return self._numbers["skip"] == 2.0
 
     @property
     def limit(self) -> float:

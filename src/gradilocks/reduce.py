@@ -58,19 +58,27 @@ def reduce(
     )
 
 
-def reduce_each(measurement: Measurement, *, replicas: Sequence[int]) -> Measurement:
+def reduce_each(
+    measurement: Measurement, *, replicas: Sequence[int], places: Sequence[int], count: int
+) -> Measurement:
     """As `reduce` of distributed tensors, and the norm of each tensor over all ranks besides.
 
     Args:
-        measurement: of the gradients that this rank holds; every rank holds a part of each.
+        measurement: of the gradients that this rank holds; of one parameter another rank may have
+            none.
         replicas: for each tensor, how many ranks hold the same elements.
+        places: for each tensor, the place of its parameter among those of the model.
+        count: how many parameters the model has, the same on every rank.
     """
     import torch.distributed as dist
 
     whole = reduce(measurement, replicas=replicas)
     norms = measurement.tensors.norms
-    gathered = norms.new_zeros(dist.get_world_size(), norms.numel())
-    dist.all_gather(list(gathered.unbind(0)), norms)
+    here = moved(torch.tensor(list(places), dtype=torch.int64), norms.device)
+    mine = norms.new_zeros(count).index_copy(0, here, norms)
+    gathered = norms.new_zeros(dist.get_world_size(), count)
+    dist.all_gather(list(gathered.unbind(0)), mine)
+    gathered = gathered[:, here]
     if measurement.order == math.inf:
         each = gathered.amax(dim=0)
     else:

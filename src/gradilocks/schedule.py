@@ -7,9 +7,13 @@ still once later, so that it is never more than the steps on their way ahead of 
 
 from __future__ import annotations
 
+import copy
 import logging
+import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,9 +31,11 @@ _logger = logging.getLogger("gradilocks")
 class _Flag:
     """Whether one step was skipped, on its way to the host."""
 
-    def __init__(self, row: Tensor) -> None:
-        self._known: bool | None = None
+    def __init__(self, row: Tensor | None, *, known: bool | None = None) -> None:
+        self._known = known
         self._event: Any = None
+        if row is None:
+            return
         if capturing():
             self._known = False  # A replay tells nobody.
         elif row.device.type == "cuda":
@@ -71,14 +77,24 @@ class Scheduler:
         >>> schedule.step()
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, control: Any, params: Iterable[Tensor]) -> None:
         fits = callable(getattr(scheduler, "step", None)) and hasattr(scheduler, "state_dict")
         if not fits or isinstance(scheduler, torch.optim.Optimizer):
             raise TypeError(
                 "scheduler() takes an LR scheduler such as "
                 f"torch.optim.lr_scheduler.CosineAnnealingLR(...), got {type(scheduler).__name__}."
             )
+        mine = {id(param) for param in params}
+        for optimizer in _optimizers(scheduler):
+            theirs = [id(param) for group in optimizer.param_groups for param in group["params"]]
+            if not mine.intersection(theirs):
+                raise ValueError(
+                    f"{type(scheduler).__name__} is a schedule of an optimizer that this control "
+                    "does not step, so its steps say nothing about it. Call scheduler() of the "
+                    "control that steps it."
+                )
         self._scheduler = scheduler
+        self._control: Callable[[], Any] = weakref.ref(control)
         self._since: list[_Flag] = []
         self._waiting: deque[list[_Flag]] = deque()
         self._owed = 0
@@ -92,7 +108,7 @@ class Scheduler:
     def note(self, row: Tensor) -> None:
         """For the control: a step has been judged."""
         self._replayed = self._replayed or capturing()
-        self._since.append(_Flag(row))
+        self._since = _thinned([*self._since, _Flag(row)])
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps the schedule if a step has been taken since the last call.
@@ -104,35 +120,69 @@ class Scheduler:
         self._settle()
         if not self._since and not self._replayed:
             return  # No step has been tried since the last call.
-        flags, self._since = self._since, []
+        flags = self._since
         told = [flag.skipped() for flag in flags]
-        if flags and all(told):
-            return
-        if flags and False not in told:  # Not known yet: taken, until we hear otherwise.
-            self._waiting.append(flags)
-        if self._owed:
+        skipped = bool(flags) and all(told)
+        if not skipped and not self._owed:
+            with self._in_order():  # First: if it raises, nothing is counted.
+                self._scheduler.step(*args, **kwargs)
+        elif not skipped:
             self._owed -= 1
-            return
-        self._say_stepped()
-        self._scheduler.step(*args, **kwargs)
+        self._since = []
+        if not skipped and flags and False not in told:
+            self._waiting.append(flags)  # Not known yet: taken, until we hear otherwise.
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's, and how far it is ahead. Waits for steps that are on their way."""
+        """The scheduler's, how far it is ahead, and what it has not counted yet.
+
+        Waits for steps that are on their way.
+        """
         self._settle(wait=True)
-        return {"scheduler": self._scheduler.state_dict(), "ahead": self._owed}
+        told = [flag.skipped(wait=True) for flag in self._since]
+        since = None if not told else "skipped" if all(told) else "taken"
+        return {"scheduler": self._scheduler.state_dict(), "ahead": self._owed, "since": since}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from `state_dict()`, or from that of the scheduler itself."""
-        if set(state_dict) == {"scheduler", "ahead"}:
-            ahead = state_dict["ahead"]
-            if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
-                raise BadState(f"ahead in the state_dict must be 0 or more, got {ahead!r}.")
-            self._scheduler.load_state_dict(state_dict["scheduler"])
-            self._owed = ahead
-        else:
-            self._scheduler.load_state_dict(state_dict)
-            self._owed = 0
-        self._since, self._waiting = [], deque()
+        ahead: Any = 0
+        since: Any = None
+        inner: Any = state_dict
+        if {"scheduler", "ahead"} <= set(state_dict):
+            ahead, since, inner = (state_dict.get(key) for key in ("ahead", "since", "scheduler"))
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+            raise BadState(f"ahead in the state_dict must be 0 or more, got {ahead!r}.")
+        if since not in (None, "taken", "skipped"):
+            raise BadState(
+                f"since in the state_dict must be 'taken', 'skipped' or None, got {since!r}."
+            )
+        if not isinstance(inner, Mapping) or not set(inner) & set(self._scheduler.state_dict()):
+            raise BadState(
+                f"the state_dict is none of {type(self._scheduler).__name__}: {inner!r:.80}."
+            )
+        self._scheduler.load_state_dict(inner)
+        self._owed = ahead
+        self._since = [] if since is None else [_Flag(None, known=since == "skipped")]
+        self._waiting = deque()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scheduler:
+        """With its control, as torch's schedules are copied with their optimizer."""
+        control = copy.deepcopy(self._control(), memo)
+        made = Scheduler.__new__(Scheduler)
+        memo[id(self)] = made
+        made._scheduler = copy.deepcopy(self._scheduler, memo)
+        told = [flag.skipped(wait=True) for flag in self._since]
+        self._settle(wait=True)
+        made._since = [_Flag(None, known=skipped) for skipped in told]
+        made._waiting, made._owed, made._replayed = deque(), self._owed, self._replayed
+        made._control = (lambda: None) if control is None else weakref.ref(control)
+        if control is not None:
+            control._schedulers.add(made)
+        return made
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a schedule of a GradientControl cannot be pickled. Save its state_dict() instead."
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_scheduler" not in self.__dict__:
@@ -153,10 +203,33 @@ class Scheduler:
                     "skipped. It stands still once."
                 )
 
-    def _say_stepped(self) -> None:
-        # torch warns if it finds that no step came first, though the control has seen to it.
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """torch warns if it does not see that a step came first; the control has seen to it."""
+        seen = True
         for optimizer in {id(o): o for o in _optimizers(self._scheduler)}.values():
             optimizer._opt_called = True
+            seen = seen and hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if seen:
+            yield
+            return
+        with warnings.catch_warnings():  # An optimizer that was copied, or wrapped anew.
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step", UserWarning)
+            yield
+
+
+def _thinned(flags: list[_Flag]) -> list[_Flag]:
+    """As few flags as say the same: one that was taken, or those that are not known yet.
+
+    An epoch has many steps, and each flag on its way holds pinned memory and an event.
+    """
+    for place, flag in enumerate(flags):
+        told = flag.skipped()
+        if told is False:
+            return [flag]
+        if told is None:  # Later ones arrive later.
+            return flags[max(place - 1, 0) :]
+    return flags[-1:]
 
 
 def _optimizers(scheduler: Any) -> list[Any]:

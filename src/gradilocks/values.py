@@ -109,6 +109,8 @@ class ClipLimit:
     """1-d: the norm of each gradient as it will be, still scaled; None if it follows from above."""
     reject: Tensor | None = None
     """float32, 0-d: exactly 1 to skip a step that is finite, else exactly 0."""
+    parts: Sequence[tuple[Measurement, ClipLimit]] = ()
+    """Of a chain: what each policy saw, and what limit it set."""
 
 
 @dataclass(frozen=True)

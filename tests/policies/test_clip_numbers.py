@@ -323,3 +323,56 @@ def test_numbers_of_groups_survive_json():
     saved = json.loads(json.dumps(control.state_dict()))
     control.load_state_dict(saved)
     assert control._judge.clip_policy == ClipPerGroup({0: 1.0})
+
+
+LEARNING = {
+    "QuantileClip": QuantileClip(0.5, window=4),
+    "ZScoreClip": ZScoreClip(warmup=2),
+    "AdaGC": AdaGC(warmup=2),
+    "SkipSpikes": SkipSpikes(window=4, at_least=2),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", LEARNING)
+def test_what_a_chain_learns_does_not_depend_on_the_scale(name, fused):
+    found = []
+    for scale in (None, 1024.0):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        clip = chain(AdaptiveClip(0.01), LEARNING[name])
+        control = GradientControl(optimizer, model=model, scale=scale, clip=clip)
+        inputs = torch.randn(8, 4)
+        for _ in range(6):
+            control.backward(model(inputs).square().mean())
+            control.step()
+            control.zero_grad()
+        found.append([*control._judge.memory.values(), *model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["QuantileClip", "ZScoreClip", "AdaGC"])
+def test_a_norm_beyond_every_float_does_not_zero_the_gradient(name):
+    param = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    clip = LEARNING[name]
+    control = GradientControl(torch.optim.SGD([param], lr=1.0), scale=None, clip=clip)
+    for size in (1.0, 1.0, 1.0, 1.0, 1.7e308):
+        before = param.detach().clone()
+        param.grad = torch.full((4,), size, dtype=torch.float64)
+        control.step()
+    moved = before - param.detach()
+    assert torch.isfinite(moved).all()
+    assert (moved > 0.0).all()
+
+
+def test_a_policy_stays_as_it_was_made():
+    limits = {"a": 1.0}
+    policy = ClipPerGroup(limits)
+    limits["b"] = 2.0
+    assert policy.limits == {"a": 1.0}
+
+
+def test_a_number_in_a_chain_is_the_largest_norm():
+    assert chain(SkipSpikes(), 1.0) == chain(SkipSpikes(), ClipByNorm(1.0))

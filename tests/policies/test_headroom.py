@@ -51,13 +51,28 @@ def test_it_remembers_what_overflowed_and_comes_back_slowly():
     policy = HeadroomScale(growth_interval=5)
     scales = run(policy, *[2.0**-10] * 40, overflow_above=65504.0 / 2**9)
     overflows = [k for k, scale in enumerate(scales) if scale * 2.0**-10 * 2**9 > 65504.0]
-    assert overflows[0] == 1
-    first_fit = next(k for k in range(2, 40) if k not in overflows)
-    assert scales[first_fit] == 2.0**16
-    again = [k for k in overflows if k > first_fit]
-    assert again[0] == first_fit + 5
-    assert all(scales[k] == 2.0**17 for k in again)
-    assert len(again) <= 40 // 6 + 1
+    # A leap fails, it feels its way up from what held, and one doubling too many fails.
+    assert scales[:3] == [2.0**8, 2.0**21, 2.0**8]
+    assert scales[2:12] == [2.0**k for k in range(8, 18)]
+    assert overflows[:2] == [1, 11]
+    again = overflows[2:]
+    assert again[0] == 11 + 1 + 5
+    assert all(scales[k] == 2.0**17 for k in overflows[1:])
+    assert len(again) <= 28 // 6 + 1
+
+
+def test_a_spike_at_a_scale_that_held_costs_one_step_and_half_the_scale():
+    gradients = [2.0**-10] * 4 + [2.0**20] + [2.0**-10] * 4
+    scales = run(HeadroomScale(), *gradients, overflow_above=65504.0)
+    assert scales == [2.0**8, *[2.0**21] * 4, *[2.0**20] * 5]
+
+
+@pytest.mark.parametrize("growth_factor", [1.5, 2.0, 4.0, 100.0])
+def test_whatever_its_factors_it_stops_trying_what_fails(growth_factor):
+    policy = HeadroomScale(growth_interval=50, growth_factor=growth_factor)
+    scales = run(policy, *[2.0**-10] * 60, overflow_above=65504.0 / 2**9)
+    overflows = [k for k, scale in enumerate(scales[:-1]) if scale * 2.0**-10 * 2**9 > 65504.0]
+    assert len(overflows) <= 4  # Two to find it, and two when it is lifted.
 
 
 def test_a_nan_in_the_loss_is_nobodys_fault():

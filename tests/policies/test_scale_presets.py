@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -201,3 +203,20 @@ def test_the_state_of_another_system_needs_a_scale_that_moves_as_theirs_does():
         control_with(HeadroomScale()).load_state_dict(
             {"cur_scale": 8.0, "cur_iter": 1, "last_overflow_iter": 0}
         )
+
+
+@pytest.mark.parametrize("percent", range(1, 100, 7))
+def test_fairseqs_tolerance_is_a_share_to_the_last_bit(percent):
+    tolerance = percent / 100
+    policy = DynamicScale.fairseq(tolerance=tolerance, growth_interval=10**6)
+    state = policy.start(torch.device("cpu"))
+    scale, since, overflows = 2.0**7, 0, 0
+    generator = random.Random(percent)
+    for _ in range(300):
+        overflow = generator.random() < tolerance * 1.1
+        since += 1
+        overflows += overflow
+        if overflow and overflows / since >= tolerance:
+            scale, since, overflows = max(scale / 2, 2.0**-13), 0, 0
+        policy.advance(state, torch.tensor(float(overflow)))
+        assert float(state.scale) == scale

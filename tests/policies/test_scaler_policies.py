@@ -15,6 +15,7 @@ from gradilocks import (
     AdaGC,
     AdaptiveClip,
     ClipByNorm,
+    ClipPerGroup,
     ClipPerTensor,
     DynamicScale,
     GradientControl,
@@ -138,7 +139,9 @@ def test_a_rejected_step_does_not_move_the_scale():
     assert param.item() == -2.0
     assert scaler.get_scale() == 8.0
     assert scaler.outcome.skipped
+    assert scaler.outcome.rejected
     assert scaler.outcome.culprits == ()
+    assert scaler.outcome.describe() == "finite gradients, rejected by the clip policy"
 
 
 def test_unscaling_first_changes_nothing():
@@ -181,10 +184,33 @@ def test_torchs_scaler_and_ours_read_each_other():
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda s: s["gradilocks_scaler"].update(clip_states=3), "must be what state_dict"),
+        (lambda s: s["gradilocks_scaler"].pop("clip"), "must be what state_dict"),
+        (
+            lambda s: s["gradilocks_scaler"]["clip"].update(states=3),
+            "learned.* does not fit: 3",
+        ),
+        (lambda s: s["gradilocks_scaler"]["clip"].pop("states"), "clip in the state_dict"),
+        (
+            lambda s: s["gradilocks_scaler"]["clip"]["states"].append({"names": []}),
+            "has learned.* does not fit",
+        ),
+        (
+            lambda s: s["gradilocks_scaler"]["clip"]["states"].append(
+                {"names": [], "sizes": [], "memory": {"mean": 1.0}}
+            ),
+            "must have 'count', 'mean', 'var'",
+        ),
+        (
+            lambda s: s["gradilocks_scaler"]["scale"]["state"].update(ceiling=0.0),
+            "ceiling in the state_dict must lie in",
+        ),
+        (
+            lambda s: s["gradilocks_scaler"]["scale"]["state"].update(seen=0.5),
+            "seen in the state_dict must be a whole number",
+        ),
         (lambda s: s["gradilocks_scaler"]["scale"]["policy"].update(name="X"), "scale policy X"),
         (lambda s: s["gradilocks_scaler"]["scale"].update(state={}), "must have"),
-        (lambda s: s["gradilocks_scaler"]["clip_policy"].update(name="X"), "clip policy X"),
+        (lambda s: s["gradilocks_scaler"]["clip"]["policy"].update(name="X"), "clip policy X"),
         (lambda s: s.update(scale=math.nan), "scale"),
     ],
 )
@@ -203,9 +229,35 @@ def test_a_bad_state_is_refused_and_changes_nothing(spoil, words):
     ("settings", "error", "words"),
     [
         ({"policy": NoScale()}, TypeError, "got NoScale"),
-        ({"policy": "static"}, TypeError, "scale must be 'dynamic'"),
+        ({"policy": "static"}, TypeError, "policy must be 'dynamic'"),
         ({"clip": -1.0}, ValueError, "clip must not be negative"),
         ({"clip": "x"}, TypeError, "clip"),
+        (
+            {"policy": HeadroomScale(), "init_scale": 8.0},
+            ValueError,
+            "init_scale=8.0 stands",
+        ),
+        ({"policy": DynamicScale(), "growth_interval": 3}, ValueError, "growth_interval=3 stands"),
+        (
+            {"clip": ClipPerGroup({"hed.*": 1.0}), "model": model()},
+            ValueError,
+            r"limits\['hed.\*'\] fits no parameter",
+        ),
+        (
+            {"policy": DynamicScale(), "max_scale": 2.0**20},
+            ValueError,
+            "max_scale=1048576.0",
+        ),
+        (
+            {"clip": AdaptiveClip(exclude=("wieght",)), "model": model()},
+            ValueError,
+            "exclude: 'wieght' fits no parameter",
+        ),
+        (
+            {"clip": AdaptiveClip(exclude=("head.*",)), "model": model()},
+            ValueError,
+            r"exclude: 'head.\*' fits no parameter",
+        ),
     ],
 )
 def test_what_is_no_policy_is_refused(settings, error, words):
@@ -231,14 +283,23 @@ def test_a_new_scale_may_be_set_under_a_policy():
     assert scaler.state_dict()["scale"] == 8.0
 
 
-def test_a_disabled_scaler_clips_nothing():
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_disabled_scaler_still_clips_and_rejects(fused):
     param = nn.Parameter(torch.zeros(1))
-    scaler = GradScaler("cpu", enabled=False, policy=HeadroomScale(), clip=1.0)
-    scaler.scale((param * 5.0).sum()).backward()
-    scaler.step(torch.optim.SGD([param], lr=1.0))
-    scaler.update()
-    assert param.item() == -5.0
-    assert scaler.state_dict() == {}
+    policy = chain(SkipSpikes(at_least=2, window=4), 1.0)
+    scaler = GradScaler("cpu", enabled=False, policy=HeadroomScale(), clip=policy)
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    moves = []
+    for gradient in (5.0, 0.5, 0.5, 1e4, 0.5):
+        before = param.item()
+        optimizer.zero_grad()
+        scaler.scale((param * gradient).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        moves.append(before - param.item())
+    assert moves == pytest.approx([1.0, 0.5, 0.5, 0.0, 0.5], abs=1e-5)
+    assert scaler.state_dict()["gradilocks_scaler"]["clip"]["states"][0]["memory"]["0.count"] == 4
+    assert GradScaler("cpu", enabled=False, policy=HeadroomScale()).state_dict() == {}
 
 
 def test_before_its_first_step_it_tells_and_saves_what_the_policy_says():
@@ -259,8 +320,8 @@ def test_a_step_that_failed_teaches_nothing():
         scaler.step(optimizer)
     optimizer.step = real
     scaler.step(optimizer)
-    (memory,) = scaler.state_dict()["gradilocks_scaler"]["clip_states"]
-    assert memory["count"] == 1
+    (learned,) = scaler.state_dict()["gradilocks_scaler"]["clip"]["states"]
+    assert learned["memory"]["count"] == 1
 
 
 def test_a_copy_goes_its_own_way():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import pickle
 import warnings
 
 import pytest
@@ -212,3 +214,94 @@ def test_a_bad_state_changes_nothing():
     with pytest.raises(BadState, match="ahead in the state_dict must be 0 or more, got None"):
         plan.load_state_dict({"scheduler": {"last_epoch": 77}, "ahead": None})
     assert plan.state_dict() == saved
+
+
+def test_steps_that_were_not_counted_yet_are_saved():
+    for bad, since, moved in ((set(), "taken", 1), ({2}, "skipped", 0)):
+        param = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        control = GradientControl(optimizer)
+        plan = control.scheduler(lr.LambdaLR(optimizer, lambda k: 1.0 + k))
+        for number in range(3):
+            control.backward(param.sum() * (math.inf if number in bad else 1.0))
+            control.step()
+            control.zero_grad()
+            if number < 2:
+                plan.step()
+        saved = plan.state_dict()
+        assert saved["since"] == since
+        other = control.scheduler(lr.LambdaLR(optimizer, lambda k: 1.0 + k))
+        other.load_state_dict(saved)
+        before = other.last_epoch
+        other.step()
+        assert other.last_epoch == before + moved
+    with pytest.raises(BadState, match="since in the state_dict must be 'taken', 'skipped' or"):
+        plan.load_state_dict({**saved, "since": 3})
+
+
+def test_an_epoch_of_many_steps_holds_few_flags(late):
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.ExponentialLR(optimizer, 0.5))
+    for number in range(50):
+        control.backward(param.sum() * (1.0 if number > 20 else math.inf))
+        control.step()
+        control.zero_grad()
+        for flag in late[:-3]:
+            flag.arrived = True
+        assert len(plan._since) <= 5
+    plan.step()
+    assert plan.last_epoch == 1
+
+
+def test_the_schedule_of_another_controls_optimizer_is_refused():
+    mine, other = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
+    control = GradientControl(mine)
+    with pytest.raises(ValueError, match="ExponentialLR is a schedule of an optimizer that this"):
+        control.scheduler(lr.ExponentialLR(other, 0.5))
+    plan = lr.SequentialLR(mine, [lr.ConstantLR(mine), lr.ExponentialLR(mine, 0.5)], [3])
+    control.scheduler(plan)
+
+
+@pytest.mark.parametrize("first", ["control", "schedule"])
+def test_a_deep_copy_goes_on_by_itself(first):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.LambdaLR(optimizer, lambda k: 1.0 + k))
+    pair = [control, plan] if first == "control" else [plan, control]
+    copied = copy.deepcopy([*pair, optimizer])
+    twin, plan_too = copied[:2] if first == "control" else copied[1::-1]
+    for number in range(3):
+        twin.zero_grad()
+        params = list(twin._parameters())
+        twin.backward(sum(p.sum() for p in params) * (math.inf if number == 1 else 1.0))
+        twin.step()
+        plan_too.step()
+    assert plan_too.last_epoch == 2
+    assert plan.last_epoch == 0
+    assert copied[2].param_groups[0]["lr"] == 3.0
+    with pytest.raises(TypeError, match=r"cannot be pickled. Save its state_dict"):
+        pickle.dumps(plan)
+
+
+def test_a_call_that_fails_can_be_made_again():
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.ReduceLROnPlateau(optimizer))
+    control.backward(param.sum())
+    control.step()
+    with pytest.raises(TypeError, match="metrics"):
+        plan.step()
+    plan.step(1.0)
+    assert plan.last_epoch == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"scale": 1.0}])
+def test_the_state_of_something_else_is_refused(given):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    plan = GradientControl(optimizer).scheduler(lr.ExponentialLR(optimizer, 0.5))
+    with pytest.raises(BadState, match="none of ExponentialLR"):
+        plan.load_state_dict(given)

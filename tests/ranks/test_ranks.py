@@ -28,6 +28,7 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
         experts,
         one_rank_without_gradients,
         parts_bounded_apart,
+        a_part_is_missing,
         parts_that_cannot_be_told_apart,
         headroom_of_shards,
         headroom_of_copies,
@@ -231,6 +232,29 @@ def test_parts_of_a_gradient_are_bounded_by_the_norm_of_the_whole(returned: Retu
         assert found["each"]["moved"] == pytest.approx([mine / 5.0, 1.0], rel=1e-5)
         assert found["groups"]["moved"] == pytest.approx([mine / 2.0, 6.0], rel=1e-5)
         assert found["usual"]["memory"]["usual"] == pytest.approx([5.0, 12.0], rel=1e-6)
+
+
+def a_part_is_missing(rank: int) -> list[list[float]]:
+    """Rank 1 has no gradient of the second tensor."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    moved = []
+    for policy in (gradilocks.ClipPerTensor(1.0), gradilocks.AdaGC(warmup=1, warmup_norm=13.0)):
+        params = [_dtensor([12.0], Replicate()), _dtensor([6.0, 8.0], Shard(0))]
+        params.append(_dtensor([3.0, 4.0], Shard(0)))
+        if rank:
+            params[1].grad = None
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        gradilocks.GradientControl(optimizer, scale=None, clip=policy).step()
+        moved.append([-p.to_local().item() for p in params])  # type: ignore[operator]
+    return moved
+
+
+def test_a_rank_may_lack_a_gradient_that_others_have(returned: Returned) -> None:
+    first, second = returned["a_part_is_missing"]
+    assert first[0] == pytest.approx([1.0, 1.0, 0.6], rel=1e-5)
+    assert second[0] == pytest.approx([1.0, 0.0, 0.8], rel=1e-5)
+    assert first[1][0] == second[1][0]
 
 
 def parts_that_cannot_be_told_apart(rank: int) -> list[str]:

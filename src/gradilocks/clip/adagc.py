@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradilocks.clip.parts import among_all, at_places
 from gradilocks.clip.policy import (
+    ByTwoNorm,
     Memory,
     check_count,
     check_fraction,
@@ -24,7 +25,7 @@ __all__ = ["AdaGC"]
 
 
 @dataclass(frozen=True)
-class AdaGC:
+class AdaGC(ByTwoNorm):
     """Bounds the norm of each gradient by a multiple of its own usual norm.
 
         first `warmup` steps:  all together clipped to `warmup_norm`;  usual = min of the norms
@@ -58,14 +59,6 @@ class AdaGC:
         check_fraction("beta", self.beta)
         check_count("warmup", self.warmup, lowest=1)
         check_max_norm(self.warmup_norm, name="warmup_norm")
-
-    @property
-    def order(self) -> float:
-        return 2.0
-
-    @property
-    def needs_largest(self) -> bool:
-        return False
 
     @property
     def apart(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.clip.policy import ClipByValue, Memory
+from gradilocks.clip.policy import ClipByValue, Memory, resolve_clip
 from gradilocks.total import total_norm
 from gradilocks.values import ClipLimit, Measurement
 
@@ -24,20 +24,25 @@ def chain(*policies: Any) -> Chain:
     all, and none of them learns from it.
 
     Args:
-        policies: two or more, measured with the same order; AdaptiveClip only as the first one,
-            ClipByValue only as the last.
+        policies: two or more, measured with the same order; a number means ClipByNorm.
+            AdaptiveClip only as the first one, ClipByValue only as the last.
     """
     return Chain(policies)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What `chain` makes.
+    """What `chain` makes: policies one after the other.
+
+        for each policy:  its limit for the gradients as the one before has left them
+        coefficient, factors = the product of all;  rejected if one of them rejects
 
     Example:
         >>> from gradilocks.clip import ClipByNorm, SkipSpikes
         >>> len(chain(SkipSpikes(), ClipByNorm(1.0)).policies)
         2
+
+    Reference: optax.chain, for the idea. Use it to skip what is hopeless and clip the rest.
     """
 
     policies: tuple[Any, ...]
@@ -45,7 +50,7 @@ class Chain:
     def __post_init__(self) -> None:
         flat: list[Any] = []
         for policy in self.policies:
-            flat += policy.policies if isinstance(policy, Chain) else [policy]
+            flat += policy.policies if isinstance(policy, Chain) else [_meant(policy)]
         object.__setattr__(self, "policies", tuple(flat))
         if len(self.policies) < 2:
             raise ValueError(f"chain takes two policies or more, got {len(self.policies)}.")
@@ -98,11 +103,15 @@ class Chain:
             for name in getattr(policy, "by_parameter", ())
         )
 
-    def check(self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]) -> None:
-        """Lets each policy that wants to look at names and groups do so."""
+    def misfits(
+        self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]
+    ) -> dict[str | int, str]:
+        """The groups and patterns of all of them that fit no parameter."""
+        found: dict[str | int, str] = {}
         for policy in self.policies:
-            if hasattr(policy, "check"):
-                policy.check(names, groups)
+            if hasattr(policy, "misfits"):
+                found.update(policy.misfits(names, groups))
+        return found
 
     def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
@@ -129,7 +138,7 @@ class Chain:
                 reject = each.reject if reject is None else torch.maximum(reject, each.reject)
         return ClipLimit(
             coefficient=coefficient, limit=bound, clipped=clipped, value=value,
-            factors=factors, units=units, norms=None, reject=reject,
+            factors=factors, units=units, norms=None, reject=reject, parts=limits,
         )  # fmt: skip
 
     def advance(
@@ -140,8 +149,8 @@ class Chain:
         limit: ClipLimit,
         skip: Tensor,
     ) -> None:
-        limits = self._limits(measurement, scale, state)
-        for k, (policy, (seen, each)) in enumerate(zip(self.policies, limits, strict=True)):
+        # Not worked out again: by now gradients and weights are no longer what they were.
+        for k, (policy, (seen, each)) in enumerate(zip(self.policies, limit.parts, strict=True)):
             if hasattr(policy, "start"):
                 policy.advance(_own(state, k), seen, scale, each, skip)
 
@@ -158,6 +167,12 @@ class Chain:
             found.append((measurement, limit))
             measurement = _after(measurement, limit)
         return found
+
+
+def _meant(given: Any) -> Any:
+    """As `clip=` takes it: a number is the largest norm."""
+    number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    return resolve_clip(given) if number else given
 
 
 def _own(state: Memory, k: int) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip.policy import (
+    ByTwoNorm,
     Memory,
     bounded,
     check_count,
@@ -24,20 +25,8 @@ from gradilocks.values import ClipLimit, Measurement, wide
 __all__ = ["QuantileClip", "SkipSpikes", "ZScoreClip"]
 
 
-class _ByNorm:
-    """Measures the 2-norm of all gradients together and nothing else."""
-
-    @property
-    def order(self) -> float:
-        return 2.0
-
-    @property
-    def needs_largest(self) -> bool:
-        return False
-
-
 @dataclass(frozen=True)
-class QuantileClip(_ByNorm):
+class QuantileClip(ByTwoNorm):
     """Bounds the norm by a quantile of the norms so far, this one included.
 
         limit = quantile(the last `window` norms, this one included, q)
@@ -94,7 +83,7 @@ class QuantileClip(_ByNorm):
 
 
 @dataclass(frozen=True)
-class ZScoreClip(_ByNorm):
+class ZScoreClip(ByTwoNorm):
     """Pulls a norm that stands out back towards the usual: the further it stands out, the more.
 
         z = (norm - mean) / (std + 1e-6)
@@ -164,10 +153,11 @@ class ZScoreClip(_ByNorm):
 
 
 @dataclass(frozen=True)
-class SkipSpikes(_ByNorm):
+class SkipSpikes(ByTwoNorm):
     """Skips a step whose norm is far above those of the last steps that were taken.
 
-        skip unless norm <= mean + sigmas * std of the last `window` accepted norms
+        bound = mean + sigmas * std of the last `window` accepted norms
+        skip unless norm <= bound
 
     The optimizer and the parameters stay as they were, as with a NaN. `std` is the sample's.
 

@@ -76,8 +76,9 @@ class ClipPerGroup:
         >>> ClipPerGroup({"embed.*": 0.5, "head.*": None}, otherwise=1.0).otherwise
         1.0
 
-    Use it where parts of a model want different limits or none: Muon's matrices, whose update does
-    not depend on the norm, embeddings, heads.
+    Reference: the rule of ClipByNorm (Pascanu et al., 2013), group by group. Use it where parts of
+    a model want different limits or none: Muon's matrices, whose update does not depend on the
+    norm, embeddings, heads.
     """
 
     limits: Mapping[str | int, float | None]
@@ -87,7 +88,8 @@ class ClipPerGroup:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_known", {})
         given: Any = self.limits
-        if isinstance(given, list):  # As a checkpoint has it: JSON would turn a number into a name.
+        if isinstance(given, (list, Mapping)):
+            # A list is as a checkpoint has it: JSON would turn a number into a name.
             given = dict(given)
             object.__setattr__(self, "limits", given)
         if not isinstance(given, Mapping) or not given:
@@ -116,16 +118,21 @@ class ClipPerGroup:
         """Bounds gradients apart from each other."""
         return True
 
-    def check(self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]) -> None:
-        """Raises if a group or a pattern fits no parameter."""
-        for key in self.limits:
-            if not any(_fits(key, name, group) for name, group in zip(names, groups, strict=True)):
-                there = sorted({name for _, name in groups if name is not None})
-                raise ValueError(
-                    f"limits[{key!r}] fits no parameter. There are {len({n for n, _ in groups})} "
-                    f"groups{f' named {there}' if there else ''}, and parameters such as "
-                    f"{', '.join(names[:3])}."
-                )
+    def misfits(
+        self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]
+    ) -> dict[str | int, str]:
+        """The groups and patterns that fit no parameter, each with what to tell the user."""
+        pairs = list(zip(names, groups, strict=True))
+        there = sorted({name for _, name in groups if name is not None})
+        described = (
+            f"There are {len({n for n, _ in groups})} groups{f' named {there}' if there else ''}, "
+            f"and parameters such as {', '.join(names[:3])}."
+        )
+        return {
+            key: f"limits[{key!r}] fits no parameter. {described}"
+            for key in self.limits
+            if not any(_fits(key, name, group) for name, group in pairs)
+        }
 
     def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
         norms = measurement.tensors.norms

@@ -18,6 +18,7 @@ from torch import Tensor
 from gradilocks.values import ClipLimit, Measurement
 
 __all__ = [
+    "ByTwoNorm",
     "ClipByNorm",
     "ClipByValue",
     "ClipPolicy",
@@ -82,14 +83,8 @@ class MovingClip(Protocol):
         """Moves `state` on in place. A skipped step (1) must leave it as it was."""
 
 
-@dataclass(frozen=True)
-class NoClip:
-    """Leaves the gradients as long as they are; their norm is still measured.
-
-    Example:
-        >>> NoClip().order
-        2.0
-    """
+class ByTwoNorm:
+    """Of a policy that measures the 2-norm of gradients and nothing else."""
 
     @property
     def order(self) -> float:
@@ -98,6 +93,20 @@ class NoClip:
     @property
     def needs_largest(self) -> bool:
         return False
+
+
+@dataclass(frozen=True)
+class NoClip(ByTwoNorm):
+    """Leaves the gradients as long as they are; their norm is still measured.
+
+        coefficient = 1
+
+    Example:
+        >>> NoClip().order
+        2.0
+
+    Reference: none is needed. Use it to watch the norms of a run before you choose a limit.
+    """
 
     def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
         norm = measurement.norm
@@ -125,7 +134,8 @@ class ClipByNorm:
         >>> ClipByNorm(1.0)
         ClipByNorm(max_norm=1.0, order=2.0)
 
-    Reference: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
+    Reference: Pascanu et al., "On the difficulty of training recurrent neural networks", ICML
+    2013. Use it unless you know why not: 1.0 is what most language models are trained with.
     """
 
     max_norm: float
@@ -154,7 +164,9 @@ class ClipByNorm:
 
 @dataclass(frozen=True)
 class ClipByValue:
-    """Bounds every element on its own: `g = min(max(g, -value), value)`. The direction may turn.
+    """Bounds every element on its own. The direction may turn.
+
+        g = min(max(g, -value), value)
 
     Args:
         value: the bound, not negative.
@@ -162,6 +174,9 @@ class ClipByValue:
     Example:
         >>> ClipByValue(0.5).needs_largest
         True
+
+    Reference: Mikolov, "Statistical Language Models Based on Neural Networks", 2012. Use it where
+    single elements must not pass a bound, as in small recurrent networks; else prefer ClipByNorm.
     """
 
     value: float
@@ -193,7 +208,8 @@ class ClipByValue:
 def pulled_down(norm: Tensor, limit: Tensor, nonfinite: Tensor) -> Tensor:
     """As `clip_coefficient`, for a limit that moves: exactly 1 for a norm that does not pass it."""
     over = (norm > limit) & (nonfinite == 0)
-    return torch.where(over, limit / norm, torch.ones_like(norm))
+    finite = torch.clamp(norm, max=torch.finfo(norm.dtype).max)
+    return torch.where(over, limit / finite, torch.ones_like(norm))
 
 
 def bounded(norm: Tensor, limit: Tensor, nonfinite: Tensor) -> ClipLimit:

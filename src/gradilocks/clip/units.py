@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip.parts import scene_of
-from gradilocks.clip.policy import check_positive
+from gradilocks.clip.policy import ByTwoNorm, check_positive
 from gradilocks.values import ClipLimit, Measurement, wide
 
 __all__ = ["AdaptiveClip"]
 
+_AT_ONCE = 1 << 22
+"""Elements whose norm is taken at once: a copy of 32 MiB."""
+
 
 @dataclass(frozen=True)
-class AdaptiveClip:
+class AdaptiveClip(ByTwoNorm):
     """Bounds the gradient of each unit by a share of the norm of the unit's weights.
 
         for each unit:  limit = clipping * max(norm of its weights, eps)
@@ -49,18 +53,10 @@ class AdaptiveClip:
         check_positive("clipping", self.clipping)
         check_positive("eps", self.eps)
         given: Any = self.exclude
-        patterns = () if isinstance(given, str) else tuple(given)
-        if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        patterns = tuple(given) if isinstance(given, (tuple, list, set, frozenset)) else (None,)
+        if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"exclude must be a tuple of patterns, got {given!r}.")
         object.__setattr__(self, "exclude", patterns)
-
-    @property
-    def order(self) -> float:
-        return 2.0
-
-    @property
-    def needs_largest(self) -> bool:
-        return False
 
     @property
     def apart(self) -> bool:
@@ -72,14 +68,16 @@ class AdaptiveClip:
         """Needs whole units."""
         return True
 
-    def check(self, names: list[str], groups: list[tuple[int, str | None]]) -> None:
-        """Raises if a pattern fits no parameter."""
-        for pattern in self.exclude:
-            if not fnmatch.filter(names, pattern):
-                raise ValueError(
-                    f"exclude: {pattern!r} fits no parameter. There are parameters such as "
-                    f"{', '.join(names[:3])}."
-                )
+    def misfits(
+        self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]
+    ) -> dict[str, str]:
+        """The patterns that fit no parameter, each with what to tell the user."""
+        return {
+            pattern: f"exclude: {pattern!r} fits no parameter. There are parameters such as "
+            f"{', '.join(names[:3])}."
+            for pattern in self.exclude
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
+        }
 
     def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
         scene = scene_of(measurement, "AdaptiveClip")
@@ -122,10 +120,20 @@ def _weights(param: Tensor) -> Tensor:
 def _lengths(tensor: Tensor) -> Tensor:
     """The norm of each unit, so shaped that it broadcasts to the tensor."""
     dtype = wide(tensor.device)  # The square of a float32 may be more than float32 holds.
-    lengths: Tensor
     if tensor.dim() <= 1:
-        lengths = torch.linalg.vector_norm(tensor, dtype=dtype)
-    else:
-        dims = tuple(range(1, tensor.dim()))
-        lengths = torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=dtype)
-    return lengths
+        parts = [torch.linalg.vector_norm(part, dtype=dtype) for part in _parts(tensor)]
+        whole: Tensor = torch.linalg.vector_norm(torch.stack(parts)) if parts[1:] else parts[0]
+        return whole
+    dims = tuple(range(1, tensor.dim()))
+    rows = [
+        torch.linalg.vector_norm(part, dim=dims, keepdim=True, dtype=dtype)
+        for part in _parts(tensor)
+    ]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Runs of units: torch makes a copy of what it takes the norm of in a wider type."""
+    if tensor.numel() <= _AT_ONCE:
+        return (tensor,)
+    return torch.split(tensor, max(1, _AT_ONCE * tensor.shape[0] // tensor.numel()))

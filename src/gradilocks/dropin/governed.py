@@ -1,77 +1,60 @@
-"""`GradScaler(policy=..., clip=...)`: a scale and a clip that torch's scaler does not know.
+"""`GradScaler(policy=...)`: a scale policy that torch's scaler does not know.
 
 The state of the scale takes the place of torch's two tensors, so that torch's own methods go on
-with it. The clip is judged as a control judges it, for each optimizer on its own, on gradients that
-have been unscaled.
+with it.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradilocks import checkpoint, kernels, update
-from gradilocks.clip import resolve_clip
+from gradilocks import kernels
 from gradilocks.errors import BadState
-from gradilocks.gradients import Gradients, Names
-from gradilocks.judge import Judge, Verdict
-from gradilocks.scale import NoScale, resolve_scale
+from gradilocks.foreign import Foreign
+from gradilocks.plain import load_scale, rebuild, refill, save_scale, with_settings
+from gradilocks.scale import DynamicScale, NoScale, resolve_scale
 from gradilocks.values import ScaleState, moved
 
-__all__ = ["KEY", "Governed", "governed"]
-
-KEY = "gradilocks_scaler"
-"""Where a scaler's state_dict has what torch's does not; torch's scaler passes it over."""
+__all__ = ["Governed", "governed"]
 
 
-def governed(policy: object, clip: object, process_group: Any) -> Governed | None:
-    """What rules a scaler that was given a policy or a clip; None if neither was given."""
-    if policy is None and clip is None:
-        return None
-    if process_group is not None:
-        raise ValueError(
-            "policy= and clip= of a GradScaler do not know process_group=: a rank would clip and "
-            "scale by its own part of the gradients. Use GradientControl(process_group=...)."
-        )
-    scale = None if policy is None else resolve_scale(policy)
+def governed(policy: object) -> Governed | None:
+    """What rules the scale of a scaler that was given a policy; None if none was given."""
+    scale = None if policy is None else resolve_scale(policy, name="policy")
     if isinstance(scale, NoScale):
         raise TypeError(
             "policy must be a scale policy such as HeadroomScale(), got NoScale(). A GradScaler "
             "scales; use enabled=False, or GradientControl(scale=None)."
         )
-    return Governed(scale, None if clip is None else resolve_clip(clip))
+    return None if scale is None else Governed(scale)
 
 
 class Governed:
-    """The policies of one scaler, and what they have learned."""
+    """A scale policy and its state."""
 
-    def __init__(self, scale: Any, clip: Any) -> None:
-        self.scale, self.clip = scale, clip
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
         self.state: ScaleState | None = None
-        self._judges: list[tuple[weakref.ref[Any], Judge]] = []
-        self._loaded: list[Any] = []
         self._largest: Tensor | None = None
         self._loss: Tensor | None = None
-        self._pending: dict[int, tuple[Judge, Verdict]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        learned = {"_judges": [], "_loaded": self._memories(), "_largest": None, "_loss": None}
-        return {**self.__dict__, **learned, "_pending": {}}
+        return {**self.__dict__, "_largest": None, "_loss": None}
 
     @property
     def _asks(self) -> bool:
-        return bool(getattr(self.scale, "needs_largest", False))
+        return bool(getattr(self.policy, "needs_largest", False))
 
     def start(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The scale and its tracker, as torch's scaler holds them."""
         before = self.state
         if before is None:
-            self.state = self.scale.start(device)
+            self.state = self.policy.start(device)
         else:  # From a checkpoint, or a pickle.
             more = {name: moved(tensor, device) for name, tensor in before.more.items()}
             self.state = ScaleState(
@@ -83,11 +66,8 @@ class Governed:
         return self.state.scale, self.state.growth_tracker
 
     def note_loss(self, outputs: Any) -> None:
-        """A loss is about to be scaled: a NaN in it is no overflow."""
-        if self._asks and isinstance(outputs, (list, tuple)):
-            for each in outputs:
-                self.note_loss(each)
-        elif self._asks and isinstance(outputs, Tensor):
+        """A loss is being scaled: a NaN in it is no overflow."""
+        if self._asks and isinstance(outputs, Tensor):
             broken = torch.logical_not(torch.isfinite(outputs.detach()).all()).to(torch.float32)
             self._loss = _larger(self._loss, broken)
 
@@ -109,86 +89,61 @@ class Governed:
             if in_company():  # A loss is a rank's own, and the ranks' scales must not part.
                 seen["loss_nonfinite"] = None
             given = {name: moved(t, home) for name, t in seen.items() if t is not None}
-            self.scale.advance(self.state, skip, **given)
+            self.policy.advance(self.state, skip, **given)
         else:
-            self.scale.advance(self.state, skip)
+            self.policy.advance(self.state, skip)
         self.forget()
 
     def forget(self) -> None:
         """A new iteration begins."""
         self._largest = self._loss = None
-        self._pending.clear()
-
-    def learn(self, optimizer: Any) -> None:
-        """The optimizer has stepped, or was meant not to: the clip may learn from it."""
-        if id(optimizer) in self._pending:
-            judge, verdict = self._pending.pop(id(optimizer))
-            judge.conclude(verdict)
-
-    def clip_now(self, optimizer: Any, found: Gradients, names: Names) -> Tensor:
-        """Clips unscaled gradients in place.
-
-        Returns:
-            float32, 0-d: 1 if the clip rejects the step, else 0.
-        """
-        judge = self._judge_of(optimizer, names)
-        judge.move_to(found.tensors[0].device)
-        verdict = judge.judge([found], unscaled=False, has_ranks=found.replicas is not None)
-        decision = verdict.decision
-        update.apply_factors(decision, found.tensors)
-        update.apply_bound(decision, found.tensors)
-        update.apply_in_place(decision, found.tensors)
-        self._pending[id(optimizer)] = judge, verdict
-        if decision.overflow is None:
-            return torch.zeros_like(decision.skip)
-        return decision.skip - decision.overflow
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint needs besides torch's five numbers."""
-        scale = None
-        if self.scale is not None:
-            state = self.scale.start(torch.device("cpu")) if self.state is None else self.state
-            scale = checkpoint.save_scale(self.scale, state)
-        clip = None if self.clip is None else checkpoint.describe(self.clip)
-        return {"scale": scale, "clip_policy": clip, "clip_states": self._memories()}
+        state = self.policy.start(torch.device("cpu")) if self.state is None else self.state
+        return save_scale(self.policy, state)
 
-    def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint of the same policies, or of torch's; raises if it is bad."""
-        ours = state_dict.get(KEY, {"scale": None, "clip_policy": None, "clip_states": []})
-        if not isinstance(ours, Mapping) or not isinstance(ours.get("clip_states"), list):
+    def policy_of(self, state_dict: Mapping[str, Any], ours: Any, foreign: Foreign | None) -> Any:
+        """The policy with the settings of a checkpoint; raises BadState if it is another's.
+
+        Args:
+            state_dict: with torch's keys.
+            ours: what `saved` had, or None if another scaler has saved it.
+            foreign: what another system's scaler had besides, if it was one.
+        """
+        if ours is not None:
+            if not isinstance(ours, Mapping) or set(ours) != {"policy", "hysteresis", "state"}:
+                raise BadState(f"the scale policy in the state_dict does not fit: {ours!r:.80}.")
+            return rebuild(self.policy, ours["policy"], "scale", owner="scaler")
+        if not isinstance(self.policy, DynamicScale):
+            system = "torch's GradScaler" if foreign is None else f"{foreign.system}'s scaler"
             raise BadState(
-                f"{KEY} in the state_dict must be what state_dict() made, got {ours!r:.80}."
+                f"the state_dict is one of {system} and needs a DynamicScale, this scaler has "
+                f"policy={type(self.policy).__name__}(...). Start without the state_dict."
             )
-        if self.clip is not None and ours["clip_policy"] is not None:
-            checkpoint.rebuild(self.clip, ours["clip_policy"], "clip")
-        if self.scale is not None:
-            fresh = self.scale.start(torch.device("cpu"))
-            checkpoint.load_scale(self.scale, fresh, state_dict, ours["scale"])
-            if self.state is None:
-                self.state = fresh
-            else:
-                _fill(self.state, fresh)
-        self._judges, self._loaded = [], list(ours["clip_states"])
+        if foreign is not None:
+            return with_settings(self.policy, foreign.settings)
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        return with_settings(self.policy, {name: state_dict[name] for name in names})
 
-    def _memories(self) -> list[Any]:
-        """What the clip has learned of each optimizer, in the order in which they came."""
-        known = [checkpoint.plain(judge.memory) for _, judge in self._judges]
-        return known + self._loaded[len(known) :]
+    @staticmethod
+    def state_of(
+        policy: Any, state_dict: Mapping[str, Any], ours: Any, foreign: Foreign | None
+    ) -> ScaleState:
+        """The state of `policy_of`'s policy; raises BadState."""
+        fresh: ScaleState = policy.start(torch.device("cpu"))
+        load_scale(policy, fresh, state_dict, ours)
+        if foreign is not None and foreign.hysteresis is not None:
+            fresh.hysteresis.fill_(foreign.hysteresis)
+        return fresh
 
-    def _judge_of(self, optimizer: Any, names: Names) -> Judge:
-        for ref, judge in self._judges:
-            if ref() is optimizer:
-                return judge
-        if hasattr(self.clip, "check"):
-            every = [param for group in optimizer.param_groups for param in group["params"]]
-            self.clip.check(names.of(every), names.groups())
-        weak = names.of_optimizers((weakref.proxy(optimizer),))  # Must not keep it alive.
-        judge = Judge(NoScale(), self.clip, names=weak, give_up_after=None, process_group=None)
-        place = len(self._judges)
-        if place < len(self._loaded):
-            judge.recall(self._loaded[place])
-        self._judges.append((weakref.ref(optimizer), judge))
-        return judge
+    def go_on(self, policy: Any, fresh: ScaleState) -> None:
+        """With what was found."""
+        self.policy = policy
+        if self.state is None:
+            self.state = fresh
+        else:
+            refill(self.state, fresh)
 
 
 def in_company() -> bool:
@@ -201,12 +156,3 @@ def in_company() -> bool:
 
 def _larger(before: Tensor | None, now: Tensor) -> Tensor:
     return now if before is None else torch.maximum(before, moved(now, before.device))
-
-
-def _fill(state: ScaleState, fresh: ScaleState) -> None:
-    """In place: a captured graph, and torch's scaler, hold these tensors."""
-    pairs = [(state.scale, fresh.scale), (state.growth_tracker, fresh.growth_tracker)]
-    pairs.append((state.hysteresis, fresh.hysteresis))
-    pairs += [(state.more[name], tensor) for name, tensor in fresh.more.items()]
-    for tensor, new in pairs:
-        tensor.copy_(new)

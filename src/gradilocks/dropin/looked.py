@@ -24,12 +24,15 @@ class Looked:
         self._parts: list[Callable[[], Statistics]] = []
 
     @staticmethod
-    def nothing() -> Findings:
-        """What a disabled scaler tells: nothing was looked at, nothing was skipped."""
+    def nothing(*, skip: Tensor | None = None) -> Findings:
+        """What a disabled scaler tells: nothing was looked at, nothing skipped but by a clip."""
         zero = torch.zeros((), dtype=torch.float32, device="cpu")
         none = torch.zeros(0, dtype=torch.int64, device="cpu")
         return Findings(
-            skip=zero, scale=torch.ones_like(zero), counted=lambda: (none, none), names=list
+            skip=zero if skip is None else skip,
+            scale=torch.ones_like(zero),
+            counted=lambda: (none, none),
+            names=list,
         )
 
     def add(self, params: Sequence[Tensor], found: Callable[[], Statistics]) -> None:

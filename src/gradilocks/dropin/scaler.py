@@ -7,7 +7,6 @@ gradients work on every device, and a fused SGD whose first step is skipped star
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -17,17 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+from gradilocks.clip import resolve_clip
 from gradilocks.dropin import known
+from gradilocks.dropin.clips import Clipped, Clips
 from gradilocks.dropin.flags import (
     has_gradients,
     largest_flag,
     refuse_overflow,
 )
-from gradilocks.dropin.governed import KEY, governed
+from gradilocks.dropin.governed import Governed, governed
 from gradilocks.dropin.looked import Looked
 from gradilocks.dropin.once import UnscaledOnce
-from gradilocks.dropin.state import check_state, set_scale
-from gradilocks.dropin.unscaling import Unscaling
+from gradilocks.dropin.saving import Saving
+from gradilocks.dropin.state import set_scale
 from gradilocks.eager import eager, users_line
 from gradilocks.gradients import Names
 from gradilocks.judge import held_if
@@ -44,7 +45,7 @@ from gradilocks.values import ScaleState, moved
 __all__ = ["GradScaler"]
 
 
-class GradScaler(Unscaling):
+class GradScaler(Saving):
     """torch.amp.GradScaler, with the same arguments and the same results.
 
     Args:
@@ -54,8 +55,8 @@ class GradScaler(Unscaling):
         model: the module that names the parameters in `outcome` and in error messages.
         process_group: the ranks that must skip together when gradients are sharded plain tensors.
         policy: a scale policy in place of torch's rule and its numbers, such as HeadroomScale().
-        clip: a number or a clip policy; `step` unscales and clips each optimizer's gradients. Not
-            if `enabled=False`.
+        clip: a number or a clip policy; `step` unscales and clips each optimizer's gradients, and
+            with `enabled=False` it clips them as they are.
 
     Example:
         >>> scaler = GradScaler("cpu", model=model)
@@ -106,9 +107,24 @@ class GradScaler(Unscaling):
         Names(model, ())  # Refuses what is no model, now rather than at the first overflow.
         self._model = model
         self._process_group = process_group
-        self._governed = governed(policy, clip, process_group)
-        if self._governed is not None and self._governed.scale is not None and self._enabled:
-            self._follow(self._governed.scale)
+        if process_group is not None and not (policy is None and clip is None):
+            raise ValueError(
+                "policy= and clip= of a GradScaler do not know process_group=: a rank would clip "
+                "and scale by its own part of the gradients. Use GradientControl(process_group=)."
+            )
+        self._governed = governed(policy)
+        self._clips = None if clip is None else Clips(resolve_clip(clip), model)
+        if self._governed is not None:
+            self._refuse_both(
+                init_scale=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                min_scale=min_scale,
+                max_scale=max_scale,
+            )
+            if self._enabled:
+                self._follow(self._governed.policy)
         self._outcome: Findings | None = None
         self._hysteresis: Tensor | None = None
         self._start_iteration()
@@ -124,9 +140,7 @@ class GradScaler(Unscaling):
         if not self._enabled:
             return outputs
         self._once.note_scaled(outputs)
-        if self._governed is not None:
-            self._governed.note_loss(outputs)
-        return super().scale(_widened(outputs))
+        return super().scale(_widened(outputs, self._governed))
 
     @eager
     def unscale_(self, optimizer: Any) -> None:
@@ -146,8 +160,7 @@ class GradScaler(Unscaling):
             What `optimizer.step` returns, or None when the host knows that it was skipped.
         """
         if not self._enabled:
-            self._outcome = Looked.nothing()
-            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+            return self._step_disabled(optimizer, args, kwargs)
         if "closure" in kwargs:
             raise RuntimeError(
                 "Closure use is not currently supported if GradScaler is enabled. "
@@ -158,7 +171,7 @@ class GradScaler(Unscaling):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if self._governed is not None and self._governed.clip is not None:
+        if self._clips is not None:
             self._clip(optimizer, state)
         supports = getattr(optimizer, "_step_supports_amp_scaling", False)
         if supports and (takes_decision(optimizer) or takes_scaler(optimizer)):
@@ -177,8 +190,8 @@ class GradScaler(Unscaling):
             asked = {**state, "found_inf_per_device": {flag.device: flag}}
             returned = self._maybe_opt_step(optimizer, asked, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        if self._governed is not None:
-            self._governed.learn(optimizer)
+        if self._clips is not None:
+            self._clips.learn(optimizer)
         known.forget()
         return returned
 
@@ -186,12 +199,13 @@ class GradScaler(Unscaling):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves the scale on, or sets it to `new_scale`; begins the next iteration."""
         if not self._enabled:
+            self._start_iteration()
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
             lowest, highest = self._min_scale, self._max_scale
-            if self._governed is not None and self._governed.scale is not None:
-                lowest, highest = self._governed.scale.bounds()
+            if self._governed is not None:
+                lowest, highest = self._governed.policy.bounds()
             set_scale(scale, new_scale, device=self._device, lowest=lowest, highest=highest)
         else:
             found = [
@@ -210,7 +224,11 @@ class GradScaler(Unscaling):
 
     def _advance(self, scale: Tensor, tracker: Tensor, flag: Tensor) -> None:
         """Moves the scale on, unless a clip has rejected a step: nothing overflowed."""
-        rejected = largest_flag(list(self._rejected.values())) if self._rejected else None
+        flags = [each.rejected for each in self._clipped.values() if each.rejected is not None]
+        rejected = None
+        if flags:  # One that overflowed, beside it, does count.
+            rejected = largest_flag(flags)
+            rejected = rejected * (1.0 - moved(flag, rejected.device))
         if self._governed is not None and self._governed.state is not None:
             with held_if(rejected, self._governed.state):
                 self._governed.advance(flag)
@@ -229,101 +247,41 @@ class GradScaler(Unscaling):
                 max_scale=self._max_scale,
             )
 
-    def set_growth_factor(self, new_factor: float) -> None:
-        """As torch's; a scaler with a `policy` refuses it."""
-        self._refuse_setting("growth_factor")
-        super().set_growth_factor(new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """As torch's; a scaler with a `policy` refuses it."""
-        self._refuse_setting("backoff_factor")
-        super().set_backoff_factor(new_factor)
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """As torch's; a scaler with a `policy` refuses it."""
-        self._refuse_setting("growth_interval")
-        super().set_growth_interval(new_interval)
-
-    def _follow(self, policy: Any) -> None:
-        """Torch's own numbers, as far as the policy has them: they are shown and saved."""
-        start = policy.start(torch.device("cpu"))
-        self._init_scale = float(start.scale)
-        self._init_growth_tracker = int(start.growth_tracker)
-        for name in ("growth_factor", "backoff_factor", "growth_interval"):
-            setattr(self, f"_{name}", getattr(policy, name, getattr(self, f"_{name}")))
-
-    def _refuse_setting(self, name: str) -> None:
-        if self._governed is not None and self._governed.scale is not None:
-            raise RuntimeError(
-                f"the scale is ruled by policy={self._governed.scale!r}, which does not change. "
-                f"Make a scaler with another policy, set its {name} there, and load the state_dict."
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's; with `policy` or `clip`, what they keep is there besides."""
-        saved: dict[str, Any] = super().state_dict()
-        if self._governed is not None and self._enabled:
-            saved[KEY] = self._governed.saved()
-        return saved
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a `state_dict` of this class or of torch's; changes nothing if it is bad."""
-        if self._enabled and len(state_dict):
-            ruled = None if self._governed is None else self._governed.scale
-            delay = getattr(ruled, "delay", 0)
-            check_state(state_dict, lowest=self._min_scale, highest=self._max_scale, delay=delay)
-            state_dict = {**state_dict, "scale": float(state_dict["scale"])}
-            if self._governed is not None:
-                self._governed.load(state_dict)
-        super().load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._process_group is not None:
-            raise TypeError(
-                "a GradScaler with a process_group cannot be pickled: the group belongs to this "
-                "process, and without it the ranks would stop agreeing. Save state_dict() instead."
-            )
-        state: dict[str, Any] = super().__getstate__()
-        state.update(_model=None, **self._nothing_yet())
-        return state
-
-    def __copy__(self) -> GradScaler:
-        """Shares the model and the process group; steps of its own from here on."""
-        made = type(self).__new__(type(self))
-        made.__dict__.update(super().__getstate__())
-        made.__dict__.update(self._nothing_yet(), _governed=copy.deepcopy(self._governed))
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
-        made = self.__copy__()
-        shared = {"_model", "_process_group", "_once"}
-        for name, value in made.__dict__.items():
-            if name not in shared:
-                made.__dict__[name] = copy.deepcopy(value, memo)
-        return made
-
-    @staticmethod
-    def _nothing_yet() -> dict[str, Any]:
-        """What belongs to a step, before there is one."""
-        return {
-            "_outcome": None,
-            "_found": {},
-            "_rejected": {},
-            "_held": {},
-            "_once": UnscaledOnce(),
-            "_only_looking": None,
-            "_hysteresis": None,
-        }
-
     def _start_iteration(self) -> None:
-        if self._governed is not None:
-            self._governed.forget()
+        for each in (self._governed, self._clips):
+            if each is not None:
+                each.forget()
         self._found: dict[int, Looked] = {}
-        self._rejected: dict[int, Tensor] = {}
+        self._clipped: dict[int, Clipped] = {}
         self._held: dict[int, Any] = {}  # Alive until `update`: no id means two optimizers.
         self._once = UnscaledOnce()
         self._only_looking: Tensor | None = None
         known.forget()
+
+    def _step_disabled(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
+        """Without scale and check, as torch has it; a clip policy is obeyed."""
+        self._outcome = Looked.nothing()
+        if self._clips is None:
+            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+        if args or "closure" in kwargs:
+            raise RuntimeError(
+                "clip= cannot reach gradients that a closure makes inside optimizer.step(). "
+                "gradilocks.GradientControl(scale=None, clip=...).step(closure) can."
+            )
+        self._clip(optimizer, {"stage": OptState.READY})
+        clipped = self._clipped.pop(id(optimizer), None)
+        if clipped is None or clipped.rejected is None:
+            returned: float | None = optimizer.step(**kwargs)
+        else:
+            self._outcome = Looked.nothing(skip=clipped.skip + clipped.rejected)
+            if takes_decision(optimizer):
+                with handing_over(optimizer, grad_scale=None, found_inf=clipped.skip, consume=True):
+                    returned = optimizer.step(**kwargs)
+            else:
+                asked = {"found_inf_per_device": {clipped.skip.device: clipped.skip}}
+                returned = self._maybe_opt_step(optimizer, asked, **kwargs)
+        self._clips.learn(optimizer)
+        return returned
 
     def _step_fused(
         self, optimizer: Any, state: dict[str, Any], args: Any, kwargs: dict[str, Any]
@@ -374,16 +332,22 @@ class GradScaler(Unscaling):
         """Keeps what this step found, for `outcome`; everything stays on the device."""
         looked = self._found.get(id(optimizer))
         if looked is not None and self._scale is not None:
+            clipped = self._clipped.get(id(optimizer))
+            if clipped is not None and clipped.rejected is not None:  # 2 says by whom.
+                skip = skip + moved(clipped.rejected, skip.device)
             self._outcome = looked.findings(
                 optimizer, skip=skip, scale=self._scale, model=self._model
             )
 
 
-def _widened(outputs: Any) -> Any:
+def _widened(outputs: Any, governed: Governed | None) -> Any:
+    """fp16 as float32; the policy takes note of each loss as it comes by."""
     if isinstance(outputs, Tensor):
+        if governed is not None:
+            governed.note_loss(outputs)
         return outputs.float() if outputs.dtype is torch.float16 else outputs
     if isinstance(outputs, (list, tuple)):
-        return type(outputs)(map(_widened, outputs))
+        return type(outputs)(_widened(each, governed) for each in outputs)
     if isinstance(outputs, Iterable):
-        return map(_widened, outputs)
+        return (_widened(each, governed) for each in outputs)
     return outputs

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradilocks import kernels
 from gradilocks.dropin import known
+from gradilocks.dropin.clips import Clipped, Clips
 from gradilocks.dropin.flags import agree_across_ranks, any_flag
 from gradilocks.dropin.governed import Governed
 from gradilocks.dropin.looked import Looked, gradients_of
@@ -34,8 +35,9 @@ class Unscaling(torch.amp.GradScaler):
     _model: nn.Module | Mapping[str, nn.Module] | None
     _process_group: Any
     _governed: Governed | None
+    _clips: Clips | None
     _found: dict[int, Looked]
-    _rejected: dict[int, Tensor]
+    _clipped: dict[int, Clipped]
     _held: dict[int, Any]
     _once: UnscaledOnce
     _only_looking: Tensor | None
@@ -78,28 +80,27 @@ class Unscaling(torch.amp.GradScaler):
         return flags
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._governed is not None and self._governed.scale is not None:
+        if self._governed is not None:
             self._scale, self._growth_tracker = self._governed.start(dev)
         else:
             super()._lazy_init_scale_growth_tracker(dev)
 
     def _clip(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Unscales if that has not been done, and clips."""
-        assert self._governed is not None
-        if state["stage"] is OptState.READY:
+        if state["stage"] is OptState.READY and self._enabled:
             self.unscale_(optimizer)
+        assert self._clips is not None
         names = Names(self._model, (optimizer,))
         found = gradients_of(optimizer, names, allow_fp16=True)
         if found.tensors:
             with torch.no_grad(), writing_ourselves(found.params):
-                rejected = self._governed.clip_now(optimizer, found, names)
-            self._rejected[id(optimizer)] = rejected
+                self._clipped[id(optimizer)] = self._clips.now(optimizer, found, names)
 
     def _flag(self, optimizer: Any, state: dict[str, Any]) -> Tensor:
         """Exactly 1 if the step is to be skipped: not finite, or rejected by the clip."""
         flag = any_flag(list(state["found_inf_per_device"].values()))
-        rejected = self._rejected.get(id(optimizer))
-        return flag if rejected is None else torch.maximum(flag, moved(rejected, flag.device))
+        clipped = self._clipped.get(id(optimizer))
+        return flag if clipped is None else torch.maximum(flag, moved(clipped.skip, flag.device))
 
     def _looked_shortly(
         self, optimizer: Any, multiplier: Tensor | None, allow_fp16: bool

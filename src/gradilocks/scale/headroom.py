@@ -21,16 +21,18 @@ _FROM_NOTHING = 16.0
 class HeadroomScale:
     """Keeps `margin` doublings between the largest gradient and the largest number of the format.
 
-        taken step:    room = floor(log2(largest_value / largest magnitude)) - margin
+        taken step:    held = scale
+                       room = floor(log2(largest_value / largest magnitude)) - margin
                        scale = scale * 2^room, but not above the ceiling
                        every `growth_interval` taken steps in a row:  ceiling *= growth_factor
-        overflow:      ceiling = scale = scale * backoff_factor
+        overflow:      ceiling = scale = scale * backoff_factor;  held, if that is less
         loss is NaN:   nothing; no scale can help
 
     So it starts low, is where it belongs after one or two steps, and comes down before gradients
     overflow that grow slowly. An overflow may start in the gradient of an activation, which no
     parameter's gradient shows; so the scale that overflowed is remembered, and tried again only
-    after `growth_interval` finite steps.
+    after `growth_interval` finite steps. If it was a leap that overflowed, the scale falls back to
+    the last one that held and feels its way up from there, doubling at each step until one fails.
 
     Args:
         init_scale: the scale of the first step.
@@ -45,8 +47,11 @@ class HeadroomScale:
         >>> HeadroomScale(margin=3).margin
         3
 
-    Use it for float16 instead of `DynamicScale`, whose first steps are lost to overflows: torch's
-    starts at 65536, Megatron's at 2^32, and each overflow costs a step.
+    Reference: the idea of a scale from the largest magnitude is that of Kuchaiev et al.,
+    "Mixed-Precision Training for NLP and Speech Recognition with OpenSeq2Seq", 2018, and of the fp8
+    recipes; the ceiling that remembers an overflow is ours. Use it for float16 instead of
+    `DynamicScale`, whose first steps are lost to overflows: torch's starts at 65536, Megatron's at
+    2^32, and each overflow costs a step.
     """
 
     init_scale: float = 2.0**8
@@ -90,7 +95,12 @@ class HeadroomScale:
             scale=one(self.init_scale, torch.float32),
             growth_tracker=one(0, torch.int32),
             hysteresis=one(0, torch.int32),
-            more={"ceiling": one(self.max_scale, wide(device)), "seen": one(0, torch.int32)},
+            more={
+                "ceiling": one(self.max_scale, wide(device)),
+                "held": one(self.max_scale, wide(device)),  # No step has been taken yet.
+                "feeling": one(0, torch.int32),
+                "seen": one(0, torch.int32),
+            },
         )
 
     def advance(
@@ -127,12 +137,18 @@ class HeadroomScale:
             room = torch.where(torch.isfinite(peak), room, torch.zeros_like(room))
         tracker = torch.where(overflow, 0, state.growth_tracker + 1)
         full = tracker >= self.growth_interval
-        lifted = torch.where(full, ceiling * self.growth_factor, ceiling)
+        held, feeling = state.more["held"], state.more["feeling"]
+        lifted = torch.where(full | (feeling > 0), ceiling * self.growth_factor, ceiling)
         fitting = torch.minimum(scale * torch.exp2(room), lifted)
-        fallen = scale * self.backoff_factor
+        fallen = torch.minimum(scale * self.backoff_factor, held)
+        leapt = (held < scale * self.backoff_factor) & (feeling == 0)
         moved = torch.where(overflow, fallen, fitting).clamp(self.min_scale, self.max_scale)
         new_ceiling = torch.where(overflow, moved, lifted.clamp(max=self.max_scale))
+        # It has felt its way when the gradients want no more than it may give.
+        unsure = (feeling > 0) & (fitting >= lifted) & (lifted < self.max_scale)
+        feeling.copy_(torch.where(blameless, feeling, torch.where(overflow, leapt, unsure)))
         state.scale.copy_(torch.where(blameless, scale, moved))
+        held.copy_(torch.where(blameless | overflow, held, scale))
         ceiling.copy_(torch.where(blameless, ceiling, new_ceiling))
         counted = torch.where(full, 0, tracker)
         state.growth_tracker.copy_(torch.where(blameless, state.growth_tracker, counted))

@@ -1,4 +1,4 @@
-"""What a scale policy is, and those that ask only whether a step overflowed.
+"""What a scale policy is, and those that never move.
 
 A policy is a frozen configuration. What moves is a ScaleState, advanced in place on its device, so
 that neither the host nor a captured graph has to know what the scale is.
@@ -6,7 +6,6 @@ that neither the host nor a captured graph has to know what the scale is.
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,31 +13,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradilocks import kernels
-from gradilocks.values import ScaleState, moved, wide
+from gradilocks.values import ScaleState, moved
 
 __all__ = [
     "HIGHEST",
     "LARGEST",
     "SMALLEST",
-    "DynamicScale",
     "NoScale",
     "ScalePolicy",
     "StaticScale",
-    "advance_dynamic",
     "check_scale",
     "number",
-    "resolve_scale",
     "scale_loss",
+    "state_of",
 ]
 
-Device = torch.device  # For DynamicScale, where `torch` is a method.
 SMALLEST = 2.0**-126
 """The smallest scale whose reciprocal, and whose own float32 value, are both normal numbers."""
 LARGEST = float(torch.finfo(torch.float32).max)
 HIGHEST = 2.0**127
 """The largest power of two in float32: a scale that starts as one stays one."""
-_MOST = torch.iinfo(torch.int32).max
 
 
 class ScalePolicy(Protocol):
@@ -58,15 +52,17 @@ class ScalePolicy(Protocol):
 class NoScale:
     """Leaves the loss as it is; gradients are still measured, guarded and clipped.
 
-    For float32 and for bfloat16, whose range is that of float32.
+        scale = 1
 
     Example:
         >>> NoScale().start(torch.device("cpu")).scale.item()
         1.0
+
+    Reference: none is needed. Use it for float32 and for bfloat16, whose range is that of float32.
     """
 
     def start(self, device: torch.device) -> ScaleState:
-        return _state(1.0, 0, 0, device)
+        return state_of(1.0, 0, 0, device)
 
     def advance(self, state: ScaleState, skip: Tensor) -> None:
         """A scale that is not there does not move."""
@@ -79,12 +75,17 @@ class NoScale:
 class StaticScale:
     """Multiplies the loss by the same number at every step.
 
+        scale = scale
+
     Args:
         scale: the factor; a power of two costs no precision.
 
     Example:
         >>> StaticScale(1024.0).start(torch.device("cpu")).scale.item()
         1024.0
+
+    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2. Use it where
+    a scale is known to hold for the whole run; an overflow only skips the step.
     """
 
     scale: float
@@ -93,231 +94,13 @@ class StaticScale:
         check_scale("scale", self.scale)
 
     def start(self, device: torch.device) -> ScaleState:
-        return _state(self.scale, 0, 0, device)
+        return state_of(self.scale, 0, 0, device)
 
     def advance(self, state: ScaleState, skip: Tensor) -> None:
         """A static scale does not move."""
 
     def bounds(self) -> tuple[float, float]:
         return self.scale, self.scale
-
-
-@dataclass(frozen=True)
-class DynamicScale:
-    """Grows the scale while all is well and backs off when a gradient overflows.
-
-        skipped step:  tracker = 0;  hysteresis -= 1
-                       if hysteresis <= 0:  scale = max(scale * backoff_factor, min_scale)
-        taken step:    tracker += 1
-                       if tracker >= growth_interval:  tracker = 0;  hysteresis is full again
-                           if scale * growth_factor <= max_scale:  scale *= growth_factor
-
-    With `hysteresis=1` this is the rule of torch's GradScaler, bounded at both ends. With more, the
-    scale survives that many non-finite steps less one before it first backs off.
-
-    Args:
-        init_scale: the scale of the first step.
-        growth_factor: above 1.
-        backoff_factor: between 0 and 1.
-        growth_interval: how many finite steps in a row it takes to grow.
-        min_scale: the floor. There the scale stops shrinking and stays usable.
-        max_scale: the ceiling. A growth that would pass it is not taken, so that a scale that is a
-            power of two stays one.
-        hysteresis: how many non-finite steps it takes to back off; refilled on growth.
-        delay: so many more finite steps before the first growth after a start or an overflow.
-        tolerance: back off only when the non-finite steps since the last time are this share of
-            the steps since the scale last moved; 0 for every time.
-
-    Example:
-        >>> policy = DynamicScale(init_scale=8.0)
-        >>> state = policy.start(torch.device("cpu"))
-        >>> policy.advance(state, torch.tensor(1.0))
-        >>> state.scale.item()
-        4.0
-
-    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
-    """
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    min_scale: float = 2.0**-24
-    max_scale: float = 2.0**32
-    hysteresis: int = 1
-    delay: int = 0
-    tolerance: float = 0.0
-
-    @classmethod
-    def torch(cls) -> DynamicScale:
-        """As torch.amp.GradScaler: from 2^16, ×2 after 2000 finite steps, ÷2 at every overflow."""
-        return cls(min_scale=SMALLEST, max_scale=HIGHEST)
-
-    @classmethod
-    def megatron(
-        cls,
-        *,
-        init_scale: float = 2.0**32,
-        growth_interval: int = 1000,
-        min_scale: float = 1.0,
-        hysteresis: int = 2,
-    ) -> DynamicScale:
-        """As Megatron-LM: from 2^32 and never below 1; the second overflow in a row of them backs
-        off, and growth alone forgives the first."""
-        return cls(
-            init_scale=init_scale,
-            growth_interval=growth_interval,
-            min_scale=min_scale,
-            max_scale=HIGHEST,
-            hysteresis=hysteresis,
-        )
-
-    @classmethod
-    def deepspeed(
-        cls,
-        *,
-        init_scale: float = 2.0**16,
-        growth_interval: int = 1000,
-        min_scale: float = 1.0,
-        hysteresis: int = 2,
-    ) -> DynamicScale:
-        """As DeepSpeed: from 2^16 and never below 1, with hysteresis; after a start or an overflow
-        the first growth takes one finite step more. (DeepSpeed ends a run that overflows at the
-        floor; here `give_up_after` does.)"""
-        return cls(
-            init_scale=init_scale,
-            growth_interval=growth_interval,
-            min_scale=min_scale,
-            max_scale=HIGHEST,
-            hysteresis=hysteresis,
-            delay=1,
-        )
-
-    @classmethod
-    def fairseq(
-        cls,
-        *,
-        init_scale: float = 2.0**7,
-        growth_interval: int = 2**14,
-        tolerance: float = 0.0,
-    ) -> DynamicScale:
-        """As fairseq: from 2^7 and never below 2^-13, where fairseq ends the run; backs off when
-        the share of overflows since the scale last moved reaches `tolerance`. Divide the interval
-        by the number of data-parallel ranks and of accumulated batches, as fairseq does."""
-        return cls(
-            init_scale=init_scale,
-            growth_interval=growth_interval,
-            min_scale=2.0**-13,
-            max_scale=HIGHEST,
-            tolerance=tolerance,
-        )
-
-    def __post_init__(self) -> None:
-        for name in ("init_scale", "min_scale", "max_scale"):
-            check_scale(name, getattr(self, name))
-        if not self.min_scale <= self.init_scale <= self.max_scale:
-            raise ValueError(
-                f"init_scale must lie between min_scale and max_scale, got {self.init_scale} "
-                f"outside [{self.min_scale}, {self.max_scale}]."
-            )
-        if not 1.0 < number("growth_factor", self.growth_factor) < math.inf:
-            raise ValueError(f"growth_factor must be greater than 1, got {self.growth_factor}.")
-        if not 0.0 < number("backoff_factor", self.backoff_factor) < 1.0:
-            raise ValueError(f"backoff_factor must be between 0 and 1, got {self.backoff_factor}.")
-        for name, lowest in (("growth_interval", 1), ("hysteresis", 1), ("delay", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
-            if value < lowest:
-                raise ValueError(f"{name} must be at least {lowest}, got {value}.")
-        if not 0.0 <= number("tolerance", self.tolerance) <= 1.0:
-            raise ValueError(f"tolerance must lie between 0 and 1, got {self.tolerance}.")
-        if self.hysteresis > _MOST:
-            raise ValueError(f"hysteresis must be at most {_MOST}, got {self.hysteresis}.")
-
-    def start(self, device: Device) -> ScaleState:
-        state = _state(self.init_scale, -self.delay, self.hysteresis, device)
-        if self.tolerance:
-            for name in ("since", "overflows"):
-                state.more[name] = torch.zeros((), dtype=torch.int32, device=device)
-        return state
-
-    def advance(self, state: ScaleState, skip: Tensor) -> None:
-        if self.tolerance or self.delay:
-            self._advance_more(state, skip)
-            return
-        advance_dynamic(
-            state,
-            skip,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-            min_scale=self.min_scale,
-            max_scale=self.max_scale,
-            hysteresis=self.hysteresis,
-        )
-
-    def _advance_more(self, state: ScaleState, skip: Tensor) -> None:
-        """As `advance_dynamic`, with a delay or a tolerance."""
-        skipped = skip > 0
-        scale = state.scale.to(wide(state.scale.device))
-        tracker = torch.where(skipped, -self.delay, state.growth_tracker + 1)
-        full = tracker >= min(self.growth_interval, _MOST)
-        left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
-        backs_off = skipped & (left <= 0)
-        if self.tolerance:
-            since, overflows = state.more["since"] + 1, state.more["overflows"] + skipped
-            backs_off = backs_off & (overflows >= self.tolerance * since)
-            state.more["since"].copy_(torch.where(backs_off | full, 0, since))
-            state.more["overflows"].copy_(torch.where(backs_off, 0, overflows))
-        grown = scale * self.growth_factor
-        grown = torch.where(grown <= self.max_scale, grown, scale)
-        scale = torch.where(backs_off, scale * self.backoff_factor, scale)
-        scale = torch.where(full, grown, scale).clamp(self.min_scale, self.max_scale)
-        state.scale.copy_(scale)
-        state.growth_tracker.copy_(torch.where(full, 0, tracker))
-        state.hysteresis.copy_(torch.where(full, self.hysteresis, left))
-
-    def bounds(self) -> tuple[float, float]:
-        return self.min_scale, self.max_scale
-
-
-def advance_dynamic(
-    state: ScaleState,
-    skip: Tensor,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis: int = 1,
-) -> None:
-    """The rule of `DynamicScale`, for callers whose factors may change in mid-run."""
-    # The tracker is an int32: a longer interval is one that no run reaches.
-    interval = min(growth_interval, _MOST)
-    if kernels.is_fused(state.scale.device) and skip.device == state.scale.device:
-        advancing = importlib.import_module("gradilocks.kernels.advancing")
-        rules = [growth_factor, backoff_factor, interval if growth_interval > 0 else math.inf]
-        rules += [min_scale, max_scale, hysteresis]
-        try:
-            moving = state.scale, state.growth_tracker, state.hysteresis
-            advancing.advance(moving, skip, tuple(map(float, rules)))
-        except kernels.KernelFailed:  # Which has been said, and nothing has moved.
-            pass
-        else:
-            return
-    skipped = skip > 0
-    left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
-    tracker = torch.where(skipped, 0, state.growth_tracker + 1)
-    full = (tracker >= interval) & (growth_interval > 0)
-    scale = state.scale.to(wide(state.scale.device))
-    grown = scale * growth_factor
-    grown = torch.where(grown <= max_scale, grown, scale)
-    scale = torch.where(skipped & (left <= 0), scale * backoff_factor, scale)
-    state.scale.copy_(torch.where(full, grown, scale).clamp(min_scale, max_scale))
-    state.growth_tracker.copy_(torch.where(full, 0, tracker))
-    state.hysteresis.copy_(torch.where(full, hysteresis, left))
 
 
 def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
@@ -327,24 +110,8 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     return loss * moved(scale, loss.device)
 
 
-def resolve_scale(given: object) -> ScalePolicy:
-    """The policy meant by GradientControl's `scale=`: a policy, "dynamic", a number or None."""
-    if given is None:
-        return NoScale()
-    if given == "dynamic":
-        return DynamicScale()
-    if isinstance(given, (int, float)) and not isinstance(given, bool):
-        return StaticScale(float(given))
-    if isinstance(given, type) or not (hasattr(given, "start") and hasattr(given, "advance")):
-        came = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
-        raise TypeError(
-            "scale must be 'dynamic', None, a number or a scale policy such as "
-            f"DynamicScale(init_scale=1024.0), got {came}."
-        )
-    return given  # type: ignore[return-value]
-
-
-def _state(scale: float, tracker: int, hysteresis: int, device: torch.device) -> ScaleState:
+def state_of(scale: float, tracker: int, hysteresis: int, device: torch.device) -> ScaleState:
+    """A ScaleState of these numbers."""
     return ScaleState(
         scale=torch.full((), scale, dtype=torch.float32, device=device),
         growth_tracker=torch.full((), tracker, dtype=torch.int32, device=device),

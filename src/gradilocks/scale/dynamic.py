@@ -1,0 +1,282 @@
+"""DynamicScale: the rule of torch's GradScaler, and with other settings that of other systems."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradilocks import kernels
+from gradilocks.scale.policy import (
+    HIGHEST,
+    SMALLEST,
+    NoScale,
+    ScalePolicy,
+    StaticScale,
+    check_scale,
+    number,
+    state_of,
+)
+from gradilocks.values import ScaleState, wide
+
+__all__ = ["DynamicScale", "advance_dynamic", "resolve_scale"]
+
+Device = torch.device  # For DynamicScale, where `torch` is a method.
+_MOST = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True)
+class DynamicScale:
+    """Grows the scale while all is well and backs off when a gradient overflows.
+
+        skipped step:  tracker = -delay;  hysteresis -= 1
+                       if hysteresis <= 0 and the share of overflows >= tolerance:
+                           scale = max(scale * backoff_factor, min_scale)
+        taken step:    tracker += 1
+                       if tracker >= growth_interval:  tracker = 0;  hysteresis is full again
+                           if scale * growth_factor <= max_scale:  scale *= growth_factor
+
+    With `hysteresis=1`, `delay=0` and `tolerance=0` this is the rule of torch's GradScaler, bounded
+    at both ends. With more hysteresis, the scale survives that many non-finite steps less one
+    before it first backs off.
+
+    Args:
+        init_scale: the scale of the first step.
+        growth_factor: above 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: how many finite steps in a row it takes to grow.
+        min_scale: the floor. There the scale stops shrinking and stays usable.
+        max_scale: the ceiling. A growth that would pass it is not taken, so that a scale that is a
+            power of two stays one.
+        hysteresis: how many non-finite steps it takes to back off; refilled on growth.
+        delay: so many more finite steps before the first growth after a start or an overflow.
+        tolerance: back off only when the non-finite steps since the last time are this share of
+            the steps since the scale last moved; 0 for every time.
+
+    Example:
+        >>> policy = DynamicScale(init_scale=8.0)
+        >>> state = policy.start(torch.device("cpu"))
+        >>> policy.advance(state, torch.tensor(1.0))
+        >>> state.scale.item()
+        4.0
+
+    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018. Use it for float16 when a
+    run is to go as everybody's does; HeadroomScale loses fewer steps.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 2.0**-24
+    max_scale: float = 2.0**32
+    hysteresis: int = 1
+    delay: int = 0
+    tolerance: float = 0.0
+
+    @classmethod
+    def torch(cls) -> DynamicScale:
+        """As torch.amp.GradScaler: from 2^16, ×2 after 2000 finite steps, ÷2 at every overflow.
+
+        Reference: torch/amp/grad_scaler.py. Use it to go on with a run of torch's scaler.
+        """
+        return cls(min_scale=SMALLEST, max_scale=HIGHEST)
+
+    @classmethod
+    def megatron(
+        cls,
+        *,
+        init_scale: float = 2.0**32,
+        growth_interval: int = 1000,
+        min_scale: float = 1.0,
+        hysteresis: int = 2,
+    ) -> DynamicScale:
+        """As Megatron-LM: from 2^32 and never below 1; the second overflow backs off, and growth
+        alone forgives the first.
+
+        Reference: DynamicGradScaler in megatron/core/optimizer/grad_scaler.py. Use it to go on with
+        a run of Megatron's, or where single overflows should not cost half the scale.
+        """
+        return cls(
+            init_scale=init_scale,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=HIGHEST,
+            hysteresis=hysteresis,
+        )
+
+    @classmethod
+    def deepspeed(
+        cls,
+        *,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 1000,
+        min_scale: float = 1.0,
+        hysteresis: int = 2,
+    ) -> DynamicScale:
+        """As DeepSpeed: from 2^16 and never below 1, with hysteresis; after a start or an overflow
+        the first growth takes one finite step more. (DeepSpeed ends a run that overflows at the
+        floor; here `give_up_after` does.)
+
+        Reference: DynamicLossScaler in deepspeed/runtime/fp16/loss_scaler.py. Use it to go on with
+        a run of DeepSpeed's.
+        """
+        return cls(
+            init_scale=init_scale,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=HIGHEST,
+            hysteresis=hysteresis,
+            delay=1,
+        )
+
+    @classmethod
+    def fairseq(
+        cls,
+        *,
+        init_scale: float = 2.0**7,
+        growth_interval: int = 2**14,
+        tolerance: float = 0.0,
+    ) -> DynamicScale:
+        """As fairseq: from 2^7 and never below 2^-13, where fairseq ends the run; backs off when
+        the share of overflows since the scale last moved reaches `tolerance`. Divide the interval
+        by the number of data-parallel ranks and of accumulated batches, as fairseq does.
+
+        Reference: DynamicLossScaler in fairseq/optim/dynamic_loss_scaler.py. Use it to go on with a
+        run of fairseq's.
+        """
+        return cls(
+            init_scale=init_scale,
+            growth_interval=growth_interval,
+            min_scale=2.0**-13,
+            max_scale=HIGHEST,
+            tolerance=tolerance,
+        )
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "min_scale", "max_scale"):
+            check_scale(name, getattr(self, name))
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise ValueError(
+                f"init_scale must lie between min_scale and max_scale, got {self.init_scale} "
+                f"outside [{self.min_scale}, {self.max_scale}]."
+            )
+        if not 1.0 < number("growth_factor", self.growth_factor) < math.inf:
+            raise ValueError(f"growth_factor must be greater than 1, got {self.growth_factor}.")
+        if not 0.0 < number("backoff_factor", self.backoff_factor) < 1.0:
+            raise ValueError(f"backoff_factor must be between 0 and 1, got {self.backoff_factor}.")
+        for name, lowest in (("growth_interval", 1), ("hysteresis", 1), ("delay", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
+            if value < lowest:
+                raise ValueError(f"{name} must be at least {lowest}, got {value}.")
+        if not 0.0 <= number("tolerance", self.tolerance) <= 1.0:
+            raise ValueError(f"tolerance must lie between 0 and 1, got {self.tolerance}.")
+        if self.hysteresis > _MOST:
+            raise ValueError(f"hysteresis must be at most {_MOST}, got {self.hysteresis}.")
+
+    def start(self, device: Device) -> ScaleState:
+        state = state_of(self.init_scale, -self.delay, self.hysteresis, device)
+        if self.tolerance:
+            for name in ("since", "overflows"):
+                state.more[name] = torch.zeros((), dtype=torch.int32, device=device)
+        return state
+
+    def advance(self, state: ScaleState, skip: Tensor) -> None:
+        if self.tolerance or self.delay:
+            self._advance_more(state, skip)
+            return
+        advance_dynamic(
+            state,
+            skip,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+            hysteresis=self.hysteresis,
+        )
+
+    def _advance_more(self, state: ScaleState, skip: Tensor) -> None:
+        """As `advance_dynamic`, with a delay or a tolerance."""
+        skipped = skip > 0
+        scale = state.scale.to(wide(state.scale.device))
+        tracker = torch.where(skipped, -self.delay, state.growth_tracker + 1)
+        full = tracker >= min(self.growth_interval, _MOST)
+        left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
+        backs_off = skipped & (left <= 0)
+        if self.tolerance:
+            since, overflows = state.more["since"] + 1, state.more["overflows"] + skipped
+            share = overflows.to(scale.dtype) / since.to(scale.dtype)
+            backs_off = backs_off & (share >= self.tolerance)
+            state.more["since"].copy_(torch.where(backs_off | full, 0, since))
+            state.more["overflows"].copy_(torch.where(backs_off, 0, overflows))
+        grown = scale * self.growth_factor
+        grown = torch.where(grown <= self.max_scale, grown, scale)
+        scale = torch.where(backs_off, scale * self.backoff_factor, scale)
+        scale = torch.where(full, grown, scale).clamp(self.min_scale, self.max_scale)
+        state.scale.copy_(scale)
+        state.growth_tracker.copy_(torch.where(full, 0, tracker))
+        state.hysteresis.copy_(torch.where(full, self.hysteresis, left))
+
+    def bounds(self) -> tuple[float, float]:
+        return self.min_scale, self.max_scale
+
+
+def advance_dynamic(
+    state: ScaleState,
+    skip: Tensor,
+    *,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int = 1,
+) -> None:
+    """The rule of `DynamicScale`, for callers whose factors may change in mid-run."""
+    # The tracker is an int32: a longer interval is one that no run reaches.
+    interval = min(growth_interval, _MOST)
+    if kernels.is_fused(state.scale.device) and skip.device == state.scale.device:
+        advancing = importlib.import_module("gradilocks.kernels.advancing")
+        rules = [growth_factor, backoff_factor, interval if growth_interval > 0 else math.inf]
+        rules += [min_scale, max_scale, hysteresis]
+        try:
+            moving = state.scale, state.growth_tracker, state.hysteresis
+            advancing.advance(moving, skip, tuple(map(float, rules)))
+        except kernels.KernelFailed:  # Which has been said, and nothing has moved.
+            pass
+        else:
+            return
+    skipped = skip > 0
+    left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
+    tracker = torch.where(skipped, 0, state.growth_tracker + 1)
+    full = (tracker >= interval) & (growth_interval > 0)
+    scale = state.scale.to(wide(state.scale.device))
+    grown = scale * growth_factor
+    grown = torch.where(grown <= max_scale, grown, scale)
+    scale = torch.where(skipped & (left <= 0), scale * backoff_factor, scale)
+    state.scale.copy_(torch.where(full, grown, scale).clamp(min_scale, max_scale))
+    state.growth_tracker.copy_(torch.where(full, 0, tracker))
+    state.hysteresis.copy_(torch.where(full, hysteresis, left))
+
+
+def resolve_scale(given: object, *, name: str = "scale") -> ScalePolicy:
+    """The policy meant by GradientControl's `scale=`: a policy, "dynamic", a number or None."""
+    if given is None:
+        return NoScale()
+    if given == "dynamic":
+        return DynamicScale()
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        return StaticScale(float(given))
+    if isinstance(given, type) or not (hasattr(given, "start") and hasattr(given, "advance")):
+        came = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
+        raise TypeError(
+            f"{name} must be 'dynamic', None, a number or a scale policy such as "
+            f"DynamicScale(init_scale=1024.0), got {came}."
+        )
+    return given  # type: ignore[return-value]
