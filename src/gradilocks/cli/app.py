@@ -6,7 +6,10 @@ from typing import Annotated
 
 import typer
 
+from gradilocks.cli.compare import compare
 from gradilocks.cli.demo import demo
+from gradilocks.cli.export import export
+from gradilocks.cli.watch import watch
 
 app = typer.Typer(
     add_completion=False,
@@ -16,6 +19,9 @@ app = typer.Typer(
 )
 
 app.command()(demo)
+app.command()(watch)
+app.command()(compare)
+app.command()(export)
 
 
 @app.callback()

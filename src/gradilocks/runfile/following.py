@@ -75,12 +75,17 @@ class Follower:
         return steps
 
     @property
-    def behind(self) -> int:
-        """How many bytes of the file have not been read; half a line may be among them."""
+    def size(self) -> int:
+        """How many bytes the file has now; 0 if there is none."""
         try:
-            return max(0, self.path.stat().st_size - self._offset)
+            return self.path.stat().st_size
         except OSError:
             return 0
+
+    @property
+    def behind(self) -> int:
+        """How many bytes of the file have not been read; half a line may be among them."""
+        return max(0, self.size - self._offset)
 
     def _notice_another(self, file: BinaryIO) -> None:
         with readable(self.path):
