@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from wandb_file import history
 
 import gradilocks
 
@@ -80,8 +81,6 @@ def run(folder: Path, way: str, port: int) -> None:
 
 @pytest.mark.parametrize("way", ["alone", "join"])
 def test_steps_are_logged_offline_and_nobody_is_called(tmp_path, proxy, way):
-    from wandb_file import history
-
     run(tmp_path, way, proxy.server_address[1])
     logged = history(tmp_path)
     steps = [row for row in logged if "gradilocks/step" in row]

@@ -189,6 +189,14 @@ def test_names_of_any_characters_come_back(tmp_path_factory, names):
     assert run.steps[0].culprits == tuple(Culprit(name, 0, 2) for name in names)
 
 
+def test_half_a_character_in_a_name_is_replaced_and_a_whole_one_kept(path):
+    info = OptimizerInfo(0, "AdamW", ("a\ud800b", "\U0001f600"), (1, 1), ("f", "f"))
+    write_run(path, [skipped_step(1, "a\ud800b")], optimizers=[info])
+    run = gradilocks.read_run(path)
+    assert run.optimizers[0].names == ("a?b", "\U0001f600")
+    assert run.steps[0].culprits[0].name == "a?b"
+
+
 def test_pandas_reads_the_file(path):
     write_run(path, training(50), end=END)
     frame = pandas.read_json(path, lines=True, precise_float=True)

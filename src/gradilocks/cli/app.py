@@ -12,7 +12,6 @@ from gradilocks.cli.export import export
 from gradilocks.cli.watch import watch
 
 app = typer.Typer(
-    add_completion=False,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help reads the same in a terminal, a pipe and a page of docs

@@ -11,17 +11,18 @@ import typer
 
 from gradilocks.cli.interrupts import HeldInterrupts
 from gradilocks.cli.options import run_file
+from gradilocks.cli.output import forgive_encoding
 from gradilocks.cli.progress import read_with_bar
 from gradilocks.report.comparison import compare as compare_runs
 
 
 def compare(
-    paths: Annotated[list[Path], run_file("RUN.jsonl...", help="Two run files or more.")],
+    paths: Annotated[list[Path], run_file("RUN.jsonl", help="Two run files or more.")],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every number as JSON instead of a table.")
     ] = False,
 ) -> None:
-    """Compare runs: what differs in how they ran and in what came of it.
+    """Compare runs: how they ran, and what came of it.
 
     The first file is the one that the losses of the others are compared with, step by step.
 
@@ -32,8 +33,9 @@ def compare(
     """
     if len(paths) < 2:
         raise typer.BadParameter(
-            f"expected two run files or more, got one: {paths[0]}.", param_hint="'RUN.jsonl...'"
+            f"expected two run files or more, got one: {paths[0]}.", param_hint="'RUN.jsonl'"
         )
+    forgive_encoding()
     comparison = compare_runs([read_with_bar(path) for path in paths])
     if as_json:
         print(json.dumps(comparison.to_plain(), indent=2, allow_nan=False))

@@ -22,7 +22,7 @@ def show(console: Console, comparison: Comparison) -> None:
     """Prints the table, then where the losses part and which parameters only some runs have."""
     names = short_names([summary.path for summary in comparison.summaries])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for name in names:
         table.add_column(escape(name), overflow="fold")
     for title, values in rows(comparison):

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from gradilocks.cli.options import run_file
+from gradilocks.cli.output import forgive_encoding
 from gradilocks.cli.progress import bar, read_with_bar
 from gradilocks.errors import GradilocksError
 from gradilocks.report.tables import (
@@ -59,6 +60,7 @@ def export(
       gradilocks export runs/a.jsonl --to parquet -o a.parquet --force
       gradilocks export runs/a.jsonl --to tensorboard -o tb && tensorboard --logdir tb
     """
+    forgive_encoding()
     run = read_with_bar(path)
     if to is Format.tensorboard:
         written = [_to_tensorboard(run, output or path.with_suffix(".tensorboard"), force=force)]

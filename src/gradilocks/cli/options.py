@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from gradilocks.cli.completion import run_files
+
 
 def whole_number(*, smallest: int, largest: int | None = None) -> Callable[[str], int]:
     """Returns the parser of a whole number, for ``typer.Option(parser=...)``."""
@@ -27,7 +29,7 @@ def whole_number(*, smallest: int, largest: int | None = None) -> Callable[[str]
 
 def run_file(metavar: str, *, help: str) -> Any:
     """Declares an argument that is a run file: one that shells complete as a path."""
-    return typer.Argument(metavar=metavar, help=help, show_default=False)
+    return typer.Argument(metavar=metavar, help=help, show_default=False, autocompletion=run_files)
 
 
 def number(

@@ -13,6 +13,7 @@ import typer
 from gradilocks.cli import Interrupted
 from gradilocks.cli.interrupts import HeldInterrupts
 from gradilocks.cli.options import run_file
+from gradilocks.cli.output import forgive_encoding
 from gradilocks.errors import BadRunFile
 from gradilocks.runfile import Step
 
@@ -58,6 +59,7 @@ def watch(
       gradilocks watch runs/a.jsonl --once
       gradilocks watch runs/a.jsonl | grep skipped
     """
+    forgive_encoding()
     with HeldInterrupts():
         from rich.console import Console
 

@@ -24,7 +24,8 @@ SILENT = 15.0
 def picture(console: Console, watched: Watched) -> RenderableType:
     """The view, as wide as the terminal."""
     reader, state = watched.reader, watched.state
-    bars = BARS if console.encoding.lower().startswith("utf") else PLAIN_BARS
+    unicode = console.encoding.lower().startswith("utf")
+    bars = BARS if unicode else PLAIN_BARS
     lines = [_title(reader), *_status(watched), Text()]
     for index, course in sorted(state.courses.items()):
         if len(state.courses) > 1:
@@ -32,7 +33,7 @@ def picture(console: Console, watched: Watched) -> RenderableType:
         lines += _rows(course, width=console.width, bars=bars)
     lines += _skips(state, console.height)
     for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"
+        line.no_wrap, line.overflow = True, "ellipsis" if unicode else "crop"
     return Group(*lines)
 
 

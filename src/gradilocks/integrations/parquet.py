@@ -40,7 +40,8 @@ def write_parquet(
     fields = [arrow.field(name, _type(arrow, name)) for name in columns]
     schema = arrow.schema(fields)
     left, done = iter(rows), 0
-    with parquet.ParquetWriter(path, schema) as writer:
+    # Opened here: what pyarrow says of a file that it cannot open is no system's error.
+    with path.open("wb") as file, parquet.ParquetWriter(file, schema) as writer:
         while part := list(islice(left, ROWS_AT_ONCE)):
             arrays = [
                 arrow.array([_plain(value) for value in column], type=field.type)

@@ -6,7 +6,11 @@ Needs the `tensorboard` package and nothing more: `pip install 'gradilocks[tenso
 from __future__ import annotations
 
 import json
-from os import PathLike, fspath
+import os
+import socket
+import time
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from gradilocks.errors import MissingPackage
@@ -41,25 +45,29 @@ class TensorBoardSink:
     ) -> None:
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
-            from tensorboard.summary.writer import event_file_writer
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise MissingPackage(
                 "TensorBoard is not installed: pip install 'gradilocks[tensorboard]'"
             ) from error
-        self.folder = fspath(folder)
+        self.folder = Path(folder)
         self.detail = detail
         self._events, self._summaries = event_pb2, summary_pb2
         self._tensors, self._types = tensor_pb2, types_pb2
-        self._new_writer = event_file_writer.EventFileWriter
+        self._new_writer = RecordWriter
         self._flush_seconds = flush_seconds
         self._writer: Any = None
-        self._started = 0.0
+        self._started = self._flushed = 0.0
         self._optimizers: dict[int, OptimizerInfo] = {}
 
     def open(self, header: Header) -> None:
         """Makes the folder and a new event file in it."""
-        self._writer = self._new_writer(self.folder, flush_secs=self._flush_seconds)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard's own file writer has a thread, which cannot report a full disk.
+        name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = self._new_writer((self.folder / name).open("xb"))
         self._started = header.started
+        self._write(self._events.Event(wall_time=header.started, file_version="brain.Event:2"))
         told = {
             "command": " ".join(header.command),
             "settings": dict(header.settings),
@@ -87,15 +95,20 @@ class TensorBoardSink:
 
     def close(self, end: End | None) -> None:
         """Writes what is still waiting."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     def _add(self, values: list[Any], *, at: float, step: int) -> None:
         summary = self._summaries.Summary(value=values)
-        self._writer.add_event(
-            self._events.Event(wall_time=self._started + at, step=step, summary=summary)
-        )
+        self._write(self._events.Event(wall_time=self._started + at, step=step, summary=summary))
+
+    def _write(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+        now = time.monotonic()
+        if now - self._flushed >= self._flush_seconds:
+            self._writer.flush()
+            self._flushed = now
 
     def _text(self, tag: str, text: str) -> Any:
         plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gradilocks.runfile.opening import opened, readable
-from gradilocks.runfile.reading import AT_ONCE, Reader
+from gradilocks.runfile.reading import Reader, batches
 from gradilocks.runfile.records import Step
 
 __all__ = ["Follower"]
@@ -58,19 +58,18 @@ class Follower:
             return []
         with opened(self.path) as (file, _):
             self._notice_another(file)
+            file.seek(self._offset)
             left = most
-            while left is None or left > 0:
-                with readable(self.path):
-                    file.seek(self._offset)
-                    lines = file.readlines(AT_ONCE)
-                if lines and not lines[-1].endswith(b"\n"):
-                    lines.pop()
-                if not lines:
+            for lines in batches(self.path, file):
+                if not lines[-1].endswith(b"\n"):
                     break
                 self.reader.feed_many(lines)
                 size = sum(map(len, lines))
                 self._offset += size
-                left = None if left is None else left - size
+                if left is not None:
+                    left -= size
+                    if left <= 0:
+                        break
         steps, self.reader.steps = self.reader.steps, []
         return steps
 

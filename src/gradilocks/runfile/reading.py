@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from itertools import groupby
 from operator import attrgetter, methodcaller
 from os import PathLike
@@ -22,7 +22,7 @@ from gradilocks.runfile import parsing
 from gradilocks.runfile.opening import opened, readable, refuse_start
 from gradilocks.runfile.records import VERSION, End, Header, OptimizerInfo, Run, Step, Trace
 
-__all__ = ["Reader", "read_run"]
+__all__ = ["Reader", "batches", "read_run"]
 
 AT_ONCE = 1 << 16
 """Bytes of lines that are parsed together. A million steps take 5.7 s so, against 7.2 s with each
@@ -53,7 +53,7 @@ def read_run(
     reader = Reader(path)
     with opened(path) as (file, size), _uncollected():
         done = 0
-        for lines in _batches(path, file):
+        for lines in batches(path, file):
             reader.feed_many(lines)
             done += sum(map(len, lines))
             if progress is not None:
@@ -61,13 +61,24 @@ def read_run(
     return reader.finish()
 
 
-def _batches(path: Path, file: BufferedReader) -> Iterator[list[bytes]]:
+def batches(path: Path, file: BufferedReader) -> Iterator[list[bytes]]:
+    """The lines from here to the end, some at a time; only the very last may lack its newline.
+
+    Not `readlines`: where the file grows meanwhile, that gives half a line, and then its rest.
+    """
+    rest = bytearray()
     while True:
         with readable(path):
-            lines = file.readlines(AT_ONCE)
-        if not lines:
-            return
-        yield lines
+            data = file.read(AT_ONCE)
+        if not data:
+            break
+        rest += data
+        end = rest.rfind(b"\n", len(rest) - len(data)) + 1
+        if end:
+            yield BytesIO(rest[:end]).readlines()
+            del rest[:end]
+    if rest:
+        yield [bytes(rest)]
 
 
 class Reader:
@@ -270,8 +281,11 @@ def _parsed_many(lines: Sequence[bytes]) -> list[dict[str, Any]] | None:
     """The fields of every line; None if one of them is not whole."""
     if not lines or not lines[-1].endswith(b"\n"):
         return None
+    joined = b",".join(lines)
+    if b"\\ud" in joined:  # perhaps half a character, for `_parsed` to look after
+        return None
     try:
-        many = parsing.loads(f"[{b','.join(lines).decode()}]")
+        many = parsing.loads(f"[{joined.decode()}]")
     except (ValueError, RecursionError):
         return None
     # Two lines that are broken in matching ways could pass for one: count them.
@@ -286,7 +300,20 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
         fields = parsing.loads(raw.decode())
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
+    if b"\\ud" in raw:
+        fields = _encodable(fields)
     return fields if isinstance(fields, dict) else None
+
+
+def _encodable(value: Any) -> Any:
+    """Half a character (a lone surrogate) in a name would fail wherever the name is written."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_encodable(each) for each in value]
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(each) for name, each in value.items()}
+    return value
 
 
 def _half_a_header(raw: bytes) -> bool:
