@@ -4,9 +4,9 @@
     python benchmarks/bench_record.py --only reading --steps 100000
     python benchmarks/bench_record.py -o benchmarks/results/record_cpu.json
 
-reading: a file of a million steps, one in 5,000 skipped, none with detail, is read by `read_run`, by
-    `json.loads` line by line into plain dictionaries, and by pandas where that is installed. Each
-    reads the whole file in turn, and again; what was read is dropped outside the clock.
+reading: a file of a million steps, one in 5,000 skipped, none with detail, is read by `read_run`,
+    by `json.loads` line by line into plain dictionaries, and by pandas where that is installed.
+    Each reads the whole file in turn, and again; what was read is dropped outside the clock.
 """
 
 from __future__ import annotations

@@ -196,6 +196,17 @@ def test_a_file_that_is_no_run_file_is_one_line(path, content):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_path_that_can_never_be_a_file_is_not_waited_for(path, tmp_path):
+    path.touch()
+    for place, why in (
+        (path / "run.jsonl", "cannot be read: Not a directory."),
+        (tmp_path / ("x" * 300), "cannot be read: File name too long."),
+        (tmp_path, f"is a folder; expected a run file, as {tmp_path / 'run.jsonl'}."),
+    ):
+        done = run("watch", place)
+        assert (done.returncode, done.stderr) == (1, f"gradilocks: {place} {why}\n")
+
+
 def test_once_over_an_empty_file_says_so(path):
     path.touch()
     done = run("watch", path, "--once")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,8 +15,8 @@ from gradilocks.cli import Interrupted
 from gradilocks.cli.interrupts import HeldInterrupts
 from gradilocks.cli.options import run_file
 from gradilocks.cli.output import forgive_encoding
-from gradilocks.errors import BadRunFile
 from gradilocks.runfile import Step
+from gradilocks.runfile.opening import opened
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,8 +66,9 @@ def watch(
 
         from gradilocks.cli.watch_state import Watched
         from gradilocks.cli.watch_view import picture
-    if (once or no_wait) and not path.exists():
-        raise BadRunFile(f"{path} does not exist. Run files are usually under runs/.")
+    if once or no_wait:
+        with opened(path):
+            pass  # says what is wrong with it
     watched = Watched(path)
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
     live = console.is_terminal and not console.is_dumb_terminal
@@ -97,7 +99,7 @@ def _wait_for_header(watched: Watched, *, once: bool, every: float) -> list[Step
         if once:
             watched.reader.finish()  # says what is missing
         if not told:
-            what = "to begin" if path.exists() else "to be there"
+            what = "to begin" if os.path.exists(path) else "to be there"
             print(f"Waiting for {path} {what}. Ctrl-C stops waiting.", file=sys.stderr)
             told = True
         time.sleep(every)

@@ -29,6 +29,7 @@ def picture(console: Console, watched: Watched) -> RenderableType:
     lines = [_title(reader), *_status(watched), Text()]
     for index, course in sorted(state.courses.items()):
         if len(state.courses) > 1:
+            lines += [Text()] if index else []
             lines.append(Text(f"optimizer {index}: {_kind(reader, index)}", style="bold"))
         lines += _rows(course, width=console.width, bars=bars)
     lines += _skips(state, console.height)
@@ -126,7 +127,8 @@ def _ended(reader: Reader) -> str:
 
 def _kind(reader: Reader, index: int) -> str:
     info = reader.optimizers[index]
-    return f"{info.kind}, {len(info.names)} tensors, {sum(info.sizes):,} parameters"
+    many = len(info.names) != 1
+    return f"{info.kind}, {len(info.names):,} parameter{'s' if many else ''}"
 
 
 def _rows(course: Course, *, width: int, bars: str) -> list[Text]:
@@ -174,7 +176,8 @@ def _skips(state: State, height: int) -> list[Text]:
     lines = [Text(), Text("last skips" if len(state.skips) > 1 else "last skip", style="bold")]
     for step in reversed(shown):
         why = _printable(describe_skip(step))
-        lines.append(Text(f"  step {step.step:,}  ").append(why, style="yellow"))
+        of = f" of optimizer {step.optimizer}" if len(state.courses) > 1 else ""
+        lines.append(Text(f"  step {step.step:,}{of}  ").append(why, style="yellow"))
     return lines
 
 

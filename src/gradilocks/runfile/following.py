@@ -7,10 +7,11 @@ begun again, is read again from its start.
 from __future__ import annotations
 
 import os
+from io import BufferedReader
 from os import PathLike
 from pathlib import Path
-from typing import BinaryIO
 
+from gradilocks.errors import BadRunFile
 from gradilocks.runfile.opening import opened, readable
 from gradilocks.runfile.reading import Reader, batches
 from gradilocks.runfile.records import Step
@@ -54,22 +55,12 @@ class Follower:
         Raises:
             BadRunFile: it cannot be read, or is no run file.
         """
-        if not self.path.exists():
-            return []
-        with opened(self.path) as (file, _):
-            self._notice_another(file)
-            file.seek(self._offset)
-            left = most
-            for lines in batches(self.path, file):
-                if not lines[-1].endswith(b"\n"):
-                    break
-                self.reader.feed_many(lines)
-                size = sum(map(len, lines))
-                self._offset += size
-                if left is not None:
-                    left -= size
-                    if left <= 0:
-                        break
+        try:
+            with opened(self.path) as (file, _):
+                self._read_on(file, most)
+        except BadRunFile as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
         steps, self.reader.steps = self.reader.steps, []
         return steps
 
@@ -86,7 +77,19 @@ class Follower:
         """How many bytes of the file have not been read; half a line may be among them."""
         return max(0, self.size - self._offset)
 
-    def _notice_another(self, file: BinaryIO) -> None:
+    def _read_on(self, file: BufferedReader, most: int | None) -> None:
+        self._notice_another(file)
+        file.seek(self._offset)
+        begun = self._offset
+        for lines in batches(self.path, file):
+            if not lines[-1].endswith(b"\n"):
+                return
+            self.reader.feed_many(lines)
+            self._offset += sum(map(len, lines))
+            if most is not None and self._offset - begun >= most:
+                return
+
+    def _notice_another(self, file: BufferedReader) -> None:
         with readable(self.path):
             status = os.fstat(file.fileno())
             start = file.read(256)
