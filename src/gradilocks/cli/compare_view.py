@@ -30,7 +30,7 @@ def show(console: Console, comparison: Comparison) -> None:
         table.add_row(escape(title), *map(escape, values), style=None if differs else "dim")
     console.print(table)
     for sentence in sentences(comparison, names):
-        console.print(sentence, markup=False, soft_wrap=True)
+        console.print(sentence, markup=False, soft_wrap=not console.is_terminal)
 
 
 def rows(comparison: Comparison) -> list[tuple[str, list[str]]]:

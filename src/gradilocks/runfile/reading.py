@@ -25,8 +25,8 @@ from gradilocks.runfile.records import VERSION, End, Header, OptimizerInfo, Run,
 __all__ = ["Reader", "batches", "read_run"]
 
 AT_ONCE = 1 << 16
-"""Bytes of lines that are parsed together. A million steps take 5.7 s so, against 7.2 s with each
-line parsed alone; larger ones gain nothing (one core of a Xeon at 2.8 GHz)."""
+"""Bytes of lines that are parsed together: more than twice as fast as each line alone (a million
+steps on one core of a Xeon at 2.8 GHz, 21 s against 7 to 9 s in the same run); more gains nothing."""
 
 
 def read_run(
