@@ -103,6 +103,14 @@ def test_the_training_path_needs_torch_alone() -> None:
             assert not roots & forbidden, _place(path)
 
 
+def test_running_and_reporting_share_only_the_run_file() -> None:
+    allowed = {"runfile": {"runfile", "errors"}, "report": {"report", "runfile", "errors"}}
+    for room, rooms in allowed.items():
+        for path in (SOURCE / room).rglob("*.py"):
+            assert _imports(path) <= rooms, f"{_place(path)} imports {_imports(path) - rooms}"
+            assert "import torch" not in path.read_text(), _place(path)
+
+
 def test_the_host_reads_device_numbers_only_in_named_places() -> None:
     for path in FILES:
         if _room(path) in {"cli", "demo"} or _place(path) in MAY_READ:

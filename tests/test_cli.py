@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_each_command_with_a_line() -> None:
     done = run("--help")
     assert done.returncode == 0
-    assert "demo  Train a small GPT in emulated fp16 under GradientControl." in done.stdout
+    assert re.search(r"^  demo +Train a small GPT in emulated fp16", done.stdout, re.MULTILINE)
     assert done.stderr == ""
 
 

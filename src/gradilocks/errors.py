@@ -8,7 +8,8 @@
     │   └── NeverFinite                     so many in a row that training is going nowhere
     ├── ScaleMisuse         (RuntimeError)  gradients that were scaled never, or twice
     ├── SharedParameter     (ValueError)    one parameter in two places that would both change it
-    └── BadRunFile          (ValueError)    a file that is no run file, or cannot be read or written
+    ├── BadRunFile          (ValueError)    a file that is no run file, or cannot be read or written
+    └── MissingPackage      (ImportError)   a package that this one thing needs is not installed
 
 A wrong argument is a plain ValueError or TypeError.
 """
@@ -22,6 +23,7 @@ __all__ = [
     "BadState",
     "GradilocksError",
     "MissingKey",
+    "MissingPackage",
     "NeverFinite",
     "NoGradients",
     "NonFiniteGradient",
@@ -59,6 +61,10 @@ class SharedParameter(GradilocksError, ValueError):
 
 class BadRunFile(GradilocksError, ValueError):
     """A file that is no run file, is damaged, or cannot be read or written."""
+
+
+class MissingPackage(GradilocksError, ImportError):
+    """Something that needs a package which is not installed; says how to install it."""
 
 
 class NonFiniteGradient(GradilocksError, RuntimeError):

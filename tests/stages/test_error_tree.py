@@ -19,6 +19,8 @@ def test_every_error_is_a_gradilocks_error(name):
         (errors.BadState, ValueError),
         (errors.MissingKey, KeyError),
         (errors.MissingKey, errors.BadState),
+        (errors.BadRunFile, ValueError),
+        (errors.MissingPackage, ImportError),
         (errors.NoGradients, RuntimeError),
         (errors.ScaleMisuse, RuntimeError),
         (errors.SharedParameter, ValueError),

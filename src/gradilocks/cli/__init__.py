@@ -50,11 +50,15 @@ def _run(arguments: list[str]) -> int:
         import typer
 
         from gradilocks.cli.app import app
+        from gradilocks.cli.completion import answer, asked_for
 
     # The base of every mistake in a command line. typer gives it no public name: older versions
     # take it from click, newer ones carry their own copy.
     usage_error: type[Exception] = typer.BadParameter.mro()[1]
     try:
+        if asked_for(arguments):
+            print(answer(arguments))
+            return 0
         status = app(arguments, prog_name="gradilocks", standalone_mode=False)
     except usage_error as error:
         context = getattr(error, "ctx", None)

@@ -6,16 +6,21 @@ from typing import Annotated
 
 import typer
 
+from gradilocks.cli.compare import compare
 from gradilocks.cli.demo import demo
+from gradilocks.cli.export import export
+from gradilocks.cli.watch import watch
 
 app = typer.Typer(
-    add_completion=False,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help reads the same in a terminal, a pipe and a page of docs
 )
 
 app.command()(demo)
+app.command()(watch)
+app.command()(compare)
+app.command()(export)
 
 
 @app.callback()

@@ -71,6 +71,12 @@ def demo(
     It learns Python's own documentation, on the CPU, in well under a minute. Its Linear layers
     compute in fp32 and store in fp16, as a tensor core does. The run ends with what was skipped,
     clipped, scaled and learned.
+
+    \b
+    Examples:
+      gradilocks demo
+      gradilocks demo --scale none --steps 100
+      gradilocks demo --quiet --json demo.json
     """
     settings = Settings(
         steps=steps,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import typer
+
+from gradilocks.cli.completion import run_files
 
 
 def whole_number(*, smallest: int, largest: int | None = None) -> Callable[[str], int]:
@@ -22,6 +25,11 @@ def whole_number(*, smallest: int, largest: int | None = None) -> Callable[[str]
         return value
 
     return parse
+
+
+def run_file(metavar: str, *, help: str) -> Any:
+    """Declares an argument that is a run file: one that shells complete as a path."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False, autocompletion=run_files)
 
 
 def number(

@@ -52,7 +52,7 @@ class Step(NamedTuple):
     step: int
     """Counts the calls of this optimizer from 1, skipped ones included."""
     time: float
-    """Seconds since the run began."""
+    """Seconds since the header of its session."""
     optimizer: int
     """Which optimizer: an index into `Run.optimizers`."""
     loss: float | None

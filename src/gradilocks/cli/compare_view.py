@@ -1,0 +1,153 @@
+"""What ``gradilocks compare`` shows: a Comparison enters, a table and a few sentences leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gradilocks.report.comparison import Comparison, Parting
+from gradilocks.report.summary import Spread, Summary
+from gradilocks.runfile.words import format_scale
+
+NAMES_SHOWN = 5
+
+
+def show(console: Console, comparison: Comparison) -> None:
+    """Prints the table, then where the losses part and which parameters only some runs have."""
+    names = short_names([summary.path for summary in comparison.summaries])
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for name in names:
+        table.add_column(escape(name), overflow="fold")
+    for title, values in rows(comparison):
+        differs = any(value != values[0] for value in values)
+        table.add_row(escape(title), *map(escape, values), style=None if differs else "dim")
+    console.print(table)
+    for sentence in sentences(comparison, names):
+        console.print(sentence, markup=False, soft_wrap=not console.is_terminal)
+
+
+def rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    """The rows of the table: a title, and one cell a run."""
+    found = [
+        (name, [_text(value) for value in values]) for name, values in comparison.what_ran.items()
+    ]
+    for title, cell in _NUMBERS.items():
+        cells = [cell(summary) for summary in comparison.summaries]
+        if any(value != "-" for value in cells):
+            found.append((title, cells))
+    return found
+
+
+def sentences(comparison: Comparison, names: Sequence[str]) -> list[str]:
+    """Where the losses part, and what only some of the models have."""
+    found = [
+        f"{name}: {_parted(parting, names[0])}"
+        for name, parting in zip(names[1:], comparison.partings, strict=True)
+    ]
+    for name, missing in zip(names, comparison.missing, strict=True):
+        if missing:
+            more = f" and {len(missing) - NAMES_SHOWN} more" if len(missing) > NAMES_SHOWN else ""
+            named = ", ".join(missing[:NAMES_SHOWN])
+            found.append(f"{name} lacks {len(missing)} of the parameters: {named}{more}")
+    return ["".join(c if c.isprintable() else "?" for c in sentence) for sentence in found]
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """The names of files, or their whole paths where two have the same name."""
+    names = [Path(path).name for path in paths]
+    return names if len(set(names)) == len(set(paths)) else list(paths)
+
+
+def _parted(parting: Parting, first: str) -> str:
+    if not parting.shared:
+        return f"no step whose loss both it and {first} know"
+    if parting.step is None:
+        return f"the losses equal those of {first} at all {parting.shared:,} shared steps"
+    assert parting.first is not None
+    assert parting.other is not None
+    # As many digits as it takes to tell them apart.
+    digits = next(
+        n for n in range(5, 18) if n == 17 or f"{parting.first:.{n}g}" != f"{parting.other:.{n}g}"
+    )
+    return (
+        f"the losses differ from step {parting.step:,} on: {parting.other:.{digits}g}, "
+        f"against {parting.first:.{digits}g} in {first}"
+    )
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else "".join(c if c.isprintable() else "?" for c in str(value))
+
+
+def _of_spread(name: str, part: str, write: Callable[[float], str]) -> Callable[[Summary], str]:
+    def cell(summary: Summary) -> str:
+        spread: Spread | None = getattr(summary, name)
+        return "-" if spread is None else write(getattr(spread, part))
+
+    return cell
+
+
+def _ended(summary: Summary) -> str:
+    return summary.status if summary.error is None else _text(summary.error)
+
+
+def _skipped(summary: Summary) -> str:
+    if not summary.skipped:
+        return "0"
+    return f"{summary.skipped:,} ({summary.skipped / summary.steps:.2%})"
+
+
+def _reasons(summary: Summary) -> str:
+    return ", ".join(f"{why} {n:,}" for why, n in summary.reasons.items()) or "-"
+
+
+def _culprit(summary: Summary) -> str:
+    for name, count in summary.culprits.items():
+        return f"{_text(name)} ({count:,} x)"
+    return "-"
+
+
+def _last_loss(summary: Summary) -> str:
+    return "-" if summary.loss is None else f"{summary.loss.last:.5g}"
+
+
+def _least_loss(summary: Summary) -> str:
+    loss = summary.loss
+    return "-" if loss is None else f"{loss.least:.5g} at step {loss.least_at:,}"
+
+
+def _scales(summary: Summary) -> str:
+    scale = summary.scale
+    if scale is None:
+        return "-"
+    low, high = format_scale(scale.least), format_scale(scale.most)
+    return low if low == high else f"{low} to {high}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+_NUMBERS: dict[str, Callable[[Summary], str]] = {
+    "ended": _ended,
+    "steps": lambda s: f"{s.steps:,}",
+    "skipped": _skipped,
+    "  why": _reasons,
+    "  most often in": _culprit,
+    "clipped": lambda s: "-" if s.clip_rate is None else f"{s.clip_rate:.2%}",
+    "loss, last": _last_loss,
+    "loss, least": _least_loss,
+    "norm, median": _of_spread("norm", "median", _number),
+    "norm, 99 %": _of_spread("norm", "p99", _number),
+    "norm, largest": _of_spread("norm", "most", _number),
+    "scale": _scales,
+    "steps/s": lambda s: "-" if s.steps_per_second is None else f"{s.steps_per_second:.4g}",
+    "parameters": lambda s: f"{s.parameters:,} in {s.tensors:,} tensors",
+}

@@ -1,0 +1,142 @@
+"""``gradilocks export``: a run file enters, a table or a TensorBoard folder leaves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradilocks.cli.options import run_file
+from gradilocks.cli.output import forgive_encoding
+from gradilocks.cli.progress import bar, read_with_bar
+from gradilocks.errors import GradilocksError
+from gradilocks.report.tables import (
+    DETAIL_COLUMNS,
+    STEP_COLUMNS,
+    detail_rows,
+    step_rows,
+    write_csv,
+)
+from gradilocks.runfile import Run
+
+
+class Format(str, Enum):
+    """What a run can be exported to."""
+
+    csv = "csv"
+    parquet = "parquet"
+    tensorboard = "tensorboard"
+
+
+def export(
+    path: Annotated[Path, run_file("RUN.jsonl", help="The run file.")],
+    to: Annotated[Format, typer.Option("--to", show_default=False, help="What to make of it.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="PATH",
+            help="The file, or for tensorboard the folder, to write. By default it has the run "
+            "file's name and stands beside it.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over what is there.")] = False,
+) -> None:
+    """Export a run to CSV, Parquet or TensorBoard.
+
+    CSV and Parquet get one row a step. If the run has detail of its tensors, a second file, whose
+    name has .detail in it, gets one row a parameter and detailed step. Parquet needs
+    pip install 'gradilocks[parquet]', TensorBoard pip install 'gradilocks[tensorboard]'.
+
+    \b
+    Examples:
+      gradilocks export runs/a.jsonl --to csv
+      gradilocks export runs/a.jsonl --to parquet -o a.parquet --force
+      gradilocks export runs/a.jsonl --to tensorboard -o tb && tensorboard --logdir tb
+    """
+    forgive_encoding()
+    run = read_with_bar(path)
+    if to is Format.tensorboard:
+        written = [_to_tensorboard(run, output or path.with_suffix(".tensorboard"), force=force)]
+    else:
+        target = output or path.with_suffix(f".{to.value}")
+        written = _to_tables(run, to, target, force=force)
+    for place, what in written:
+        print(f"{place}: {what}")
+
+
+def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[Path, str]]:
+    write: Callable[..., None] = write_csv
+    if to is Format.parquet:
+        from gradilocks.integrations.parquet import write_parquet
+
+        write = write_parquet
+    detail = steps.with_name(f"{steps.stem}.detail{steps.suffix}")
+    entries = sum(len(step.detail.norm) for step in run.steps if step.detail is not None)
+    jobs: list[tuple[Path, tuple[str, ...], Iterator[tuple[Any, ...]], int]] = [
+        (steps, STEP_COLUMNS, step_rows(run), len(run.steps))
+    ]
+    if entries:
+        jobs.append((detail, DETAIL_COLUMNS, detail_rows(run), entries))
+    for place, *_ in jobs:
+        _refuse(run, place, force=force)
+    for place, columns, rows, total in jobs:
+        with bar(f"writing {place}") as show, _written_whole(place) as unfinished:
+            write(unfinished, columns, rows, progress=lambda done, of=total: show(done, of))
+    return [(place, f"{total:,} rows") for place, _, _, total in jobs]
+
+
+def _to_tensorboard(run: Run, folder: Path, *, force: bool) -> tuple[Path, str]:
+    from gradilocks.integrations.tensorboard import TensorBoardSink
+
+    sink = TensorBoardSink(folder)
+    if folder.exists() and not folder.is_dir():
+        raise GradilocksError(f"{folder} is a file; TensorBoard needs a folder: give another -o.")
+    before = sorted(folder.glob("events.out.tfevents.*")) if folder.exists() else []
+    if before and not force:
+        raise GradilocksError(
+            f"{folder} already holds a TensorBoard run; --force replaces it, -o names another."
+        )
+    try:
+        for old in before:
+            old.unlink()
+        sink.open(run.header)
+        for info in run.optimizers:
+            sink.optimizer(info)
+        with bar(f"writing {folder}") as show:
+            for done, step in enumerate(run.steps, start=1):
+                sink.step(step)
+                if done % 1000 == 0:
+                    show(done, len(run.steps))
+        sink.close(run.end)
+    except OSError as error:
+        raise GradilocksError(f"{folder} cannot be written: {error.strerror or error}.") from error
+    return folder, f"{len(run.steps):,} steps; see them with: tensorboard --logdir {folder}"
+
+
+def _refuse(run: Run, place: Path, *, force: bool) -> None:
+    if place.is_dir():
+        raise GradilocksError(f"{place} is a folder; give the path of a file with -o.")
+    if place.exists() and place.samefile(run.path):
+        raise GradilocksError(f"{place} is the run file itself; name another with -o.")
+    if place.exists() and not force:
+        raise GradilocksError(f"{place} is already there; --force replaces it, -o names another.")
+
+
+@contextmanager
+def _written_whole(place: Path) -> Iterator[Path]:
+    """Yields a name beside `place`; what was written there takes its place at the end, or goes."""
+    unfinished = place.with_name(f".{place.name}.{os.getpid()}.unfinished")
+    try:
+        yield unfinished
+        unfinished.replace(place)
+    except OSError as error:
+        raise GradilocksError(f"{place} cannot be written: {error.strerror or error}.") from error
+    finally:
+        unfinished.unlink(missing_ok=True)

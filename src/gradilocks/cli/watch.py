@@ -1,0 +1,142 @@
+"""``gradilocks watch``: a run file enters, a view of it that moves with the run is shown."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradilocks.cli import Interrupted
+from gradilocks.cli.interrupts import HeldInterrupts
+from gradilocks.cli.options import run_file
+from gradilocks.cli.output import forgive_encoding
+from gradilocks.runfile import Step
+from gradilocks.runfile.opening import opened
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gradilocks.cli.watch_state import Watched
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.05 <= value <= 3600:
+        raise typer.BadParameter(f"expected seconds from 0.05 to 3600, got {str(text)!r}.")
+    return value
+
+
+def watch(
+    path: Annotated[Path, run_file("RUN.jsonl", help="The run file; it may not exist yet.")],
+    once: Annotated[
+        bool, typer.Option("--once", help="Show the run as it is now, and leave.")
+    ] = False,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="If there is no such file, fail instead of waiting.")
+    ] = False,
+    every: Annotated[
+        float,
+        typer.Option(
+            parser=_seconds, metavar="SECONDS", help="How often to look for something new."
+        ),
+    ] = 1.0,
+) -> None:
+    """Watch a run while it goes on: loss, norm, scale, skips.
+
+    On a terminal the view is redrawn until the run ends or Ctrl-C is pressed, which leaves the run
+    alone. In a pipe it is plain lines: one for every skip, and one whenever there are new steps.
+
+    \b
+    Examples:
+      gradilocks watch runs/a.jsonl
+      gradilocks watch runs/a.jsonl --once
+      gradilocks watch runs/a.jsonl | grep skipped
+    """
+    forgive_encoding()
+    with HeldInterrupts():
+        from rich.console import Console
+
+        from gradilocks.cli.watch_state import Watched
+        from gradilocks.cli.watch_view import picture
+    if once or no_wait:
+        with opened(path):
+            pass  # says what is wrong with it
+    watched = Watched(path)
+    console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
+    live = console.is_terminal and not console.is_dumb_terminal
+    try:
+        first = _wait_for_header(watched, once=once, every=every)
+        if not live:
+            _in_lines(watched, first, once=once, every=every)
+        elif once:
+            while watched.poll():
+                pass
+            console.print(picture(console, watched))
+        else:
+            _in_place(console, watched, every=every)
+    except KeyboardInterrupt as interrupt:
+        if watched.reader.header is None:
+            raise Interrupted(f"while waiting for {path}.") from interrupt
+        if live:  # leaving is what Ctrl-C is for, here
+            console.print("No longer watching; the run was left alone.", style="dim")
+
+
+def _wait_for_header(watched: Watched, *, once: bool, every: float) -> list[Step]:
+    told = False
+    path = watched.follower.path
+    while True:
+        steps = watched.poll()
+        if watched.reader.header is not None:
+            return steps
+        if once:
+            watched.reader.finish()  # says what is missing
+        if not told:
+            what = "to begin" if os.path.exists(path) else "to be there"
+            print(f"Waiting for {path} {what}. Ctrl-C stops waiting.", file=sys.stderr)
+            told = True
+        time.sleep(every)
+
+
+def _in_place(console: Console, watched: Watched, *, every: float) -> None:
+    from rich.live import Live
+
+    from gradilocks.cli.watch_view import picture
+
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            live.update(picture(console, watched), refresh=True)
+            if watched.reader.end is not None and not watched.unread:
+                return
+            if not watched.unread:
+                time.sleep(every)
+            if not watched.poll() and watched.unread:
+                time.sleep(every)  # half a line, and a very long one
+
+
+def _in_lines(watched: Watched, steps: list[Step], *, once: bool, every: float) -> None:
+    from gradilocks.cli.watch_view import plain_end, plain_skips, plain_start, plain_status
+
+    print(plain_start(watched.reader), flush=True)
+    stepped: set[int] = set()
+    while True:
+        for line in plain_skips(watched.state, steps):
+            print(line)
+        stepped |= {step.optimizer for step in steps}
+        if not steps or not (watched.unread or once):
+            for line in plain_status(watched.state, stepped):
+                print(line, flush=True)
+            stepped.clear()
+            if watched.reader.end is not None:
+                print(plain_end(watched.reader), flush=True)
+            if once or watched.reader.end is not None:
+                return
+            time.sleep(every)
+        steps = watched.poll()

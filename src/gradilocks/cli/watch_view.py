@@ -1,0 +1,202 @@
+"""What ``gradilocks watch`` shows: a State enters; a picture for a terminal, or lines, leave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from gradilocks.cli.watch_state import Course, State, Watched
+from gradilocks.report.sparkline import BARS, PLAIN_BARS, sparkline
+from gradilocks.runfile import Step
+from gradilocks.runfile.reading import Reader
+from gradilocks.runfile.words import describe_skip, format_scale
+
+LABEL, VALUE, REMARK = 8, 11, 30
+LEAST_SPARKLINE = 8
+SKIPS_SHOWN = 5
+SILENT = 15.0
+"""Seconds without a new line after which the view says so."""
+
+
+def picture(console: Console, watched: Watched) -> RenderableType:
+    """The view, as wide as the terminal."""
+    reader, state = watched.reader, watched.state
+    unicode = console.encoding.lower().startswith("utf")
+    bars = BARS if unicode else PLAIN_BARS
+    lines = [_title(reader), *_status(watched), Text()]
+    for index, course in sorted(state.courses.items()):
+        if len(state.courses) > 1:
+            lines += [Text()] if index else []
+            lines.append(Text(f"optimizer {index}: {_kind(reader, index)}", style="bold"))
+        lines += _rows(course, width=console.width, bars=bars)
+    lines += _skips(state, console.height)
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis" if unicode else "crop"
+    return Group(*lines)
+
+
+def plain_start(reader: Reader) -> str:
+    """The first line in a pipe: which file, and what ran."""
+    return f"{reader.path}: {_command(reader)}"
+
+
+def plain_skips(state: State, new: Iterable[Step]) -> Iterator[str]:
+    """A line for every skip among new steps."""
+    for step in new:
+        if step.skipped:
+            of = f" of optimizer {step.optimizer}" if len(state.courses) > 1 else ""
+            yield f"step {step.step}{of} skipped: {_printable(describe_skip(step))}"
+
+
+def plain_status(state: State, optimizers: Iterable[int]) -> Iterator[str]:
+    """A line for each of these optimizers, which have stepped."""
+    several = len(state.courses) > 1
+    for index in sorted(optimizers):
+        course = state.courses[index]
+        assert course.last is not None
+        words = [f"step {course.last.step}" + (f" of optimizer {index}" if several else "")]
+        words += [f"{name} {_number(course.known(name))}" for name in ("loss", "norm")]
+        if course.last.limit is not None:
+            words[-1] += f" of {_number(course.last.limit)}"
+        words.append(f"scale {format_scale(course.known('scale'))}")
+        if course.steps_per_second is not None:
+            words.append(f"{course.steps_per_second:.3g} steps/s")
+        words.append(f"skipped {course.skipped}")
+        words.append(f"clipped {_share(course.clip_rate)}")
+        yield "  ".join(words)
+
+
+def plain_end(reader: Reader) -> str:
+    """The last line in a pipe, once the run has ended."""
+    assert reader.end is not None
+    return f"{_ended(reader)} after {_duration(reader.end.time)}"
+
+
+def _title(reader: Reader) -> Text:
+    title = Text(str(reader.path), style="bold")
+    return title.append(f"  {_command(reader)}", style="not bold dim")
+
+
+def _command(reader: Reader) -> str:
+    assert reader.header is not None
+    command = " ".join(reader.header.command) or "(no command)"
+    return _printable(command)
+
+
+def _status(watched: Watched) -> list[Text]:
+    reader, state, silent = watched.reader, watched.state, watched.silent
+    parts = [f"step {_reached(state):,}"]
+    seconds = state.seconds if reader.end is None else reader.end.time
+    parts.append(_duration(seconds))
+    speeds = [course.steps_per_second for course in state.courses.values()]
+    known = [speed for speed in speeds if speed is not None]
+    if known:
+        parts.append(f"{max(known):.3g} steps/s")
+    line = Text("  ".join(parts) + "  ")
+    if watched.unread:
+        line.append(f"reading, {watched.unread:.0%} to go", style="cyan")
+    elif reader.end is not None:
+        good = reader.end.status == "finished"
+        line.append(_ended(reader), style="green" if good else "red")
+    elif silent is not None and silent > SILENT:
+        line.append(f"nothing new for {_duration(silent)}: slow, waiting or killed", style="yellow")
+    else:
+        line.append("running", style="cyan")
+    lines = [line]
+    if reader.torn:
+        lines.append(Text(f"{reader.torn} torn line left out: a session was killed", style="dim"))
+    return lines
+
+
+def _reached(state: State) -> int:
+    return max((course.last.step for course in state.courses.values() if course.last), default=0)
+
+
+def _ended(reader: Reader) -> str:
+    assert reader.end is not None
+    end = reader.end
+    if end.status == "error":
+        return f"ended with {end.error or 'an error'}"
+    if end.status == "exit":
+        return f"ended with exit status {end.exit}"
+    return end.status
+
+
+def _kind(reader: Reader, index: int) -> str:
+    info = reader.optimizers[index]
+    many = len(info.names) != 1
+    return f"{info.kind}, {len(info.names):,} parameter{'s' if many else ''}"
+
+
+def _rows(course: Course, *, width: int, bars: str) -> list[Text]:
+    assert course.last is not None
+    least, scales, limit = course.least, course.scales, course.last.limit
+    remarks = {
+        "loss": "" if least is None else f"least {_number(least[0])} at step {least[1]:,}",
+        "norm": "" if limit is None else f"limit {_number(limit)}, ",
+        "scale": "",
+        "lr": "",
+    }
+    remarks["norm"] += f"clipped {_share(course.clip_rate)}"
+    if scales is not None and scales[0] != scales[1]:
+        remarks["scale"] = f"{format_scale(scales[0])} to {format_scale(scales[1])}"
+    rows = []
+    remark_width = REMARK if width >= LABEL + VALUE + LEAST_SPARKLINE + REMARK else 0
+    spark_width = max(LEAST_SPARKLINE, width - LABEL - VALUE - remark_width - 2)
+    for name in ("loss", "norm", "scale", "lr"):
+        value = course.known(name)
+        if value is None or (name == "scale" and scales == (1.0, 1.0)):
+            continue
+        shown = format_scale(value) if name == "scale" else _number(value)
+        trail = getattr(course, name).values
+        if name in ("norm", "scale"):  # they move by factors
+            trail = [math.log(v) if v is not None and v > 0 else None for v in trail]
+        row = Text(f"{name:<{LABEL}}", style="bold").append(f"{shown:<{VALUE}}", style="not bold")
+        row.append(sparkline(trail, width=spark_width, bars=bars), style="not bold cyan")
+        if remark_width and remarks[name]:
+            row.append(" " * (LABEL + VALUE + spark_width + 2 - len(row)))
+            row.append(remarks[name], style="not bold dim")
+        rows.append(row)
+    share = course.skipped / course.steps
+    row = Text(f"{'skipped':<{LABEL}}", style="bold")
+    row.append(f"{course.skipped:<{VALUE},}", style="not bold")
+    if course.skipped:
+        why = ", ".join(f"{reason} {count:,}" for reason, count in course.reasons.most_common())
+        row.append(f"{_share(share)} of the steps: {why}", style="not bold dim")
+    return [*rows, row]
+
+
+def _skips(state: State, height: int) -> list[Text]:
+    if not state.skips:
+        return []
+    shown = list(state.skips)[-max(1, min(SKIPS_SHOWN, height - 12)) :]
+    lines = [Text(), Text("last skips" if len(state.skips) > 1 else "last skip", style="bold")]
+    for step in reversed(shown):
+        why = _printable(describe_skip(step))
+        of = f" of optimizer {step.optimizer}" if len(state.courses) > 1 else ""
+        lines.append(Text(f"  step {step.step:,}{of}  ").append(why, style="yellow"))
+    return lines
+
+
+def _printable(text: str) -> str:
+    """A name or a command may hold anything, control codes too."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _share(share: float | None) -> str:
+    if share is None:
+        return "-"
+    return f"{share:.0%}" if share in (0.0, 1.0) or 0.1 <= share <= 0.99 else f"{share:.2%}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, left = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}"

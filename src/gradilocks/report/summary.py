@@ -1,0 +1,152 @@
+"""A run → its numbers: how many steps, what was skipped and why, loss, norm, scale, speed.
+
+Pure: a `Run` enters, a `Summary` leaves, and nothing is read or printed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from gradilocks.runfile import Run, Step
+
+__all__ = ["Loss", "Spread", "Summary", "quantile", "seconds_of", "summarize"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The course of the loss, over the steps that knew it."""
+
+    first: float
+    last: float
+    """Mean over the last `window` losses: one batch alone says little."""
+    window: int
+    least: float
+    least_at: int
+    """The step of the least."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over a run, of the steps where it was finite."""
+
+    least: float
+    median: float
+    p99: float
+    most: float
+    first: float
+    last: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run in numbers. Shares are 0 to 1; what the run does not know is None."""
+
+    path: str
+    status: str
+    """'finished', 'error', 'interrupted', 'exit', or 'no end' for a run that goes on or was killed.
+    """
+    error: str | None
+    steps: int
+    """Calls to an optimizer's step, skipped ones included."""
+    skipped: int
+    reasons: Mapping[str, int]
+    """Why steps were skipped, and how many for each reason."""
+    culprits: Mapping[str, int]
+    """Parameters with non-finite gradients → in how many steps; the most frequent first."""
+    clipped: int
+    clip_rate: float | None
+    """Clipped steps among those taken."""
+    loss: Loss | None
+    norm: Spread | None
+    scale: Spread | None
+    lr: Spread | None
+    seconds: float
+    """From the start of each session to its last line, summed up."""
+    steps_per_second: float | None
+    parameters: int
+    """How many numbers all optimizers train."""
+    tensors: int
+    sessions: int
+    torn: int
+
+    def to_plain(self) -> dict[str, Any]:
+        """The same as plain data, for JSON."""
+        return asdict(self)
+
+
+def summarize(run: Run) -> Summary:
+    """The numbers of one run."""
+    steps = run.steps
+    skipped = [step for step in steps if step.skipped]
+    clipped = sum(step.clipped for step in steps if not step.skipped)
+    taken = len(steps) - len(skipped)
+    seconds = seconds_of(run)
+    culprits = Counter(culprit.name for step in skipped for culprit in step.culprits)
+    return Summary(
+        path=str(run.path),
+        status="no end" if run.end is None else run.end.status,
+        error=None if run.end is None else run.end.error,
+        steps=len(steps),
+        skipped=len(skipped),
+        reasons=dict(Counter(step.reason or "unknown" for step in skipped).most_common()),
+        culprits=dict(culprits.most_common()),
+        clipped=clipped,
+        clip_rate=clipped / taken if taken else None,
+        loss=_loss(steps),
+        norm=_spread(step.norm for step in steps),
+        scale=_spread(step.scale for step in steps),
+        lr=_spread(step.lr for step in steps),
+        seconds=seconds,
+        steps_per_second=len(steps) / seconds if steps and seconds > 0 else None,
+        parameters=sum(sum(info.sizes) for info in run.optimizers),
+        tensors=sum(len(info.names) for info in run.optimizers),
+        sessions=1 + len(run.resumed),
+        torn=run.torn,
+    )
+
+
+def seconds_of(run: Run) -> float:
+    """How long the run has taken: each session counts its time from its own header."""
+    last = [before.time for before, after in pairwise(run.steps) if after.time < before.time]
+    at_end = run.steps[-1].time if run.steps else 0.0
+    if run.end is not None:
+        at_end = max(at_end, run.end.time)
+    return sum(last) + at_end
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted numbers; between two of them where it falls between.
+
+    Example:
+        >>> quantile([1.0, 2.0, 4.0], 0.75)
+        3.0
+    """
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    part = place - below
+    return ordered[below] * (1 - part) + ordered[above] * part
+
+
+def _loss(steps: Sequence[Step]) -> Loss | None:
+    known = [(step.loss, step.step) for step in steps if step.loss is not None]
+    if not known:
+        return None
+    window = max(1, min(50, len(known) // 10))
+    tail = [loss for loss, _ in known[-window:]]
+    least, least_at = min(known)
+    return Loss(known[0][0], sum(x / window for x in tail), window, least, least_at)
+
+
+def _spread(values: Iterable[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    first, last = known[0], known[-1]
+    known.sort()
+    return Spread(known[0], quantile(known, 0.5), quantile(known, 0.99), known[-1], first, last)

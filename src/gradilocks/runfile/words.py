@@ -1,0 +1,78 @@
+"""A step → words and plain numbers, for whoever shows it: a terminal, TensorBoard, a log."""
+
+from __future__ import annotations
+
+import math
+
+from gradilocks.runfile.records import Culprit, OptimizerInfo, Step
+
+__all__ = ["describe_skip", "format_scale", "named_numbers"]
+
+
+def describe_skip(step: Step, *, most: int = 1) -> str:
+    """Says why a step was skipped, and names up to `most` culprits.
+
+    Example:
+        >>> describe_skip(step)  # doctest: +SKIP
+        'Inf in blocks.11.attn.qkv.weight (+2 more); scale 2^16'
+    """
+    if step.culprits:
+        named = ", ".join(
+            f"{_kinds(culprit)} in {culprit.name}" for culprit in step.culprits[:most]
+        )
+        others = len(step.culprits) - most
+        why = named if others <= 0 else f"{named} (+{others} more)"
+    elif step.reason == "nonfinite":
+        why = "non-finite gradients"
+    elif step.reason == "rejected":
+        why = "rejected by the clip policy"
+        why += "" if step.norm is None else f", norm {step.norm:.4g}"
+    else:
+        why = step.reason or "no reason given"
+    return why if step.scale in (None, 1.0) else f"{why}; scale {format_scale(step.scale)}"
+
+
+def format_scale(scale: float | None) -> str:
+    """Writes a power of two as one: ``2^16``; another number in a few digits.
+
+    Example:
+        >>> format_scale(65536.0), format_scale(1000.0), format_scale(None)
+        ('2^16', '1000', '-')
+    """
+    if scale is None:
+        return "-"
+    fraction, exponent = math.frexp(scale)
+    if fraction == 0.5 and exponent != 1:
+        return f"2^{exponent - 1}"
+    return f"{scale:.6g}"
+
+
+def named_numbers(step: Step, info: OptimizerInfo | None) -> dict[str, float]:
+    """Every number of a step by name: those of the step, then those of each tensor.
+
+    A number that was not finite is left out. The names of a second optimizer begin with
+    'optimizer1/', and so on.
+
+    Args:
+        step: the step.
+        info: its optimizer, whose names the detail is in the order of; without it, no detail.
+    """
+    start = f"optimizer{step.optimizer}/" if step.optimizer else ""
+    found = {
+        f"{start}{name}": value
+        for name in ("loss", "scale", "norm", "limit", "lr")
+        if (value := getattr(step, name)) is not None
+    }
+    for name in ("clipped", "skipped", "nan", "inf"):
+        found[f"{start}{name}"] = float(getattr(step, name))
+    if step.detail is not None and info is not None:
+        for measure, values in step.detail._asdict().items():
+            for name, value in zip(info.names, values, strict=True):
+                if value is not None:
+                    found[f"{start}detail/{measure}/{name}"] = float(value)
+    return found
+
+
+def _kinds(culprit: Culprit) -> str:
+    kinds = [kind for kind in ("NaN", "Inf") if getattr(culprit, kind.lower())]
+    return " and ".join(kinds) or "NaN or Inf"

@@ -1,0 +1,138 @@
+"""``gradilocks compare``: the table, the sentences below it, JSON, and files it cannot compare."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_process import OnATerminal, run
+from run_files import END, FIRST, HEADER, SECOND, plain_step, training, write_run
+
+from gradilocks.cli.compare_view import short_names
+from gradilocks.runfile import End, OptimizerInfo
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    """Two runs: another command and clip, a loss that parts at step 40, a parameter less."""
+    first = write_run(tmp_path / "a.jsonl", training(300), end=End(5.0, "finished", 0, None))
+    header = replace(
+        HEADER,
+        command=("train.py", "--lr", "1e-3"),
+        settings={**HEADER.settings, "clip": "NoClip()", "seed": 3},
+    )
+    steps = [
+        step._replace(clipped=False, limit=None, loss=step.loss + 0.5 * (step.step >= 40))
+        for step in training(200)
+    ]
+    info = OptimizerInfo(1, "SGD", ("other",), (1,), ("float32",))
+    second = write_run(tmp_path / "b.jsonl", steps, header=header, optimizers=[FIRST, info])
+    return first, second
+
+
+def table_of(text: str) -> dict[str, list[str]]:
+    rows = [line.split("  ") for line in text.splitlines() if line.startswith(" ")]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    return {row[0]: row[1:] for row in cells if row}
+
+
+def test_the_table_has_what_differs_and_the_numbers(two):
+    done = run("compare", *two)
+    assert (done.returncode, done.stderr) == (0, "")
+    table = table_of(done.stdout)
+    assert table["command"] == ["train.py --lr 3e-4", "train.py --lr 1e-3"]
+    assert table["settings.clip"] == ["ClipByNorm(1.0)", "NoClip()"]
+    assert table["settings.seed"] == ["-", "3"]
+    assert "settings.scale" not in table  # the same in both
+    assert not [name for name in table if name.startswith(("versions", "hardware"))]
+    assert table["ended"] == ["finished", "no end"]
+    assert table["steps"] == ["300", "200"]
+    assert table["skipped"] == ["3 (1.00%)", "2 (1.00%)"]
+    assert table["why"] == ["nonfinite 3", "nonfinite 2"]
+    assert table["most often in"] == ["embed.weight (3 x)", "embed.weight (2 x)"]
+    assert table["clipped"][1] == "0.00%"
+    assert table["scale"] == ["2^14 to 2^16", "2^15 to 2^16"]
+    assert table["steps/s"] == ["60", "64"]
+    assert table["parameters"] == ["4,161 in 3 tensors", "4,161 in 3 tensors"]
+
+
+def test_the_sentences_say_where_losses_part_and_which_parameters_are_missing(two):
+    lines = run("compare", *two).stdout.splitlines()
+    assert lines[-3].startswith(
+        "b.jsonl: the losses differ from step 40 on: 2.2375, against 1.7375"
+    )
+    assert lines[-2:] == [
+        "a.jsonl lacks 1 of the parameters: other",
+        "b.jsonl lacks 1 of the parameters: scale",
+    ]
+
+
+def test_equal_runs_are_said_to_be_equal(tmp_path):
+    paths = [write_run(tmp_path / f"{n}.jsonl", training(30)) for n in "ab"]
+    printed = run("compare", *paths).stdout
+    assert "b.jsonl: the losses equal those of a.jsonl at all 30 shared steps" in printed
+
+
+def test_losses_that_differ_in_the_last_digit_are_shown_apart(tmp_path):
+    a = write_run(tmp_path / "a.jsonl", [plain_step(1, loss=0.1)])
+    b = write_run(tmp_path / "b.jsonl", [plain_step(1, loss=0.10000000000000002)])
+    said = "b.jsonl: the losses differ from step 1 on: 0.10000000000000002, against 0.10000000"
+    assert said in run("compare", a, b).stdout
+
+
+def test_runs_without_losses_and_runs_without_steps_can_be_compared(tmp_path):
+    a = write_run(tmp_path / "a.jsonl", [plain_step(1, loss=None, norm=None, scale=None)])
+    b = write_run(tmp_path / "b.jsonl")
+    done = run("compare", a, b)
+    assert done.returncode == 0
+    assert table_of(done.stdout)["steps"] == ["1", "0"]
+    assert "b.jsonl: no step whose loss both it and a.jsonl know" in done.stdout
+
+
+def test_json_holds_every_number(two):
+    done = run("compare", *two, two[0], "--json")
+    found = json.loads(done.stdout)
+    assert [r["steps"] for r in found["runs"]] == [300, 200, 300]
+    assert found["runs"][0]["reasons"] == {"nonfinite": 3}
+    assert found["runs"][0]["loss"]["least_at"] > 250
+    assert found["what_ran"]["settings.clip"] == ["ClipByNorm(1.0)", "NoClip()", "ClipByNorm(1.0)"]
+    assert found["partings"][0]["step"] == 40
+    assert found["partings"][1] == {"shared": 300, "step": None, "first": None, "other": None}
+    assert found["missing"] == [["other"], ["scale"], ["other"]]
+
+
+def test_one_file_is_a_usage_error_and_a_bad_one_a_clear_line(two, tmp_path):
+    alone = run("compare", two[0])
+    assert alone.returncode == 2
+    assert f"expected two run files or more, got one: {two[0]}." in alone.stderr
+    assert run("compare").returncode == 2
+    (tmp_path / "bad").write_text("no\n")
+    for bad in (tmp_path / "bad", tmp_path / "absent", tmp_path):
+        done = run("compare", two[0], bad)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"gradilocks: {bad} ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_narrow_terminal_folds_cells_and_keeps_its_width(two):
+    shown = OnATerminal("compare", *two, cwd=two[0].parent, columns=40)
+    assert shown.close() == 0
+    assert "a.jsonl" in shown.seen
+    assert "\u2026" not in shown.seen  # nothing is cut
+
+
+def test_names_with_markup_are_shown_as_they_are(tmp_path):
+    info = replace(SECOND, names=("[bold]x[/bold]",))
+    a = write_run(tmp_path / "[red]a.jsonl", optimizers=[FIRST, info], end=END)
+    b = write_run(tmp_path / "b.jsonl")
+    printed = run("compare", a, b).stdout
+    assert "b.jsonl lacks 1 of the parameters: [bold]x[/bold]" in printed
+    assert "[red]a.jsonl" in printed
+    assert "ValueError: no" in printed
+
+
+def test_files_of_the_same_name_are_told_apart_by_their_folders():
+    assert short_names(["runs/a/x.jsonl", "runs/b/x.jsonl"]) == ["runs/a/x.jsonl", "runs/b/x.jsonl"]
+    assert short_names(["runs/a.jsonl", "runs/b.jsonl"]) == ["a.jsonl", "b.jsonl"]

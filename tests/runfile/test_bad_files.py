@@ -1,0 +1,174 @@
+"""Files that are no run files, or no longer: one line each that says what came and what to do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_files import END, STEP, TRACE, lines_of, plain_step, training, write_run
+
+import gradilocks
+from gradilocks.errors import BadRunFile
+from gradilocks.runfile.opening import LONGEST_HEADER
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty: the run that was to fill it got no further"),
+        (PNG, "it begins with binary data (89 50 4e 47 0d 0a 1a 0a)"),
+        (b"\0" * 5000, "it begins with binary data (00 00"),
+        (b"step,loss\n1,2\n", "it begins with 'step,loss\\n1,2'"),
+        (b"[1, 2]\n", "it begins with '[1, 2]'"),
+        (b'{"loss": 1}\n', "its first line is '{\"loss\": 1}', not a header"),
+        (b'{"kind": "step"}\n', "not a header"),
+        (b"{" * 100_000, "not a header"),
+        (b"\n\n", "is empty"),
+        (b'{"kind":"header"}\n', "not a header"),
+        (b'{"kind":"header","gradilocks":1}\n', "line 1: a header that is not as a run file has"),
+        (b'{"kind":"header","gradilocks":2}\n', "is a run file of version 2; this gradilocks"),
+        (b'{"kind":"header","gradilocks":"1"}\n', "is a run file of version '1'"),
+        (b'{"kind":"header","gradilocks":[]}\n', "is a run file of version []"),
+        ("{\n".encode("utf-16"), "it begins with binary data (ff fe"),
+        (gzip.compress(b"{}"), "is compressed with gzip. Unpack it first: gunzip -k"),
+    ],
+)
+def test_a_file_that_is_no_run_file_is_one_clear_line(tmp_path, content, said):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(BadRunFile) as caught:
+        gradilocks.read_run(path)
+    assert str(caught.value).startswith(str(path))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_first_line_without_an_end_is_not_read_whole(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"kind":"header","gradilocks":1,"settings":"')
+        file.truncate(2**34)  # 16 GiB of zeros that take no room on disk
+    with pytest.raises(BadRunFile, match=f"longer than {LONGEST_HEADER >> 20} MiB"):
+        gradilocks.read_run(path)
+
+
+def test_a_folder_a_missing_file_and_an_impossible_path_are_named(tmp_path):
+    with pytest.raises(BadRunFile, match="is a folder; expected a run file"):
+        gradilocks.read_run(tmp_path)
+    with pytest.raises(BadRunFile, match=r"absent\.jsonl does not exist"):
+        gradilocks.read_run(tmp_path / "absent.jsonl")
+    (tmp_path / "file").touch()
+    with pytest.raises(BadRunFile, match="cannot be read: Not a directory"):
+        gradilocks.read_run(tmp_path / "file" / "run.jsonl")
+    with pytest.raises(BadRunFile, match="cannot be read: File name too long"):
+        gradilocks.read_run(tmp_path / ("x" * 300))
+    with pytest.raises(BadRunFile, match="is no path"):
+        gradilocks.read_run("run\0.jsonl")
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path):
+    path = write_run(tmp_path / "run.jsonl", [])
+    path.chmod(0)
+    tmp_path.chmod(0o755)
+    script = (
+        "import os, sys, gradilocks\n"
+        "read_run = gradilocks.read_run\n"
+        "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "try: read_run(sys.argv[1])\n"
+        "except gradilocks.errors.BadRunFile as error: print(error)\n"
+    )
+    # Its parents belong to root alone, so the file is reached through an open folder.
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import os; os.fchdir({folder})\n{script}", "run.jsonl"],
+            pass_fds=[folder],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            timeout=60,
+        )
+    finally:
+        os.close(folder)
+    assert done.stdout == "run.jsonl cannot be read: Permission denied.\n", done.stderr
+
+
+def damaged(kind: str, **changes: object) -> str:
+    """A file of every kind of line, with fields of the first of one kind changed; ... removes."""
+    text = lines_of([STEP, *training(300)], traces=[TRACE], end=END)
+    lines = [json.loads(line) for line in text.splitlines()]
+    first = next(fields for fields in lines if fields["kind"] == kind)
+    for name, value in changes.items():
+        first[name] = value
+        if value is ...:
+            del first[name]
+    return "".join(json.dumps(fields) + "\n" for fields in lines)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "line", "said"),
+    [
+        ("step", {"norm": "high"}, 4, "'norm' must be a number or null, got \"high\""),
+        ("step", {"norm": ...}, 4, "without 'norm'"),
+        ("step", {"step": 1.5}, 4, "'step' must be a whole number, got 1.5"),
+        ("step", {"time": None}, 4, "'time' must be a number, got null"),
+        ("step", {"skipped": 1}, 4, "'skipped' must be true or false, got 1"),
+        ("step", {"loss": 10**400}, 4, "'loss' must be a number that fits a float64"),
+        ("step", {"optimizer": 2}, 4, "optimizer 2, which no line before it describes"),
+        ("step", {"culprits": ["a"]}, 4, "an entry of 'culprits' must be an object, got \"a\""),
+        ("step", {"culprits": [{}]}, 4, "'name' of a culprit must be text, got null"),
+        ("step", {"detail": 5}, 4, "'detail' must be an object, got 5"),
+        ("step", {"detail": {}}, 4, "'norm' of 'detail' must be a list, got null"),
+        ("step", {"optimizer": 0}, 4, "'detail' has 1 entries, and its optimizer 2 parameters"),
+        ("optimizer", {"names": ["a"]}, 2, "1 names, 2 sizes and 2 dtypes"),
+        ("optimizer", {"names": [1, 2]}, 2, "an entry of 'names' must be text, got 1"),
+        ("optimizer", {"class": None}, 2, "'class' must be text, got null"),
+        ("trace", {"inputs": [3]}, 305, "an entry of 'inputs' must be an object, got 3"),
+        ("trace", {"text": ["x" * 99]}, 305, "'text' must be text, got [\"xxxx"),
+        ("end", {"exit": "no"}, 306, "'exit' must be a whole number, got \"no\""),
+        ("header", {"command": "train.py"}, 1, "'command' must be a list, got \"train.py\""),
+    ],
+)
+def test_a_field_that_is_not_as_it_must_be_is_named_with_its_line(
+    tmp_path, kind, changes, line, said
+):
+    path = tmp_path / "run.jsonl"
+    path.write_text(damaged(kind, **changes))
+    with pytest.raises(BadRunFile) as caught:
+        gradilocks.read_run(path)
+    assert str(caught.value).startswith(f"{path}, line {line}: ")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("wreck", ['{"kind":"st', "12", "\0\0\0", "null", "{}}", "é" * 50])
+def test_a_damaged_line_in_the_middle_is_named_by_its_number(tmp_path, wreck):
+    path = tmp_path / "run.jsonl"
+    lines = lines_of([plain_step(n) for n in range(1, 2000)]).splitlines()
+    lines[1203] = wreck
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(BadRunFile, match="line 1204: not JSON, and not the last line of a run"):
+        gradilocks.read_run(path)
+
+
+def test_two_lines_broken_in_matching_ways_are_not_taken_for_whole(tmp_path):
+    path = tmp_path / "run.jsonl"
+    lines = lines_of([plain_step(n) for n in range(1, 10)]).splitlines()
+    lines[5], lines[6] = '{"kind":"step","a":[{}', "{}]}"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(BadRunFile, match="line 6: not JSON"):
+        gradilocks.read_run(path)
+
+
+def test_every_shipped_file_of_this_project_is_refused_without_a_traceback():
+    root = Path(__file__).parent.parent.parent
+    for path in (root / "pyproject.toml", root / "README.md", root / "tests" / "conftest.py"):
+        with pytest.raises(BadRunFile):
+            gradilocks.read_run(path)
