@@ -151,7 +151,7 @@ def _tiles(one: Reported) -> str:
         head = f"<h2>{escape(_sentence_case(track.label))}</h2>" if track.several else ""
         pairs = [pair for pair in main_numbers(one, track) if pair[0] != "verdict"]
         cells = "".join(
-            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs
+            f"<div><dt>{escape(name)}</dt><dd>{_numeral(value)}</dd></div>" for name, value in pairs
         )
         made.append(f'{head}<dl class="tiles">{cells}</dl>')
     return "\n".join(made)
@@ -164,7 +164,7 @@ def _table(reports: Sequence[Reported]) -> str:
         for track in shown:
             pairs = main_numbers(one, track)
             names = max(names, [name for name, _ in pairs], key=len)
-            cells = "".join(f"<td>{escape(value)}</td>" for _, value in pairs)
+            cells = "".join(f"<td>{_numeral(value)}</td>" for _, value in pairs)
             which = f", {track.label}" if track is not None and track.several else ""
             label = f"{_swatch(number)}{escape(one.label + which)}"
             rows.append(f'<tr><th scope="row">{label}</th>{cells}</tr>')
@@ -221,6 +221,12 @@ def _footer() -> str:
 def _fact(name: str, value: str) -> str:
     shown = escape(value)
     return f"<code>{shown}</code>" if name in ("command", "run file") else shown
+
+
+def _numeral(value: str) -> str:
+    """A number as type has it: a power raised, a share in brackets small."""
+    raised = re.sub(r"\b2\^(-?\d+)", r"2<sup>\1</sup>", escape(value))
+    return re.sub(r" \((.+)\)$", r" <small>\1</small>", raised)
 
 
 def _swatch(number: int) -> str:

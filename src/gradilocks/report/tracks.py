@@ -73,7 +73,7 @@ class Track:
     nonfinite: Sequence[int]
     """Places of the steps with NaN or Inf among the gradients."""
     clipped: bytes
-    """1 for a clipped step, 0 for another."""
+    """1 for a step that was clipped and taken, 0 for another."""
     detailed: Sequence[int]
     """Places of the steps with detail."""
     tensors: Sequence[Tensor]
@@ -148,7 +148,7 @@ def _track(info: OptimizerInfo, steps: list[Step], *, several: bool) -> Track:
         time=_column(step.time for step in steps),
         nonfinite=array("q", [i for i, step in enumerate(steps) if step.nan + step.inf > 0]),
         skipped=array("q", [place for place, step in enumerate(steps) if step.skipped]),
-        clipped=bytes([1 if step.clipped else 0 for step in steps]),
+        clipped=bytes([1 if step.clipped and not step.skipped else 0 for step in steps]),
         detailed=detailed,
         tensors=_tensors(info, [steps[place] for place in detailed]),
     )

@@ -75,7 +75,7 @@ def percent(share: float) -> str:
         return "< 0.01 %"
     if 0.9995 <= share < 1:
         return "> 99.9 %"
-    return f"{float(f'{share * 100:.3g}'):g} %"
+    return f"{float(f'{share * 100:.2g}') if share < 0.1 else round(share * 100, 1):g} %"
 
 
 def count(how_many: int, noun: str, plural: str | None = None) -> str:

@@ -61,7 +61,7 @@
     trace.text = trace.z.map(() => columns);
     trace.hoverongaps = false;
     const bar = {
-      orientation: "h", x: 0, xanchor: "left", y: 1, yanchor: "bottom", ypad: 8, len: narrow() ? 0.9 : 0.4,
+      orientation: "h", x: 0, xanchor: "left", y: 1, yanchor: "bottom", ypad: 4, len: narrow() ? 0.9 : 0.4,
       thickness: 10, outlinewidth: 0, tickfont: { size: 12 }, ticklabelposition: "outside bottom",
     };
     trace.colorbar = bar;
@@ -116,7 +116,7 @@
     });
     const layout = {
       font: { family: getComputedStyle(document.body).fontFamily, size: 13 },
-      margin: { l: 56, r: 16, t: plot.heat ? 52 : plot.legend ? 36 : 12, b: 44 },
+      margin: { l: 56, r: 16, t: plot.heat ? 44 : plot.legend ? 36 : 12, b: 44 },
       dragmode: "zoom", hovermode: plot.heat ? "closest" : "x unified",
       hoverlabel: { align: "left", namelength: 40 },
       xaxis: { ...axis(plot.x), hoverformat: ",d", tickformat: ",~r", showgrid: !plot.heat, zeroline: false },
