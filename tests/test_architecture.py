@@ -90,8 +90,15 @@ def test_the_training_path_needs_torch_alone() -> None:
                 names = [node.module or ""]
             roots = {name.split(".")[0] for name in names}
             allowed = {"triton"} if _place(path) in TRITON else set()
+            allowed |= {"plotly"} if _place(path) == "report/page.py" else set()
             forbidden = {"numpy", "rich", "typer", "plotly", "triton"} - allowed
             assert not roots & forbidden, _place(path)
+
+
+def test_a_report_knows_the_run_file_and_nothing_of_running() -> None:
+    for path in (SOURCE / "report").rglob("*.py"):
+        assert _imports(path) <= {"errors", "report", "runfile", "__version__"}, _place(path)
+        assert "import torch" not in path.read_text(), _place(path)
 
 
 def test_the_host_reads_device_numbers_only_in_named_places() -> None:

@@ -42,7 +42,7 @@ def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_each_command_with_a_line() -> None:
     done = run("--help")
     assert done.returncode == 0
-    assert "demo  Train a small GPT in emulated fp16 under GradientControl." in done.stdout
+    assert "  Train a small GPT in emulated fp16 under GradientControl." in done.stdout
     assert done.stderr == ""
 
 

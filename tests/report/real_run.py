@@ -28,6 +28,7 @@ def train(
     steps: int,
     detail_every: int = 5,
     rate: float = 2e-3,
+    init_scale: float = 2.0**16,
     growth_interval: int = 200,
     limit: float = 1.0,
     bad_batches: dict[int, float] | None = None,
@@ -40,6 +41,7 @@ def train(
         steps: how many.
         detail_every: how often every tensor is looked at.
         rate: the learning rate, after a warm-up of a twentieth of the steps.
+        init_scale: where the scale starts.
         growth_interval: of the scale.
         limit: of the norm.
         bad_batches: what to multiply the loss with, at these steps.
@@ -57,7 +59,7 @@ def train(
         linear=HalfLinear,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
-    scale = DynamicScale(init_scale=2.0**16, growth_interval=growth_interval)
+    scale = DynamicScale(init_scale=init_scale, growth_interval=growth_interval)
     clip = ClipByNorm(limit)
     control = GradientControl(optimizer, model=model, scale=scale, clip=clip, give_up_after=None)
     batches = Batches(text, rows=ROWS, length=LENGTH, seed=seed)

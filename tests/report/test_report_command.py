@@ -234,3 +234,20 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None
     done = in_a_process("report", str(path), PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert b"gr\\xf6\\xdfe.weight" in done.stdout
+
+
+def test_open_hands_the_page_to_the_browser(run_file: Path, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {asked}\n')
+    browser.chmod(0o755)
+    done = in_a_process("report", str(run_file), "--open", BROWSER=f"{browser} %s")
+    assert done.returncode == 0, done.stderr
+    assert asked.read_text().strip() == run_file.with_suffix(".html").as_uri()
+
+
+def test_no_browser_to_open_is_one_line_after_the_page_was_written(run_file: Path) -> None:
+    done = in_a_process("report", str(run_file), "--open", BROWSER="/no/such %s", PATH="")
+    assert done.returncode == 1
+    assert b"no browser was found" in done.stderr
+    assert run_file.with_suffix(".html").exists()

@@ -114,7 +114,7 @@ def _curves(prefix: str, followed: Followed) -> Iterator[Figure]:
             _plot(
                 [*norms.traces, *limits.traces],
                 followed,
-                {"title": "norm", "type": "log", "exponentformat": "power", "nticks": 6},
+                {"title": "norm", "type": "log", "exponentformat": "power", **_decades(norms)},
             ),
             remark=norms.remark,
         )
@@ -223,7 +223,7 @@ _KINDS = (
         "zeros",
         lambda tensor: tensor.zeros,
         "Share of zeros in the gradients, layer by layer",
-        "Pale is none, strong orange is all: values that the format rounded away, dead units, or, "
+        "Faint is none, strong orange is all: values that the format rounded away, dead units, or, "
         "in an embedding, rows that no input asked for.",
         {"scale": "share"},
         "%{customdata:.1%} zeros",
@@ -232,8 +232,8 @@ _KINDS = (
         "updates",
         lambda tensor: tensor.update,
         "Update-to-weight ratio, layer by layer",
-        "How much a step changes a tensor, as a part of itself. Pale is the usual 0.001, orange is "
-        "faster, blue slower; a hole is a skipped step.",
+        "How much a step changes a tensor, as a part of itself. Faint is the usual 0.001, orange "
+        "is faster, blue slower; a hole is a skipped step.",
         {"scale": "ratio"},
         "changed by %{customdata:.3g} of itself",
     ),
@@ -312,6 +312,7 @@ def _traces(
                 "line": style or {},
                 "hovertemplate": "%{y:.4g}<extra>%{fullData.name}</extra>",
                 "meta": {"run": number, "role": name},
+                "showlegend": not (several and name == "limit"),  # Dashes tell it well enough.
             }
         )
     return _Traces(
@@ -331,6 +332,15 @@ def _plot(traces: list[Trace], followed: Followed, y: dict[str, Any]) -> dict[st
         "y": y,
         "legend": len(traces) > 1,
     }
+
+
+def _decades(lines: _Traces) -> dict[str, Any]:
+    """How far apart the ticks of a logarithmic axis are: 1, 2 and 5, or whole decades."""
+    values = [y for trace in lines.traces for y in trace["y"] if y]
+    span = math.log10(max(values) / min(values)) if values else 0.0
+    if span < 0.7:  # Too little for 1, 2, 5: plotly finds something.
+        return {"nticks": 6}
+    return {"dtick": "D2" if span < 3 else max(1, round(span / TICKS))}
 
 
 def _log2(value: float | None) -> float | None:

@@ -106,7 +106,7 @@ def _summaries(reports: Sequence[Reported]) -> list[str]:
     for number, one in enumerate(reports):
         parts.append(
             f'<section class="run"><h2>{_swatch(number)}{escape(one.label)}</h2>'
-            f"{_verdict(one.health)}{_findings(one.health)}</section>"
+            f"{_verdict(one.health)}{_findings(one.health, headed=False)}</section>"
         )
     return parts
 
@@ -121,14 +121,12 @@ def _verdict(health: Health) -> str:
     )
 
 
-def _findings(health: Health) -> str:
+def _findings(health: Health, *, headed: bool = True) -> str:
     if not health.findings:
         return ""
+    head = "<h2>Findings</h2>" if headed else ""
     items = "\n".join(_finding(finding) for finding in health.findings)
-    return (
-        '<section aria-label="Findings" class="findings"><h2>Findings</h2>'
-        f"<ul>\n{items}\n</ul></section>"
-    )
+    return f'<section aria-label="Findings" class="findings">{head}<ul>\n{items}\n</ul></section>'
 
 
 def _finding(finding: Finding) -> str:

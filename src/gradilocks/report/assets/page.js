@@ -116,10 +116,10 @@
     });
     const layout = {
       font: { family: getComputedStyle(document.body).fontFamily, size: 13 },
-      margin: { l: 56, r: 16, t: plot.heat ? 44 : plot.legend ? 36 : 12, b: 44 },
+      margin: { l: 56, r: 16, t: plot.heat ? 40 : plot.legend ? 36 : 12, b: 56 },
       dragmode: "zoom", hovermode: plot.heat ? "closest" : "x unified",
       hoverlabel: { align: "left", namelength: 40 },
-      xaxis: { ...axis(plot.x), hoverformat: ",d", tickformat: ",~r", showgrid: !plot.heat, zeroline: false },
+      xaxis: { ...axis(plot.x), automargin: false, hoverformat: ",d", tickformat: ",~r", showgrid: !plot.heat, zeroline: false },
       yaxis: { ...axis(plot.y), zeroline: false, showgrid: !plot.heat },
       showlegend: Boolean(plot.legend),
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemsizing: "constant" },
