@@ -340,7 +340,9 @@ def _decades(lines: _Traces) -> dict[str, Any]:
     span = math.log10(max(values) / min(values)) if values else 0.0
     if span < 0.7:  # Too little for 1, 2, 5: plotly finds something.
         return {"nticks": 6}
-    return {"dtick": "D2" if span < 3 else max(1, round(span / TICKS))}
+    if span < 3:
+        return {"dtick": "D2", "tickformat": "~g"}  # Without a format, 0.5 would read "5".
+    return {"dtick": max(1, round(span / TICKS))}
 
 
 def _log2(value: float | None) -> float | None:
