@@ -251,3 +251,31 @@ def test_no_browser_to_open_is_one_line_after_the_page_was_written(run_file: Pat
     assert done.returncode == 1
     assert b"no browser was found" in done.stderr
     assert run_file.with_suffix(".html").exists()
+
+
+def test_a_terminal_sees_a_bar_while_it_waits(run_file: Path) -> None:
+    pty = pytest.importorskip("pty", reason="a terminal of one's own needs a Unix system")
+    ours, theirs = pty.openpty()
+    source = str(Path(gradilocks.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-m", "gradilocks", "report", str(run_file)],
+        env={**os.environ, "PYTHONPATH": source, "TERM": "xterm"},
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        timeout=120,
+        check=True,
+    )
+    os.close(theirs)
+    shown = b""
+    while chunk := _read(ours):
+        shown += chunk
+    os.close(ours)
+    assert b"drawing run.html" in shown
+    assert b"\x1b" not in done.stdout
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # How Linux says that nobody writes any more.
+        return b""

@@ -35,8 +35,8 @@ def scaling(run: Run, track: Track) -> Iterator[Finding]:
             "problem",
             f"The scale was {bound} or less for {percent(stuck_low)} of the run",
             "Nothing is amplified any more, and still gradients overflow. Something in the model "
-            "is too large by itself: look at the tensors named above, lower the learning rate, or "
-            "train in bfloat16.",
+            "is too large by itself: look at the tensors that are named, lower the learning rate, "
+            "or train in bfloat16.",
             {"share": stuck_low, "last scale": scale[-1]},
         )
         return

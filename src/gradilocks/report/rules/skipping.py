@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from gradilocks.report.tracks import Track
 from gradilocks.report.values import Finding, Severity
-from gradilocks.report.words import clean, count, listed, percent, power
+from gradilocks.report.words import clean, count, listed, percent
 
 # A dynamic scale starts too high on purpose: at 2^16 it may take sixteen halvings to settle.
 SETTLING = 50
@@ -71,7 +71,8 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
         f"NaN in the gradients of {count(len(places), 'step')}",
         f"First at step {step:,}. No loss scale was there to cause it, so a smaller one cannot "
         f"help. {_who(blamed, len(places))}Look for a division by zero, the logarithm or root of "
-        "0, or bad inputs; `gradilocks run --trace` names the operation.",
+        "0, bad inputs, or a learning rate that blew up the weights; `gradilocks run --trace` "
+        "names the operation.",
         {"steps": len(places)},
         step=step,
         culprit=blamed[0][0] if blamed else None,
@@ -151,8 +152,8 @@ def _what_to_do(severity: Severity, longest: int, *, unscaled: bool) -> str:
         return "There was no loss scale to overflow: look at the inputs and at these layers."
     if longest >= STREAK:
         return (
-            f"{longest} of them came in a row, as a scale that halves each time would end at "
-            f"{power(2.0**-longest)} of itself: a smaller scale does not cure this."
+            f"{longest:,} of them came in a row, enough to halve any scale to nothing: a smaller "
+            "scale does not cure this."
         )
     if severity == "note":
         return "That is the usual price of a dynamic scale."
