@@ -6,12 +6,16 @@ here, not written by hand.
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
 import time
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
+import gradilocks
 from gradilocks import ClipByNorm, DynamicScale, GradientControl
 from gradilocks.demo.half import HalfLinear
 from gradilocks.demo.model import GPT
@@ -67,10 +71,14 @@ def train(
     parameters = list(model.parameters())
     header = Header(
         version=1,
-        started=1_790_000_000.0,
-        command=("python", "train.py", "--lr", f"{rate:g}", "--steps", str(steps)),
-        versions={"python": "3.11", "torch": torch.__version__, "gradilocks": "0.1.0"},
-        hardware={"machine": "x86_64", "cpu": "two cores", "cores": 2, "gpus": []},
+        started=time.time(),
+        command=("python", *sys.argv),
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "gradilocks": gradilocks.__version__,
+        },
+        hardware={"machine": platform.machine(), "cores": os.cpu_count(), "gpus": []},
         settings={"scale": repr(scale), "clip": repr(clip), "detail_every": detail_every},
         rank=0,
         ranks=1,
