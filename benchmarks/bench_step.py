@@ -25,9 +25,10 @@ from compete import Settings, free
 from environment import environment
 from floor import Floor
 from harness import WARM_UP
-from report import Row, save, table
 from row_sets import ROW_SETS, Job
 from workloads import EXPERTS, SIZES
+
+from report import Row, save, table
 
 CPU_SIZES = ["124M", "1M"]
 GPU_SIZES = ["1.1B", "124M", "22M", "0.3M", "8M"]

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 from harness import Contender, Ready, alternate, synchronize
-from report import Notes, Row, rows_of
 from torch import Tensor
+
+from report import Notes, Row, rows_of
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from harness import Times
+
 from report import Row, spread
 
 STEP_BYTES = 32

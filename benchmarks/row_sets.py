@@ -12,11 +12,11 @@ from contenders import step_contenders, with_control, with_telemetry
 from floor import BF16_BYTES, CLIP_BYTES, MASTERS_BYTES, NORM_BYTES, STEP_BYTES, Floor
 from half_contenders import expert_contenders, masters_contenders
 from harness import Contender, Ready
-from report import Row
 from torch import Tensor
 from workloads import EXPERTS, SIZES, Workload
 
 import gradilocks
+from report import Row
 
 TOLERANCE = 5e-3
 """torch's norm over 124 M elements is off by 1e-3 on the CPU, ours by 1e-7."""

@@ -9,6 +9,7 @@ import typer
 from gradilocks.cli.compare import compare
 from gradilocks.cli.demo import demo
 from gradilocks.cli.export import export
+from gradilocks.cli.report import report
 from gradilocks.cli.watch import watch
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app.command()(demo)
 app.command()(watch)
 app.command()(compare)
 app.command()(export)
+app.command()(report)
 
 
 @app.callback()

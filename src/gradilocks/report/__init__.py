@@ -1,5 +1,6 @@
-"""Run files → what they say: numbers, findings, a page. Reads records; imports no torch.
+"""A run file → what happened, in sentences and on one page. Imports no torch.
 
-`summary.py` makes the numbers of one run, `comparison.py` those of several beside each other,
-`sparkline.py` draws a row of them in one line of text.
+`tracks.py` turns a Run into columns of numbers, `findings.py` judges them by the rules in `rules/`,
+`series.py` makes of them what a plot shows, `figures.py` the plots, `page.py` the HTML. `summary.py`
+makes the numbers of one run, `comparison.py` those of several beside each other.
 """

@@ -1,0 +1,205 @@
+// Draws the plots of a report and keeps them in the colours of the page.
+"use strict";
+(() => {
+  const plots = JSON.parse(document.getElementById("plots").textContent);
+  const root = document.documentElement;
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  const narrow = () => innerWidth < 700;
+  const RUNS = 7;
+  const DASHES = ["solid", "dot", "dashdot", "longdash"];
+  // Pale in the middle, so that what is usual recedes; blue and orange differ for every eye.
+  const RATIO = {
+    light: [[0, "#0b4f8a"], [0.25, "#5a9bd4"], [0.5, "#f1eee8"], [0.75, "#e8923b"], [1, "#9c4a00"]],
+    dark: [[0, "#6cb8f5"], [0.25, "#3a76ab"], [0.5, "#3a3d43"], [0.75, "#c2762b"], [1, "#ffb765"]],
+  };
+  const SHARE = {
+    light: [[0, "#f1eee8"], [0.5, "#e8923b"], [1, "#7a3a00"]],
+    dark: [[0, "#2d3036"], [0.5, "#c2762b"], [1, "#ffc988"]],
+  };
+
+  const stored = () => { try { return localStorage.getItem("gradilocks-theme"); } catch { return null; } };
+  const store = (name) => { try { localStorage.setItem("gradilocks-theme", name); } catch { /* not kept */ } };
+  const theme = () => root.dataset.theme || (prefersDark.matches ? "dark" : "light");
+  const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
+
+  // --- what depends on the theme ---------------------------------------------------------------
+
+  function coloured(trace) {
+    const { run = 0, role, scale } = trace.meta;
+    if (trace.type === "heatmap") {
+      return { colorscale: { ratio: RATIO[theme()], share: SHARE[theme()] }[scale] || "Viridis" };
+    }
+    const own = colour(`run${run % RUNS}`);
+    if (role === "skip") {
+      return { "marker.color": several(trace) ? own : colour("skip"), "marker.line.color": colour("card") };
+    }
+    return { "line.color": role === "limit" && !several(trace) ? colour("muted") : own };
+  }
+
+  const several = () => document.querySelectorAll(".swatch").length > 0;
+
+  function surroundings() {
+    const ink = colour("muted"), grid = colour("grid"), back = colour("card");
+    const axis = (name) => ({
+      [`${name}.gridcolor`]: grid, [`${name}.linecolor`]: colour("rule"), [`${name}.zerolinecolor`]: grid,
+      [`${name}.tickcolor`]: colour("rule"),
+    });
+    return {
+      "font.color": ink, paper_bgcolor: back, plot_bgcolor: back, ...axis("xaxis"), ...axis("yaxis"),
+      "hoverlabel.bgcolor": colour("page"), "hoverlabel.bordercolor": colour("muted"),
+      "hoverlabel.font.color": colour("ink"), "legend.bgcolor": "rgba(0,0,0,0)",
+      "modebar.color": ink, "modebar.activecolor": colour("accent"), "modebar.bgcolor": "rgba(0,0,0,0)",
+    };
+  }
+
+  // --- figures ---------------------------------------------------------------------------------
+
+  // The shares and logarithms of a heat map are its colours; what one points at are the numbers.
+  function heated(trace) {
+    const { scale, columns } = trace.meta;
+    trace.customdata = trace.z;
+    trace.text = trace.z.map(() => columns);
+    trace.hoverongaps = false;
+    const bar = {
+      orientation: "h", x: 0, xanchor: "left", y: 1, yanchor: "bottom", ypad: 4, len: narrow() ? 0.9 : 0.4,
+      thickness: 10, outlinewidth: 0, tickfont: { size: 12 }, ticklabelposition: "outside bottom",
+    };
+    trace.colorbar = bar;
+    if (scale === "share") {
+      Object.assign(trace, { zmin: 0, zmax: 1 });
+      Object.assign(bar, { tickformat: ".0%", tickvals: [0, 0.25, 0.5, 0.75, 1] });
+      return;
+    }
+    let low = Infinity, high = -Infinity;
+    for (const row of trace.z) for (const value of row) {
+      if (value > 0) { low = Math.min(low, value); high = Math.max(high, value); }
+    }
+    if (high <= 0) { low = high = 1e-3; }
+    // Twelve decades are all that eyes can tell apart in a colour bar.
+    let from = Math.max(Math.log10(low), Math.log10(high) - 12), to = Math.log10(high);
+    if (scale === "ratio") {
+      const reach = Math.min(5, Math.max(1, to + 3, -3 - from));
+      [from, to] = [-3 - reach, -3 + reach];
+    } else if (to - from < 0.5) { from -= 0.25; to += 0.25; }
+    trace.z = trace.z.map((row) => row.map((v) => (v === null ? null : v > 0 ? Math.log10(v) : from)));
+    Object.assign(trace, { zmin: from, zmax: to });
+    const every = Math.max(1, Math.ceil((to - from) / 6));
+    const ticks = [];
+    for (let at = Math.ceil(from); at <= to; at += 1) if (at % every === 0) ticks.push(at);
+    Object.assign(bar, { tickvals: ticks, ticktext: ticks.map((at) => `10<sup>${at}</sup>`) });
+    if (ticks.length < 2) {
+      const ends = [from, (from + to) / 2, to];
+      Object.assign(bar, { tickvals: ends, ticktext: ends.map((at) => (10 ** at).toPrecision(2)) });
+    }
+  }
+
+  function drawn(trace) {
+    const { run = 0, role } = trace.meta;
+    if (trace.type === "heatmap") heated(trace);
+    else if (role === "skip") trace.marker = { symbol: "x", size: 9, line: { width: 1 } };
+    else trace.line = { width: 1.75, dash: DASHES[Math.floor(run / RUNS) % DASHES.length], ...trace.line };
+    for (const [path, value] of Object.entries(coloured(trace))) put(trace, path, value);
+    return trace;
+  }
+
+  function put(target, path, value) {
+    const keys = path.split(".");
+    const last = keys.pop();
+    for (const key of keys) target = target[key] ??= {};
+    target[last] = value;
+  }
+
+  function laidOut(plot) {
+    const axis = (given) => ({
+      automargin: true, ...given, title: { text: given.title || "", standoff: 12, font: { size: 13 } },
+      ticks: "outside", ticklen: 4,
+    });
+    const layout = {
+      font: { family: getComputedStyle(document.body).fontFamily, size: 13 },
+      margin: { l: 56, r: 16, t: plot.heat ? 40 : plot.legend ? 36 : 12, b: 56 },
+      dragmode: "zoom", hovermode: plot.heat ? "closest" : "x unified",
+      hoverlabel: { align: "left", namelength: 40 },
+      xaxis: { ...axis(plot.x), automargin: false, hoverformat: ",d", tickformat: ",~r", showgrid: !plot.heat, zeroline: false },
+      yaxis: { ...axis(plot.y), zeroline: false, showgrid: !plot.heat },
+      showlegend: Boolean(plot.legend),
+      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemsizing: "constant" },
+    };
+    if (!plot.heat) layout.xaxis.unifiedhovertitle = { text: `${plot.x.title} %{x:,d}` };
+    if (plot.heat && narrow()) layout.yaxis.showticklabels = false;
+    for (const [path, value] of Object.entries(surroundings())) put(layout, path, value);
+    return layout;
+  }
+
+  const config = {
+    responsive: true, displaylogo: false, doubleClick: "reset+autosize",
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+  };
+
+  // --- the page --------------------------------------------------------------------------------
+
+  const canvases = [...document.querySelectorAll(".canvas")];
+
+  // Zooming into the steps of one plot shows the same steps in all plots of its section.
+  function follow(canvas, changed) {
+    const zoomed = Object.keys(changed).some((key) => key.startsWith("xaxis.range"));
+    if (!zoomed && !changed["xaxis.autorange"]) return;
+    const range = canvas.layout.xaxis.range.slice();
+    for (const other of canvas.closest(".plots").querySelectorAll(".canvas")) {
+      const own = other.layout && other.layout.xaxis;
+      if (other === canvas || !own) continue;
+      if (zoomed && (own.range[0] !== range[0] || own.range[1] !== range[1])) {
+        Plotly.relayout(other, { "xaxis.range": range.slice(), "xaxis.autorange": false });
+      } else if (!zoomed && own.autorange !== true) {
+        Plotly.relayout(other, { "xaxis.autorange": true });
+      }
+    }
+  }
+
+  function recolour() {
+    for (const canvas of canvases) {
+      if (!canvas.data) continue;
+      const each = canvas.data.map(coloured);
+      const restyled = {};
+      for (const key of new Set(each.flatMap(Object.keys))) {
+        restyled[key] = each.map((one, at) => one[key] ?? key.split(".").reduce((v, k) => v && v[k], canvas.data[at]));
+      }
+      Plotly.update(canvas, restyled, surroundings());
+    }
+    paint();
+  }
+
+  function paint() {
+    for (const swatch of document.querySelectorAll(".swatch")) {
+      swatch.style.background = colour(`run${swatch.dataset.run % RUNS}`);
+    }
+    button.textContent = theme() === "dark" ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Switch to the ${theme() === "dark" ? "light" : "dark"} theme`);
+  }
+
+  const button = document.getElementById("theme");
+  if (["dark", "light"].includes(stored())) root.dataset.theme = stored();
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    root.dataset.theme = theme() === "dark" ? "light" : "dark";
+    store(root.dataset.theme);
+    recolour();
+  });
+  prefersDark.addEventListener("change", recolour);
+
+  // Paper is light.
+  let before;
+  addEventListener("beforeprint", () => { before = root.dataset.theme; root.dataset.theme = "light"; recolour(); });
+  addEventListener("afterprint", () => {
+    if (before) root.dataset.theme = before; else delete root.dataset.theme;
+    recolour();
+  });
+
+  paint();
+  for (const canvas of canvases) {
+    const plot = plots[canvas.id];
+    Plotly.newPlot(canvas, plot.traces.map(drawn), laidOut(plot), config).then(() => {
+      canvas.on("plotly_relayout", (changed) => follow(canvas, changed));
+      canvas.dataset.ready = "yes";
+    });
+  }
+})();

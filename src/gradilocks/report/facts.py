@@ -1,0 +1,156 @@
+"""A run → what ran, and its main numbers: pairs of a name and what to say about it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from gradilocks.report.findings import examine
+from gradilocks.report.tracks import Track, middle, tracks
+from gradilocks.report.values import Health
+from gradilocks.report.words import clean, count, duration, number, percent, power
+from gradilocks.runfile import Run
+
+__all__ = ["Reported", "in_short", "main_numbers", "report_on", "what_ran"]
+
+Pairs = list[tuple[str, str]]
+
+# The loss at an end is the median of so many steps: one batch is too noisy.
+ENDS = 20
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A run with everything that was worked out about it."""
+
+    run: Run
+    label: str
+    tracks: Sequence[Track]
+    health: Health
+
+
+def report_on(run: Run, label: str) -> Reported:
+    """Follows and judges a run.
+
+    Raises:
+        BadRunFile: a step holds something else than numbers.
+    """
+    followed = tracks(run)
+    return Reported(run, clean(label), followed, examine(run, followed))
+
+
+def what_ran(run: Run) -> Pairs:
+    """Command, time, versions, hardware, settings: what a header knows, and how the run ended."""
+    header = run.header
+    pairs = [
+        ("command", clean(shlex.join(map(str, header.command))) or "not known"),
+        ("started", _moment(header.started)),
+        ("lasted", _lasted(run)),
+        ("ended", _ended(run)),
+    ]
+    for info in run.optimizers:
+        held = f"{count(len(info.names), 'tensor')}, {count(sum(info.sizes), 'parameter')}"
+        pairs.append(("optimizer", f"{clean(info.kind)}: {held}"))
+    pairs += [
+        ("versions", _joined(header.versions.items())),
+        ("hardware", _hardware(run)),
+        ("settings", _joined(header.settings.items())),
+    ]
+    if header.ranks > 1:
+        pairs.append(("rank", f"{header.rank} of {header.ranks}"))
+    pairs.append(("run file", clean(run.path)))
+    return [(name, value) for name, value in pairs if value]
+
+
+def in_short(run: Run) -> str:
+    """What ran, in half a line: how long, how it ended, on what."""
+    gpus = run.header.hardware.get("gpus")
+    first = next(iter(gpus), None) if isinstance(gpus, list) else None
+    parts = [
+        _moment(run.header.started),
+        f"ran {_lasted(run)}" if _lasted(run) else "",
+        f"ended {_ended(run)}" if run.end else _ended(run),
+        f"torch {clean(run.header.versions['torch'])}" if "torch" in run.header.versions else "",
+        clean(first or run.header.hardware.get("cpu") or ""),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def main_numbers(reported: Reported, track: Track | None) -> Pairs:
+    """The few numbers by which runs are compared, of one optimizer of a run."""
+    if track is None:
+        return [("steps", "0")]
+    steps, loss = len(track.steps), [value for value in track.loss if not math.isnan(value)]
+    taken = max(1, steps - len(track.skipped))
+    limited = any(track.clipped) or not all(map(math.isnan, track.limit))
+    ends = max(1, min(ENDS, len(loss) // 4))
+    seconds = track.time[-1] - track.time[0]
+    return [
+        ("steps", f"{steps:,}"),
+        ("skipped", _share_of(len(track.skipped), steps)),
+        ("clipped", _share_of(sum(track.clipped), taken) if limited else "no limit"),
+        (
+            "loss",
+            f"{number(middle(loss[:ends]))} → {number(middle(loss[-ends:]))}" if loss else "–",
+        ),
+        ("median norm", _or_dash(middle(track.norm))),
+        ("last scale", _or_dash(_last(track.scale), power)),
+        ("lasted", duration(track.time[-1]) if track.time[-1] > 0 else "–"),
+        ("steps/s", number((steps - 1) / seconds) if steps > 1 and seconds > 0 else "–"),
+        ("verdict", reported.health.verdict),
+    ]
+
+
+def _share_of(some: int, all_of_them: int) -> str:
+    return f"{some:,} ({percent(some / all_of_them)})" if some else "0"
+
+
+def _or_dash(value: float, written: Callable[[float], str] = number) -> str:
+    return "–" if math.isnan(value) else written(value)
+
+
+def _last(values: Sequence[float]) -> float:
+    return next((value for value in reversed(values) if not math.isnan(value)), math.nan)
+
+
+def _moment(seconds: float) -> str:
+    try:
+        moment = datetime.fromtimestamp(seconds, tz=timezone.utc)
+    except (OverflowError, OSError, ValueError):
+        return "not known"
+    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _lasted(run: Run) -> str:
+    times = [step.time for step in run.steps[-1:]] + ([run.end.time] if run.end else [])
+    return duration(max(times)) if times else ""
+
+
+def _ended(run: Run) -> str:
+    if run.end is None:
+        return "no end in the file: killed, or still going"
+    words = {
+        "finished": "by itself",
+        "error": f"in an error: {clean(run.end.error)}",
+        "interrupted": "interrupted",
+        "exit": f"with exit status {run.end.exit}",
+    }
+    return words.get(run.end.status, clean(run.end.status))
+
+
+def _hardware(run: Run) -> str:
+    hardware = dict(run.header.hardware)
+    gpus, memory = hardware.pop("gpus", None), hardware.pop("memory", None)
+    parts = [_joined((key, value) for key, value in hardware.items() if value)]
+    if isinstance(memory, (int, float)) and memory > 0:
+        parts.append(f"memory {memory / 2**30:.0f} GiB")
+    parts += [f"GPU {clean(gpu)}" for gpu in gpus] if isinstance(gpus, list) else []
+    return ", ".join(part for part in parts if part)
+
+
+def _joined(items: Iterable[tuple[str, Any]]) -> str:
+    return ", ".join(f"{clean(key)} {clean(value)}" for key, value in items if value is not None)

@@ -1,0 +1,90 @@
+"""Where a page goes: chosen, checked so that nothing of value is overwritten, and written whole."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gradilocks.errors import GradilocksError
+from gradilocks.report.page import GENERATOR
+
+__all__ = ["choose", "labels", "write"]
+
+# The marks of a page stand in its first lines.
+HEAD_BYTES = 2048
+
+
+def choose(runs: Sequence[Path], output: Path | None) -> Path:
+    """Returns where the page goes, unless that is where one of the runs is.
+
+    Raises:
+        GradilocksError: a run file would be overwritten, or is named twice.
+    """
+    for nth, run in enumerate(runs):
+        if any(_same(run, other) for other in runs[:nth]):
+            raise GradilocksError(f"{run} is given twice; name each run file once.")
+    if output is None:
+        first = runs[0]
+        output = first.with_name("report.html") if len(runs) > 1 else first.with_suffix(".html")
+    if any(_same(output, run) for run in runs):
+        raise GradilocksError(f"-o {output} is the run file itself; give the page another name.")
+    return output
+
+
+def labels(runs: Sequence[Path]) -> list[str]:
+    """Returns what to call each run: its file's name, with as many folders as tell them apart."""
+    for parts in range(1, max(len(run.parts) for run in runs) + 1):
+        short = ["/".join(run.with_suffix("").parts[-parts:]) for run in runs]
+        if len(set(short)) == len(runs):
+            return short
+    return [str(run) for run in runs]
+
+
+def write(page: Path, render: Callable[[], str], *, identity: str, force: bool) -> None:
+    """Writes a page beside its place and moves it there, so that there is never half of one.
+
+    Args:
+        page: where.
+        render: makes the page; called once nothing stands in the way.
+        identity: of the runs it is about, as in `gradilocks.report.page.identity`.
+        force: whether to replace what is no report on these runs.
+
+    Raises:
+        GradilocksError: something else is there, or the place cannot be written.
+    """
+    if page.is_dir():
+        raise GradilocksError(f"{page} is a folder; give the path of a page, as {page / 'a.html'}.")
+    if page.exists() and not force and not _own(page, identity):
+        raise GradilocksError(
+            f"{page} is already there and is no report on these runs; choose another name with -o, "
+            "or replace it with --force."
+        )
+    beside = page.with_name(f".{page.name}.{os.getpid()}.part")
+    try:
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(render())
+        beside.replace(page)
+    except OSError as error:
+        raise GradilocksError(f"{page} cannot be written: {error.strerror or error}.") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _own(page: Path, identity: str) -> bool:
+    try:
+        with page.open("rb") as file:
+            head = file.read(HEAD_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise GradilocksError(f"{page} cannot be read: {error.strerror or error}.") from error
+    made_here = f'<meta name="generator" content="{GENERATOR}">' in head
+    about = re.search(r'<meta name="gradilocks-runs" content="(\w+)">', head)
+    return made_here and about is not None and about[1] == identity
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return one.absolute() == other.absolute()

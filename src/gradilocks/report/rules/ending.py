@@ -1,0 +1,73 @@
+"""How a run ended, and where its values first turned non-finite, if that was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradilocks.report.values import Finding
+from gradilocks.report.words import clean, count, duration
+from gradilocks.runfile import Run
+
+MOST_TRACES = 3  # More of them say the same again.
+
+
+def ending(run: Run) -> Iterator[Finding]:
+    """Says so if a run did not end by itself and well."""
+    end = run.end
+    if end is None:
+        torn = f" {count(run.torn, 'torn line')} left out." if run.torn else ""
+        yield Finding(
+            "no-end",
+            "note",
+            "The run file has no end",
+            f"The run was killed, or it is still going: this report shows what was written.{torn}",
+        )
+    elif end.status == "error":
+        what = clean(end.error) if end.error else "an error without a message"
+        yield Finding(
+            "ended-in-error",
+            "problem",
+            "The run ended in an error",
+            f"After {duration(end.time)}: {what}",
+            {"exit": end.exit},
+        )
+    elif end.status == "interrupted":
+        yield Finding(
+            "interrupted",
+            "note",
+            "The run was interrupted",
+            f"Somebody stopped it after {duration(end.time)}.",
+        )
+    elif end.status != "finished":
+        yield Finding(
+            "exit-status",
+            "warning",
+            f"The run exited with status {end.exit}",
+            f"It ended itself after {duration(end.time)} and said that something was wrong.",
+            {"exit": end.exit},
+        )
+    if run.resumed:
+        yield Finding(
+            "resumed",
+            "note",
+            f"The file holds {count(len(run.resumed) + 1, 'session')}",
+            "The run was resumed into the same file; the plots show one session after another.",
+            {"sessions": len(run.resumed) + 1},
+        )
+
+
+def traced(run: Run) -> Iterator[Finding]:
+    """Repeats what `gradilocks.trace` found."""
+    more = len(run.traces) - MOST_TRACES
+    for nth, trace in enumerate(run.traces[:MOST_TRACES], start=1):
+        where = clean(trace.module) or "the model"
+        last = more > 0 and nth == MOST_TRACES
+        yield Finding(
+            "traced",
+            "warning",
+            f"{clean(trace.what)} first appeared in {where}",
+            clean(trace.text) + (f" The file has {count(more, 'more trace')}." if last else ""),
+            {"phase": clean(trace.phase), "class": clean(trace.kind)},
+            step=trace.step,
+            culprit=trace.module,
+        )

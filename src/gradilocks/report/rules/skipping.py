@@ -1,0 +1,162 @@
+"""Steps that were skipped, and steps that should have been."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from gradilocks.report.tracks import Track
+from gradilocks.report.values import Finding, Severity
+from gradilocks.report.words import clean, count, listed, percent
+
+# A dynamic scale starts too high on purpose: at 2^16 it may take sixteen halvings to settle.
+SETTLING = 50
+# torch's rule tries a doubling every 2,000 steps and loses 0.05 %. Twenty times that is a loss.
+FEW = 0.01
+# One step in ten lost is a tenth of the bill.
+MANY = 0.1
+# Below three, one bad batch in a short run would pass for a rate.
+COUNTABLE = 3
+# From 2^16 it takes 40 halvings to the smallest scale that fp16 can make use of, 2^-24; half of
+# them in a row, and the scale is not what is wrong.
+STREAK = 20
+# A spike filter that rejects one batch in twenty takes the tail of the data for spikes.
+MANY_REJECTED = 0.05
+
+
+def skipping(track: Track) -> Iterator[Finding]:
+    """Counts the steps that non-finite gradients cost, and who made them non-finite."""
+    places = [i for i in track.skipped if track.steps[i].reason != "rejected"]
+    if not places:
+        return
+    late = [i for i in places if i >= SETTLING]
+    share = len(late) / max(1, len(track.steps) - SETTLING)
+    longest = _longest_streak(places)
+    unscaled = all(track.scale[i] == 1 for i in places)
+    severity: Severity = "note"
+    if longest >= STREAK or (share >= MANY and len(late) >= COUNTABLE):
+        severity = "problem"
+    elif unscaled or (share >= FEW and len(late) >= COUNTABLE):
+        severity = "warning"
+    blamed = _blamed(track, places)
+    first = places[0]
+    yield Finding(
+        "skipped",
+        severity,
+        f"{count(len(places), 'step')} skipped: NaN or Inf in the gradients",
+        f"{percent(len(places) / len(track.steps))} of all steps changed nothing"
+        + (f", the first at step {track.steps[first].step:,}" if len(places) > 1 else "")
+        + f". {_who(blamed, len(places))}{_what_to_do(severity, longest, unscaled=unscaled)}",
+        {"skipped": len(places), "after settling": len(late), "longest streak": longest},
+        step=track.steps[first].step,
+        culprit=blamed[0][0] if blamed else None,
+    )
+
+
+def nan_culprits(track: Track) -> Iterator[Finding]:
+    """Names the tensors with NaN at a scale that cannot be the cause."""
+    # A scaled overflow often turns into NaN on its way back (Inf - Inf in a softmax). At a scale
+    # of 1 or less there is no such excuse.
+    places = [
+        i for i in track.nonfinite if track.steps[i].nan > 0 and not _amplified(track.scale[i])
+    ]
+    if not places:
+        return
+    blamed = _blamed(track, places)
+    step = track.steps[places[0]].step
+    yield Finding(
+        "nan",
+        "problem",
+        f"NaN in the gradients of {count(len(places), 'step')}",
+        f"First at step {step:,}. No loss scale was there to cause it, so a smaller one cannot "
+        f"help. {_who(blamed, len(places))}Look for a division by zero, the logarithm or root of "
+        "0, bad inputs, or a learning rate that blew up the weights; `gradilocks run --trace` "
+        "names the operation.",
+        {"steps": len(places)},
+        step=step,
+        culprit=blamed[0][0] if blamed else None,
+    )
+
+
+def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
+    """Says so if NaN or Inf reached the weights."""
+    places = [i for i in track.nonfinite if not track.steps[i].skipped]
+    if not places:
+        return
+    step = track.steps[places[0]].step
+    blamed = _blamed(track, places)
+    yield Finding(
+        "taken-though-nonfinite",
+        "problem",
+        f"{count(len(places), 'step')} taken with NaN or Inf in the gradients",
+        f"The first was step {step:,}: from there on the weights themselves are spoilt. "
+        f"{_who(blamed, len(places))}A GradientControl, or a GradScaler, would have skipped it.",
+        {"steps": len(places)},
+        step=step,
+        culprit=blamed[0][0] if blamed else None,
+    )
+
+
+def rejected(track: Track) -> Iterator[Finding]:
+    """Counts the steps that a clip policy refused."""
+    places = [i for i in track.skipped if track.steps[i].reason == "rejected"]
+    if not places:
+        return
+    share = len(places) / len(track.steps)
+    many = share > MANY_REJECTED and len(places) >= COUNTABLE
+    yield Finding(
+        "rejected",
+        "warning" if many else "note",
+        f"{count(len(places), 'step')} skipped by the clip policy",
+        f"It took {percent(share)} of the steps for spikes, the first at step "
+        f"{track.steps[places[0]].step:,}."
+        + (" So many are no spikes: raise its threshold, or clip instead." if many else ""),
+        {"rejected": len(places), "share": share},
+        step=track.steps[places[0]].step,
+    )
+
+
+def _amplified(scale: float) -> bool:
+    return not math.isnan(scale) and scale > 1
+
+
+def _longest_streak(places: Sequence[int]) -> int:
+    longest = streak = 0
+    before = -2
+    for place in places:
+        streak = streak + 1 if place == before + 1 else 1
+        before = place
+        longest = max(longest, streak)
+    return longest
+
+
+def _blamed(track: Track, places: Sequence[int]) -> list[tuple[str, int]]:
+    """The first culprit of each step, in backward order, and how often it was that."""
+    first = (track.steps[i].culprits[0].name for i in places if track.steps[i].culprits)
+    return Counter(first).most_common()
+
+
+def _who(blamed: list[tuple[str, int]], steps: int) -> str:
+    if not blamed:
+        return ""
+    if len(blamed) == 1:
+        return f"It began in {clean(blamed[0][0])}{' each time' if steps > 1 else ''}. "
+    most, times = blamed[0]
+    others = listed([name for name, _ in blamed[1:]])
+    return f"It began most often in {clean(most)} ({count(times, 'time')}), else in {others}. "
+
+
+def _what_to_do(severity: Severity, longest: int, *, unscaled: bool) -> str:
+    if unscaled:
+        return "There was no loss scale to overflow: look at the inputs and at these layers."
+    if longest >= STREAK:
+        return (
+            f"{longest:,} of them came in a row, enough to halve any scale to nothing: a smaller "
+            "scale does not cure this."
+        )
+    if severity == "note":
+        return "That is the usual price of a dynamic scale."
+    return (
+        "HeadroomScale measures instead of overflowing; a longer growth_interval also loses less."
+    )

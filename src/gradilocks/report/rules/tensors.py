@@ -1,0 +1,174 @@
+"""Single tensors: without a gradient, vanishing, dominating, moving too much or too little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from gradilocks.report.tracks import Tensor, Track, middle
+from gradilocks.report.values import Finding
+from gradilocks.report.words import clean, count, listed, number, percent
+
+# A look at fewer steps than this may have met an odd one.
+ENOUGH = 3
+# Nine values in ten exactly zero. Dead ReLU units leave a third or half in healthy networks.
+ZEROS = 0.9
+# Rows of an embedding that no token asked for have no gradient: zeros are its nature.
+SPARSE_BY_NATURE = ("emb", "wte", "wpe", "lookup", "expert")
+# A hundred thousandth of what the middle tensor has, value by value. Depth explains a hundredth.
+VANISHING = 1e-5
+# Below this many tensors one of them always has most of the norm.
+SEVERAL = 8
+# With nine tenths of the squared norm, one tensor alone decides whether everything is clipped.
+DOMINATING = 0.9
+# About 1e-3 a step is usual. Small models with large learning rates go to a few 1e-2 in health.
+MOVING_MUCH = 0.1
+# At 1e-7 of itself a step, float32 rounds the change of a weight away.
+MOVING_LITTLE = 1e-7
+
+
+def gradientless(track: Track) -> Iterator[Finding]:
+    """Names the parameters that no backward pass reached."""
+    if len(track.detailed) < ENOUGH:
+        return
+    never = [
+        tensor.name
+        for row, tensor in enumerate(track.tensors)
+        if math.isnan(tensor.usual_norm) and _never_measured(track, row)
+    ]
+    if never:
+        yield Finding(
+            "without-gradient",
+            "note",
+            f"{count(len(never), 'parameter')} never had a gradient",
+            f"The loss does not depend on {listed(never)}: unused, or frozen without leaving the "
+            "optimizer.",
+            {"parameters": len(never)},
+            culprit=never[0],
+        )
+
+
+def vanishing(track: Track) -> Iterator[Finding]:
+    """Names the layers whose gradients are zero, mostly zero, or next to nothing."""
+    if len(track.detailed) < ENOUGH:
+        return
+    seen = [tensor for tensor in track.tensors if not math.isnan(tensor.usual_norm)]
+    zero = [
+        tensor
+        for tensor in seen
+        if tensor.usual_norm == 0
+        or (tensor.usual_zeros >= ZEROS and not _named(tensor, SPARSE_BY_NATURE))
+    ]
+    if zero:
+        worst = max(zero, key=lambda tensor: tensor.usual_zeros)
+        yield Finding(
+            "vanishing-zeros",
+            "warning",
+            f"The gradients of {count(len(zero), 'tensor')} are mostly zero",
+            f"{listed([tensor.name for tensor in zero])}: usually {percent(worst.usual_zeros)} of "
+            f"the values of {clean(worst.name)} are exactly zero. Either the format rounds them to "
+            "zero, which a larger loss scale cures, or the units are dead.",
+            {"tensors": len(zero), "zeros": worst.usual_zeros},
+            culprit=worst.name,
+        )
+    usual = middle(_typical_value(tensor) for tensor in seen)
+    faint = [
+        tensor
+        for tensor in seen
+        # What a bias adds may be taken out again (before a normalization, a key's in attention):
+        # its gradient is rounding noise in every healthy run.
+        if 0 < _typical_value(tensor) < VANISHING * usual and not tensor.name.endswith("bias")
+    ]
+    if faint:
+        faintest = min(faint, key=_typical_value)
+        part = _typical_value(faintest) / usual
+        yield Finding(
+            "vanishing-norm",
+            "warning",
+            f"The gradients of {count(len(faint), 'tensor')} vanish",
+            f"{listed([tensor.name for tensor in faint])}: a value of {clean(faintest.name)} is "
+            f"usually {number(part)} times that of the middle tensor. These layers learn next to "
+            "nothing with SGD; normalization, residual connections or another initialization help.",
+            {"tensors": len(faint), "part of the usual": part},
+            culprit=faintest.name,
+        )
+
+
+def dominating(track: Track) -> Iterator[Finding]:
+    """Names the tensor that has nearly all of the norm, if one has."""
+    if len(track.detailed) < ENOUGH or len(track.tensors) < SEVERAL:
+        return
+    totals = [
+        math.fsum(value * value for value in row if not math.isnan(value))
+        for row in zip(*(tensor.norm for tensor in track.tensors), strict=True)
+    ]
+    for tensor in track.tensors:
+        share = middle(
+            value * value / total
+            for value, total in zip(tensor.norm, totals, strict=True)
+            if total > 0
+        )
+        if share >= DOMINATING:
+            yield Finding(
+                "dominating",
+                "warning",
+                f"{clean(tensor.name)} dominates the gradients",
+                f"It usually has {percent(share)} of the squared norm of all "
+                f"{len(track.tensors):,} tensors, so it alone decides when everything is clipped. "
+                "ClipPerTensor or AdaptiveClip bound each tensor by itself.",
+                {"share": share},
+                culprit=tensor.name,
+            )
+
+
+def moving(track: Track) -> Iterator[Finding]:
+    """Names the layers that a step changes far more, or far less, than is usual."""
+    if len(track.detailed) < ENOUGH:
+        return
+    # Biases begin at zero, and a part of nothing is large.
+    weights = [
+        tensor
+        for tensor in track.tensors
+        if not tensor.name.endswith("bias") and not math.isnan(tensor.usual_update)
+    ]
+    much = [tensor for tensor in weights if tensor.usual_update > MOVING_MUCH]
+    little = [tensor for tensor in weights if tensor.usual_update < MOVING_LITTLE]
+    if much:
+        most = max(much, key=lambda tensor: tensor.usual_update)
+        yield Finding(
+            "update-large",
+            "warning",
+            f"A step changes {count(len(much), 'tensor')} by more than {percent(MOVING_MUCH)}",
+            f"{listed([tensor.name for tensor in much])}: {clean(most.name)} usually changes by "
+            f"{number(most.usual_update)} of itself a step; about 0.001 is usual. Lower the "
+            "learning rate, or check the initialization of these layers.",
+            {"tensors": len(much), "largest": most.usual_update},
+            culprit=most.name,
+        )
+    if little:
+        least = min(little, key=lambda tensor: tensor.usual_update)
+        yield Finding(
+            "update-small",
+            "warning",
+            f"A step hardly changes {count(len(little), 'tensor')}",
+            f"{listed([tensor.name for tensor in little])}: {clean(least.name)} usually changes by "
+            f"{number(least.usual_update)} of itself a step; about 0.001 is usual. The learning "
+            "rate is too small for them, or the weights are too large.",
+            {"tensors": len(little), "smallest": least.usual_update},
+            culprit=least.name,
+        )
+
+
+def _never_measured(track: Track, row: int) -> bool:
+    """Whether not even NaN was counted in a tensor's gradient: then there was none."""
+    details = [track.steps[place].detail for place in track.detailed]
+    return all(detail.nan[row] is None for detail in details if detail is not None)
+
+
+def _typical_value(tensor: Tensor) -> float:
+    return tensor.usual_norm / math.sqrt(max(1, tensor.size))
+
+
+def _named(tensor: Tensor, parts: tuple[str, ...]) -> bool:
+    name = tensor.name.lower()
+    return any(part in name for part in parts)

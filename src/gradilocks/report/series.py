@@ -1,0 +1,210 @@
+"""Tracks → what the plots show, as plain data: lines, marks and heat maps.
+
+Numbers are rounded to what a plot can show, gaps are None, and long columns are thinned. Whether
+they were is in the data, so that the page can say so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradilocks.report.thinning import buckets, extremes, turns
+from gradilocks.report.tracks import Tensor, Track
+from gradilocks.report.words import clean, listed
+
+__all__ = [
+    "Heat",
+    "Line",
+    "Marks",
+    "clipped_share",
+    "heat",
+    "line",
+    "skip_marks",
+    "staircase",
+]
+
+# Twice what a wide screen has pixels across: the smallest and the largest of each pixel.
+MOST_POINTS = 3000
+# A mark for every skip, until they would cover each other anyway.
+MOST_MARKS = 1500
+# A share is taken over at least this many steps, and shown at most this often.
+SHARE_OVER = 10
+MOST_SHARES = 200
+# Columns and rows of a heat map; all heat maps of a page together get CELLS, at about six bytes.
+MOST_COLUMNS = 240
+FEWEST_COLUMNS = 24
+MOST_ROWS = 400
+CELLS = 450_000
+
+Number = float | None
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points to be joined; `thinned` from how many, 0 if they are all there."""
+
+    x: list[int]
+    y: list[Number]
+    thinned: int = 0
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Single points, each with what to say about it."""
+
+    x: list[int]
+    y: list[Number]
+    words: list[str]
+    thinned: int = 0
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A value for each row (tensor) and column (time)."""
+
+    edges: list[float]
+    """Where the columns begin, and where the last one ends."""
+    columns: list[str]
+    """What each column covers, in words."""
+    rows: list[str]
+    z: list[list[Number]]
+    thinned: int = 0
+    """How many steps with detail there were, if a column stands for several; else 0."""
+    folded: int = 0
+    """How many tensors there were, if a row stands for several; else 0."""
+
+
+def line(track: Track, values: Sequence[float]) -> Line | None:
+    """A column that wanders: loss, norm. None if it has no value at all."""
+    if all(map(math.isnan, values)):
+        return None
+    return _line(track, values, extremes(values, most=MOST_POINTS))
+
+
+def staircase(track: Track, values: Sequence[float]) -> Line | None:
+    """A column that stays and jumps: scale, limit. Only its jumps are kept, if that is less."""
+    if all(map(math.isnan, values)):
+        return None
+    places = turns(values)
+    if len(places) > MOST_POINTS:
+        return _line(track, values, extremes(values, most=MOST_POINTS))
+    return Line([track.at[i] for i in places], [_rounded(values[i], 6) for i in places])
+
+
+def skip_marks(track: Track) -> Marks | None:
+    """The skipped steps, at the scale they were skipped at, with reason and culprits."""
+    if not track.skipped:
+        return None
+    groups = list(buckets(len(track.skipped), MOST_MARKS))
+    x: list[int] = []
+    y: list[Number] = []
+    words = []
+    for group in groups:
+        place = track.skipped[group.start]
+        step = track.steps[place]
+        names = [culprit.name for culprit in step.culprits]
+        why = "rejected by the clip policy" if step.reason == "rejected" else "NaN or Inf"
+        also = f", and {len(group) - 1:,} more until the next mark" if len(group) > 1 else ""
+        x.append(track.at[place])
+        y.append(_rounded(track.scale[place], 6))
+        words.append(f"{why}{' in ' + listed(names, most=2) if names else ''}{also}")
+    return Marks(x, y, words, len(track.skipped) if len(groups) < len(track.skipped) else 0)
+
+
+def clipped_share(track: Track) -> Line | None:
+    """The share of clipped steps among those taken, window by window; None without a limit."""
+    if all(map(math.isnan, track.limit)) and not any(track.clipped):
+        return None
+    skipped = bytearray(len(track.steps))
+    for place in track.skipped:
+        skipped[place] = 1
+    windows = min(MOST_SHARES, max(1, len(track.steps) // SHARE_OVER))
+    x: list[int] = []
+    y: list[Number] = []
+    for window in buckets(len(track.steps), windows):
+        taken = len(window) - sum(skipped[window.start : window.stop])
+        x.append(track.at[window.start])
+        clipped = sum(track.clipped[window.start : window.stop])
+        y.append(_rounded(clipped / taken, 4) if taken else None)
+    x.append(track.at[-1])
+    y.append(y[-1])
+    return Line(x, y)
+
+
+def heat(track: Track, field: Callable[[Tensor], Sequence[float]], *, maps: int) -> Heat | None:
+    """One field of every tensor over time; the largest where a cell stands for several values.
+
+    Args:
+        track: where the tensors are.
+        field: which of a tensor's columns.
+        maps: how many heat maps share the page, so that all of them together stay small.
+    """
+    if not track.tensors or all(all(map(math.isnan, field(tensor))) for tensor in track.tensors):
+        return None
+    rows = list(buckets(len(track.tensors), MOST_ROWS))
+    room = CELLS // (maps * len(rows))
+    spans = list(buckets(len(track.detailed), max(FEWEST_COLUMNS, min(MOST_COLUMNS, room))))
+    z = []
+    for row in rows:
+        columns = [field(track.tensors[i]) for i in row]
+        z.append([_largest(columns, span) for span in spans])
+    return Heat(
+        edges=_edges(track, spans),
+        columns=[_covers(track, span) for span in spans],
+        rows=_unique([_row_name(track, row) for row in rows]),
+        z=z,
+        thinned=len(track.detailed) if len(spans) < len(track.detailed) else 0,
+        folded=len(track.tensors) if len(rows) < len(track.tensors) else 0,
+    )
+
+
+def _line(track: Track, values: Sequence[float], places: Sequence[int]) -> Line:
+    return Line(
+        [track.at[i] for i in places],
+        [_rounded(values[i], 5) for i in places],
+        len(values) if len(places) < len(values) else 0,
+    )
+
+
+def _largest(columns: Sequence[Sequence[float]], span: range) -> Number:
+    present = [
+        value
+        for column in columns
+        for value in column[span.start : span.stop]
+        if value == value  # not NaN; a call to math.isnan would take twice as long
+    ]
+    return _rounded(max(present), 3) if present else None
+
+
+def _edges(track: Track, spans: Sequence[range]) -> list[float]:
+    starts = [float(track.at[track.detailed[span.start]]) for span in spans]
+    last = track.at[track.detailed[-1]]
+    # The last column is as wide as the detail steps are apart.
+    gap = last - track.at[track.detailed[-2]] if len(track.detailed) > 1 else 1
+    return [*starts, float(last + gap)]
+
+
+def _covers(track: Track, span: range) -> str:
+    first, last = (track.at[track.detailed[i]] for i in (span.start, span.stop - 1))
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def _row_name(track: Track, row: range) -> str:
+    first, last = clean(track.tensors[row.start].name), clean(track.tensors[row.stop - 1].name)
+    return first if len(row) == 1 else f"{first} … {last}"
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Names told apart: an axis would lay two rows of one name over each other."""
+    seen: dict[str, int] = {}
+    told = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        told.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return told
+
+
+def _rounded(value: float, digits: int) -> Number:
+    return None if math.isnan(value) else float(f"{value:.{digits}g}")

@@ -1,0 +1,182 @@
+"""A Run → its Tracks: the steps of each optimizer as columns of numbers.
+
+Every rule and every plot walks over columns, and there may be a hundred thousand steps with some
+hundred tensors each, so each number is looked at once here: it is checked, and what is missing or
+not finite becomes NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from statistics import median
+
+from gradilocks.errors import BadRunFile
+from gradilocks.runfile import OptimizerInfo, Run, Step
+
+__all__ = ["Tensor", "Track", "tracks"]
+
+NAN = math.nan
+Column = Sequence[float]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter, at every step that has detail: columns as long as `Track.detailed`."""
+
+    name: str
+    size: int
+    norm: Column
+    zeros: Column
+    update: Column
+    """Update-to-weight ratio; NaN at skipped steps, which say nothing about it."""
+
+    @cached_property
+    def usual_norm(self) -> float:
+        """The median of its gradient norm; NaN if it never had one."""
+        return middle(self.norm)
+
+    @cached_property
+    def usual_zeros(self) -> float:
+        """The median share of zeros in its gradient; NaN if it never had one."""
+        return middle(self.zeros)
+
+    @cached_property
+    def usual_update(self) -> float:
+        """The median of its update-to-weight ratio at steps that changed it; NaN if none did."""
+        return middle(value for value in self.update if value > 0)
+
+
+@dataclass(frozen=True)
+class Track:
+    """The steps of one optimizer, in the order of the file; all columns are equally long."""
+
+    optimizer: OptimizerInfo
+    several: bool
+    """Whether the run has other optimizers too."""
+    steps: Sequence[Step]
+    at: Sequence[int]
+    """Where each step stands on a plot's axis: its number, or its place if numbers go back."""
+    renumbered: bool
+    loss: Column
+    scale: Column
+    norm: Column
+    limit: Column
+    rate: Column
+    time: Column
+    skipped: Sequence[int]
+    """Places of the skipped steps."""
+    nonfinite: Sequence[int]
+    """Places of the steps with NaN or Inf among the gradients."""
+    clipped: bytes
+    """1 for a step that was clipped and taken, 0 for another."""
+    detailed: Sequence[int]
+    """Places of the steps with detail."""
+    tensors: Sequence[Tensor]
+
+    @property
+    def label(self) -> str:
+        """The optimizer, as a report calls it: 'AdamW' or 'optimizer 1 (AdamW)'."""
+        kind = self.optimizer.kind
+        return f"optimizer {self.optimizer.index} ({kind})" if self.several else kind
+
+    def tensor_of_most(self, place: int) -> Tensor | None:
+        """The tensor with the largest gradient norm at a step; None if it has no detail."""
+        try:
+            row = self._rows[place]
+        except KeyError:
+            return None
+        present = [tensor for tensor in self.tensors if not math.isnan(tensor.norm[row])]
+        return max(present, key=lambda tensor: tensor.norm[row], default=None)
+
+    @cached_property
+    def _rows(self) -> dict[int, int]:
+        return {place: row for row, place in enumerate(self.detailed)}
+
+
+def tracks(run: Run) -> list[Track]:
+    """Returns one Track for each optimizer that stepped, in the order of their indices.
+
+    Raises:
+        BadRunFile: a number in the file is none, or a step's detail does not fit its optimizer.
+    """
+    by_index: dict[int, list[Step]] = {}
+    known = {info.index: info for info in run.optimizers}
+    try:
+        for step in run.steps:
+            by_index.setdefault(step.optimizer, []).append(step)
+        return [
+            _track(
+                known.get(index) or OptimizerInfo(index, "optimizer", (), (), ()),
+                by_index[index],
+                several=len(by_index) > 1,
+            )
+            for index in sorted(by_index)
+        ]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRunFile(
+            f"{run.path}: a step holds something else than the numbers of a run file ({error}). "
+            "The file was changed, or written by another version of gradilocks."
+        ) from error
+
+
+def middle(values: Iterable[float]) -> float:
+    """The median of what is there; NaN if nothing is."""
+    present = [value for value in values if not math.isnan(value)]
+    return median(present) if present else NAN
+
+
+def _track(info: OptimizerInfo, steps: list[Step], *, several: bool) -> Track:
+    numbers = array("q", [step.step for step in steps])
+    back = any(later <= earlier for earlier, later in pairwise(numbers))
+    detailed = array("q", [place for place, step in enumerate(steps) if step.detail is not None])
+    return Track(
+        optimizer=info,
+        several=several,
+        steps=steps,
+        at=array("q", range(1, len(steps) + 1)) if back else numbers,
+        renumbered=back,
+        loss=_column(step.loss for step in steps),
+        scale=_column(step.scale for step in steps),
+        norm=_column(step.norm for step in steps),
+        limit=_column(step.limit for step in steps),
+        rate=_column(step.lr for step in steps),
+        time=_column(step.time for step in steps),
+        nonfinite=array("q", [i for i, step in enumerate(steps) if step.nan + step.inf > 0]),
+        skipped=array("q", [place for place, step in enumerate(steps) if step.skipped]),
+        clipped=bytes([1 if step.clipped and not step.skipped else 0 for step in steps]),
+        detailed=detailed,
+        tensors=_tensors(info, [steps[place] for place in detailed]),
+    )
+
+
+def _tensors(info: OptimizerInfo, steps: Sequence[Step]) -> list[Tensor]:
+    if not steps:
+        return []
+    nothing = [None] * len(info.names)
+    # Lists of one step across all tensors → one column a tensor across all steps, field by field,
+    # so that only one field is held twice at a time.
+    fields = []
+    for field in ("norm", "zeros", "update"):
+        rows = [
+            nothing if step.skipped and field == "update" else getattr(step.detail, field)
+            for step in steps
+        ]
+        if any(len(row) != len(info.names) for row in rows):
+            raise ValueError(f"detail for other than the {len(info.names)} tensors of {info.kind}")
+        fields.append([_column(column) for column in zip(*rows, strict=True)])
+    return [
+        Tensor(name, size, *columns)
+        for name, size, *columns in zip(info.names, info.sizes, *fields, strict=True)
+    ]
+
+
+def _column(values: Iterable[float | None]) -> array[float]:
+    column = array("d", [NAN if value is None else value for value in values])
+    if math.inf in column or -math.inf in column:
+        return array("d", [NAN if math.isinf(value) else value for value in column])
+    return column

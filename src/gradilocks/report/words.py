@@ -1,0 +1,121 @@
+"""Numbers, names and durations → the words in which a report speaks.
+
+Whatever a run file brings (names, commands, error texts) passes `clean` before anybody sees it: a
+control character could move a terminal's cursor, half a surrogate pair cannot be written at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["clean", "count", "duration", "listed", "number", "percent", "power", "shortened"]
+
+
+def clean(text: object) -> str:
+    r"""Returns a text with every character that cannot be printed as its escape.
+
+    Example:
+        >>> clean("a\x1b[31mb")
+        'a\\x1b[31mb'
+    """
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+
+
+def shortened(text: str, most: int) -> str:
+    """Returns a text of at most `most` characters: its two ends, which tell names apart.
+
+    Example:
+        >>> shortened("blocks.11.attention.query.weight", 20)
+        'blocks.11…ery.weight'
+    """
+    if len(text) <= most:
+        return text
+    front = (most - 1) // 2
+    return f"{text[:front]}…{text[len(text) - (most - 1 - front) :]}"
+
+
+def number(value: float) -> str:
+    """Returns a number in three significant digits.
+
+    Example:
+        >>> number(1234.5), number(0.00012), number(3)
+        ('1,230', '0.00012', '3')
+    """
+    if value == 0 or 1e-4 <= abs(value) < 1e6:
+        rounded = float(f"{value:.3g}")
+        return f"{rounded:,.0f}" if rounded == int(rounded) else f"{rounded:,.6g}"
+    return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+
+
+def power(value: float) -> str:
+    """Returns a scale: as a power of two if it is one.
+
+    Example:
+        >>> power(65536.0), power(1000.0), power(1.0)
+        ('2^16', '1,000', '1')
+    """
+    fraction, exponent = math.frexp(value)
+    if fraction == 0.5 and not 0 <= exponent - 1 <= 3:
+        return f"2^{exponent - 1}"
+    return number(value)
+
+
+def percent(share: float) -> str:
+    """Returns a share as a percentage; one that is not 0 never reads as 0.
+
+    Example:
+        >>> percent(0.0), percent(0.00004), percent(0.123)
+        ('0 %', '< 0.01 %', '12.3 %')
+    """
+    if 0 < share < 0.0001:
+        return "< 0.01 %"
+    if 0.9995 <= share < 1:
+        return "> 99.9 %"
+    return f"{float(f'{share * 100:.2g}') if share < 0.1 else round(share * 100, 1):g} %"
+
+
+def count(how_many: int, noun: str, plural: str | None = None) -> str:
+    """Returns a number with its noun.
+
+    Example:
+        >>> count(1, "step"), count(12000, "step")
+        ('1 step', '12,000 steps')
+    """
+    return f"{how_many:,} {noun if how_many == 1 else plural or noun + 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration in its two largest units.
+
+    Example:
+        >>> duration(3.21), duration(75), duration(7322), duration(200000)
+        ('3.2 s', '1 min 15 s', '2 h 2 min', '2 d 7 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    for size, name, smaller, other in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            return f"{whole // size} {name} {whole % size // smaller} {other}"
+    raise AssertionError(seconds)
+
+
+def listed(names: Sequence[str], *, most: int = 3) -> str:
+    """Returns a few names, and how many more there are.
+
+    Example:
+        >>> listed(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
+    shown = [clean(name) for name in names[:most]]
+    if len(names) > most:
+        return f"{', '.join(shown)} and {len(names) - most:,} more"
+    return " and ".join(shown) if len(shown) < 3 else f"{', '.join(shown[:-1])} and {shown[-1]}"

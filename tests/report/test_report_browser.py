@@ -1,0 +1,194 @@
+"""The page in a real browser: it draws, answers to the mouse, changes theme, fetches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import browser, visit
+from made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
+
+from gradilocks.report.facts import report_on
+from gradilocks.report.page import render
+from gradilocks.runfile import Culprit, End, Run, read_run
+
+EVIL = "</script><script>alert(1)</script><!--\u2028<img src=x onerror=alert(2)>"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as started:
+        yield started
+
+
+def page_of(folder: Path, *runs: Run) -> Path:
+    path = folder / "page.html"
+    labels = [f"run {number}" for number in range(1, len(runs) + 1)]
+    reports = [report_on(run, label) for run, label in zip(runs, labels, strict=True)]
+    path.write_text(render(reports), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def real_page(tmp_path_factory: pytest.TempPathFactory, healthy_file: Path) -> Path:
+    return page_of(tmp_path_factory.mktemp("page"), read_run(healthy_file))
+
+
+def test_a_real_run_is_drawn_without_a_complaint(chromium: Any, real_page: Path) -> None:
+    with visit(chromium, real_page) as seen:
+        assert seen.page.locator(".canvas .main-svg").count() >= 7
+        assert seen.page.locator(".verdict").inner_text().endswith("Nothing wrong in 240 steps.")
+        assert seen.complaints == []
+
+
+def test_pointing_at_a_line_and_a_cell_shows_their_numbers(chromium: Any, real_page: Path) -> None:
+    with visit(chromium, real_page) as seen:
+        for canvas, words in (("s0-loss", "step"), ("s0-norms-0", "norm")):
+            box = seen.inside(canvas)
+            x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+            seen.page.mouse.move(x - 5, y)
+            seen.page.mouse.move(x, y, steps=3)
+            tip = seen.page.locator(f"#{canvas} .hoverlayer text").first
+            tip.wait_for(timeout=10_000)
+            assert words in seen.page.locator(f"#{canvas} .hoverlayer").text_content()
+        assert seen.complaints == []
+
+
+def test_dragging_zooms_every_plot_of_the_section_and_a_double_click_undoes_it(
+    chromium: Any, real_page: Path
+) -> None:
+    with visit(chromium, real_page) as seen:
+        before = {canvas: seen.range_of(canvas) for canvas in ("s0-loss", "s0-norms-0")}
+        box = seen.inside("s0-loss")
+        y = box["y"] + box["height"] / 2
+        seen.page.mouse.move(box["x"] + box["width"] * 0.25, y)
+        seen.page.mouse.down()
+        seen.page.mouse.move(box["x"] + box["width"] * 0.5, y, steps=6)
+        seen.page.mouse.up()
+        seen.page.wait_for_function(
+            "before => document.getElementById('s0-norms-0').layout.xaxis.range[0] > before",
+            arg=before["s0-norms-0"][0] + 20,
+        )
+        low, high = seen.range_of("s0-loss")
+        assert before["s0-loss"][0] < low < high < before["s0-loss"][1]
+        assert seen.range_of("s0-norms-0") == pytest.approx([low, high])
+        seen.page.mouse.dblclick(box["x"] + box["width"] / 2, y)
+        for canvas, whole in before.items():
+            seen.page.wait_for_function(
+                "([id, to]) => Math.abs(window[id].layout.xaxis.range[1] - to) < 1",
+                arg=[canvas, whole[1]],
+            )
+        assert seen.complaints == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_follows_the_system_and_the_button_switches_page_and_plots(
+    chromium: Any, real_page: Path, dark: bool
+) -> None:
+    colours = """() => {
+        const canvas = document.getElementById("s0-norm");
+        const svg = document.querySelector("#s0-norm .main-svg");
+        return {
+            page: getComputedStyle(document.body).backgroundColor,
+            plot: getComputedStyle(svg).backgroundColor,
+            line: canvas.data[0].line.color,
+            text: canvas.layout.font.color,
+            heat: JSON.stringify(document.getElementById("s0-updates-0").data[0].colorscale),
+        };
+    }"""
+    with visit(chromium, real_page, dark=dark) as seen:
+        first = seen.page.evaluate(colours)
+        assert (first["page"] == "rgb(20, 22, 26)") is dark
+        button = seen.page.get_by_role(
+            "button", name=f"Switch to the {'light' if dark else 'dark'} theme"
+        )
+        button.focus()
+        seen.page.keyboard.press("Enter")
+        seen.page.wait_for_function(
+            "before => document.getElementById('s0-norm').layout.font.color !== before",
+            arg=first["text"],
+        )
+        second = seen.page.evaluate(colours)
+        assert all(first[part] != second[part] for part in first), (first, second)
+        seen.page.reload()
+        assert seen.page.evaluate("document.documentElement.dataset.theme") == (
+            "light" if dark else "dark"
+        )
+        assert seen.complaints == []
+
+
+@pytest.mark.parametrize("width", [400, 800, 1600])
+def test_nothing_scrolls_sideways(chromium: Any, tmp_path: Path, width: int) -> None:
+    names = (*NAMES, "a" * 300)
+    run = made_run(
+        names=names,
+        details={"zeros": {names[-1]: 0.97}},
+        header=header(command=("train.py", "--long=" + "x" * 300)),
+    )
+    with visit(chromium, page_of(tmp_path, run), width=width) as seen:
+        across = seen.page.evaluate("document.documentElement.scrollWidth")
+        assert across <= width
+        assert seen.complaints == []
+
+
+def test_malicious_names_do_nothing(chromium: Any, tmp_path: Path) -> None:
+    culprits = (Culprit(EVIL, 1, 0),)
+    run = made_run(
+        names=(EVIL, *NAMES),
+        plant={60: {**SKIPPED, "culprits": culprits, "scale": 1.0, "nan": 1}},
+        details={"zeros": {EVIL: 0.97}},
+        header=header(command=("train.py", EVIL), hardware={"cpu": EVIL, "gpus": [EVIL]}),
+        end=End(1.0, "error", 1, EVIL),
+    )
+    path = tmp_path / "page.html"
+    path.write_text(render([report_on(run, EVIL), report_on(run, EVIL + "2")]), encoding="utf-8")
+    with visit(chromium, path) as seen:
+        assert seen.page.locator("script").count() == 3
+        assert seen.page.locator("img").count() == 0
+        box = seen.inside("s0-norms-0")
+        seen.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 4)
+        seen.page.mouse.move(box["x"] + box["width"] / 2 + 3, box["y"] + 4, steps=3)
+        seen.page.locator("#s0-norms-0 .hoverlayer text").first.wait_for(timeout=10_000)
+        tip = seen.page.locator("#s0-norms-0 .hoverlayer").text_content()
+        assert "<script>alert(1)</script>" in tip  # Shown as it is, and only shown.
+        assert seen.page.locator("img").count() == 0
+        assert seen.complaints == []
+
+
+def test_several_runs_and_optimizers_are_drawn(chromium: Any, tmp_path: Path) -> None:
+    run = made_run(plant=dict.fromkeys(range(60, 200, 20), SKIPPED))
+    two = Run(
+        run.path,
+        run.header,
+        (info(), info(1, "SGD")),
+        [*run.steps, *made_steps(optimizer=1)],
+        end=run.end,
+    )
+    with visit(chromium, page_of(tmp_path, two, made_run(200), made_run(0))) as seen:
+        assert seen.page.locator("#s0-loss .legend .traces").count() == 2
+        swatches = seen.page.evaluate(
+            "[...new Set([...document.querySelectorAll('.swatch')].map(s => s.style.background))]"
+        )
+        assert len(swatches) == 3
+        assert seen.complaints == []
+
+
+def test_without_script_the_findings_are_there_and_the_plots_are_explained(
+    chromium: Any, tmp_path: Path
+) -> None:
+    with visit(chromium, page_of(tmp_path, made_run()), script=False) as seen:
+        text = seen.page.locator("body").inner_text()
+        assert "Healthy" in text
+        assert "The plots need JavaScript" in text
+
+
+def test_paper_is_light(chromium: Any, real_page: Path) -> None:
+    with visit(chromium, real_page, dark=True) as seen:
+        seen.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert seen.style("body", "background-color") == "rgb(250, 249, 246)"
+        seen.page.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert seen.style("body", "background-color") == "rgb(20, 22, 26)"
+        assert len(seen.page.pdf()) > 10_000
+        assert seen.complaints == []

@@ -1,0 +1,343 @@
+"""Every rule fires on the fault it is for, and none on a run that is well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
+
+from gradilocks.errors import BadRunFile
+from gradilocks.report.findings import examine
+from gradilocks.report.values import Finding
+from gradilocks.runfile import Culprit, End, Run, Step, Trace, read_run
+
+
+def found(run: Run) -> dict[str, Finding]:
+    return {finding.rule: finding for finding in examine(run).findings}
+
+
+def only(run: Run) -> Finding:
+    (finding,) = examine(run).findings
+    return finding
+
+
+# --- health --------------------------------------------------------------------------------------
+
+
+def test_a_run_that_really_learned_is_healthy(healthy_file: Path) -> None:
+    health = examine(read_run(healthy_file))
+    assert health.verdict == "healthy", health.findings
+    assert {finding.severity for finding in health.findings} <= {"note"}
+
+
+def test_a_made_up_healthy_run_has_nothing_to_report() -> None:
+    health = examine(made_run())
+    assert (health.verdict, health.findings) == ("healthy", ())
+    assert health.sentence == "Nothing wrong in 300 steps."
+
+
+def test_a_few_steps_prove_little() -> None:
+    assert "prove little" in examine(made_run(5)).sentence
+
+
+def test_a_run_without_steps_says_so() -> None:
+    health = examine(made_run(0))
+    assert health.verdict == "no steps"
+
+
+def test_the_gravest_comes_first() -> None:
+    run = made_run(
+        plant={200: {"skipped": False, "nan": 4, "norm": None}, 100: {"norm": 50.0}}, end=None
+    )
+    severities = [finding.severity for finding in examine(run).findings]
+    assert severities == ["problem", "warning", "note"]
+    assert examine(run).verdict == "in trouble"
+
+
+def test_a_warning_alone_needs_a_look() -> None:
+    assert examine(made_run(plant={100: {"norm": 50.0}})).verdict == "needs a look"
+
+
+def test_a_number_that_is_none_is_a_bad_run_file() -> None:
+    with pytest.raises(BadRunFile, match=r"made\.jsonl: a step holds something else"):
+        examine(made_run(plant={100: {"norm": "large"}}))
+
+
+def test_numbers_that_json_cannot_hold_count_as_missing() -> None:
+    run = made_run(plant={100: {"norm": float("inf")}, 101: {"loss": float("nan")}})
+    assert examine(run).verdict == "healthy"
+
+
+def test_detail_that_does_not_fit_its_optimizer_is_a_bad_run_file() -> None:
+    run = made_run()
+    short = run.steps[9].detail._replace(norm=[1.0])  # type: ignore[union-attr]
+    run.steps[9] = run.steps[9]._replace(detail=short)
+    with pytest.raises(BadRunFile, match="detail for other than the 10 tensors"):
+        examine(run)
+
+
+# --- skipped steps -------------------------------------------------------------------------------
+
+
+def test_the_skips_of_a_scale_that_settles_are_a_note() -> None:
+    plant = {n: {**SKIPPED, "scale": 2.0 ** (17 - n)} for n in range(1, 7)}
+    finding = only(made_run(plant=plant))
+    assert (finding.rule, finding.severity) == ("skipped", "note")
+    assert "usual price" in finding.sentence
+
+
+def test_one_step_in_fifty_skipped_is_a_warning_that_names_the_culprit() -> None:
+    culprits = (Culprit("blocks.4.mlp.weight", 0, 3), Culprit("blocks.3.mlp.weight", 0, 1))
+    plant = {n: {**SKIPPED, "culprits": culprits} for n in range(60, 300, 50)}
+    finding = only(made_run(plant=plant))
+    assert (finding.severity, finding.step) == ("warning", 60)
+    assert finding.culprit == "blocks.4.mlp.weight"
+    assert finding.title == "5 steps skipped: NaN or Inf in the gradients"
+    assert "It began in blocks.4.mlp.weight each time." in finding.sentence
+
+
+def test_one_step_in_eight_skipped_is_a_problem() -> None:
+    finding = only(made_run(plant=dict.fromkeys(range(60, 300, 8), SKIPPED)))
+    assert finding.severity == "problem"
+
+
+def test_a_streak_of_skips_is_a_problem_that_no_scale_cures() -> None:
+    plant = {n: {**SKIPPED, "scale": 2.0 ** (46 - n)} for n in range(30, 55)}
+    finding = found(made_run(3000, plant=plant))["skipped"]
+    assert finding.severity == "problem"
+    assert finding.evidence["longest streak"] == 25
+
+
+def test_a_skip_without_a_scale_is_a_warning() -> None:
+    finding = only(made_run(always=lambda n: {"scale": 1.0}, plant={150: SKIPPED}))
+    assert finding.severity == "warning"
+    assert "no loss scale to overflow" in finding.sentence
+
+
+def test_nan_without_a_scale_is_a_problem_with_its_culprit() -> None:
+    nan = {**SKIPPED, "nan": 2, "inf": 0, "culprits": (Culprit("blocks.0.mlp.weight", 2, 0),)}
+    finding = found(made_run(always=lambda n: {"scale": 1.0}, plant={150: nan}))["nan"]
+    assert (finding.severity, finding.step) == ("problem", 150)
+    assert finding.culprit == "blocks.0.mlp.weight"
+
+
+def test_nan_of_a_scaled_overflow_is_not_called_nan() -> None:
+    assert "nan" not in found(made_run(plant={150: {**SKIPPED, "nan": 2}}))
+
+
+def test_a_step_taken_with_nan_is_a_problem() -> None:
+    finding = found(made_run(plant={150: {"nan": 2, "norm": None}}))["taken-though-nonfinite"]
+    assert (finding.severity, finding.step) == ("problem", 150)
+
+
+@pytest.mark.parametrize(("every", "severity"), [(100, "note"), (10, "warning")])
+def test_rejected_steps_are_noted_and_many_are_a_warning(every: int, severity: str) -> None:
+    rejected = {"skipped": True, "reason": "rejected"}
+    finding = only(made_run(plant=dict.fromkeys(range(every, 300, every), rejected)))
+    assert (finding.rule, finding.severity) == ("rejected", severity)
+
+
+# --- limit and scale -----------------------------------------------------------------------------
+
+
+def test_a_limit_that_cuts_nearly_every_step_is_a_warning() -> None:
+    finding = only(made_run(always=lambda n: {"limit": 0.1, "clipped": True}))
+    assert (finding.rule, finding.severity) == ("clipped-nearly-always", "warning")
+
+
+def test_a_limit_that_is_never_reached_is_a_note() -> None:
+    finding = only(made_run(always=lambda n: {"limit": 100.0, "clipped": False}))
+    assert (finding.rule, finding.severity) == ("never-clipped", "note")
+
+
+def test_a_limit_that_adapts_may_keep_its_distance() -> None:
+    run = made_run(always=lambda n: {"limit": 100.0 + n, "clipped": False})
+    assert examine(run).findings == ()
+
+
+def test_a_scale_at_its_lower_bound_is_a_problem() -> None:
+    run = made_run(always=lambda n: {"scale": max(1.0, 2.0 ** (16 - n // 3))})
+    assert found(run)["scale-stuck-low"].severity == "problem"
+
+
+def test_a_scale_at_its_upper_bound_is_a_note() -> None:
+    run = made_run(
+        always=lambda n: {"scale": min(2.0**20, 2.0 ** (16 + n // 20))},
+        header=header(settings={"scale": "DynamicScale(max_scale=1048576.0)"}),
+    )
+    finding = only(run)
+    assert (finding.rule, finding.severity) == ("scale-stuck-high", "note")
+    assert "2^20" in finding.sentence
+
+
+def test_a_scale_that_falls_and_falls_is_a_warning() -> None:
+    finding = only(made_run(always=lambda n: {"scale": 2.0 ** (24 - n // 25)}))
+    assert (finding.rule, finding.severity) == ("scale-falling", "warning")
+
+
+def test_a_static_scale_is_neither_stuck_nor_falling() -> None:
+    assert examine(made_run(always=lambda n: {"scale": 1.0})).findings == ()
+
+
+# --- norm and loss -------------------------------------------------------------------------------
+
+
+def test_a_spike_is_told_with_its_step_and_its_tensor() -> None:
+    run = made_run(details={"norm": {"blocks.2.mlp.weight": 0.9}}, plant={150: {"norm": 30.0}})
+    finding = only(run)
+    assert (finding.rule, finding.severity, finding.step) == ("spikes", "warning", 150)
+    assert finding.culprit == "blocks.2.mlp.weight"
+    assert "step 150 (30," in finding.sentence
+    assert "most of it in blocks.2.mlp.weight" in finding.sentence
+
+
+def test_a_spike_that_was_clipped_is_a_note() -> None:
+    finding = only(made_run(plant={155: {"norm": 30.0, "clipped": True}}))
+    assert (finding.severity, finding.culprit) == ("note", None)
+    assert "the weights are safe" in finding.sentence
+
+
+def test_spikes_close_together_are_one() -> None:
+    plant = {n: {"norm": 30.0 + n} for n in range(150, 156)}
+    finding = only(made_run(plant=plant))
+    assert (finding.evidence["spikes"], finding.step) == (1, 155)
+
+
+def test_gradients_that_are_all_zero_are_a_problem() -> None:
+    finding = found(made_run(always=lambda n: {"norm": 0.0}))["no-gradient"]
+    assert finding.severity == "problem"
+
+
+def rising(n: int) -> dict[str, Any]:
+    return {"loss": 4.0 - 0.02 * n if n < 150 else 1.0 + 0.05 * (n - 150)}
+
+
+def test_a_loss_that_ends_above_its_start_diverged() -> None:
+    finding = only(made_run(always=rising))
+    assert (finding.rule, finding.severity) == ("loss-diverged", "problem")
+    assert 130 <= (finding.step or 0) <= 165
+
+
+def test_a_loss_that_rises_again_is_a_warning() -> None:
+    finding = only(made_run(always=lambda n: {"loss": min(rising(n)["loss"], 3.5)}))
+    assert (finding.title, finding.severity) == ("The loss rose again", "warning")
+
+
+def test_a_loss_that_only_makes_noise_has_not_diverged() -> None:
+    noise = made_run(always=lambda n: {"loss": (n * 7919 % 101) / 50})
+    assert examine(noise).findings == ()
+
+
+def test_a_loss_that_turns_nan_and_stays_is_a_problem() -> None:
+    finding = only(made_run(plant={n: {"loss": None} for n in range(250, 301)}))
+    assert (finding.rule, finding.step) == ("loss-not-finite", 250)
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+def test_a_tensor_of_zeros_is_named() -> None:
+    finding = only(made_run(details={"zeros": {NAMES[3]: 0.97}}))
+    assert (finding.rule, finding.severity) == ("vanishing-zeros", "warning")
+    assert finding.culprit == NAMES[3]
+
+
+def test_the_zeros_of_an_embedding_are_its_nature() -> None:
+    names = ("token_embedding.weight", *NAMES)
+    run = made_run(names=names, details={"zeros": {names[0]: 0.99}})
+    assert examine(run).findings == ()
+
+
+def test_a_vanishing_tensor_is_named() -> None:
+    finding = only(made_run(details={"norm": {NAMES[0]: 1e-8}}))
+    assert (finding.rule, finding.culprit) == ("vanishing-norm", NAMES[0])
+
+
+def test_a_bias_may_vanish() -> None:
+    names = ("key.bias", *NAMES)
+    assert examine(made_run(names=names, details={"norm": {names[0]: 1e-9}})).findings == ()
+
+
+def test_a_tensor_without_a_gradient_is_noted() -> None:
+    nothing = {NAMES[1]: None}
+    run = made_run(details=dict.fromkeys(("norm", "zeros", "nan", "inf", "update"), nothing))
+    finding = only(run)
+    assert (finding.rule, finding.severity, finding.culprit) == (
+        "without-gradient",
+        "note",
+        NAMES[1],
+    )
+
+
+def test_a_dominating_tensor_is_named() -> None:
+    finding = only(made_run(details={"norm": {NAMES[5]: 40.0}}))
+    assert (finding.rule, finding.culprit) == ("dominating", NAMES[5])
+
+
+@pytest.mark.parametrize(("ratio", "rule"), [(0.4, "update-large"), (1e-9, "update-small")])
+def test_an_unusual_update_is_named(ratio: float, rule: str) -> None:
+    finding = only(made_run(details={"update": {NAMES[2]: ratio}}))
+    assert (finding.rule, finding.severity, finding.culprit) == (rule, "warning", NAMES[2])
+
+
+# --- the end, traces, several optimizers ---------------------------------------------------------
+
+
+def test_a_run_that_was_killed_is_noted() -> None:
+    finding = only(made_run(end=None, torn=1))
+    assert (finding.rule, finding.severity) == ("no-end", "note")
+    assert "1 torn line" in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("end", "rule", "severity"),
+    [
+        (End(60.0, "error", 1, "ValueError: no"), "ended-in-error", "problem"),
+        (End(60.0, "interrupted", 130, None), "interrupted", "note"),
+        (End(60.0, "exit", 3, None), "exit-status", "warning"),
+    ],
+)
+def test_a_bad_end_is_told(end: End, rule: str, severity: str) -> None:
+    finding = only(made_run(end=end))
+    assert (finding.rule, finding.severity) == (rule, severity)
+
+
+def test_a_resumed_run_says_how_many_sessions_it_has() -> None:
+    assert only(made_run(resumed=(header(),))).title == "The file holds 2 sessions"
+
+
+def test_a_trace_is_told_in_its_own_words() -> None:
+    trace = Trace(9, 1.0, "forward", "blocks.0", "Block", "Inf", (), "Block blocks.0 gave Inf.")
+    finding = only(made_run(traces=(trace,)))
+    assert (finding.step, finding.culprit) == (9, "blocks.0")
+    assert finding.sentence == "Block blocks.0 gave Inf."
+    many = found(made_run(traces=(trace,) * 5))["traced"]
+    assert many.sentence.endswith("The file has 2 more traces.")
+
+
+def test_each_of_several_optimizers_is_named() -> None:
+    run = made_run()
+    second = made_steps(100, optimizer=1, plant={60: {"norm": 50.0}})
+    both = Run(
+        run.path,
+        run.header,
+        (info(), info(1, "SGD")),
+        [*run.steps, *second],
+        end=run.end,
+    )
+    assert only(both).title == "optimizer 1 (SGD): 1 spike of the gradient norm"
+
+
+def test_names_that_would_move_the_cursor_are_shown_escaped() -> None:
+    names = ("\x1b[2Jevil", *NAMES)
+    finding = only(made_run(names=names, details={"zeros": {names[0]: 0.97}}))
+    assert "\x1b" not in finding.title + finding.sentence
+    assert "\\x1b[2Jevil" in finding.sentence
+
+
+def test_steps_of_an_optimizer_without_a_line_are_judged_too() -> None:
+    bare = Run(Path("a.jsonl"), header(), (), made_steps(detail_every=0))
+    assert isinstance(bare.steps[0], Step)
+    assert examine(bare).verdict == "healthy"

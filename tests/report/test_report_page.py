@@ -1,0 +1,173 @@
+"""The page as text: complete, small, and harmless whatever the names in a run file are."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
+
+from gradilocks.report.facts import Reported, main_numbers, report_on, what_ran
+from gradilocks.report.figures import sections
+from gradilocks.report.page import identity, render
+from gradilocks.runfile import Culprit, End, Run
+
+EVIL = "</script><script>alert(1)</script><!--\u2028<img src=x onerror=alert(2)>&amp;%{y}"
+
+
+def reported(run: Run, label: str = "run") -> Reported:
+    return report_on(run, label)
+
+
+def embedded(page: str) -> dict[str, dict[str, object]]:
+    found = re.search(r'<script type="application/json" id="plots">(.*?)</script>', page)
+    assert found is not None
+    plots = json.loads(found[1])
+    assert isinstance(plots, dict)
+    return plots
+
+
+def test_a_page_holds_every_plot_of_the_issue() -> None:
+    plots = embedded(render([reported(made_run())]))
+    assert list(plots) == [
+        "s0-loss",
+        "s0-norm",
+        "s0-scale",
+        "s0-clipped",
+        "s0-norms-0",
+        "s0-zeros-0",
+        "s0-updates-0",
+    ]
+
+
+def test_every_plot_has_a_title_a_line_on_reading_it_and_a_label() -> None:
+    page = render([reported(made_run())])
+    (section,) = sections([reported(made_run())])
+    for figure in section.figures:
+        assert f"<h3>{figure.title}</h3>" in page
+        assert figure.reading in page.replace("&#x27;", "'")
+        assert f'id="{figure.key}"' in page
+    assert page.count('role="img" aria-label="Plot: ') == len(section.figures)
+
+
+def test_what_a_run_does_not_have_is_not_drawn() -> None:
+    bare = {"loss": None, "limit": None, "clipped": False}
+    page = render([reported(made_run(detail_every=0, always=lambda n: bare))])
+    assert list(embedded(page)) == ["s0-norm", "s0-scale"]
+
+
+def test_a_run_without_steps_has_a_page_that_says_so() -> None:
+    page = render([reported(made_run(0, end=None))])
+    assert "The run file has a header but no steps" in page
+    assert embedded(page) == {}
+
+
+def test_the_page_says_what_ran() -> None:
+    run = made_run(header=header(ranks=4, rank=2, hardware={"gpus": ["H200"], "memory": 2**34}))
+    facts = dict(what_ran(run))
+    assert facts["command"] == "train.py --lr 1e-3"
+    assert facts["hardware"] == "memory 16 GiB, GPU H200"
+    assert facts["ended"] == "by itself"
+    assert facts["lasted"] == "1 min 0 s"
+    assert facts["rank"] == "2 of 4"
+    page = render([reported(run)])
+    for value in facts.values():
+        assert value in page
+
+
+def test_main_numbers_are_counted_not_guessed() -> None:
+    one = reported(made_run(plant={7: {**SKIPPED, "clipped": True}}))
+    numbers = dict(main_numbers(one, one.tracks[0]))
+    assert numbers["steps"] == "300"
+    assert numbers["skipped"] == "1 (0.33 %)"
+    clipped = sum(step.clipped and not step.skipped for step in one.run.steps)
+    assert numbers["clipped"].startswith(f"{clipped} (")
+    assert numbers["last scale"] == "2^16"
+
+
+def test_several_runs_share_the_plots_and_have_a_table() -> None:
+    page = render([reported(made_run(), "first"), reported(made_run(200), "second")])
+    plots = embedded(page)
+    names = [trace["name"] for trace in plots["s0-loss"]["traces"]]  # type: ignore[attr-defined]
+    assert names == ["first", "second"]
+    assert {"s0-norms-0", "s0-norms-1"} <= set(plots)
+    assert page.count('<th scope="row">') == 2
+
+
+def test_several_optimizers_have_a_section_each() -> None:
+    run = made_run()
+    both = Run(
+        run.path,
+        run.header,
+        (info(), info(1, "SGD")),
+        [*run.steps, *made_steps(optimizer=1)],
+        end=run.end,
+    )
+    page = render([reported(both)])
+    assert "<h2>Optimizer 0 (AdamW)</h2>" in page
+    assert "<h2>Optimizer 1 (SGD)</h2>" in page
+    assert {"s0-loss", "s1-loss"} <= set(embedded(page))
+
+
+def evil_run() -> Run:
+    culprits = (Culprit(EVIL, 1, 0),)
+    return made_run(
+        names=(EVIL, *NAMES),
+        plant={
+            60: {**SKIPPED, "culprits": culprits, "scale": 1.0, "nan": 1},
+            61: {**SKIPPED, "culprits": culprits, "scale": 1.0, "nan": 1},
+        },
+        details={"zeros": {EVIL: 0.97}},
+        header=header(command=("train.py", EVIL), hardware={"cpu": EVIL, "gpus": [EVIL]}),
+        end=End(1.0, "error", 1, EVIL),
+    )
+
+
+def test_names_cannot_leave_the_place_they_are_put_in() -> None:
+    page = render([reported(evil_run(), EVIL)])
+    before_plotly = page.split("<script>")[0]
+    assert "alert(1)" in before_plotly
+    for dangerous in ("<script>alert", "<img", "<!--", "\u2028"):
+        assert dangerous not in before_plotly
+    assert page.count("<script") == page.count("</script>") == 3
+
+
+def test_lone_surrogates_and_control_characters_can_be_written() -> None:
+    run = made_run(names=("\ud800\x00\x1b", *NAMES), details={"zeros": {"\ud800\x00\x1b": 0.97}})
+    page = render([reported(run, "\udcff")])
+    page.encode("utf-8")
+    assert "\x00" not in page
+
+
+def test_the_browser_is_told_to_run_these_scripts_only_and_to_load_nothing() -> None:
+    page = render([reported(made_run())])
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert policy[1].startswith("default-src &#x27;none&#x27;")
+    assert "unsafe-eval" not in policy[1]
+    assert not re.search(r'<(?:link|img|iframe)\b|\bsrc="|@import|url\(', page.split("<script>")[0])
+
+
+def test_the_page_knows_its_runs() -> None:
+    first, longer = reported(made_run(10)), reported(made_run(20))
+    other = reported(made_run(10, header=header(started=5.0)))
+    assert identity([first]) == identity([longer]) != identity([other])
+
+
+@pytest.mark.parametrize(("steps", "tensors"), [(20_000, 20), (600, 900)])
+def test_the_page_of_a_long_or_wide_run_stays_small(steps: int, tensors: int) -> None:
+    names = tuple(f"transformer.blocks.{i}.attention.weight" for i in range(tensors))
+    run = made_run(steps, names=names, detail_every=steps // 300)
+    page = render([reported(run)])
+    assert len(page.encode()) < 10_000_000
+    assert "of each group of neighbours" in page or steps < 3000
+    assert "Each column shows the largest of several" in page
+
+
+def test_the_assets_are_in_the_package() -> None:
+    import gradilocks.report
+
+    folder = Path(gradilocks.report.__file__).parent / "assets"
+    assert {path.name for path in folder.iterdir()} == {"page.css", "page.js"}

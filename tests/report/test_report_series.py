@@ -1,0 +1,195 @@
+"""What the plots show, as data: nothing of note is lost where a column is too long for a screen."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from made_runs import NAMES, SKIPPED, made_run
+
+from gradilocks.report.series import (
+    MOST_COLUMNS,
+    MOST_MARKS,
+    MOST_POINTS,
+    MOST_ROWS,
+    clipped_share,
+    heat,
+    line,
+    skip_marks,
+    staircase,
+)
+from gradilocks.report.thinning import buckets, extremes, turns
+from gradilocks.report.tracks import Track, tracks
+from gradilocks.report.words import clean, count, duration, listed, number, percent, power
+from gradilocks.runfile import Culprit, Run
+
+NAN = math.nan
+
+
+def track(run: Run) -> Track:
+    (made,) = tracks(run)
+    return made
+
+
+@pytest.mark.parametrize(("length", "most"), [(10, 3), (3, 10), (1, 1), (0, 5), (1000, 7)])
+def test_buckets_cover_every_place_once(length: int, most: int) -> None:
+    made = list(buckets(length, most))
+    assert [i for bucket in made for i in bucket] == list(range(length))
+    assert len(made) == min(length, most)
+    assert all(len(bucket) > 0 for bucket in made)
+
+
+def test_every_spike_and_every_dip_survives_thinning() -> None:
+    values = [1.0] * 100_000
+    for place in (0, 3, 50_001, 99_999):
+        values[place] = 7.0
+    values[70_007] = -7.0
+    kept = extremes(values, most=200)
+    assert len(kept) <= 202
+    assert {0, 3, 50_001, 99_999, 70_007} >= {i for i in kept if values[i] != 1.0}
+    assert {50_001, 99_999, 70_007} <= set(kept)
+    assert list(kept) == sorted(kept)
+
+
+def test_a_long_gap_stays_a_gap_and_a_short_one_costs_no_neighbour() -> None:
+    values = [1.0] * 500 + [NAN] * 500 + [2.0] * 1000
+    values[1500] = NAN
+    kept = extremes(values, most=100)
+    assert any(math.isnan(values[i]) for i in kept if 500 <= i < 1000)
+    assert not any(math.isnan(values[i]) for i in kept if i >= 1000)
+
+
+def test_a_column_that_jumps_keeps_its_jumps() -> None:
+    assert turns([4.0, 4.0, 2.0, 2.0, 2.0, 4.0, 4.0]) == [0, 2, 5, 6]
+    assert turns([]) == []
+    assert turns([NAN, NAN, 1.0]) == [0, 2]
+
+
+def test_a_short_line_is_whole_and_a_gap_is_none() -> None:
+    of = track(made_run(100, plant={50: SKIPPED}))
+    made = line(of, of.norm)
+    assert made is not None
+    assert (made.x, made.thinned) == (list(range(1, 101)), 0)
+    assert [i for i, y in enumerate(made.y) if y is None] == [49]
+
+
+def test_a_long_line_is_thinned_and_says_from_how_many() -> None:
+    of = track(made_run(20_000, detail_every=0, plant={12_345: {"norm": 99.0}}))
+    made = line(of, of.norm)
+    assert made is not None
+    assert made.thinned == 20_000
+    assert len(made.x) <= MOST_POINTS + 1
+    assert made.y[made.x.index(12_345)] == 99.0
+
+
+def test_a_column_without_a_value_makes_no_line() -> None:
+    of = track(made_run(always=lambda n: {"loss": None, "scale": None, "limit": None}))
+    assert line(of, of.loss) is None
+    assert staircase(of, of.scale) is None
+    of = track(made_run(always=lambda n: {"limit": None, "clipped": False}))
+    assert clipped_share(of) is None
+
+
+def test_a_staircase_is_its_jumps() -> None:
+    of = track(made_run(always=lambda n: {"scale": 2.0 ** (16 + n // 100)}))
+    made = staircase(of, of.scale)
+    assert made is not None
+    assert made.x == [1, 100, 200, 300]
+    assert made.y == [2.0**16, 2.0**17, 2.0**18, 2.0**19]
+
+
+def test_every_skip_is_marked_with_its_reason_and_culprits() -> None:
+    culprits = tuple(Culprit(name, 1, 0) for name in ("a", "b", "c"))
+    rejected = {"skipped": True, "reason": "rejected"}
+    of = track(made_run(plant={7: {**SKIPPED, "culprits": culprits}, 9: rejected}))
+    marks = skip_marks(of)
+    assert marks is not None
+    assert marks.x == [7, 9]
+    assert marks.words == ["NaN or Inf in a, b and 1 more", "rejected by the clip policy"]
+
+
+def test_too_many_skips_share_marks_and_none_is_forgotten() -> None:
+    of = track(made_run(4000, detail_every=0, always=lambda n: SKIPPED))
+    marks = skip_marks(of)
+    assert marks is not None
+    assert (len(marks.x), marks.thinned) == (MOST_MARKS, 4000)
+    more = sum(int(words.split("and ")[1].split(" more")[0]) for words in marks.words)
+    assert more + len(marks.x) == 4000
+
+
+def test_the_clipped_share_is_of_steps_that_were_taken() -> None:
+    skipped = {n: {**SKIPPED, "clipped": True} for n in range(1, 6)}
+    of = track(made_run(100, plant=skipped, always=lambda n: {"clipped": n <= 10}))
+    made = clipped_share(of)
+    assert made is not None
+    assert made.y[0] == 1.0
+    assert set(made.y[1:]) == {0.0}
+
+
+def test_a_heat_map_has_a_row_a_tensor_and_a_column_a_look() -> None:
+    of = track(made_run(100, details={"norm": {NAMES[1]: None}}))
+    made = heat(of, lambda tensor: tensor.norm, maps=3)
+    assert made is not None
+    assert made.rows == list(NAMES)
+    assert made.edges == [10.0, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110]
+    assert made.z[1] == [None] * 10
+    assert made.z[0] == [float(f"{value:.3g}") for value in of.tensors[0].norm]
+    assert (made.thinned, made.folded) == (0, 0)
+
+
+def test_a_long_and_tall_heat_map_keeps_the_largest_of_each_cell() -> None:
+    names = tuple(f"layer.{i}" for i in range(MOST_ROWS * 2))
+    run = made_run(300, names=names, detail_every=1)
+    of = track(run)
+    spiked = of.tensors[333].norm
+    spiked[250] = 99.0  # type: ignore[index]
+    made = heat(of, lambda tensor: tensor.norm, maps=3)
+    assert made is not None
+    assert (made.thinned, made.folded) == (300, 800)
+    assert len(made.rows) == MOST_ROWS
+    assert made.rows[0] == "layer.0 … layer.1"
+    assert len(made.columns) <= MOST_COLUMNS
+    assert max(value or 0.0 for value in made.z[166]) == 99.0
+
+
+def test_two_tensors_of_one_name_have_two_rows() -> None:
+    of = track(made_run(names=("w", "w", "v")))
+    made = heat(of, lambda tensor: tensor.norm, maps=3)
+    assert made is not None
+    assert made.rows == ["w", "w (2)", "v"]
+
+
+def test_the_update_of_a_skipped_step_is_missing_not_zero() -> None:
+    of = track(made_run(100, plant={50: {"skipped": True, "reason": "nonfinite"}}))
+    assert math.isnan(of.tensors[0].update[4])
+
+
+def test_steps_whose_numbers_go_back_stand_in_the_order_of_the_file() -> None:
+    run = made_run(100)
+    run.steps.extend(made_run(50).steps)
+    of = track(run)
+    assert of.renumbered
+    assert list(of.at) == list(range(1, 151))
+
+
+def test_words_are_short_and_true() -> None:
+    assert [number(x) for x in (0, 1.5, 1234567.0, 1e-9)] == ["0", "1.5", "1.23e6", "1e-9"]
+    assert [power(x) for x in (1.0, 4.0, 65536.0, 0.5, 100.0)] == ["1", "4", "2^16", "2^-1", "100"]
+    assert [percent(x) for x in (0.0, 1e-6, 0.0123, 0.5, 0.99999, 1.0)] == [
+        "0 %",
+        "< 0.01 %",
+        "1.2 %",
+        "50 %",
+        "> 99.9 %",
+        "100 %",
+    ]
+    assert [duration(x) for x in (1.0, 61.0, 3700.0, 90_000.0)] == [
+        "1.0 s",
+        "1 min 1 s",
+        "1 h 1 min",
+        "1 d 1 h",
+    ]
+    assert (count(1, "step"), count(2, "step")) == ("1 step", "2 steps")
+    assert listed(["a", "b"]) == "a and b"
+    assert listed(["a", "b", "c", "d"]) == "a, b, c and 1 more"
+    assert clean("a\u2028\ud800b") == "a\\u2028\\ud800b"
