@@ -18,6 +18,7 @@ from gradilocks.arguments import (
     check_give_up_after,
     check_loss,
     check_parameters,
+    check_scalar_loss,
     checked_optimizers,
     refuse_misfits,
 )
@@ -33,6 +34,8 @@ from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.captured import keeping
 from gradilocks.order import CallOrder
 from gradilocks.record import Outcome, fetch
+from gradilocks.recording import Recorder
+from gradilocks.recording.journal import journal_for
 from gradilocks.scale import resolve_scale
 from gradilocks.schedule import Listeners, Scheduler
 from gradilocks.stepping import Stepping
@@ -63,6 +66,7 @@ class GradientControl(Stepping):
         give_up_after: so many non-finite steps in a row raise NeverFinite; None for never.
         process_group: the ranks that together hold the model, when its plain tensors are shards.
             Data-parallel training needs none; DTensors bring their own.
+        record: a path for a run file, a Recorder, or None. It changes no number.
 
     Example:
         >>> control = GradientControl(optimizer, model=model, clip=1.0)
@@ -82,6 +86,7 @@ class GradientControl(Stepping):
         on_nonfinite: str = "skip",
         give_up_after: int | None = 100,
         process_group: Any = None,
+        record: object = None,
     ) -> None:
         self._optimizers = checked_optimizers((optimizer, *more))
         self._names = Names(model, self._optimizers)
@@ -103,6 +108,14 @@ class GradientControl(Stepping):
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)
         self._order = CallOrder(parameters if self._judge.scales else tuple)
+        self._journal = journal_for(
+            record, self._optimizers, self._names, scale=policies[0], clip=policies[1]
+        )
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What records this control's steps; one that it has made goes when the control goes."""
+        return self._journal.recorder
 
     @property
     def scale(self) -> float:
@@ -112,7 +125,9 @@ class GradientControl(Stepping):
     @eager
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, for callers who run `backward` themselves."""
+        first = not self._order.scaled
         scaled = self._scaled(loss)
+        self._journal.note_loss(loss, first=first)
         self._order.handed_out = True
         return scaled
 
@@ -124,18 +139,14 @@ class GradientControl(Stepping):
             loss: a scalar that requires grad.
             kwargs: handed to `Tensor.backward` (`retain_graph`, `create_graph`, `inputs`).
         """
-        check_loss(loss)
-        if loss.numel() != 1:
-            raise ValueError(
-                f"loss must be a scalar, got shape {tuple(loss.shape)}. Reduce it first, for "
-                "example with loss.mean() or loss.sum()."
-            )
+        check_scalar_loss(loss)
         before = self._order.scaled
         try:
             self._scaled(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             self._order.scaled = before
             raise
+        self._journal.note_loss(loss, first=not before)
 
     @eager
     def unscale_(self) -> None:
@@ -166,8 +177,9 @@ class GradientControl(Stepping):
             The Outcome. Reading it is what waits for the device.
         """
         with keeping(self._judge.express.captured):
+            self._journal.before_step(self._judge, unscaled=self._order.unscaled)
             if closure is not None:
-                check_closure(closure)
+                check_closure(closure, len(self._optimizers))
                 return self._step_with_closure(closure)
             called = self._call()
             if called is not None:

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from gradilocks import kernels, update
+from gradilocks.arguments import check_any_gradient
 from gradilocks.closure import step_with_closure
-from gradilocks.errors import NoGradients, NonFiniteGradient
+from gradilocks.errors import NoGradients
 from gradilocks.gradients import (
     Gradients,
     Names,
@@ -24,7 +25,8 @@ from gradilocks.gradients import (
 )
 from gradilocks.judge import Judge, Verdict
 from gradilocks.order import CallOrder
-from gradilocks.record import Outcome
+from gradilocks.record import Outcome, nonfinite
+from gradilocks.recording.journal import NoJournal
 from gradilocks.roll import Called, ends_of, split
 from gradilocks.schedule import Listeners
 
@@ -39,6 +41,7 @@ class Stepping:
     _judge: Judge
     _order: CallOrder
     _schedulers: Listeners
+    _journal: NoJournal
     _on_nonfinite: str
     _process_group: Any
 
@@ -77,12 +80,8 @@ class Stepping:
         found = [collect(params, name=self._names) for params in lists]
         if self._judge.scales:
             self._order.check_scaled("step()")
-        if not any(part.params for part in found) and not self._has_ranks():
-            raise NoGradients(
-                "no parameter of the optimizer has a gradient. Check that the loss depends on the "
-                "parameters the optimizer was given, that they require grad, and that nothing has "
-                "cleared the gradients after backward()."
-            )
+        if not self._has_ranks():
+            check_any_gradient(found)
         return found
 
     def _step_by_stages(self) -> Outcome:
@@ -143,25 +142,17 @@ class Stepping:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         outcome = verdict.outcome
         hopeless = self._judge.conclude(verdict)
+        self._journal.after_step(verdict.record, self._judge)
         for scheduler in self._schedulers:
             scheduler.note(verdict.record.row)
         self._order.note_step(self._parameters())
         if hopeless:
             raise self._judge.never_finite(outcome)
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
-            raise NonFiniteGradient(
-                f"step {outcome.step} skipped: {outcome.describe()}; scale {outcome.scale:g}. "
-                "Parameters and optimizer state are as they were.",
-                culprits=outcome.culprits,
-            )
+            raise nonfinite(outcome)
         return outcome
 
     def _step_with_closure(self, closure: Callable[[], Tensor]) -> Outcome:
-        if len(self._optimizers) != 1:
-            raise ValueError(
-                f"step(closure) drives one optimizer, this control has {len(self._optimizers)}. "
-                "Give each optimizer that needs a closure a GradientControl of its own."
-            )
         (optimizer,) = self._optimizers
         last: Verdict | None = None
 

@@ -52,7 +52,7 @@ class Step(NamedTuple):
     step: int
     """Counts the calls of this optimizer from 1, skipped ones included."""
     time: float
-    """Seconds since the header of its session."""
+    """Seconds of training since the run began: a session that goes on counts on."""
     optimizer: int
     """Which optimizer: an index into `Run.optimizers`."""
     loss: float | None
