@@ -39,6 +39,7 @@ _HOME = {
     "get_total_norm": "dropin",
     "optim": "",
     "read_run": "runfile",
+    "trace": "tracing",
 }
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "get_total_norm",
     "optim",
     "read_run",
+    "trace",
 ]
 
 
@@ -111,3 +113,4 @@ if TYPE_CHECKING:
     from gradilocks.record import Outcome
     from gradilocks.runfile import read_run
     from gradilocks.scale import DynamicScale, HeadroomScale, NoScale, StaticScale
+    from gradilocks.tracing import trace

@@ -8,7 +8,8 @@
     │   └── NeverFinite                     so many in a row that training is going nowhere
     ├── ScaleMisuse         (RuntimeError)  gradients that were scaled never, or twice
     ├── SharedParameter     (ValueError)    one parameter in two places that would both change it
-    └── BadRunFile          (ValueError)    a file that is no run file, or cannot be read or written
+    ├── BadRunFile          (ValueError)    a file that is no run file, or cannot be read or written
+    └── BadScript           (ValueError)    what `gradilocks run` was given cannot be run
 
 A wrong argument is a plain ValueError or TypeError.
 """
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "BadRunFile",
+    "BadScript",
     "BadState",
     "GradilocksError",
     "MissingKey",
@@ -59,6 +61,10 @@ class SharedParameter(GradilocksError, ValueError):
 
 class BadRunFile(GradilocksError, ValueError):
     """A file that is no run file, is damaged, or cannot be read or written."""
+
+
+class BadScript(GradilocksError, ValueError):
+    """What `gradilocks run` was to run is missing, or no Python."""
 
 
 class NonFiniteGradient(GradilocksError, RuntimeError):

@@ -19,34 +19,39 @@ from gradilocks.errors import BadState
 from gradilocks.kernels.captured import capturing
 from gradilocks.record import fetch
 
-__all__ = ["Listeners", "Scheduler"]
+__all__ = ["Flag", "Listeners", "Scheduler"]
 
 _logger = logging.getLogger("gradilocks")
 
 
-class _Flag:
+class Flag:
     """Whether one step was skipped, on its way to the host."""
 
     def __init__(self, row: Tensor) -> None:
-        self._known: bool | None = None
+        self._known: float | None = None
         self._event: Any = None
         if capturing():
-            self._known = False  # A replay tells nobody.
+            self._known = 0.0  # A replay tells nobody.
         elif row.device.type == "cuda":
             self._host = torch.empty(1, dtype=row.dtype, device="cpu", pin_memory=True)
             self._host.copy_(row[:1], non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(row.device))
         else:
-            self._known = fetch(row[:1])[0] > 0
+            self._known = fetch(row[:1])[0]
 
     def skipped(self, *, wait: bool = False) -> bool | None:
         """None if it is not known yet."""
         if self._known is None and (wait or self._event.query()):
             if wait:
                 self._event.synchronize()
-            self._known = fetch(self._host)[0] > 0
-        return self._known
+            self._known = fetch(self._host)[0]
+        return None if self._known is None else self._known > 0
+
+    def overflowed(self) -> bool | None:
+        """Whether it was skipped for NaN or Inf, not by a clip policy; None if not known yet."""
+        skipped = self.skipped()
+        return skipped if skipped is None else skipped and self._known != 2
 
 
 class Listeners(weakref.WeakSet["Scheduler"]):
@@ -79,8 +84,8 @@ class Scheduler:
                 f"torch.optim.lr_scheduler.CosineAnnealingLR(...), got {type(scheduler).__name__}."
             )
         self._scheduler = scheduler
-        self._since: list[_Flag] = []
-        self._waiting: deque[list[_Flag]] = deque()
+        self._since: list[Flag] = []
+        self._waiting: deque[list[Flag]] = deque()
         self._owed = 0
         self._replayed = False
 
@@ -92,7 +97,7 @@ class Scheduler:
     def note(self, row: Tensor) -> None:
         """For the control: a step has been judged."""
         self._replayed = self._replayed or capturing()
-        self._since.append(_Flag(row))
+        self._since.append(Flag(row))
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps the schedule if a step has been taken since the last call.

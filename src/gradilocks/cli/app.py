@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from gradilocks.cli.demo import demo
+from gradilocks.cli.run import SCRIPT, run
 
 app = typer.Typer(
     add_completion=False,
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 
 app.command()(demo)
+app.command(context_settings=SCRIPT)(run)
 
 
 @app.callback()
