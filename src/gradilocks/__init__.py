@@ -28,6 +28,7 @@ _HOME = {
     "NoScale": "scale",
     "Outcome": "record",
     "QuantileClip": "clip",
+    "Recorder": "recording",
     "SkipSpikes": "clip",
     "StaticScale": "scale",
     "ZScoreClip": "clip",
@@ -57,6 +58,7 @@ __all__ = [
     "NoScale",
     "Outcome",
     "QuantileClip",
+    "Recorder",
     "SkipSpikes",
     "StaticScale",
     "ZScoreClip",
@@ -111,6 +113,7 @@ if TYPE_CHECKING:
         get_total_norm,
     )
     from gradilocks.record import Outcome
+    from gradilocks.recording import Recorder
     from gradilocks.runfile import read_run
     from gradilocks.scale import DynamicScale, HeadroomScale, NoScale, StaticScale
     from gradilocks.tracing import trace

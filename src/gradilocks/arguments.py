@@ -7,13 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from gradilocks.gradients import Names
+from gradilocks.errors import NoGradients
+from gradilocks.gradients import Gradients, Names
 
 __all__ = [
+    "check_any_gradient",
     "check_closure",
     "check_give_up_after",
     "check_loss",
     "check_parameters",
+    "check_scalar_loss",
     "checked_optimizers",
 ]
 
@@ -67,10 +70,33 @@ def check_loss(loss: object) -> None:
         )
 
 
-def check_closure(closure: object) -> None:
+def check_scalar_loss(loss: Tensor) -> None:
+    check_loss(loss)
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss must be a scalar, got shape {tuple(loss.shape)}. Reduce it first, for "
+            "example with loss.mean() or loss.sum()."
+        )
+
+
+def check_any_gradient(found: Sequence[Gradients]) -> None:
+    if not any(part.params for part in found):
+        raise NoGradients(
+            "no parameter of the optimizer has a gradient. Check that the loss depends on the "
+            "parameters the optimizer was given, that they require grad, and that nothing has "
+            "cleared the gradients after backward()."
+        )
+
+
+def check_closure(closure: object, optimizers: int) -> None:
     """`step` takes a closure or nothing; who comes from GradScaler may hand it an optimizer."""
     if not callable(closure) or isinstance(closure, Tensor):
         raise TypeError(
             f"closure must be a function that returns the loss, got {type(closure).__name__}. The "
             "control knows its optimizers: call control.step()."
+        )
+    if optimizers != 1:
+        raise ValueError(
+            f"step(closure) drives one optimizer, this control has {optimizers}. Give each "
+            "optimizer that needs a closure a GradientControl of its own."
         )

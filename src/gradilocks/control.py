@@ -14,16 +14,18 @@ from torch import Tensor, nn
 
 from gradilocks import kernels, update
 from gradilocks.arguments import (
+    check_any_gradient,
     check_closure,
     check_give_up_after,
     check_loss,
     check_parameters,
+    check_scalar_loss,
     checked_optimizers,
 )
 from gradilocks.clip import resolve_clip
 from gradilocks.closure import step_with_closure
 from gradilocks.eager import eager
-from gradilocks.errors import NoGradients, NonFiniteGradient
+from gradilocks.errors import NoGradients
 from gradilocks.gradients import (
     Gradients,
     Names,
@@ -36,7 +38,9 @@ from gradilocks.judge import Judge, Verdict
 from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.captured import keeping
 from gradilocks.order import CallOrder
-from gradilocks.record import Outcome, fetch
+from gradilocks.record import Outcome, fetch, nonfinite
+from gradilocks.recording import Recorder
+from gradilocks.recording.journal import journal_for
 from gradilocks.roll import Called, ends_of, split
 from gradilocks.scale import resolve_scale
 from gradilocks.schedule import Listeners, Scheduler
@@ -67,6 +71,7 @@ class GradientControl:
         give_up_after: so many non-finite steps in a row raise NeverFinite; None for never.
         process_group: the ranks that together hold the model, when its plain tensors are shards.
             Data-parallel training needs none; DTensors bring their own.
+        record: a path for a run file, a Recorder, or None. It changes no number.
 
     Example:
         >>> control = GradientControl(optimizer, model=model, clip=1.0)
@@ -86,6 +91,7 @@ class GradientControl:
         on_nonfinite: str = "skip",
         give_up_after: int | None = 100,
         process_group: Any = None,
+        record: object = None,
     ) -> None:
         self._optimizers = checked_optimizers((optimizer, *more))
         self._names = Names(model, self._optimizers)
@@ -108,6 +114,14 @@ class GradientControl:
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)
         self._order = CallOrder(parameters if self._judge.scales else tuple)
+        self._journal = journal_for(
+            record, self._optimizers, self._names, scale=policies[0], clip=policies[1]
+        )
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What records this control's steps; one that it has made goes when the control goes."""
+        return self._journal.recorder
 
     @property
     def scale(self) -> float:
@@ -117,7 +131,9 @@ class GradientControl:
     @eager
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, for callers who run `backward` themselves."""
+        first = not self._order.scaled
         scaled = self._scaled(loss)
+        self._journal.note_loss(loss, first=first)
         self._order.handed_out = True
         return scaled
 
@@ -129,18 +145,14 @@ class GradientControl:
             loss: a scalar that requires grad.
             kwargs: handed to `Tensor.backward` (`retain_graph`, `create_graph`, `inputs`).
         """
-        check_loss(loss)
-        if loss.numel() != 1:
-            raise ValueError(
-                f"loss must be a scalar, got shape {tuple(loss.shape)}. Reduce it first, for "
-                "example with loss.mean() or loss.sum()."
-            )
+        check_scalar_loss(loss)
         before = self._order.scaled
         try:
             self._scaled(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             self._order.scaled = before
             raise
+        self._journal.note_loss(loss, first=not before)
 
     @eager
     def unscale_(self) -> None:
@@ -171,8 +183,9 @@ class GradientControl:
             The Outcome. Reading it is what waits for the device.
         """
         with keeping(self._judge.express.captured):
+            self._journal.before_step(self._judge, unscaled=self._order.unscaled)
             if closure is not None:
-                check_closure(closure)
+                check_closure(closure, len(self._optimizers))
                 return self._step_with_closure(closure)
             called = self._call()
             if called is not None:
@@ -274,12 +287,8 @@ class GradientControl:
         found = [collect(params, name=self._names) for params in lists]
         if self._judge.scales:
             self._order.check_scaled("step()")
-        if not any(part.params for part in found) and not self._has_ranks():
-            raise NoGradients(
-                "no parameter of the optimizer has a gradient. Check that the loss depends on the "
-                "parameters the optimizer was given, that they require grad, and that nothing has "
-                "cleared the gradients after backward()."
-            )
+        if not self._has_ranks():
+            check_any_gradient(found)
         return found
 
     def _step_by_stages(self) -> Outcome:
@@ -340,25 +349,17 @@ class GradientControl:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         outcome = verdict.outcome
         hopeless = self._judge.conclude(verdict)
+        self._journal.after_step(verdict.record, self._judge)
         for scheduler in self._schedulers:
             scheduler.note(verdict.record.row)
         self._order.note_step(self._parameters())
         if hopeless:
             raise self._judge.never_finite(outcome)
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
-            raise NonFiniteGradient(
-                f"step {outcome.step} skipped: {outcome.describe()}; scale {outcome.scale:g}. "
-                "Parameters and optimizer state are as they were.",
-                culprits=outcome.culprits,
-            )
+            raise nonfinite(outcome)
         return outcome
 
     def _step_with_closure(self, closure: Callable[[], Tensor]) -> Outcome:
-        if len(self._optimizers) != 1:
-            raise ValueError(
-                f"step(closure) drives one optimizer, this control has {len(self._optimizers)}. "
-                "Give each optimizer that needs a closure a GradientControl of its own."
-            )
         (optimizer,) = self._optimizers
         last: Verdict | None = None
 

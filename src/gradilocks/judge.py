@@ -86,6 +86,8 @@ class Judge:
         self._counted: int | None = 0  # `steps`, as long as the host can know it.
         self.streak = Streak(give_up_after)
         self.express = Express()
+        self.detail = False
+        """Whether largest magnitudes and zeros are wanted of the next step, at whatever price."""
         self._names = names
         self._process_group = process_group
         self.memory: dict[str, Tensor] | None = None
@@ -120,7 +122,7 @@ class Judge:
         tensors = [tensor for part in found for tensor in part.tensors]
         home = self.state.scale.device
         policy = self.clip_policy
-        asking = getattr(self.scale_policy, "needs_largest", False)
+        asking = self.detail or getattr(self.scale_policy, "needs_largest", False)
         measurement = measure(
             tensors, home=home, order=float(policy.order), detail=policy.needs_largest or asking
         )

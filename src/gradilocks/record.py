@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from gradilocks.diagnose import Symptom
+from gradilocks.errors import NonFiniteGradient
 from gradilocks.values import ROW, Statistics, StepRecord, moved, wide
 
-__all__ = ["Findings", "NonFiniteCount", "Outcome", "Streak", "fetch"]
+__all__ = ["Findings", "NonFiniteCount", "Outcome", "Streak", "fetch", "nonfinite"]
 
 
 def fetch(*scalars: Tensor) -> list[float]:
@@ -191,6 +192,15 @@ class Outcome(Findings):
             f"Outcome(step={self.step}, skipped={self.skipped}, norm={self.norm:.6g}, "
             f"clipped={self.clipped}, scale={self.scale:g}, culprits={self.culprits})"
         )
+
+
+def nonfinite(outcome: Outcome) -> NonFiniteGradient:
+    """What to raise for a step that was skipped, if the caller wants to know at once."""
+    return NonFiniteGradient(
+        f"step {outcome.step} skipped: {outcome.describe()}; scale {outcome.scale:g}. "
+        "Parameters and optimizer state are as they were.",
+        culprits=outcome.culprits,
+    )
 
 
 class Streak:

@@ -1,0 +1,387 @@
+"""Recorder: samples of steps in, a run file out; the one object of recording that has a state.
+
+Steps are held until there are `flush_every` of them, sent to the host together, and written when
+they have arrived. Whatever goes wrong on the way is said once, and training goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from gradilocks.eager import users_line
+from gradilocks.recording.batch import Batch, Held
+from gradilocks.recording.ending import closed_at_exit, how_it_ended, refuse_capture
+from gradilocks.recording.environment import (
+    command_here,
+    hardware_here,
+    rank_here,
+    versions_here,
+)
+from gradilocks.recording.file import EXISTS, RunFile
+from gradilocks.recording.roster import info_of, order_of
+from gradilocks.recording.rows import Known, step_of
+from gradilocks.recording.sample import Sample
+from gradilocks.recording.sinks import Sink, Sinks
+from gradilocks.recording.skips import SkipLog
+from gradilocks.runfile import End, Header, Step, Trace
+from gradilocks.runfile.records import VERSION
+from gradilocks.runfile.writing import (
+    end_line,
+    header_line,
+    optimizer_line,
+    step_line,
+    trace_line,
+)
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Writes what every step of a training run leaves behind to a run file.
+
+        step(index, sample):  hold it on the device
+                              every flush_every steps: send them to the host, without a wait
+                              as they arrive: write them, tell the sinks, log the skips
+
+    `GradientControl(..., record="runs/a.jsonl")` makes one; make it yourself for other settings, or
+    to record several controls in one file. Close it, or use it as a context manager; at the end of
+    the process it closes itself. With several ranks only rank 0 writes.
+
+    Args:
+        path: the run file; its folder is made.
+        flush_every: so many steps reach the host and the file together. A kill loses at most these.
+        detail_every: every so many steps are recorded tensor by tensor, from the first; None: none.
+        exists: what to do if the file is there: "refuse", "append" or "replace".
+        settings: what else the header is to tell; anything that JSON can hold.
+        command: what ran; by default this process's command line.
+        sinks: objects that hear of the run too, as they are in `gradilocks.recording.Sink`.
+        log: whether skipped steps are told through `logging`.
+        all_ranks: whether the other ranks write too, to `a.rank1.jsonl` and so on.
+
+    Raises:
+        BadRunFile: the file cannot be written, or is there already.
+
+    Example:
+        >>> with Recorder("runs/a.jsonl", flush_every=10) as recorder:
+        ...     control = GradientControl(optimizer, model=model, record=recorder)
+        ...     train(control)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        flush_every: int = 50,
+        detail_every: int | None = 10,
+        exists: str = "refuse",
+        settings: Mapping[str, Any] | None = None,
+        command: Sequence[str] | None = None,
+        sinks: Sequence[Sink] = (),
+        log: bool = True,
+        all_ranks: bool = False,
+    ) -> None:
+        self._file: RunFile | None = None  # First: whatever is refused below, `close` works.
+        self._pid = os.getpid()
+        _check_every("flush_every", flush_every)
+        if detail_every is not None:
+            _check_every("detail_every", detail_every)
+        if exists not in EXISTS:
+            raise ValueError(f"exists must be one of {', '.join(EXISTS)}, got {exists!r}.")
+        self._flush_every, self._detail_every = flush_every, detail_every
+        rank, ranks = rank_here()
+        self.path = Path(path)
+        if all_ranks and rank:
+            self.path = self.path.with_name(f"{self.path.stem}.rank{rank}{self.path.suffix}")
+        self.steps = 0
+        """How many steps have reached the file in this session; exact after `flush`."""
+        self.skipped = 0
+        """How many of them were skipped."""
+        self._sinks = Sinks(sinks, _warn)
+        self._known: list[Known] = []
+        self._whose: list[Callable[[], Any]] = []
+        self._held: list[Held] = []
+        self._sent: deque[Batch] = deque()
+        self._skips = SkipLog() if log else None
+        self._lock = threading.RLock()
+        self._busy = False
+        self._put_off: tuple[str, int, str | None] | None = None
+        self._owed: list[str] = []  # Lines that later ones need, and that could not be written.
+        self._has_warned = False
+        if rank and not all_ranks:
+            return
+        self._header = Header(
+            version=VERSION,
+            started=time.time(),
+            command=command_here() if command is None else tuple(map(str, command)),
+            versions=versions_here(),
+            hardware=hardware_here(),
+            settings={
+                "flush_every": flush_every,
+                "detail_every": detail_every,
+                **(settings or {}),
+            },
+            rank=rank,
+            ranks=ranks,
+        )
+        first = _first_line(self._header)  # Before the file is made: settings may be no JSON.
+        file = RunFile(self.path, exists=exists)
+        file.begin(first)
+        before = file.before
+        self._steps_before = {} if before is None else before.steps
+        passed = 0.0 if before is None else max(before.time, time.time() - before.started)
+        self._began = time.perf_counter() - passed
+        self._file = file
+        self._sinks.open(self._header)
+        closed_at_exit.add(self)
+
+    @property
+    def recording(self) -> bool:
+        """Whether steps are recorded: not after `close`, on other ranks, or in a forked process."""
+        return self._file is not None and self._pid == os.getpid()
+
+    def elapsed(self) -> float:
+        """Seconds since the run began: the `time` of a step that is recorded now."""
+        return time.perf_counter() - self._began if self._file is not None else 0.0
+
+    def describe(self, **settings: Any) -> None:
+        """Adds to the settings in the header, as long as nothing has followed it."""
+        if not self.recording:
+            return
+        assert self._file is not None
+        merged = {**settings, **self._header.settings}
+        self._header = Header(**{**vars(self._header), "settings": merged})
+        with self._working():
+            self._file.begin(_first_line(self._header))
+
+    def add_optimizer(self, optimizer: Any, *, names: Mapping[Tensor, str] | None = None) -> int:
+        """Takes an optimizer in, before its first step; again if its parameters have changed.
+
+        Args:
+            optimizer: any object with `param_groups`.
+            names: its parameters' names, in the model's order. Those that it lacks are named as
+                the optimizer names them.
+
+        Returns:
+            The index by which `step` knows it.
+        """
+        index = next((i for i, whose in enumerate(self._whose) if whose() is optimizer), None)
+        if index is None:
+            index = len(self._known)
+            self._whose.append(_weakly(optimizer))
+        info = info_of(optimizer, index=index, names=names)
+        if index < len(self._known) and self._known[index].info == info:
+            return index
+        done = self._steps_before.get(index, 0) if self.recording else 0
+        if index < len(self._known):
+            done = self._known[index].steps
+            self.flush()  # Steps on their way are of the parameters as they were.
+            self._known[index] = Known(info, order_of(optimizer, names), done)
+        else:
+            self._known.append(Known(info, order_of(optimizer, names), done))
+        if self.recording:
+            with self._working():
+                self._write([optimizer_line(info)], ())
+                self._sinks.optimizer(info)
+        return index
+
+    def wants_detail(self, index: int) -> bool:
+        """Whether the coming step of that optimizer is one to be recorded tensor by tensor."""
+        if self._detail_every is None or not self.recording:
+            return False
+        return self._known[index].steps % self._detail_every == 0
+
+    def step(self, index: int, sample: Sample) -> None:
+        """Records one step, taken or skipped. Does not wait for the device.
+
+        Args:
+            index: of the optimizer.
+            sample: what there is to tell.
+        """
+        if not self.recording:
+            return
+        refuse_capture()
+        known = self._known[index]
+        with self._working():
+            try:
+                detail = self.wants_detail(index)
+                known.steps += 1
+                self._held.append(
+                    Held(
+                        sample,
+                        index=index,
+                        step=known.steps,
+                        time=self.elapsed(),
+                        detail=detail,
+                    )
+                )
+                if len(self._held) >= self._flush_every and not sample.more:
+                    self._send()
+                while self._sent and self._sent[0].arrived():
+                    self._take(self._sent.popleft())
+            except Exception as error:
+                self._stop(f"{type(error).__name__}: {error}")
+
+    def trace(self, trace: Trace) -> None:
+        """Writes down where a value first turned non-finite, at once."""
+        if self.recording:
+            with self._working():
+                self._write([trace_line(trace)], ())
+
+    def flush(self) -> None:
+        """Writes everything that was recorded. Waits for the device."""
+        if not self.recording:
+            return
+        with self._working():
+            try:
+                self._send()
+                while self._sent:
+                    self._take(self._sent.popleft())
+                if self._skips is not None:
+                    self._skips.settle()
+            except Exception as error:
+                self._stop(f"{type(error).__name__}: {error}")
+
+    def close(self, *, status: str = "finished", exit: int = 0, error: str | None = None) -> None:
+        """Writes everything, then how the run ended, and lets go of the file.
+
+        Args:
+            status: "finished", "error", "interrupted" or "exit".
+            exit: the exit status.
+            error: the last line of the traceback.
+        """
+        if not self.recording:
+            return
+        with self._lock:
+            if self._busy:  # Called from a signal that came in the midst of a write.
+                self._put_off = status, exit, error
+                return
+        self.flush()
+        with self._working():
+            end = End(self.elapsed(), status, exit, error)
+            self._write([end_line(end)], ())
+            self._sinks.close(end)
+            if self._skips is not None:
+                self._skips.close()
+            self._let_go()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(**how_it_ended(error))
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Recorder is an open file and cannot be copied or pickled. Copy the GradientControl: "
+            "its copy records nothing."
+        )
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        with self._lock:
+            outer, self._busy = self._busy, True
+            try:
+                yield
+            finally:
+                self._busy = outer
+        put_off = self._put_off
+        if put_off is not None and not outer:
+            self._put_off = None
+            self.close(status=put_off[0], exit=put_off[1], error=put_off[2])
+
+    def _send(self) -> None:
+        if self._held:
+            rows, self._held = self._held, []
+            self._sent.append(Batch(rows))
+
+    def _take(self, batch: Batch) -> None:
+        """Writes a batch, and tells everybody."""
+        rows = batch.unpack()
+        steps = [step_of(held, self._known[held.index]) for held in rows]
+        self._write([step_line(step) for step in steps], steps)
+        if self._skips is not None:
+            for held, step in zip(rows, steps, strict=True):
+                told = held.scalars["next_scale"]
+                self._skips.take(step, next_scale=told, more=held.more)
+        self._sinks.steps(steps)
+
+    def _write(self, lines: list[str], steps: Sequence[Step]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write([*self._owed, *lines])
+        except OSError as error:
+            self._owed += [] if steps else lines
+            self.warn_once(
+                f"{self.path} could not be written: {error.strerror or error}. Training goes on; "
+                "what cannot be written is not recorded."
+            )
+            return
+        self._owed = []
+        self.steps += len(steps)
+        self.skipped += sum(step.skipped for step in steps)
+
+    def _stop(self, why: str) -> None:
+        """Something that should not have happened: training must not suffer from it."""
+        self._held, self._sent = [], deque()
+        self._let_go()
+        self.warn_once(f"recording to {self.path} has stopped: {why}. Training goes on.")
+
+    def _let_go(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+        closed_at_exit.discard(self)
+
+    def warn_once(self, message: str) -> None:
+        """Says that something cannot be recorded, the first time that there is such a thing."""
+        if not self._has_warned:
+            self._has_warned = True
+            _warn(message)
+
+
+def _check_every(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def _weakly(optimizer: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:
+        return lambda: optimizer
+
+
+def _first_line(header: Header) -> str:
+    try:
+        return header_line(header)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"settings must be what JSON can hold: {error}.") from error
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=users_line())

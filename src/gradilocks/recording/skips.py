@@ -1,0 +1,118 @@
+"""Skipped steps → lines in the log: who overflowed, and where the scale went. Not too many.
+
+The first five skips are told in full, as they come. After that there is at most one line a minute,
+which says how many it stands for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from gradilocks.record import NonFiniteCount
+from gradilocks.runfile import Step
+
+__all__ = ["SkipLog"]
+
+_logger = logging.getLogger("gradilocks")
+IN_FULL = 5
+PAUSE = 60.0
+
+
+class SkipLog:
+    """Tells of skips through `logging.getLogger("gradilocks")`."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told = 0
+        self._untold = 0
+        self._last: tuple[float, int] = (0.0, 0)  # When, and at which step, it last spoke.
+        self._group: list[Step] = []
+        self._waiting: dict[int, list[Step]] = {}  # By optimizer: the next scale is not known.
+
+    def take(self, step: Step, *, next_scale: float | None, more: bool) -> None:
+        """A step has arrived.
+
+        Args:
+            step: taken or skipped.
+            next_scale: the scale after it; None if the next step will tell.
+            more: whether the next step belongs to the same decision.
+        """
+        before = self._waiting.pop(step.optimizer, None)
+        if before is not None:
+            self._tell(before, step.scale)
+        if step.skipped:
+            self._group.append(step)
+        if more or not self._group:
+            return
+        group, self._group = self._group, []
+        if next_scale is None:
+            self._waiting[group[-1].optimizer] = group
+        else:
+            self._tell(group, next_scale)
+
+    def settle(self) -> None:
+        """Tells of those whose next scale nobody has told yet."""
+        for group in self._waiting.values():
+            self._tell(group, None)
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Says how many were not told of one by one."""
+        self.settle()
+        if self._untold:
+            _logger.warning(
+                "%d more step%s skipped since step %d",
+                self._untold,
+                " was" if self._untold == 1 else "s were",
+                self._last[1],
+            )
+            self._untold = 0
+
+    def _tell(self, group: Sequence[Step], next_scale: float | None) -> None:
+        now = self._clock()
+        if self._told >= IN_FULL and now - self._last[0] < PAUSE:
+            self._untold += 1
+            return
+        line = describe(group, next_scale)
+        if self._untold:
+            line += f" (and {self._untold} more since step {self._last[1]})"
+        self._told, self._untold = self._told + 1, 0
+        self._last = now, group[0].step
+        _logger.warning("%s", line)
+
+
+def describe(group: Sequence[Step], next_scale: float | None) -> str:
+    """A skip in one line; `group` is one step of each optimizer that shared the decision."""
+    first = group[0]
+    of = f" of optimizer {first.optimizer}" if len(group) == 1 and first.optimizer else ""
+    return f"step {first.step}{of} skipped: {_why(group)}{_scale(first.scale, next_scale)}"
+
+
+def _why(group: Sequence[Step]) -> str:
+    first = group[0]
+    if first.reason == "rejected":
+        if first.norm is None or first.limit is None:
+            return "finite gradients, rejected by the clip policy"
+        return (
+            "finite gradients, rejected by the clip policy: "
+            f"norm {first.norm:.6g} over {first.limit:.6g}"
+        )
+    culprits = [culprit for step in group for culprit in step.culprits]
+    if not culprits:
+        return (
+            "no NaN or Inf in a gradient that is here: it is on another rank, or finite gradients "
+            "overflow when they are unscaled"
+        )
+    more = f" (+{len(culprits) - 1} more)" if len(culprits) > 1 else ""
+    worst = culprits[0]
+    return f"{NonFiniteCount(worst.nan, worst.inf)} in {worst.name}{more}"
+
+
+def _scale(before: float | None, after: float | None) -> str:
+    if before is None or (before == 1.0 and after in (None, 1.0)):
+        return ""
+    if after is None or after == before:
+        return f"; scale {before:.10g}"
+    return f"; scale {before:.10g} → {after:.10g}"
