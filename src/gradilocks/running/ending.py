@@ -65,7 +65,7 @@ class Last:
     def prepare(self) -> None:
         """Takes its places; call it before the script starts."""
         atexit.register(self._at_exit)
-        os._exit = self._leave  # type: ignore[assignment]
+        os._exit = self._leave
         for number in _signals():
             with suppress(ValueError, OSError):
                 if signal.getsignal(number) is signal.SIG_DFL:

@@ -46,6 +46,11 @@ class _Seen:
     row: int
     elements: int
 
+    def serves(self, gradient: Tensor, *, detail: bool) -> bool:
+        """Whether it is still what `gradient` was before its clip."""
+        same = self.gradient() is gradient and self.version == gradient._version
+        return same and not (detail and self.statistics.zeros is None)
+
 
 class Looks:
     """Looks at gradients, and remembers what it saw before a clip."""
@@ -84,12 +89,9 @@ class Looks:
         for place in places:
             gradient = cast("Tensor", params[place].grad)
             seen = self._seen.get(id(gradient))
-            if seen is not None and seen.gradient() is gradient:
-                if seen.version == gradient._version and (
-                    not detail or seen.statistics.zeros is not None
-                ):
-                    found.append((place, seen.statistics, seen.row, seen.elements))
-                    continue
+            if seen is not None and seen.serves(gradient, detail=detail):
+                found.append((place, seen.statistics, seen.row, seen.elements))
+                continue
             inner = elements(gradient)
             if inner is not None:
                 fresh.append(place)

@@ -1,7 +1,7 @@
 """Losses on which backward was called enter; the loss of the step that follows leaves.
 
-Between two steps every loss counts, so that micro-batches add up. Two optimizers that step after one
-backward share it; a backward after a step begins anew.
+Between two steps every loss counts, so that micro-batches add up. Two optimizers that step after
+one backward share it; a backward after a step begins anew.
 """
 
 from __future__ import annotations

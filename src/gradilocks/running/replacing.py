@@ -15,12 +15,19 @@ class Replacements:
         self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._attributes: list[tuple[Any, str, Any, Any]] = []
 
-    def everywhere(self, original: Any, replacement: Any) -> None:
+    def everywhere(self, original: Any, replacement: Any, *, spare: str | None = None) -> None:
         """Every module that holds `original` under any name holds `replacement`.
 
         Those that import it later get it from where it lives, which is such a module.
+
+        Args:
+            original: what is there.
+            replacement: what is put in its place.
+            spare: the package whose modules keep what they have.
         """
-        for module in list(sys.modules.values()):
+        for place, module in list(sys.modules.items()):
+            if spare is not None and place.split(".")[0] == spare:
+                continue
             fields = getattr(module, "__dict__", None)
             if type(fields) is dict:
                 for name, value in list(fields.items()):

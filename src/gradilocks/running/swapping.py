@@ -26,15 +26,18 @@ def swap(replaced: Replacements, *, parts: bool, optimizers: Iterable[str]) -> N
     """
     if parts:
         for name in _FUNCTIONS:
-            replaced.everywhere(getattr(torch.nn.utils, name), getattr(dropin, name))
-        # The special ones first: their bases are about to be replaced.
+            _put(replaced, getattr(torch.nn.utils, name), getattr(dropin, name))
         for home in (torch.cuda.amp, torch.cpu.amp):
             kind: Any = home.GradScaler
-            replaced.everywhere(kind, _for_device(home.__name__.split(".")[1], kind))
-        replaced.everywhere(torch.amp.GradScaler, dropin.GradScaler)
-        # What Gradilocks derives from, and what torch derives from it, stays.
+            _put(replaced, kind, _for_device(home.__name__.split(".")[1], kind))
+        _put(replaced, torch.amp.GradScaler, dropin.GradScaler)
     for name in optimizers:
-        replaced.everywhere(getattr(torch.optim, name), getattr(optim, name))
+        _put(replaced, getattr(torch.optim, name), getattr(optim, name))
+
+
+def _put(replaced: Replacements, original: Any, ours: Any) -> None:
+    # Gradilocks' own modules go on with torch's: they are built on them.
+    replaced.everywhere(original, ours, spare="gradilocks")
 
 
 def _for_device(device: str, original: type) -> type:

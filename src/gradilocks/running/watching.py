@@ -6,6 +6,7 @@ nothing that the script can see changes, and a failure of ours ends the watching
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,11 @@ class _Known:
     optimizer: weakref.ref[Any]
     index: int
     params: list[Tensor]
+
+    def is_still(self, optimizer: Any, params: list[Tensor]) -> bool:
+        """Whether this is that optimizer, with the same parameters."""
+        same = self.optimizer() is optimizer and len(params) == len(self.params)
+        return same and all(map(operator.is_, params, self.params))
 
 
 @dataclass
@@ -258,9 +264,8 @@ class Watch:
 
     def _introduced(self, optimizer: Any, params: list[Tensor]) -> _Known:
         known = self._known.get(id(optimizer))
-        if known is not None and known.optimizer() is optimizer:
-            if len(params) == len(known.params) and all(map(_is, params, known.params)):
-                return known
+        if known is not None and known.is_still(optimizer, params):
+            return known
         index = self.recorder_now().add_optimizer(optimizer, names=name_parameters(params))
         known = _Known(weakref.ref(optimizer), index, params)
         self._known[id(optimizer)] = known
@@ -285,7 +290,3 @@ class Watch:
         for tracers in self._tracers.values():
             for tracer in tracers:
                 tracer.close()
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

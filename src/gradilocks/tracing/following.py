@@ -71,7 +71,7 @@ class Following:
             for key, param in module.named_parameters(recurse=False):
                 if param.requires_grad and param.is_leaf:
                     hook = partial(self._parameter, name, weakref.ref(module), key)
-                    self._handles.append(param.register_hook(hook))
+                    self._handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Takes every hook away; those on tensors do nothing from here on."""
@@ -149,7 +149,7 @@ class Following:
             return known
         known = self._seen[id(tensor)] = _Seen(weakref.ref(tensor))
         if tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
-            tensor.register_hook(partial(self._gradient, known))
+            tensor.register_hook(partial(self._gradient, known))  # type: ignore[no-untyped-call]
         return known
 
     # --- backward ------------------------------------------------------------------------------

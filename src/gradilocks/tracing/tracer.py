@@ -35,9 +35,10 @@ class Tracer:
     """
 
     def __init__(self, model: nn.Module, *, recorder: Any = None, most: int = 5) -> None:
-        if not isinstance(model, nn.Module):
+        given: tuple[object, object] = model, most
+        if not isinstance(given[0], nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        if type(given[1]) is not int or most < 1:
             raise ValueError(f"most must be a whole number of at least 1, got {most!r}.")
         self.findings: list[Trace] = []
         self._model = model
@@ -127,11 +128,12 @@ class Tracer:
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A step is taken: what was to be seen has been seen."""
+        if self._following is None or not self._following.forwards:
+            return
         mine = {id(param) for param in self._model.parameters()}
         held = (param for group in optimizer.param_groups for param in group["params"])
-        if self._following is not None and self._following.forwards:
-            if any(id(param) in mine for param in held):
-                self.disarm()
+        if any(id(param) in mine for param in held):
+            self.disarm()
 
     def _found(self, finding: Finding) -> None:
         now = time.perf_counter() - self._began

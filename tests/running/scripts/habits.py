@@ -3,6 +3,7 @@
 Run with `python habits.py` and with `gradilocks run habits.py`; the digests must be the same.
 """
 
+import contextlib
 import hashlib
 import random
 import sys
@@ -130,14 +131,15 @@ def lbfgs():
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
     losses = []
 
-    def closure():
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        loss.backward()
-        losses.append(loss)
-        return loss
-
     for batch in batches(3):
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            losses.append(loss)
+            return loss
+
         optimizer.step(closure)
     digest("lbfgs", losses, model)
 
@@ -200,10 +202,8 @@ def a_step_that_raises():
     for batch in batches(3):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
-        try:
+        with contextlib.suppress(KeyError):
             optimizer.step(closure)
-        except KeyError:
-            pass
         optimizer.step()
     digest("a_step_that_raises", [], model)
 
