@@ -17,7 +17,8 @@ from gradilocks.optim.stepper import Stepper
 __all__ = ["Adam", "AdamW"]
 
 # By these names also while `gradilocks run --swap-optimizer` is on.
-_Adam, _AdamW = torch.optim.Adam, torch.optim.AdamW
+_Adam = torch.optim.Adam
+_AdamW = torch.optim.AdamW
 
 
 class _Adams(Stepper):
