@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from gradilocks.cli.demo import demo
-from gradilocks.cli.run import SCRIPT, run
+from gradilocks.cli.run import SCRIPT, RunCommand, run
 
 app = typer.Typer(
     add_completion=False,
@@ -17,7 +17,7 @@ app = typer.Typer(
 )
 
 app.command()(demo)
-app.command(context_settings=SCRIPT)(run)
+app.command(cls=RunCommand, context_settings=SCRIPT)(run)
 
 
 @app.callback()

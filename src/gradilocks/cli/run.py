@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from gradilocks.cli.options import whole_number
 from gradilocks.cli.program import program
@@ -21,7 +22,29 @@ from gradilocks.running import Options, Program, Summary, run_script
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
 
 # What follows the script's name belongs to the script, whatever it looks like.
-SCRIPT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+SCRIPT: dict[str, Any] = {"allow_interspersed_args": False}
+
+
+class RunCommand(TyperCommand):
+    """Also what follows the name of a module belongs to it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Ends the options of gradilocks after ``-m MODULE``."""
+        return super().parse_args(ctx, _options_ended(args, self._with_value()))
+
+    def _with_value(self) -> set[str]:
+        options = [p for p in self.params if p.param_type_name == "option"]
+        return {name for p in options if not getattr(p, "is_flag", False) for name in p.opts}
+
+
+def _options_ended(words: list[str], with_value: set[str]) -> list[str]:
+    place = 0
+    while place < len(words) and words[place].startswith("-") and words[place] != "--":
+        word = words[place]
+        place += 2 if word in with_value else 1
+        if word in ("-m", "--module") or word.startswith(("--module=", "-m")):
+            return [*words[:place], "--", *words[place:]] if len(words) > place else words
+    return words
 
 
 def run(

@@ -73,6 +73,11 @@ class Last:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._restore)
 
+    def cancel(self) -> None:
+        """There is nothing to conclude: nothing has run."""
+        self._done = True
+        self._restore()
+
     def note(self, ending: Ending) -> None:
         """How the script ended, for when its time comes."""
         self.ending = ending

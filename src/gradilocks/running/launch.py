@@ -176,6 +176,6 @@ def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | No
         if not trace.tb_frame.f_code.co_filename.startswith(_HERE):
             kept.append(trace)
         trace = trace.tb_next
-    for one, following in zip(kept, [*kept[1:], None], strict=True):
-        one.tb_next = following
+    for place, one in enumerate(kept):
+        one.tb_next = kept[place + 1] if place + 1 < len(kept) else None
     return kept[0] if kept else None

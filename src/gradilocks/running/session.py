@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradilocks.errors import BadRunFile
+from gradilocks.errors import BadRunFile, BadScript
 from gradilocks.running import launch
 from gradilocks.running.ending import Ending, Last
 from gradilocks.running.importing import when_imported
@@ -80,7 +80,11 @@ def run_script(
     last = Last(session.conclude)
     last.prepare()
     when_imported("torch", session.begin)
-    launch.execute(program, note=last.note)
+    try:
+        launch.execute(program, note=last.note)
+    except BadScript:
+        last.cancel()
+        raise
 
 
 class _Session:
