@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from sessions import TRAIN, process, watched, write
+from sessions import process, watched, write
 
 from gradilocks import optim, read_run
 from gradilocks.running.replacing import Replacements
@@ -46,20 +46,20 @@ def test_the_script_gets_gradilocks_parts_wherever_it_imports_them_from(tmp_path
 
 
 def test_a_swapped_run_is_recorded_once_a_step(tmp_path):
-    text = (
-        TRAIN.replace(
-            "    optimizer.step()",
-            "    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n"
-            "    scaler.step(optimizer)\n    scaler.update()",
-        )
-        .replace(".mean().backward()", ".mean()")
-        .replace("    model(", "    loss = model(")
-    )
-    text = text.replace(
-        "    torch.nn",
-        "    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n    torch.nn",
-    )
-    text = text.replace("for number", "scaler = torch.amp.GradScaler('cpu')\nfor number")
+    text = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu")
+for _ in range(6):
+    optimizer.zero_grad()
+    scaler.scale(model(torch.randn(3, 4)).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    scaler.step(optimizer)
+    scaler.update()
+"""
     write(tmp_path, "train.py", text)
     shown = watched("--swap", "--swap-optimizer", "SGD", "-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0, shown.err

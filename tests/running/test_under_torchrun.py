@@ -48,17 +48,8 @@ def test_ranks_train_as_before_and_rank_0_records(tmp_path):
     assert run.optimizers[0].names == ("0.weight", "0.bias", "1.weight", "1.bias")
     assert not (tmp_path / "a.rank1.jsonl").exists()
     assert shown.err.count("gradilocks: recorded") == 1
-    shown = process(
-        *torchrun,
-        "-m",
-        "gradilocks",
-        "run",
-        "--all-ranks",
-        "-o",
-        "b.jsonl",
-        "train.py",
-        cwd=tmp_path,
-    )
+    ours = ["-m", "gradilocks", "run", "--all-ranks", "-o", "b.jsonl", "train.py"]
+    shown = process(*torchrun, *ours, cwd=tmp_path)
     assert shown.status == 0, shown.err
     assert len(read_run(tmp_path / "b.jsonl").steps) == 5
     assert read_run(tmp_path / "b.rank1.jsonl").header.rank == 1

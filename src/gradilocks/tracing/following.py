@@ -45,6 +45,8 @@ class _Seen:
     """Outermost first."""
     inside: _Call | None = None
     """The module that was running when it was made."""
+    broken: Tensor | None = None
+    """Of the model's output: which elements are not finite, if any."""
 
 
 class Following:
@@ -139,6 +141,8 @@ class Following:
             watched = self._watch(tensor)
             watched.made_by.append((call, place))
             watched.inside = above
+            if not seen.finite and id(module) == self._root:
+                watched.broken = torch.logical_not(torch.isfinite(tensor.detach()))
         if id(module) == self._root and finite and not _in_backward():
             self._suspect = None  # A mask of -inf, say: nothing of it has reached the output.
 
@@ -162,8 +166,9 @@ class Following:
             return
         for call, place in seen.made_by:
             call.gradients.append(found.named(f"gradient of {place}"))
-        if found.finite:
-            if any(id(call.module) == self._root for call, _ in seen.made_by):
+        counts = seen.broken is not None and bool((gradient.detach()[seen.broken] != 0).any())
+        if found.finite and not counts:
+            if seen.broken is not None:
                 self._suspect = None  # What is not finite in the output has no part in the loss.
             return
         if self._suspect is not None:
