@@ -55,7 +55,7 @@ class Held:
             if not isinstance(value, Tensor):
                 self.scalars[name] = None if value is None else float(value)
             elif value.device.type == "cpu":
-                self.scalars[name] = float(value)
+                self.scalars[name] = float(value.detach())
             else:
                 groups.setdefault((value.device, value.dtype), []).append((name, value.detach()))
         for pairs in groups.values():  # One launch each; it is also the copy.

@@ -78,19 +78,14 @@ class RunFile:
             if isinstance(error, OSError):
                 raise _unwritable(path, error) from error
             raise
-        self._header: tuple[int, int] | None = None
+        self._header = self._size, ""
 
     def begin(self, header: str) -> None:
-        """Writes the header, or writes it again as long as nothing has followed it.
+        """Writes the header.
 
         Raises:
             BadRunFile: it cannot be written.
         """
-        if self._header is not None:
-            begin, end = self._header
-            if end != self._size:
-                return
-            self._size = begin
         begin = self._size
         try:
             self.write([header])
@@ -98,7 +93,19 @@ class RunFile:
             self.close()
             self._take_back()
             raise _unwritable(self.path, error) from error
-        self._header = begin, self._size
+        self._header = begin, header
+
+    def begin_again(self, header: str) -> None:
+        """Writes another header in place of the first, unless something has followed it."""
+        begin, first = self._header
+        if self._size != begin + len(first.encode()):
+            return
+        self._size = begin
+        try:
+            self.write([header])
+            self._header = begin, header
+        except OSError:  # The first one did fit. Whoever writes next will hear of it.
+            self.write([first])
 
     def write(self, lines: Sequence[str]) -> None:
         """Adds whole lines, or nothing.

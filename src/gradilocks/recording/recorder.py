@@ -6,6 +6,7 @@ they have arrived. Whatever goes wrong on the way is said once, and training goe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -163,8 +164,8 @@ class Recorder:
         assert self._file is not None
         merged = {**settings, **self._header.settings}
         self._header = Header(**{**vars(self._header), "settings": merged})
-        with self._working():
-            self._file.begin(_first_line(self._header))
+        with self._working(), contextlib.suppress(OSError):
+            self._file.begin_again(_first_line(self._header))
 
     def add_optimizer(self, optimizer: Any, *, names: Mapping[Tensor, str] | None = None) -> int:
         """Takes an optimizer in, before its first step; again if its parameters have changed.
