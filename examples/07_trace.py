@@ -1,8 +1,8 @@
 """A step is skipped: which operation made the NaN?
 
-The attention divides by the length of its keys. One batch in ten has empty keys, and the gradient of
-a length is 0 / 0 there. Every gradient before it is NaN, so the names of the parameters do not tell;
-the trace does.
+The attention divides by the length of its keys. Now and then a batch has an empty row, and the
+gradient of a length is 0 / 0 there. Every gradient before it is NaN, so the names of the parameters
+do not tell; the trace does.
 """
 
 import logging

@@ -107,6 +107,35 @@ def test_detail_tells_weights_and_how_far_they_moved(recorded):
     assert run.header.settings["detail_every"] == 2
 
 
+def test_a_model_that_is_done_with_is_let_go(tmp_path):
+    write(
+        tmp_path,
+        "train.py",
+        """
+import gc, weakref
+import torch
+
+def train():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 4)).mean() * float("inf")).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return weakref.ref(model), weakref.ref(model.weight)
+
+refs = [ref for _ in range(2) for ref in train()]
+gc.collect()
+print([ref() is None for ref in refs])
+""",
+    )
+    shown = watched("--trace", "train.py", cwd=tmp_path)
+    assert shown.out == "[True, True, True, True]\n", shown.err
+
+
 def test_parameters_carry_the_names_that_their_models_give_them(tmp_path):
     write(
         tmp_path,

@@ -172,6 +172,11 @@ def test_a_run_file_that_is_there_is_refused_before_the_script_starts(folder):
     assert re.search(r"a\.jsonl is there already.*--append.*--force", shown.err)
 
 
+def test_torch_is_not_imported_before_the_script_asks_for_it(folder):
+    write(folder, "train.py", "import sys\nprint('torch' in sys.modules, 'numpy' in sys.modules)\n")
+    assert watched("train.py", cwd=folder).out == "False False\n"
+
+
 def test_quiet_says_nothing(folder):
     write(folder, "train.py", "print('x')")
     shown = watched("--quiet", "train.py", cwd=folder)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -201,6 +203,25 @@ def test_a_tracer_needs_no_variable_and_writes_to_the_controls_recorder(tmp_path
     control.recorder.close()
     traces = gradilocks.read_run(tmp_path / "a.jsonl").traces
     assert [(found.step, found.module) for found in traces] == [(2, "1"), (3, "1")]
+
+
+def test_parts_that_are_called_without_the_model_are_followed_too():
+    model = model_with(Bad())
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        model[2](model[1](model[0](torch.ones(1, 4)))).sum().backward()
+    assert [found.module for found in tracer.findings] == ["1"]
+
+
+def test_a_tracer_does_not_keep_a_model_alive():
+    model = model_with()
+    alive = weakref.ref(model)
+    tracer = gradilocks.trace(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    tracer.arm()
+    assert not tracer.armed
 
 
 def test_a_policy_that_rejects_finite_gradients_arms_nothing():

@@ -15,7 +15,7 @@ __all__ = ["Clips"]
 
 @dataclass(frozen=True)
 class _Clip:
-    limit: float | None
+    limit: Tensor | float | None
     """What the 2-norm was to be at most; None if something else was bounded."""
     clipped: Tensor | bool
 
@@ -26,9 +26,7 @@ class Clips:
     def __init__(self) -> None:
         self._by_param: dict[int, _Clip] = {}
 
-    def by_norm(
-        self, params: Iterable[Tensor], *, norm: object, limit: float, order: float
-    ) -> None:
+    def by_norm(self, params: Iterable[Tensor], *, norm: object, limit: Any, order: float) -> None:
         """The gradients of `params` together had `norm` and were bounded to `limit`."""
         value = norm if isinstance(norm, Tensor) else torch.as_tensor(norm, device="cpu")
         value = value.detach()
@@ -36,7 +34,9 @@ class Clips:
             clipped: Tensor | bool = False
         else:
             clipped = (value > limit).to(torch.float32)
-        shown = limit if order == 2.0 and math.isfinite(limit) else None
+        if not isinstance(limit, Tensor):  # A tensor is left where it is: reading it would wait.
+            limit = float(limit) if math.isfinite(limit) else None
+        shown = limit if order == 2.0 else None
         self._note(params, _Clip(shown, clipped))
 
     def by_value(self, params: Iterable[Tensor], *, clipped: Tensor | bool) -> None:

@@ -135,7 +135,10 @@ class _Session:
             self._hooks.remove()
             recorder = self._watch.recorder
         if recorder is not None:
-            recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
+            try:
+                recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
+            except Exception as error:  # The script has ended; nothing must keep it from leaving.
+                self._warn(f"{self._shown} could not be closed: {type(error).__name__}: {error}")
         self._tell(
             Summary(
                 path=self._shown if recorder is None else _named(recorder.path, self._shown),

@@ -6,7 +6,6 @@ nothing that the script can see changes, and a failure of ours ends the watching
 
 from __future__ import annotations
 
-import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradilocks.gradients import every_parameter
 from gradilocks.kernels.captured import capturing
@@ -42,12 +42,13 @@ class _Known:
 
     optimizer: weakref.ref[Any]
     index: int
-    params: list[Tensor]
+    params: list[weakref.ref[Tensor]]
+    """Weakly: a script that trains one model after another needs their memory."""
 
     def is_still(self, optimizer: Any, params: list[Tensor]) -> bool:
         """Whether this is that optimizer, with the same parameters."""
         same = self.optimizer() is optimizer and len(params) == len(self.params)
-        return same and all(map(operator.is_, params, self.params))
+        return same and all(ref() is param for ref, param in zip(self.params, params, strict=True))
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Attempt:
     """A step that has begun."""
 
     known: _Known
+    params: list[Tensor]
     detail: bool
     scale: Tensor | float = 1.0
     carried: Tensor | float = 1.0
@@ -91,6 +93,7 @@ class Watch:
         self._driven: set[int] = set()  # Optimizers that a control of ours steps.
         self._place: dict[int, int] = {}  # By parameter: its optimizer's index.
         self._tracers: dict[int, list[Tracer]] = {}  # By an optimizer's first parameter.
+        self._tracer_of: WeakKeyDictionary[nn.Module, Tracer] = WeakKeyDictionary()
         self.looks = Looks()
         self.losses = Losses()
         self.clips = Clips()
@@ -150,7 +153,8 @@ class Watch:
             return None
         known = self._introduced(optimizer, params)
         assert self.recorder is not None
-        attempt = Attempt(known, self.recorder.wants_detail(known.index), scale, carried)
+        detail = self.recorder.wants_detail(known.index)
+        attempt = Attempt(known, params, detail, scale, carried)
         lr = optimizer.param_groups[0].get("lr")
         attempt.lr = lr if isinstance(lr, (int, float, Tensor)) else None
         self._running[id(optimizer)] = attempt
@@ -160,7 +164,7 @@ class Watch:
 
     def look(self, attempt: Attempt, loss: object = None) -> None:
         """Reads the gradients, and the loss that they came from."""
-        params = attempt.known.params
+        params = attempt.params
         attempt.look = self.looks.look(params, detail=attempt.detail)
         attempt.loss = self.losses.take()
         if attempt.loss is None and isinstance(loss, Tensor) and loss.numel() == 1:
@@ -170,7 +174,7 @@ class Watch:
     def weigh(self, attempt: Attempt) -> None:
         """Keeps what the parameters are, right before they change."""
         if attempt.detail and attempt.weights is None:
-            attempt.weights = Weights(attempt.known.params)
+            attempt.weights = Weights(attempt.params)
 
     def attempt_of(self, optimizer: Any) -> Attempt | None:
         """The step of `optimizer` that has begun and not ended."""
@@ -198,8 +202,8 @@ class Watch:
             if isinstance(attempt.carried, Tensor):
                 norm = norm / moved(attempt.carried.detach(), norm.device)
         if attempt.detail:
-            home = known.params[0].device if found is None else found.norms.device
-            weights = attempt.weights or Weights(known.params)
+            home = attempt.params[0].device if found is None else found.norms.device
+            weights = attempt.weights or Weights(attempt.params)
             weight, update = weights.moved_by_step(home)
         sample = Sample(
             loss=attempt.loss,
@@ -218,7 +222,7 @@ class Watch:
         )
         self.recorder.step(known.index, sample)
         if found is not None:
-            self.notice(known.params, (found.nan + found.inf).sum() > 0)
+            self.notice(attempt.params, (found.nan + found.inf).sum() > 0)
 
     def notice(self, params: Sequence[Tensor], bad: Tensor) -> None:
         """Tells the tracers of these parameters' models whether a step had NaN or Inf: 1 or 0."""
@@ -249,7 +253,7 @@ class Watch:
     ) -> None:
         """Gradients that together had `norm` were bounded to `limit`."""
         self.looks.clipped(seen or ())
-        self.clips.by_norm(params, norm=norm, limit=float(limit), order=float(order))
+        self.clips.by_norm(params, norm=norm, limit=limit, order=float(order))
 
     def after_value_clip(
         self, params: Sequence[Tensor], seen: Sequence[Tensor] | None, *, bound: Any
@@ -257,7 +261,7 @@ class Watch:
         """Every element was bounded."""
         self.looks.clipped(seen or ())
         largest = self.looks.largest(seen or ())
-        clipped = False if largest is None else (largest > float(bound)).any().to(torch.float32)
+        clipped = False if largest is None else (largest > bound).any().to(torch.float32)
         self.clips.by_value(params, clipped=clipped)
 
     # --- optimizers ----------------------------------------------------------------------------
@@ -267,7 +271,8 @@ class Watch:
         if known is not None and known.is_still(optimizer, params):
             return known
         index = self.recorder_now().add_optimizer(optimizer, names=name_parameters(params))
-        known = _Known(weakref.ref(optimizer), index, params)
+        refs = [weakref.ref(param) for param in params]
+        known = _Known(weakref.ref(optimizer), index, refs)
         self._known[id(optimizer)] = known
         self._place.update((id(param), index) for param in params)
         return known
@@ -275,13 +280,16 @@ class Watch:
     def _traced(self, params: Sequence[Tensor]) -> list[Tracer]:
         key = id(params[0])
         if key not in self._tracers:
-            recorder = self.recorder_now()
-            self._tracers[key] = [Tracer(m, recorder=recorder) for m in owners_of(params)]
+            models = owners_of(params)
+            for model in models:
+                if model not in self._tracer_of:
+                    self._tracer_of[model] = Tracer(model, recorder=self.recorder_now())
+            self._tracers[key] = [self._tracer_of[model] for model in models]
         return self._tracers[key]
 
     def findings(self) -> tuple[str, ...]:
         """What tracing has found, in sentences."""
-        every = (tracer for tracers in self._tracers.values() for tracer in tracers)
+        every = {id(t): t for tracers in self._tracers.values() for t in tracers}.values()
         return tuple(found.text for tracer in every for found in tracer.findings)
 
     def close(self) -> None:

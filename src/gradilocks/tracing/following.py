@@ -22,6 +22,8 @@ from gradilocks.tracing.magnitudes import Magnitude, magnitude, tensors_in
 
 __all__ = ["Following"]
 
+_MANY = 10_000
+
 
 @dataclass
 class _Call:
@@ -96,7 +98,10 @@ class Following:
         if id(module) == self._root and not _in_backward():
             self.settle()
             self._stack, self._seen = [], {}
+        if not self._stack and not _in_backward():
             self.forwards += 1
+            if len(self._seen) > _MANY:  # The model itself is never called, only its parts.
+                self._seen = {k: s for k, s in self._seen.items() if s.tensor() is not None}
         above = self._stack[-1] if self._stack else None
         for place, tensor in _arguments(args, kwargs):
             seen = magnitude(tensor, place)
@@ -104,16 +109,11 @@ class Following:
                 continue
             call.inputs.append(seen)
             if not seen.finite and self._suspect is None:
-                if above is None and id(module) == self._root:
+                if above is None:
                     self._answer(Finding("input", name, module, seen, call.inputs))
                 else:
                     self._suspect = Finding(
-                        "between",
-                        "" if above is None else above.name,
-                        module if above is None else above.module,
-                        seen,
-                        [*call.inputs] if above is None else above.inputs,
-                        near=name,
+                        "between", above.name, above.module, seen, above.inputs, near=name
                     )
             self._watch(tensor).used_by.append((call, place))
         self._stack.append(call)

@@ -7,6 +7,7 @@ the device, until something non-finite is found or a step is taken.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import weakref
 from types import TracebackType
@@ -41,7 +42,7 @@ class Tracer:
         if type(given[1]) is not int or most < 1:
             raise ValueError(f"most must be a whole number of at least 1, got {most!r}.")
         self.findings: list[Trace] = []
-        self._model = model
+        self._model = weakref.ref(model)
         self._recorder = recorder
         self._most = most
         self._control: weakref.ref[Any] | None = None
@@ -62,13 +63,14 @@ class Tracer:
         """Follows the model from here on, until something is found or a step is taken."""
         if self._closed:
             raise RuntimeError("this tracer is closed. Make another with gradilocks.trace(model).")
-        if self._following is not None:
+        model = self._model()
+        if self._following is not None or model is None:
             return
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        self._following = Following(self._model, self._found)
+        self._following = Following(model, self._found)
         self._step_hook = register_optimizer_step_pre_hook(self._stepping)
-        if hasattr(torch.compiler, "set_stance"):  # Compiled code would run past the hooks.
+        if "torch._dynamo" in sys.modules:  # Compiled code would run past the hooks.
             self._stance = torch.compiler.set_stance("force_eager")
 
     def disarm(self) -> None:
@@ -128,9 +130,10 @@ class Tracer:
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A step is taken: what was to be seen has been seen."""
-        if self._following is None or not self._following.forwards:
+        model = self._model()
+        if self._following is None or not self._following.forwards or model is None:
             return
-        mine = {id(param) for param in self._model.parameters()}
+        mine = {id(param) for param in model.parameters()}
         held = (param for group in optimizer.param_groups for param in group["params"])
         if any(id(param) in mine for param in held):
             self.disarm()
