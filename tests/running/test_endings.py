@@ -13,9 +13,7 @@ from sessions import TRAIN, environment, watched, write
 from gradilocks import read_run
 
 ENDS = {
-    "finished": ("", 0, "finished", None),
-    "exit": ("sys.exit(3)", 3, "exit", None),
-    "words": ("sys.exit('no data')", 1, "exit", "no data"),
+    "exit": ("sys.exit('no data')", 1, "exit", "no data"),
     "error": ("raise ValueError('x')", 1, "error", "ValueError: x"),
     "os._exit": ("import os; os._exit(5)", 5, "exit", None),
     "thread": (
