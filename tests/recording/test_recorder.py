@@ -114,6 +114,17 @@ def test_detail_is_unscaled_and_none_where_there_was_no_gradient(tmp_path):
     assert detail.update == [None, 0.2]
 
 
+def test_a_double_precision_weight_that_hardly_moves_is_seen_to_move(tmp_path):
+    weight = parameter(1.0, 1.0, dtype=torch.float64)
+    optimizer = torch.optim.SGD([weight], lr=1e-12)
+    control = GradientControl(optimizer, scale=None, record=tmp_path / "a")
+    control.backward(loss_making((weight, 1.0)))
+    control.step()
+    control.recorder.close()
+    (ratio,) = read_run(tmp_path / "a").steps[0].detail.update
+    assert ratio == pytest.approx(1e-12, rel=1e-3)
+
+
 @pytest.mark.parametrize("order", [1.0, math.inf])
 def test_norms_of_tensors_are_two_norms_whatever_the_clip_measures(tmp_path, order):
     from gradilocks import ClipByNorm
@@ -256,6 +267,25 @@ def test_sparse_gradients_are_measured_by_the_values_they_hold(tmp_path):
     detail = read_run(tmp_path / "a").steps[0].detail
     assert detail.zeros == [0.0]
     assert detail.largest == [2.0]
+
+
+def test_a_compiled_training_step_is_recorded_too(tmp_path):
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    control = GradientControl(optimizer, model=model, clip=1.0, record=tmp_path / "a")
+
+    @torch.compile(backend="eager")
+    def step(inputs):
+        control.backward(model(inputs).square().mean())
+        control.step()
+        control.zero_grad()
+
+    for number in range(4):
+        step(torch.full((2, 6), 0.1 * number + 0.1))
+    control.recorder.close()
+    steps = read_run(tmp_path / "a").steps
+    assert [s.step for s in steps] == [1, 2, 3, 4]
+    assert all(s.loss > 0 and s.norm > 0 for s in steps)
 
 
 def test_a_tensor_learning_rate_is_recorded(tmp_path):

@@ -67,6 +67,8 @@ class Journal(NoJournal):
         return NoJournal, ()
 
     def note_loss(self, loss: Tensor, *, first: bool) -> None:
+        if not self.recorder.recording:
+            return
         loss = loss.detach()
         if loss.numel() != 1 or is_distributed(loss):
             self._loss = None

@@ -48,8 +48,9 @@ class Weights:
                 before = [self._before[place] for place in places]
                 change = [_copy(self._params[place]) for place in places]
                 torch._foreach_sub_(change, before)
-                both = [torch.stack(torch._foreach_norm(each)) for each in (before, change)]
-                found = moved(torch.stack(both), home)
+                both = torch._foreach_norm(before) + torch._foreach_norm(change)
+                found = torch.stack([norm.to(torch.float32) for norm in both])
+                found = moved(found.view(2, len(places)), home)
                 if len(places) == count:
                     norms = found
                 else:
@@ -75,8 +76,9 @@ def _local(param: Tensor) -> Tensor:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """The sample of a tensor, in float32, as one dimension of its own memory."""
-    return _sample(tensor).to(torch.float32, copy=True).reshape(-1)
+    """The sample of a tensor, in float32 or wider, as one dimension of its own memory."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return _sample(tensor).to(dtype, copy=True).reshape(-1)
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -1,0 +1,162 @@
+"""What recording costs: training steps of a GPT of 10 M parameters, with it and without it.
+
+    python benchmarks/bench_recording.py                 # two CPU cores, about ten minutes
+    python benchmarks/bench_recording.py --blocks 3
+    python benchmarks/bench_recording.py -o benchmarks/results/record_cpu.json
+
+Contenders train the same model on the same batches, one step each in turn, in one process. A block
+is ten steps in a row: it holds exactly one step with detail and one write to the file, so every
+block has all that recording does in it. What counts is the median, over the blocks, of a
+contender's time over that of the run without recording in the same block. The run says so and ends
+with status 1 if recording has changed a single bit of the weights.
+
+`histograms` does what `wandb.watch(model, log_freq=1)` does in a hook of every gradient: looks
+whether all is finite, finds the range, and makes 64 bins with `torch.histc`. What wandb then does
+with them is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import environment
+from harness import Ready, alternate
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradilocks import GradientControl, Recorder, read_run
+from gradilocks.demo.model import GPT
+from gradilocks.demo.text import Batches, python_documentation
+
+BLOCK, BINS = 10, 64
+ROWS, LENGTH, WIDTH, LAYERS = 4, 64, 384, 6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=21, help="of ten steps for each contender")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("-o", "--output", type=Path, default=None, help="also write JSON here")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.jsonl"
+        recorder = Recorder(path, flush_every=BLOCK, detail_every=10, log=False)
+        contenders: dict[str, Callable[[], Ready]] = {
+            "no recording": build,
+            "recording, detail every 10": lambda: build(record=recorder),
+            "no recording, again": build,
+            "histograms at every step": lambda: build(hook=histogram),
+        }
+        ready = [make() for make in contenders.values()]
+        times = alternate(ready, rounds=options.blocks * BLOCK, device=torch.device("cpu"))
+        recorder.close()
+        size, steps = path.stat().st_size, len(read_run(path).steps)
+    blocks = [
+        [sum(each["wall"][k : k + BLOCK]) / BLOCK for k in range(0, len(each["wall"]), BLOCK)]
+        for each in times
+    ]
+    rows = [row(name, mine, blocks[0]) for name, mine in zip(contenders, blocks, strict=True)]
+    found = {
+        "command": " ".join(["python", *sys.argv]),
+        "environment": environment(torch.device("cpu")),
+        "parameters": sum(tensor.numel() for tensor in ready[0].result()),
+        "tensors": len(ready[0].result()),
+        "tokens_a_step": ROWS * LENGTH,
+        "blocks": options.blocks,
+        "bytes_a_step": round(size / steps),
+        "rows": rows,
+    }
+    print(table(found))
+    if options.output:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    if not all(map(torch.equal, ready[0].result(), ready[1].result())):
+        sys.exit("recording has changed the weights")
+
+
+def build(*, record: Recorder | None = None, hook: Callable[[Tensor], None] | None = None) -> Ready:
+    """A model, its control and its batches; `run` is one training step."""
+    text = python_documentation()
+    torch.manual_seed(0)
+    model = GPT(vocabulary=len(text.vocabulary), length=LENGTH, width=WIDTH, layers=LAYERS, heads=6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    control = GradientControl(optimizer, model=model, scale=None, clip=1.0, record=record)
+    batches = Batches(text, rows=ROWS, length=LENGTH, seed=0)
+    if hook is not None:
+        for param in model.parameters():
+            param.register_hook(hook)
+
+    def step() -> None:
+        inputs, targets = batches.draw()
+        control.backward(F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()))
+        control.step()
+        control.zero_grad()
+
+    return Ready(run=step, prepare=lambda: None, result=lambda: weights(model))
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [param.detach() for param in model.parameters()]
+
+
+def histogram(gradient: Tensor) -> None:
+    """As wandb's hook has it, without what becomes of the histogram."""
+    flat = gradient.detach().clone().reshape(-1)
+    if not flat.numel() or (~torch.isfinite(flat)).all().item():
+        return
+    if not torch.isfinite(flat).all().item():
+        flat = flat[torch.isfinite(flat)]
+    low, high = flat.min().item(), flat.max().item()
+    if low == high:
+        return
+    counts = flat.histc(bins=BINS, min=low, max=high).cpu().detach().clone()
+    bins = torch.linspace(low, high, steps=BINS + 1)
+    counts.tolist(), bins.tolist()
+
+
+def row(name: str, mine: list[float], plain: list[float]) -> dict[str, Any]:
+    """Milliseconds a step, and what is added to that of the first contender."""
+    added = [(a / b - 1) * 100 for a, b in zip(mine, plain, strict=True)]
+    return {
+        "contender": name,
+        "median_ms": statistics.median(mine),
+        "p10_ms": quantile(mine, 0),
+        "p90_ms": quantile(mine, -1),
+        "added_percent": statistics.median(added),
+        "added_percent_p10": quantile(added, 0),
+        "added_percent_p90": quantile(added, -1),
+    }
+
+
+def quantile(values: list[float], place: int) -> float:
+    if len(values) < 2:
+        return values[0]
+    return statistics.quantiles(values, n=10, method="inclusive")[place]
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [
+        f"{found['parameters'] / 1e6:.1f} M parameters in {found['tensors']} tensors, "
+        f"{found['tokens_a_step']} tokens a step, {found['bytes_a_step']} bytes a step recorded",
+        "| | ms a step (10 % to 90 %) | added (10 % to 90 % of blocks) |",
+        "|---|---|---|",
+    ]
+    for each in found["rows"]:
+        lines.append(
+            f"| {each['contender']} | {each['median_ms']:.1f} ({each['p10_ms']:.1f} to "
+            f"{each['p90_ms']:.1f}) | {each['added_percent']:+.2f} % "
+            f"({each['added_percent_p10']:+.2f} to {each['added_percent_p90']:+.2f}) |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
