@@ -12,7 +12,8 @@ if not torch.cuda.is_available():  # Before anything imports Triton, which reads
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Helper modules beside the tests are imported by their plain names.
-for folder in ("control", "dropin", "ranks", "recording", "runfile", "integrations", "cli"):
+FOLDERS = ["cli", "control", "dropin", "integrations", "ranks", "recording", "runfile", "running"]
+for folder in FOLDERS:
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 try:

@@ -40,6 +40,7 @@ _HOME = {
     "get_total_norm": "dropin",
     "optim": "",
     "read_run": "runfile",
+    "trace": "tracing",
 }
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "get_total_norm",
     "optim",
     "read_run",
+    "trace",
 ]
 
 
@@ -114,3 +116,4 @@ if TYPE_CHECKING:
     from gradilocks.recording import Recorder
     from gradilocks.runfile import read_run
     from gradilocks.scale import DynamicScale, HeadroomScale, NoScale, StaticScale
+    from gradilocks.tracing import trace

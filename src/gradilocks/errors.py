@@ -9,7 +9,8 @@
     ├── ScaleMisuse         (RuntimeError)  gradients that were scaled never, or twice
     ├── SharedParameter     (ValueError)    one parameter in two places that would both change it
     ├── BadRunFile          (ValueError)    a file that is no run file, or cannot be read or written
-    └── MissingPackage      (ImportError)   a package that this one thing needs is not installed
+    ├── MissingPackage      (ImportError)   a package that this one thing needs is not installed
+    └── BadScript           (ValueError)    what `gradilocks run` was given cannot be run
 
 A wrong argument is a plain ValueError or TypeError.
 """
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "BadRunFile",
+    "BadScript",
     "BadState",
     "GradilocksError",
     "MissingKey",
@@ -65,6 +67,10 @@ class BadRunFile(GradilocksError, ValueError):
 
 class MissingPackage(GradilocksError, ImportError):
     """Something that needs a package which is not installed; says how to install it."""
+
+
+class BadScript(GradilocksError, ValueError):
+    """What `gradilocks run` was to run is missing, or no Python."""
 
 
 class NonFiniteGradient(GradilocksError, RuntimeError):

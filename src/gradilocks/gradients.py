@@ -214,6 +214,11 @@ class Names:
         """Whose parameters are named."""
         return self._optimizers
 
+    @property
+    def has_model(self) -> bool:
+        """Whether a model names the parameters."""
+        return self._model is not None
+
     def groups(self) -> list[tuple[int, str | None]]:
         """For each parameter the number of its group, counted over all optimizers, and its name."""
         every = [group for optimizer in self._optimizers for group in optimizer.param_groups]

@@ -23,36 +23,41 @@ from gradilocks.errors import BadState
 from gradilocks.kernels.captured import capturing
 from gradilocks.record import fetch
 
-__all__ = ["Listeners", "Scheduler"]
+__all__ = ["Flag", "Listeners", "Scheduler"]
 
 _logger = logging.getLogger("gradilocks")
 
 
-class _Flag:
+class Flag:
     """Whether one step was skipped, on its way to the host."""
 
-    def __init__(self, row: Tensor | None, *, known: bool | None = None) -> None:
+    def __init__(self, row: Tensor | None, *, known: float | None = None) -> None:
         self._known = known
         self._event: Any = None
         if row is None:
             return
         if capturing():
-            self._known = False  # A replay tells nobody.
+            self._known = 0.0  # A replay tells nobody.
         elif row.device.type == "cuda":
             self._host = torch.empty(1, dtype=row.dtype, device="cpu", pin_memory=True)
             self._host.copy_(row[:1], non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(row.device))
         else:
-            self._known = fetch(row[:1])[0] > 0
+            self._known = fetch(row[:1])[0]
 
     def skipped(self, *, wait: bool = False) -> bool | None:
         """None if it is not known yet."""
         if self._known is None and (wait or self._event.query()):
             if wait:
                 self._event.synchronize()
-            self._known = fetch(self._host)[0] > 0
-        return self._known
+            self._known = fetch(self._host)[0]
+        return None if self._known is None else self._known > 0
+
+    def overflowed(self) -> bool | None:
+        """Whether it was skipped for NaN or Inf, not by a clip policy; None if not known yet."""
+        skipped = self.skipped()
+        return skipped if skipped is None else skipped and self._known != 2
 
 
 class Listeners(weakref.WeakSet["Scheduler"]):
@@ -95,8 +100,8 @@ class Scheduler:
                 )
         self._scheduler = scheduler
         self._control: Callable[[], Any] = weakref.ref(control)
-        self._since: list[_Flag] = []
-        self._waiting: deque[list[_Flag]] = deque()
+        self._since: list[Flag] = []
+        self._waiting: deque[list[Flag]] = deque()
         self._owed = 0
         self._replayed = False
 
@@ -108,7 +113,7 @@ class Scheduler:
     def note(self, row: Tensor) -> None:
         """For the control: a step has been judged."""
         self._replayed = self._replayed or capturing()
-        self._since = _thinned([*self._since, _Flag(row)])
+        self._since = _thinned([*self._since, Flag(row)])
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps the schedule if a step has been taken since the last call.
@@ -161,7 +166,7 @@ class Scheduler:
             )
         self._scheduler.load_state_dict(inner)
         self._owed = ahead
-        self._since = [] if since is None else [_Flag(None, known=since == "skipped")]
+        self._since = [] if since is None else [Flag(None, known=float(since == "skipped"))]
         self._waiting = deque()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scheduler:
@@ -172,7 +177,7 @@ class Scheduler:
         made._scheduler = copy.deepcopy(self._scheduler, memo)
         told = [flag.skipped(wait=True) for flag in self._since]
         self._settle(wait=True)
-        made._since = [_Flag(None, known=skipped) for skipped in told]
+        made._since = [Flag(None, known=float(bool(skipped))) for skipped in told]
         made._waiting, made._owed, made._replayed = deque(), self._owed, self._replayed
         made._control = (lambda: None) if control is None else weakref.ref(control)
         if control is not None:
@@ -218,7 +223,7 @@ class Scheduler:
             yield
 
 
-def _thinned(flags: list[_Flag]) -> list[_Flag]:
+def _thinned(flags: list[Flag]) -> list[Flag]:
     """As few flags as say the same: one that was taken, or those that are not known yet.
 
     An epoch has many steps, and each flag on its way holds pinned memory and an event.

@@ -122,7 +122,7 @@ flags: list[Late] = []
 @pytest.fixture
 def late(monkeypatch):
     flags.clear()
-    monkeypatch.setattr(schedule, "_Flag", Late)
+    monkeypatch.setattr(schedule, "Flag", Late)
     return flags
 
 

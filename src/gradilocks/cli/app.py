@@ -10,6 +10,7 @@ from gradilocks.cli.compare import compare
 from gradilocks.cli.demo import demo
 from gradilocks.cli.export import export
 from gradilocks.cli.report import report
+from gradilocks.cli.run import SCRIPT, RunCommand, run
 from gradilocks.cli.watch import watch
 
 app = typer.Typer(
@@ -18,11 +19,13 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help reads the same in a terminal, a pipe and a page of docs
 )
 
-app.command()(demo)
+# In the order in which somebody meets them.
+app.command(cls=RunCommand, context_settings=SCRIPT)(run)
+app.command()(report)
 app.command()(watch)
 app.command()(compare)
 app.command()(export)
-app.command()(report)
+app.command()(demo)
 
 
 @app.callback()

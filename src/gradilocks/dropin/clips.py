@@ -47,12 +47,13 @@ class Clips:
         self.policy = policy
         self._judges: list[tuple[weakref.ref[Any], Judge]] = []
         self._loaded: list[dict[str, Any]] = []
-        self._pending: dict[int, tuple[Judge, Verdict]] = {}
+        self.pending: dict[int, tuple[Judge, Verdict]] = {}
+        """By optimizer: what was decided of a step that has not been taken yet."""
         self._warned = not hasattr(policy, "misfits")
         _refuse_patterns(policy, model)
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_judges": [], "_pending": {}, "_warned": not hasattr(self.policy, "misfits")}
+        fresh = {"_judges": [], "pending": {}, "_warned": not hasattr(self.policy, "misfits")}
         return {**self.__dict__, **fresh, "_loaded": self._learned()}
 
     @property
@@ -73,15 +74,15 @@ class Clips:
         update.apply_factors(decision, found.tensors)
         update.apply_bound(decision, found.tensors)
         update.apply_in_place(decision, found.tensors)
-        self._pending[id(optimizer)] = judge, verdict
+        self.pending[id(optimizer)] = judge, verdict
         if decision.overflow is None:
             return Clipped(decision.skip, None)
         return Clipped(decision.skip, decision.skip - decision.overflow)
 
     def learn(self, optimizer: Any) -> None:
         """The optimizer has stepped, or was meant not to: the policy may learn from it."""
-        if id(optimizer) in self._pending:
-            judge, verdict = self._pending.pop(id(optimizer))
+        if id(optimizer) in self.pending:
+            judge, verdict = self.pending.pop(id(optimizer))
             judge.conclude(verdict)
 
     def forget(self) -> None:
@@ -94,7 +95,7 @@ class Clips:
                     "well.",
                     stacklevel=users_line(),
                 )
-        self._pending.clear()
+        self.pending.clear()
 
     def saved(self) -> dict[str, Any]:
         """The policy and what it has learned, in plain numbers."""

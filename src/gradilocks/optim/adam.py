@@ -16,13 +16,17 @@ from gradilocks.optim.stepper import Stepper
 
 __all__ = ["Adam", "AdamW"]
 
+# By these names also while `gradilocks run --swap-optimizer` is on.
+_Adam = torch.optim.Adam
+_AdamW = torch.optim.AdamW
+
 
 class _Adams(Stepper):
     kernel: ClassVar[str] = "adam"
     columns: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def flags(self, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-        decoupled = group.get("decoupled_weight_decay", isinstance(self, torch.optim.AdamW))
+        decoupled = group.get("decoupled_weight_decay", isinstance(self, _AdamW))
         return (
             ("AMSGRAD", bool(group["amsgrad"])),
             ("MAXIMIZE", bool(group["maximize"])),
@@ -84,7 +88,7 @@ class _Adams(Stepper):
         torch._foreach_sub_(steps, [taken] * len(steps))
 
 
-class AdamW(_Adams, torch.optim.AdamW):
+class AdamW(_Adams, _AdamW):
     """torch.optim.AdamW, with the same arguments, the same state and the same results.
 
     Args:
@@ -120,7 +124,7 @@ class AdamW(_Adams, torch.optim.AdamW):
         fused: bool | None = None,
         master_weights: bool = False,
     ) -> None:
-        torch.optim.AdamW.__init__(
+        _AdamW.__init__(
             self,
             params,
             lr,
@@ -136,7 +140,7 @@ class AdamW(_Adams, torch.optim.AdamW):
         self._prepare(master_weights)
 
 
-class Adam(_Adams, torch.optim.Adam):
+class Adam(_Adams, _Adam):
     """torch.optim.Adam, with the same arguments, the same state and the same results.
 
     Args:
@@ -172,7 +176,7 @@ class Adam(_Adams, torch.optim.Adam):
     ) -> None:
         # torch before 2.7 has no such argument, and needs none as long as it is not set.
         more = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
-        torch.optim.Adam.__init__(
+        _Adam.__init__(
             self,
             params,
             lr,

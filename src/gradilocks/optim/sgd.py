@@ -18,7 +18,10 @@ from gradilocks.optim.stepper import Stepper
 __all__ = ["SGD"]
 
 
-class SGD(Stepper, torch.optim.SGD):
+_Base = torch.optim.SGD  # By this name also while `gradilocks run --swap-optimizer` is on.
+
+
+class SGD(Stepper, _Base):
     """torch.optim.SGD, with the same arguments, the same state and the same results.
 
     Args:
@@ -50,7 +53,7 @@ class SGD(Stepper, torch.optim.SGD):
         fused: bool | None = None,
         master_weights: bool = False,
     ) -> None:
-        torch.optim.SGD.__init__(
+        _Base.__init__(
             self,
             params,
             lr,

@@ -1,0 +1,199 @@
+"""``gradilocks run``: a script, run as Python would run it, and what its optimizers did on file.
+
+The script's own options follow its name and are not looked at here. What is said goes to standard
+error, and last: standard output is the script's.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from gradilocks.cli.options import whole_number
+from gradilocks.cli.program import program
+from gradilocks.errors import BadScript
+from gradilocks.running import Options, Program, Summary, run_script
+
+OPTIMIZERS = ("AdamW", "Adam", "SGD")
+
+# What follows the script's name belongs to the script, whatever it looks like.
+SCRIPT: dict[str, Any] = {"allow_interspersed_args": False}
+
+
+class RunCommand(TyperCommand):
+    """Also what follows the name of a module belongs to it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Ends the options of gradilocks after ``-m MODULE``."""
+        return super().parse_args(ctx, _options_ended(args, self._with_value()))
+
+    def _with_value(self) -> set[str]:
+        options = [p for p in self.params if p.param_type_name == "option"]
+        return {name for p in options if not getattr(p, "is_flag", False) for name in p.opts}
+
+
+def _options_ended(words: list[str], with_value: set[str]) -> list[str]:
+    place = 0
+    while place < len(words) and words[place].startswith("-") and words[place] != "--":
+        word = words[place]
+        place += 2 if word in with_value else 1
+        if word in ("-m", "--module") or word.startswith(("--module=", "-m")):
+            return [*words[:place], "--", *words[place:]] if len(words) > place else words
+    return words
+
+
+def run(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script and its own arguments."),
+    ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(
+            "-m",
+            "--module",
+            metavar="MODULE",
+            help="Run a module instead of a script, as python -m does.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="The run file. Default: a fresh name under runs/.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    append: Annotated[
+        bool, typer.Option("--append", help="Go on in FILE, after a run that was interrupted.")
+    ] = False,
+    detail_every: Annotated[
+        int,
+        typer.Option(
+            parser=whole_number(smallest=1), metavar="N", help="Record each tensor every N steps."
+        ),
+    ] = "10",  # type: ignore[assignment]
+    flush_every: Annotated[
+        int,
+        typer.Option(
+            parser=whole_number(smallest=1), metavar="N", help="Write to the file every N steps."
+        ),
+    ] = "50",  # type: ignore[assignment]
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="After a step with NaN or Inf, find the module in which the next one is born.",
+        ),
+    ] = False,
+    swap: Annotated[
+        bool,
+        typer.Option(
+            "--swap",
+            help="Give the script Gradilocks' GradScaler and clip functions in place of torch's.",
+        ),
+    ] = False,
+    swap_optimizer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Likewise an optimizer: AdamW, Adam or SGD. May be given several times.",
+        ),
+    ] = None,
+    all_ranks: Annotated[
+        bool, typer.Option("--all-ranks", help="Under torchrun, record every rank, not only 0.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Say nothing; errors are still said.")
+    ] = False,
+) -> None:
+    """Run a training script unchanged and record every optimizer step.
+
+    Options of gradilocks come before the script's name; what follows is the script's. No line of it
+    is changed, and no number either, unless --swap is given.
+
+    Examples:
+
+      gradilocks run train.py --lr 3e-4
+
+      gradilocks run -o runs/a.jsonl --trace train.py
+
+      gradilocks run -m package.train --epochs 3
+
+      torchrun --nproc-per-node 2 -m gradilocks run train.py
+    """
+    given = list(script or ())
+    if module is None and not given:
+        raise typer.BadParameter("expected a script, as in 'gradilocks run train.py'.")
+    if force and append:
+        raise typer.BadParameter("--force and --append cannot be given together.")
+    if (force or append) and output is None:
+        raise typer.BadParameter("--force and --append need -o FILE.")
+    for name in swap_optimizer or ():
+        if name not in OPTIMIZERS:
+            raise typer.BadParameter(
+                f"expected {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}, got {name!r}.",
+                param_hint="'--swap-optimizer'",
+            )
+    if module is not None:
+        chosen = Program(module, tuple(given), module=True)
+    else:
+        chosen = Program(given[0], tuple(given[1:]))
+    options = Options(
+        output=output,
+        exists="replace" if force else "append" if append else "refuse",
+        detail_every=detail_every,
+        flush_every=flush_every,
+        trace=trace,
+        all_ranks=all_ranks,
+        log=not quiet,
+        swap=swap,
+        swap_optimizers=tuple(dict.fromkeys(swap_optimizer or ())),
+        command=("gradilocks", *sys.argv[1:]),
+    )
+    caller = program()
+    shown = chosen.name
+
+    def tell(summary: Summary) -> None:
+        if not quiet:
+            for line in describe(summary, script=shown, caller=caller):
+                _say(line)
+
+    try:
+        run_script(chosen, options, tell=tell, warn=_say)
+    except BadScript as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
+    """What is said when the script has ended."""
+    if not summary.watched:
+        return []
+    if not summary.steps:
+        why = "stepped no optimizer" if summary.torch else "did not import torch"
+        return [f"{script} {why}, so nothing was recorded."]
+    skipped = f", {summary.skipped:,} of them skipped" if summary.skipped else ", none skipped"
+    count = f"{summary.steps:,} step" + ("s" if summary.steps != 1 else "")
+    lines = [f"traced: {text}" for text in summary.findings]
+    lines.append(f"recorded {count}{skipped}, in {summary.path}")
+    lines.append(f"to see it: {caller} report {_quoted(str(summary.path))}")
+    return lines
+
+
+def _quoted(path: str) -> str:
+    import shlex
+
+    return shlex.quote(path)
+
+
+def _say(message: str) -> None:
+    # Of the process: the script may have put something else in sys.stderr's place, or closed it.
+    with suppress(Exception):
+        print(f"gradilocks: {message}", file=sys.__stderr__, flush=True)

@@ -1,0 +1,162 @@
+"""How a script ends enters, and whatever it was, the run file is closed once and last.
+
+Python runs what was registered with `atexit` in reverse, after it has waited for threads. What is
+registered before the script starts therefore comes last: after the script's own farewells.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["Ending", "Held", "Last"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """As `runfile.records.End` has it."""
+
+    status: str
+    exit: int
+    error: str | None = None
+    signal: int | None = None
+    """What the process is to die of, if that is how Python would end."""
+
+    @staticmethod
+    def of_exit(code: object) -> Ending:
+        """Of `sys.exit(code)`."""
+        number = 0 if code is None else code if isinstance(code, int) else 1
+        number &= 0xFF
+        said = str(code) if isinstance(code, str) else None
+        return Ending("exit" if number else "finished", number, said)
+
+    @staticmethod
+    def of_error(error: BaseException) -> Ending:
+        """Of an exception that nobody caught."""
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        last = text.splitlines()[-1] if text else type(error).__name__
+        if isinstance(error, KeyboardInterrupt):
+            return Ending("interrupted", 128 + signal.SIGINT, last, signal.SIGINT)
+        return Ending("error", 1, last)
+
+
+class Last:
+    """Calls `conclude` once, as the last thing that this process does.
+
+    Also if it ends by `os._exit`, SIGTERM or SIGHUP. Children of a fork conclude nothing.
+    """
+
+    def __init__(self, conclude: Callable[[Ending], None]) -> None:
+        self._conclude = conclude
+        self._pid = os.getpid()
+        self._done = False
+        self._exit = os._exit
+        self.ending = Ending("finished", 0)
+
+    def prepare(self) -> None:
+        """Takes its places; call it before the script starts."""
+        atexit.register(self._at_exit)
+        os._exit = self._leave
+        for number in _signals():
+            with suppress(ValueError, OSError):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, self._killed)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._restore)
+
+    def cancel(self) -> None:
+        """There is nothing to conclude: nothing has run."""
+        self._done = True
+        self._restore()
+
+    def note(self, ending: Ending) -> None:
+        """How the script ended, for when its time comes."""
+        self.ending = ending
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._finish()
+        if self.ending.signal is not None:
+            _die(self.ending.signal)
+
+    def _leave(self, status: int) -> Any:
+        if os.getpid() == self._pid:
+            self.ending = Ending.of_exit(status)
+            self._finish()
+        self._exit(status)
+
+    def _killed(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            name = signal.Signals(number).name
+            self.ending = Ending("interrupted", 128 + number, name, number)
+            self._finish()
+        _die(number)
+
+    def _finish(self) -> None:
+        if not self._done:
+            self._done = True
+            self._restore()
+            with Held():
+                self._conclude(self.ending)
+
+    def _restore(self) -> None:
+        os._exit = self._exit
+        for number in _signals():
+            with suppress(ValueError, OSError):
+                if signal.getsignal(number) == self._killed:
+                    signal.signal(number, signal.SIG_DFL)
+
+
+class Held:
+    """Holds signals back while a line of the run file is on its way, and delivers them after."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._came: list[int] = []
+
+    def __enter__(self) -> Held:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._remember)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for number in self._came:
+            self._handlers[number](number, sys._getframe())
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if number not in self._came:
+            self._came.append(number)
+
+
+def _signals() -> list[int]:
+    return [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def _die(number: int) -> None:
+    """Dies of a signal as if nobody had handled it, so that the shell sees it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

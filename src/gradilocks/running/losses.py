@@ -1,0 +1,74 @@
+"""Losses on which backward was called enter; the loss of the step that follows leaves.
+
+Between two steps every loss counts, so that micro-batches add up. Two optimizers that step after
+one backward share it; a backward after a step begins anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Losses"]
+
+
+class Losses:
+    """What was run backward since the last step, unscaled, on its device."""
+
+    def __init__(self) -> None:
+        self._pot: list[Tensor] = []
+        self._used = False
+        self._unscaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def note_scaled(self, before: Any, after: Any) -> None:
+        """A loss was multiplied by the scale: `after` will be run backward in place of `before`."""
+        if isinstance(before, Tensor) and isinstance(after, Tensor):
+            if before is not after and before.numel() == 1:
+                value = before.detach().clone()
+                if len(self._unscaled) > 64:
+                    self._unscaled = {k: v for k, v in self._unscaled.items() if v[0]() is not None}
+                self._unscaled[id(after)] = weakref.ref(after), value
+        elif isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
+            for one, other in zip(before, after, strict=False):
+                self.note_scaled(one, other)
+
+    def note_backward(self, tensors: Any, gradients: Any) -> None:
+        """`torch.autograd.backward(tensors, gradients)` is about to run."""
+        if isinstance(tensors, Tensor):
+            tensors = (tensors,)
+        if not isinstance(tensors, (list, tuple)) or _any_given(gradients):
+            return
+        if self._used:
+            self._pot, self._used = [], False
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.numel() == 1 and not tensor.is_meta:
+                known = self._unscaled.pop(id(tensor), None)
+                if known is not None and known[0]() is tensor:
+                    self._pot.append(known[1])
+                else:
+                    self._pot.append(tensor.detach().clone())
+
+    def start(self) -> None:
+        """Forgets what came before: a closure is about to compute the loss anew."""
+        self._pot, self._used = [], False
+
+    def take(self) -> Tensor | None:
+        """The loss of a step that is about to be taken; None if nobody knows."""
+        self._used = True
+        if not self._pot:
+            return None
+        total = self._pot[0].reshape(())
+        for more in self._pot[1:]:
+            total = total + more.reshape(()).to(total.device, non_blocking=True)
+        if total.is_complex():
+            return total.real
+        return total.to(torch.promote_types(total.dtype, torch.float32))
+
+
+def _any_given(gradients: Any) -> bool:
+    if isinstance(gradients, (list, tuple)):
+        return any(gradient is not None for gradient in gradients)
+    return gradients is not None

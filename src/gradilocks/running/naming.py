@@ -1,0 +1,102 @@
+"""Parameters enter, the names that their models give them leave.
+
+A script does not say which model its optimizer trains, so every module that is alive is looked at,
+once per optimizer. The outermost module that owns a parameter names it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+__all__ = ["name_parameters", "owners_of", "plain_name"]
+
+# What wrappers put in front: DataParallel and DDP, torch.compile, FSDP, activation checkpointing.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def plain_name(name: str) -> str:
+    """A name without what wrappers put into it.
+
+    Example:
+        >>> plain_name("module._orig_mod.head.weight")
+        'head.weight'
+    """
+    parts = name.split(".")
+    kept = [part for part in parts[:-1] if part not in _WRAPPERS] + parts[-1:]
+    return ".".join(kept)
+
+
+def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
+    """The outermost modules that own these parameters, in the order of the parameters."""
+    wanted = {id(param): place for place, param in enumerate(params)}
+    parents: dict[int, list[nn.Module]] = {}
+    owners: dict[int, list[nn.Module]] = {}
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), nn.Module):
+            continue
+        fields = thing.__dict__
+        for child in (fields.get("_modules") or {}).values():
+            if child is not None:
+                parents.setdefault(id(child), []).append(thing)
+        for param in (fields.get("_parameters") or {}).values():
+            if id(param) in wanted:
+                owners.setdefault(wanted[id(param)], []).append(thing)
+    roots: dict[int, nn.Module] = {}
+    for _, modules in sorted(owners.items()):
+        for module in modules:
+            for root in _climb(module, parents):
+                roots.setdefault(id(root), root)
+    return list(roots.values())
+
+
+def name_parameters(params: Sequence[Tensor]) -> dict[Tensor, str]:
+    """The name of every parameter that a living module owns; the others are left out."""
+    roots = owners_of(params)
+    prefixes = _prefixes(roots)
+    wanted = {id(param): param for param in params}
+    names: dict[Tensor, str] = {}
+    for root, prefix in zip(roots, prefixes, strict=True):
+        for name, param in root.named_parameters(remove_duplicate=False):
+            if id(param) in wanted and param not in names:
+                names[param] = prefix + plain_name(name)
+    return names
+
+
+def _climb(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Module]:
+    """The modules above `module` that no other module holds."""
+    tops: list[nn.Module] = []
+    seen: set[int] = set()
+    waiting = [module]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        above = [parent for parent in parents.get(id(one), ()) if parent is not one]
+        waiting += above
+        if not above:
+            tops.append(one)
+    return tops or [module]
+
+
+def _prefixes(roots: Sequence[nn.Module]) -> list[str]:
+    """Nothing for one root; for several what the script calls them, or else their classes."""
+    if len(roots) < 2:
+        return ["" for _ in roots]
+    script = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
+    variables = {id(value): name for name, value in reversed(list(script.items()))}
+    taken: set[str] = set()
+    prefixes: list[str] = []
+    for root in roots:
+        called = variables.get(id(root), type(root).__name__)
+        name, number = called, 1
+        while name in taken:
+            number += 1
+            name = f"{called}{number}"
+        taken.add(name)
+        prefixes.append(f"{name}.")
+    return prefixes

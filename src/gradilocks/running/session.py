@@ -1,0 +1,198 @@
+"""One `gradilocks run`: options and a program enter, a run file and a Summary leave."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradilocks.errors import BadRunFile, BadScript
+from gradilocks.running import launch
+from gradilocks.running.ending import Ending, Last
+from gradilocks.running.importing import when_imported
+
+if TYPE_CHECKING:
+    from gradilocks.recording import Recorder
+
+__all__ = ["Options", "Summary", "run_script"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `gradilocks run` was asked for."""
+
+    output: Path | None = None
+    """The run file; None for a fresh name under runs/."""
+    exists: str = "refuse"
+    """As the Recorder has it."""
+    detail_every: int = 10
+    flush_every: int = 50
+    trace: bool = False
+    all_ranks: bool = False
+    log: bool = True
+    swap: bool = False
+    swap_optimizers: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a session has recorded."""
+
+    path: Path
+    """As it is to be typed from the folder in which the session began."""
+    steps: int
+    skipped: int
+    torch: bool
+    """Whether the script imported torch at all."""
+    watched: bool
+    """Whether this process is one that records."""
+    findings: tuple[str, ...]
+    """What tracing has found, in sentences."""
+    ending: Ending
+
+
+def run_script(
+    program: launch.Program,
+    options: Options,
+    *,
+    tell: Callable[[Summary], None],
+    warn: Callable[[str], None],
+) -> None:
+    """Runs a program and records its optimizers' steps.
+
+    Args:
+        program: the script or module.
+        options: as asked for.
+        tell: called last, when the run file is closed.
+        warn: called if watching had to end early.
+
+    Raises:
+        BadScript: it cannot be run.
+        BadRunFile: the run file is there already, or cannot be.
+        SystemExit: as the script's own, or 1 after an exception, which has been shown.
+    """
+    launch.check(program)
+    session = _Session(program, options, tell, warn)
+    last = Last(session.conclude)
+    last.prepare()
+    when_imported("torch", session.begin)
+    try:
+        launch.execute(program, note=last.note)
+    except BadScript:
+        last.cancel()
+        raise
+
+
+class _Session:
+    def __init__(
+        self,
+        program: launch.Program,
+        options: Options,
+        tell: Callable[[Summary], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._options, self._tell, self._warn = options, tell, warn
+        self._rank = _rank()
+        self._watched = self._rank == 0 or options.all_ranks
+        self._shown = options.output or _fresh(program.stem)
+        self._path = Path(os.path.abspath(self._shown))
+        if self._watched and options.output is not None:
+            _check(self._path, self._shown, options.exists)
+        self._hooks: Any = None
+        self._watch: Any = None
+        self._replaced: Any = None
+        self._imported = False
+
+    def begin(self) -> None:
+        """torch is there."""
+        self._imported = True
+        options = self._options
+        if self._watched:
+            from gradilocks.running.hooks import Hooks
+            from gradilocks.running.watching import Watch
+
+            self._watch = Watch(self._recorder, trace=options.trace, warn=self._warn)
+            self._hooks = Hooks(self._watch)
+            self._hooks.install()
+        if options.swap or options.swap_optimizers:
+            from gradilocks.running.replacing import Replacements
+            from gradilocks.running.swapping import swap
+
+            self._replaced = Replacements()
+            swap(self._replaced, parts=options.swap, optimizers=options.swap_optimizers)
+
+    def conclude(self, ending: Ending) -> None:
+        """Closes the run file, leaves torch as it was, and says what was recorded."""
+        recorder = None
+        if self._replaced is not None:
+            self._replaced.undo()
+        if self._hooks is not None:
+            self._watch.close()
+            self._hooks.remove()
+            recorder = self._watch.recorder
+        if recorder is not None:
+            try:
+                recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
+            except Exception as error:  # The script has ended; nothing must keep it from leaving.
+                self._warn(f"{self._shown} could not be closed: {type(error).__name__}: {error}")
+        self._tell(
+            Summary(
+                path=self._shown if recorder is None else _named(recorder.path, self._shown),
+                steps=0 if recorder is None else recorder.steps,
+                skipped=0 if recorder is None else recorder.skipped,
+                torch=self._imported,
+                watched=self._watched,
+                findings=() if self._watch is None else self._watch.findings(),
+                ending=ending,
+            )
+        )
+
+    def _recorder(self) -> Recorder:
+        from gradilocks.running.lasting import LastingRecorder
+
+        options = self._options
+        return LastingRecorder(
+            self._path,
+            flush_every=options.flush_every,
+            detail_every=options.detail_every,
+            exists=options.exists,
+            settings={"watched": True, "swap": options.swap, "trace": options.trace},
+            command=options.command or None,
+            log=options.log,
+            all_ranks=options.all_ranks,
+        )
+
+
+def _rank() -> int:
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def _fresh(stem: str) -> Path:
+    """A name under runs/ that nobody has taken."""
+    base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name, number = base, 1
+    while (path := Path("runs", f"{name}.jsonl")).exists():
+        number += 1
+        name = f"{base}-{number}"
+    return path
+
+
+def _check(path: Path, shown: Path, exists: str) -> None:
+    """Refuses before the script runs, and not after an hour of it."""
+    if path.is_dir():
+        raise BadRunFile(f"{shown} is a folder. Expected the name of a run file.")
+    if exists == "refuse" and path.exists() and path.stat().st_size:
+        raise BadRunFile(
+            f"{shown} is there already. Choose another name, --append to go on in it, or --force "
+            "to overwrite it."
+        )
+
+
+def _named(path: Path, shown: Path) -> Path:
+    """The recorder's path as it was typed: a rank other than 0 has another name."""
+    return shown.with_name(path.name)

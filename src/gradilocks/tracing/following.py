@@ -1,0 +1,236 @@
+"""Follows one step through a model, forward and backward, until something is not finite.
+
+There only while a step is traced. Modules have hooks before and after their forward; gradients are
+seen by hooks on the tensors that go in and out, not on the modules: torch's module hooks put views
+around tensors, and an in-place module behind one would raise. What is seen first in time counts.
+Every look waits for the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradilocks.tracing.finding import Finding
+from gradilocks.tracing.magnitudes import Magnitude, magnitude, tensors_in
+
+__all__ = ["Following"]
+
+_MANY = 10_000
+
+
+@dataclass
+class _Call:
+    """One call of one module; a shared module has several."""
+
+    name: str
+    module: nn.Module
+    inputs: list[Magnitude] = field(default_factory=list)
+    gradients: list[Magnitude] = field(default_factory=list)
+    """Of its outputs, as they came in backward."""
+
+
+@dataclass
+class _Seen:
+    """A tensor that went between modules, and whose gradient will come."""
+
+    tensor: weakref.ref[Tensor]
+    made_by: list[tuple[_Call, str]] = field(default_factory=list)
+    """Innermost first."""
+    used_by: list[tuple[_Call, str]] = field(default_factory=list)
+    """Outermost first."""
+    inside: _Call | None = None
+    """The module that was running when it was made."""
+    broken: Tensor | None = None
+    """Of the model's output: which elements are not finite, if any."""
+
+
+class Following:
+    """Hooks on every module of a model, for the length of a step."""
+
+    def __init__(self, model: nn.Module, found: Callable[[Finding], None]) -> None:
+        self._found = found
+        self._stack: list[_Call] = []
+        self._seen: dict[int, _Seen] = {}
+        self._suspect: Finding | None = None
+        self._answered = False
+        self.forwards = 0
+        names = {id(module): name for name, module in reversed(list(_named(model)))}
+        self._root = id(_unwrapped(model))
+        self._handles: list[Any] = []
+        for module in model.modules():
+            name = names.get(id(module))
+            if name is None:
+                continue  # A wrapper: what it wraps is there too.
+            before = partial(self._before, name)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            after = partial(self._after, name)
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+            for key, param in module.named_parameters(recurse=False):
+                if param.requires_grad and param.is_leaf:
+                    hook = partial(self._parameter, name, weakref.ref(module), key)
+                    self._handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Takes every hook away; those on tensors do nothing from here on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._seen, self._stack = [], {}, []
+        self._answered = True
+
+    def settle(self) -> None:
+        """The step is over: what looked suspicious in forward is all there is."""
+        if self._suspect is not None:
+            self._answer(self._suspect)
+
+    # --- forward -------------------------------------------------------------------------------
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if self._answered or torch.compiler.is_compiling():
+            return
+        call = _Call(name, module)
+        if id(module) == self._root and not _in_backward():
+            self.settle()
+            self._stack, self._seen = [], {}
+        if not self._stack and not _in_backward():
+            self.forwards += 1
+            if len(self._seen) > _MANY:  # The model itself is never called, only its parts.
+                self._seen = {k: s for k, s in self._seen.items() if s.tensor() is not None}
+        above = self._stack[-1] if self._stack else None
+        for place, tensor in _arguments(args, kwargs):
+            seen = magnitude(tensor, place)
+            if seen is None:
+                continue
+            call.inputs.append(seen)
+            if not seen.finite and self._suspect is None:
+                if above is None:
+                    self._answer(Finding("input", name, module, seen, call.inputs))
+                else:
+                    self._suspect = Finding(
+                        "between", above.name, above.module, seen, above.inputs, near=name
+                    )
+            self._watch(tensor).used_by.append((call, place))
+        self._stack.append(call)
+
+    def _after(
+        self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        if self._answered or torch.compiler.is_compiling() or not self._stack:
+            return
+        while self._stack and self._stack[-1].module is not module:
+            self._stack.pop()  # A module that raised, and whose caller went on.
+        if not self._stack:
+            return
+        call = self._stack.pop()
+        above = self._stack[-1] if self._stack else None
+        finite = True
+        for place, tensor in tensors_in(output, "output"):
+            seen = magnitude(tensor, place)
+            if seen is None:
+                continue
+            if not seen.finite:
+                finite = False
+                if self._suspect is None:
+                    self._suspect = Finding("forward", name, module, seen, call.inputs)
+            watched = self._watch(tensor)
+            watched.made_by.append((call, place))
+            watched.inside = above
+            if not seen.finite and id(module) == self._root:
+                watched.broken = torch.logical_not(torch.isfinite(tensor.detach()))
+        if id(module) == self._root and finite and not _in_backward():
+            self._suspect = None  # A mask of -inf, say: nothing of it has reached the output.
+
+    def _watch(self, tensor: Tensor) -> _Seen:
+        """The record of a tensor; its gradient is looked at from here on."""
+        known = self._seen.get(id(tensor))
+        if known is not None and known.tensor() is tensor:
+            return known
+        known = self._seen[id(tensor)] = _Seen(weakref.ref(tensor))
+        if tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
+            tensor.register_hook(partial(self._gradient, known))  # type: ignore[no-untyped-call]
+        return known
+
+    # --- backward ------------------------------------------------------------------------------
+
+    def _gradient(self, seen: _Seen, gradient: Tensor) -> None:
+        if self._answered:
+            return
+        found = magnitude(gradient, "gradient")
+        if found is None:
+            return
+        for call, place in seen.made_by:
+            call.gradients.append(found.named(f"gradient of {place}"))
+        counts = seen.broken is not None and bool((gradient.detach()[seen.broken] != 0).any())
+        if found.finite and not counts:
+            if seen.broken is not None:
+                self._suspect = None  # What is not finite in the output has no part in the loss.
+            return
+        if self._suspect is not None:
+            self._answer(self._suspect)
+        elif seen.used_by:
+            call, place = seen.used_by[-1]  # The innermost.
+            inputs = [*call.inputs, *call.gradients]
+            self._answer(Finding("backward", call.name, call.module, found, inputs, near=place))
+        elif seen.inside is not None:
+            call, made = seen.inside, seen.made_by[0][0]
+            inputs = [*call.inputs, *call.gradients]
+            self._answer(Finding("inside", call.name, call.module, found, inputs, near=made.name))
+        else:
+            call, place = seen.made_by[-1]
+            self._answer(Finding("loss", call.name, call.module, found, call.inputs, near=place))
+
+    def _parameter(
+        self, name: str, module: weakref.ref[nn.Module], key: str, gradient: Tensor
+    ) -> None:
+        owner = module()
+        if self._answered or owner is None:
+            return
+        found = magnitude(gradient, f"gradient of {key}")
+        if found is None or found.finite:
+            return
+        if self._suspect is not None:
+            self._answer(self._suspect)
+            return
+        calls = [c for s in self._seen.values() for c, _ in s.made_by if c.module is owner]
+        inputs = [*calls[0].inputs, *calls[0].gradients] if calls else []
+        self._answer(Finding("parameter", name, owner, found, inputs, near=key))
+
+    def _answer(self, finding: Finding) -> None:
+        if not self._answered:
+            self._answered = True
+            self._found(finding)
+
+
+def _arguments(args: Any, kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    found = list(tensors_in(tuple(args), "input")) if len(args) != 1 else []
+    if len(args) == 1:
+        found = list(tensors_in(args[0], "input"))
+    return found + [pair for key, value in kwargs.items() for pair in tensors_in(value, key)]
+
+
+def _in_backward() -> bool:
+    """Whether this forward is a checkpoint's, run again for the gradients."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+_WRAPPERS = ("module", "_orig_mod")
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP, DataParallel and torch.compile."""
+    while True:
+        children = dict(model.named_children())
+        inner = next((children[key] for key in _WRAPPERS if key in children), None)
+        if inner is None or len(children) != 1 or next(model.parameters(recurse=False), None):
+            return model
+        model = inner
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(_unwrapped(model).named_modules())

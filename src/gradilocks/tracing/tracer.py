@@ -1,0 +1,188 @@
+"""`gradilocks.trace`: a handle that is quiet until a step was skipped, and then follows the next.
+
+Off, there is no hook on the model at all. Armed, the model runs with hooks, slowly and waiting for
+the device, until something non-finite is found or a step is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradilocks.runfile import Trace
+from gradilocks.schedule import Flag, Listeners
+from gradilocks.tracing.finding import Finding
+from gradilocks.tracing.following import Following
+
+__all__ = ["Tracer", "trace"]
+
+_logger = logging.getLogger("gradilocks")
+# Held by the control they listen to, so that `trace(model, control=control)` needs no variable.
+_listening: weakref.WeakKeyDictionary[Any, list[Tracer]] = weakref.WeakKeyDictionary()
+
+
+class Tracer:
+    """Finds the module in which NaN or Inf is born; made by `gradilocks.trace`.
+
+    Attributes:
+        findings: what was found, oldest first.
+    """
+
+    def __init__(self, model: nn.Module, *, recorder: Any = None, most: int = 5) -> None:
+        given: tuple[object, object] = model, most
+        if not isinstance(given[0], nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+        if type(given[1]) is not int or most < 1:
+            raise ValueError(f"most must be a whole number of at least 1, got {most!r}.")
+        self.findings: list[Trace] = []
+        self._model = weakref.ref(model)
+        self._recorder = recorder
+        self._most = most
+        self._control: weakref.ref[Any] | None = None
+        self._following: Following | None = None
+        self._flags: list[Flag] = []
+        self._steps = 0
+        self._step_hook: Any = None
+        self._stance: Any = None
+        self._closed = False
+        self._began = time.perf_counter()
+
+    @property
+    def armed(self) -> bool:
+        """Whether the model has hooks at this moment."""
+        return self._following is not None
+
+    def arm(self) -> None:
+        """Follows the model from here on, until something is found or a step is taken."""
+        if self._closed:
+            raise RuntimeError("this tracer is closed. Make another with gradilocks.trace(model).")
+        model = self._model()
+        if self._following is not None or model is None:
+            return
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._following = Following(model, self._found)
+        self._step_hook = register_optimizer_step_pre_hook(self._stepping)
+        if "torch._dynamo" in sys.modules:  # Compiled code would run past the hooks.
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def disarm(self) -> None:
+        """Takes the hooks away; the tracer stays ready."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.settle()
+            following.remove()
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+    def close(self) -> None:
+        """Takes the hooks away for good."""
+        self.disarm()
+        self._closed = True
+        self._flags = []
+        control = self._control() if self._control is not None else None
+        if control is not None:
+            control._schedulers.discard(self)
+            _listening.get(control, []).remove(self)
+            self._control = None
+
+    def note(self, row: Tensor) -> None:
+        """For a control or a watch: a step is over; `row[0]` is 1 if it had NaN or Inf.
+
+        On a GPU the number travels without a wait and is looked at when it has arrived, one or
+        more steps later.
+        """
+        self._steps += 1
+        if self._closed:
+            return
+        was_armed = self.armed
+        self._flags.append(Flag(row))
+        bad = False
+        while self._flags and (told := self._flags[0].overflowed()) is not None:
+            del self._flags[0]
+            bad = bad or told
+        if was_armed:
+            self.disarm()
+        if bad and len(self.findings) < self._most:
+            self.arm()
+
+    def __enter__(self) -> Tracer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """A step is taken: what was to be seen has been seen."""
+        model = self._model()
+        if self._following is None or not self._following.forwards or model is None:
+            return
+        mine = {id(param) for param in model.parameters()}
+        held = (param for group in optimizer.param_groups for param in group["params"])
+        if any(id(param) in mine for param in held):
+            self.disarm()
+
+    def _found(self, finding: Finding) -> None:
+        now = time.perf_counter() - self._began
+        if self._recorder is not None:
+            now = self._recorder.elapsed()
+        found = finding.trace(step=self._steps + 1, time=now)
+        self.findings.append(found)
+        _logger.warning("step %d traced: %s", found.step, found.text)
+        if self._recorder is not None:
+            self._recorder.trace(found)
+        self.disarm()
+
+
+def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: int = 5) -> Tracer:
+    """Finds the module in which NaN or Inf is born, after a step was skipped.
+
+    The step after a skip runs with hooks, and the first module whose output, or whose output's
+    gradient, is not finite is named, with the magnitudes of what went into it. Otherwise there is
+    no hook on the model, so that it costs nothing. What is found is in `findings`, in the log of
+    `gradilocks`, and in the run file if there is a recorder.
+
+    Args:
+        model: the model, in DDP or compiled too; compiled code runs eagerly while it is traced.
+        control: a GradientControl whose skips arm the tracer. On a GPU it learns of them without
+            waiting, a step or more later. Without one, call `arm()`.
+        recorder: where findings are written too; by default the control's.
+        most: after so many findings it is not armed any more, except by hand.
+
+    Returns:
+        The Tracer: a context manager; `close()` ends it.
+
+    Example:
+        >>> with gradilocks.trace(model, control=control) as tracer:
+        ...     train(control)
+        >>> [found.module for found in tracer.findings]
+        ['blocks.3.norm']
+    """
+    if recorder is None and control is not None:
+        recorder = getattr(control, "recorder", None)
+    tracer = Tracer(model, recorder=recorder, most=most)
+    if control is not None:
+        if not isinstance(getattr(control, "_schedulers", None), Listeners):
+            raise TypeError(
+                f"control must be a gradilocks.GradientControl, got {type(control).__name__}."
+            )
+        control._schedulers.add(tracer)  # Who hears of every step.
+        _listening.setdefault(control, []).append(tracer)
+        tracer._control = weakref.ref(control)
+    return tracer

@@ -1,0 +1,238 @@
+"""Models of every kind run under a trace as they do without, and are left as they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gradilocks
+
+
+class Bad(nn.Module):
+    def forward(self, x):
+        return x * float("inf")
+
+
+def model_with(*parts):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), *parts, nn.Linear(4, 1))
+
+
+@dataclasses.dataclass
+class Out:
+    main: torch.Tensor
+    more: dict
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, pair, *, scale):
+        out = self.inner(pair["x"][0]) * scale
+        return Out(out, {"aux": (out.detach(), [torch.tensor(1)])})
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Sqrt(nn.Module):
+    def forward(self, x):
+        return (x - x.detach()).sqrt()
+
+
+KINDS = {
+    "in place": model_with(nn.ReLU(inplace=True), nn.Dropout(0.5)),
+    "shared": (lambda part: model_with(part, nn.Tanh(), part))(nn.Linear(4, 4)),
+    "frozen": model_with(nn.Linear(4, 4).requires_grad_(False)),
+    "normed": model_with(nn.BatchNorm1d(4), nn.LayerNorm(4)),
+    "attention": nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+    "checkpointed": model_with(Checkpointed(nn.Linear(4, 4), reentrant=False)),
+    "checkpointed again": model_with(Checkpointed(nn.Linear(4, 4), reentrant=True)),
+    "embedded": nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)),
+    "views": model_with(nn.Flatten(0), nn.Unflatten(0, (3, 4)), nn.ReLU(inplace=True)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_traced_step_has_the_same_gradients_and_finds_nothing(kind):
+    model = KINDS[kind]
+    inputs = torch.tensor([1, 4]) if kind == "embedded" else torch.randn(3, 4)
+    gradients = []
+    for armed in (False, True):
+        model.zero_grad()
+        torch.manual_seed(1)
+        tracer = gradilocks.trace(model)
+        if armed:
+            tracer.arm()
+        model(inputs).square().mean().backward()
+        gradients.append([p.grad.to_dense().clone() for p in model.parameters() if p.requires_grad])
+        tracer.close()
+        assert tracer.findings == []
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_born_in_a_checkpoint_is_found(reentrant):
+    model = model_with(Checkpointed(nn.Sequential(nn.Linear(4, 4), Sqrt()), reentrant))
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    (found,) = tracer.findings
+    assert (found.phase, found.module, found.kind) == ("backward", "1.inner.1", "Sqrt")
+
+
+def test_tensors_in_mappings_and_dataclasses_are_seen():
+    model = Wrapped(model_with(Bad()))
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        out = model({"x": (torch.ones(1, 4),)}, scale=torch.tensor(2.0))
+        out.main.sum().backward()
+    (found,) = tracer.findings
+    assert found.module == "inner.1"
+    model = Wrapped(model_with())
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        model({"x": (torch.ones(1, 4),)}, scale=torch.tensor(float("nan")))
+    assert "in the input data: scale (float32 scalar, 1 NaN)" in tracer.findings[0].text
+
+
+def test_wrappers_do_not_show_in_names():
+    inner = model_with(Bad())
+    for model in (nn.DataParallel(inner), torch.compile(inner, backend="eager")):
+        with gradilocks.trace(model) as tracer:
+            tracer.arm()
+            model(torch.ones(1, 4)).sum().backward()
+        assert [found.module for found in tracer.findings] == ["1"]
+
+
+def test_a_compiled_model_runs_compiled_again_after_a_trace():
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    model = torch.compile(model_with(), backend=backend)
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        model(torch.ones(1, 4)).sum().backward()
+        assert not calls
+    model(torch.ones(1, 4)).sum().backward()
+    assert calls
+
+
+def test_a_forward_that_raises_does_not_confuse_the_trace():
+    class Raises(nn.Module):
+        def forward(self, x):
+            raise KeyError("no")
+
+    class Tries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Sequential(Raises()), Bad()
+
+        def forward(self, x):
+            try:
+                return self.first(x)
+            except KeyError:
+                return self.second(x)
+
+    model = nn.Sequential(nn.Linear(2, 2), Tries())
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        with pytest.raises(TypeError):
+            model("no tensor")
+        model(torch.ones(1, 2)).sum().backward()
+    assert [found.module for found in tracer.findings] == ["1.second"]
+
+
+def control_on(model, **more):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    return gradilocks.GradientControl(optimizer, model=model, **more)
+
+
+def test_a_skip_of_a_control_arms_the_tracer_for_the_next_step_alone():
+    class Sometimes(nn.Module):
+        by = 1.0
+
+        def forward(self, x):
+            return x * self.by
+
+    part = Sometimes()
+    model = model_with(part)
+    control = control_on(model)
+    tracer = gradilocks.trace(model, control=control)
+    armed = []
+    for bad in (False, True, True, False, True, False, False):
+        part.by = float("inf") if bad else 1.0
+        armed.append(tracer.armed)
+        control.backward(model(torch.ones(1, 4)).sum())
+        control.step()
+        control.zero_grad()
+    assert armed == [False, False, True, True, False, True, False]
+    assert [(found.step, found.module) for found in tracer.findings] == [(3, "1")]
+    tracer.close()
+    part.by = float("inf")
+    control.backward(model(torch.ones(1, 4)).sum())
+    control.step()
+    assert not tracer.armed
+
+
+def test_a_tracer_needs_no_variable_and_writes_to_the_controls_recorder(tmp_path):
+    model = model_with(Bad())
+    control = control_on(model, record=tmp_path / "a.jsonl")
+    gradilocks.trace(model, control=control, most=2)
+    for _ in range(6):
+        control.backward(model(torch.ones(1, 4)).sum())
+        control.step()
+        control.zero_grad()
+    control.recorder.close()
+    traces = gradilocks.read_run(tmp_path / "a.jsonl").traces
+    assert [(found.step, found.module) for found in traces] == [(2, "1"), (3, "1")]
+
+
+def test_parts_that_are_called_without_the_model_are_followed_too():
+    model = model_with(Bad())
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        model[2](model[1](model[0](torch.ones(1, 4)))).sum().backward()
+    assert [found.module for found in tracer.findings] == ["1"]
+
+
+def test_a_tracer_does_not_keep_a_model_alive():
+    model = model_with()
+    alive = weakref.ref(model)
+    tracer = gradilocks.trace(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    tracer.arm()
+    assert not tracer.armed
+
+
+def test_a_policy_that_rejects_finite_gradients_arms_nothing():
+    model = model_with()
+    clip = gradilocks.chain(gradilocks.SkipSpikes(at_least=16), gradilocks.ClipByNorm(1.0))
+    control = control_on(model, clip=clip)
+    tracer = gradilocks.trace(model, control=control)
+    for number in range(40):
+        factor = 1e4 if number == 35 else 1.0
+        control.backward(model(torch.ones(1, 4)).square().sum() * factor)
+        outcome = control.step()
+        control.zero_grad()
+        assert not tracer.armed
+        assert outcome.rejected == (number == 35)

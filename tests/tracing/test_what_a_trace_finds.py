@@ -1,0 +1,219 @@
+"""A trace names the module in which NaN or Inf is born: first in time, forward or backward."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import gradilocks
+from gradilocks.tracing import Tracer
+
+
+class Times(nn.Module):
+    """Multiplies, so that a test can make any module overflow."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return x * self.by
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return x.sqrt()
+
+
+class Length(nn.Module):
+    def forward(self, x):
+        return x.square().sum(-1).sqrt()
+
+
+class Logs(nn.Module):
+    """log(0) · 0 is -Inf · 0 in forward; kept out of it by a mask, as in an entropy."""
+
+    def forward(self, x):
+        return torch.where(x > 0, x * x.log(), torch.zeros_like(x))
+
+
+def followed(model, inputs, loss=lambda out: out.square().mean(), seed=0):
+    torch.manual_seed(seed)
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        loss(model(inputs)).backward()
+    assert not has_hooks(model)
+    return tracer.findings
+
+
+def has_hooks(model):
+    lists = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    on_modules = any(getattr(module, name) for module in model.modules() for name in lists)
+    return on_modules or any(param._backward_hooks for param in model.parameters())
+
+
+def test_an_overflow_in_forward_is_found_where_it_happens_not_where_it_spreads():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Times(1e30), Times(1e30), nn.Linear(4, 1))
+    (found,) = followed(model, torch.ones(2, 4))
+    assert (found.phase, found.module, found.kind, found.what) == ("forward", "3", "Times", "Inf")
+    (entered,) = found.inputs
+    assert entered["name"] == "input"
+    assert entered["shape"] == [2, 4]
+    assert 1e28 < entered["largest"] < 1.1e30
+    assert "Inf first in the output of 3 (Times); into it went input (float32 2x4" in found.text
+
+
+def test_an_fp16_matmul_that_overflows_is_found():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).half()
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[1].weight.fill_(60.0)
+    (found,) = followed(model, torch.full((1, 64), 30.0).half(), lambda out: out.float().mean())
+    assert (found.phase, found.module) == ("forward", "1")
+    assert {each["name"] for each in found.inputs} == {"weight", "bias", "input"}
+
+
+@pytest.mark.parametrize(("module", "inputs"), [(Root(), 0.0), (Length(), 0.0), (Logs(), 0.0)])
+def test_a_nan_born_in_backward_alone_is_found(module, inputs):
+    first = nn.Linear(3, 3, bias=False)
+    model = nn.Sequential(first, module)
+    (found,) = followed(model, torch.full((2, 3), inputs), lambda out: out.sum())
+    assert found.phase == "backward"
+    assert (found.module, found.kind) == ("1", type(module).__name__)
+    assert "NaN" in found.what or "Inf" in found.what
+    assert "in the gradient of its input" in found.text
+
+
+def test_an_activation_gradient_that_overflows_under_a_large_scale_is_found():
+    model = nn.Sequential(nn.Linear(8, 8), Times(100.0), nn.Linear(8, 1)).half()
+    scale = torch.tensor(65536.0)
+    loss = lambda out: (out.float() * scale / 8).mean()  # noqa: E731
+    with torch.no_grad():
+        model[0].bias.zero_()
+        model[2].weight.fill_(0.5)
+    (found,) = followed(model, torch.zeros(1, 8).half(), loss)
+    assert (found.phase, found.module, found.what) == ("backward", "1", "Inf")
+    assert any(each["name"] == "gradient of output" for each in found.inputs)
+
+
+def test_a_weight_gradient_that_overflows_is_found_though_activations_are_well():
+    model = nn.Sequential(nn.Linear(2, 1, bias=False)).half()
+    (found,) = followed(
+        model, torch.full((1, 2), 60000.0).half(), lambda out: out.float().sum() * 2
+    )
+    assert (found.phase, found.module) == ("backward", "0")
+    assert "in the gradient of its weight" in found.text
+
+
+def test_it_is_the_first_in_time_and_not_by_definition():
+    class Crossed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.late = Times(float("inf"))
+            self.early = Times(float("inf"))
+            self.head = nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.late(self.early(self.head(x)))
+
+    (found,) = followed(Crossed(), torch.ones(1, 2))
+    assert found.module == "early"
+
+
+def test_an_operation_between_modules_belongs_to_the_module_that_computes_it():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.inner(x.exp())
+
+    model = nn.Sequential(Block())
+    (found,) = followed(model, torch.full((1, 2), 1000.0))
+    assert (found.phase, found.module, found.kind) == ("forward", "0", "Block")
+    assert "in what 0 (Block) computes itself, before 0.inner" in found.text
+
+    class Behind(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x):
+            return self.inner(x).sqrt()
+
+    (found,) = followed(nn.Sequential(Behind()), torch.zeros(1, 2))
+    assert (found.phase, found.module) == ("backward", "0")
+    assert "in what 0 (Behind) computes itself with the output of 0.inner" in found.text
+
+
+def test_bad_input_data_is_called_so():
+    model = nn.Sequential(nn.Linear(3, 1))
+    batch = torch.tensor([[1.0, float("nan"), 2.0]])
+    (found,) = followed(model, batch)
+    assert (found.phase, found.module, found.what) == ("forward", "", "NaN")
+    assert found.text.startswith("NaN in the input data: input (float32 1x3, 1 NaN)")
+
+
+def test_a_damaged_parameter_is_called_so():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    with torch.no_grad():
+        model[1].weight[0, 0] = float("nan")
+    (found,) = followed(model, torch.ones(1, 3))
+    assert found.text == "NaN in 1.weight itself: the parameter was damaged before this step"
+
+
+def test_what_is_born_in_the_loss_is_called_so():
+    model = nn.Sequential(nn.Linear(3, 1))
+    (found,) = followed(model, torch.zeros(1, 3), lambda out: (out - out.detach()).sqrt().sum())
+    assert found.phase == "backward"
+    assert "in the loss or what else follows the model" in found.text
+
+
+def test_a_mask_of_minus_infinity_is_no_finding():
+    class Mask(nn.Module):
+        def forward(self, x):
+            return x.masked_fill(torch.tensor([[True, False]]), float("-inf"))
+
+    model = nn.Sequential(nn.Linear(2, 2), Mask(), nn.Softmax(-1))
+    assert followed(model, torch.ones(1, 2)) == []
+    model = nn.Sequential(nn.Linear(2, 2), Mask())  # The output itself is masked.
+    assert followed(model, torch.ones(1, 2), lambda out: out.softmax(-1)[:, 1].sum()) == []
+
+
+def test_a_loss_that_is_never_run_backward_still_tells():
+    model = nn.Sequential(nn.Linear(2, 2), Times(float("inf")))
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        model(torch.ones(1, 2))
+    assert [found.module for found in tracer.findings] == ["1"]
+
+
+def test_findings_are_logged_and_written_by_a_recorder(caplog, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), Times(float("inf")))
+    with gradilocks.Recorder(tmp_path / "a.jsonl") as recorder:
+        tracer = gradilocks.trace(model, recorder=recorder)
+        tracer.arm()
+        with caplog.at_level(logging.WARNING, logger="gradilocks"):
+            model(torch.ones(1, 2)).sum().backward()
+    assert "step 1 traced: Inf first in the output of 1 (Times)" in caplog.text
+    (written,) = gradilocks.read_run(tmp_path / "a.jsonl").traces
+    assert written.text == tracer.findings[0].text
+    assert written.inputs[0]["name"] == "input"
+
+
+def test_bad_arguments_are_told():
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got Tensor"):
+        gradilocks.trace(torch.ones(2))
+    with pytest.raises(TypeError, match=r"control must be a gradilocks.GradientControl, got str"):
+        gradilocks.trace(nn.Linear(1, 1), control="c")
+    with pytest.raises(ValueError, match="most must be a whole number of at least 1, got 0"):
+        Tracer(nn.Linear(1, 1), most=0)
+    tracer = gradilocks.trace(nn.Linear(1, 1))
+    tracer.close()
+    tracer.close()
+    with pytest.raises(RuntimeError, match="this tracer is closed"):
+        tracer.arm()
