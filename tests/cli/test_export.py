@@ -183,7 +183,7 @@ def test_a_bad_file_is_one_clear_line(tmp_path):
 
 
 def test_a_long_export_shows_a_bar_on_a_terminal_and_none_in_a_pipe(tmp_path):
-    path = write_run(tmp_path / "run.jsonl", training(10_000, detail_every=0), end=END)
+    path = write_run(tmp_path / "run.jsonl", training(30_000, detail_every=0), end=END)
     shown = OnATerminal("export", path.name, "--to", "tensorboard", cwd=tmp_path)
     assert shown.close() == 0
     assert "writing run.tensorboard" in shown.seen

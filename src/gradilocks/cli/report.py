@@ -39,7 +39,7 @@ def report(
         bool, typer.Option("--open", help="Open the page in the browser when it is written.")
     ] = False,
 ) -> None:
-    """Say what happened in a run: findings here, plots in one HTML page.
+    """Say what happened in a run: findings, and plots on one page.
 
     The page opens offline and holds everything it needs. Several run files are drawn over each
     other, one colour a run. A page that this command wrote about the same runs is replaced; any
