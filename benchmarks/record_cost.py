@@ -1,14 +1,10 @@
 """What recording costs: training steps of a GPT of 10 M parameters, with it and without it.
 
-    python benchmarks/bench_recording.py                 # two CPU cores, about ten minutes
-    python benchmarks/bench_recording.py --blocks 3
-    python benchmarks/bench_recording.py -o benchmarks/results/record_cpu.json
-
 Contenders train the same model on the same batches, one step each in turn, in one process. A block
 is ten steps in a row: it holds exactly one step with detail and one write to the file, so every
 block has all that recording does in it. What counts is the median, over the blocks, of a
-contender's time over that of the run without recording in the same block. The run says so and ends
-with status 1 if recording has changed a single bit of the weights.
+contender's time over that of the run without recording in the same block. The run ends with status
+1 if recording has changed a single bit of the weights.
 
 `histograms` does what `wandb.watch(model, log_freq=1)` does in a hook of every gradient: looks
 whether all is finite, finds the range, and makes 64 bins with `torch.histc`. What wandb then does
@@ -18,7 +14,6 @@ with them is left out.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -27,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import environment
 from harness import Ready, alternate
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,12 +34,8 @@ BLOCK, BINS = 10, 64
 ROWS, LENGTH, WIDTH, LAYERS = 4, 64, 384, 6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=21, help="of ten steps for each contender")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("-o", "--output", type=Path, default=None, help="also write JSON here")
-    options = parser.parse_args()
+def recording(options: argparse.Namespace) -> dict[str, Any]:
+    """Trains with recording and without; what each step took."""
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.jsonl"
@@ -65,21 +55,17 @@ def main() -> None:
         for each in times
     ]
     rows = [row(name, mine, blocks[0]) for name, mine in zip(contenders, blocks, strict=True)]
-    found = {
-        "command": " ".join(["python", *sys.argv]),
-        "environment": environment(torch.device("cpu")),
+    if not all(map(torch.equal, ready[0].result(), ready[1].result())):
+        sys.exit("recording has changed the weights")
+    return {
         "parameters": sum(tensor.numel() for tensor in ready[0].result()),
         "tensors": len(ready[0].result()),
         "tokens_a_step": ROWS * LENGTH,
+        "threads": options.threads,
         "blocks": options.blocks,
         "bytes_a_step": round(size / steps),
         "rows": rows,
     }
-    print(table(found))
-    if options.output:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
-    if not all(map(torch.equal, ready[0].result(), ready[1].result())):
-        sys.exit("recording has changed the weights")
 
 
 def build(*, record: Recorder | None = None, hook: Callable[[Tensor], None] | None = None) -> Ready:
@@ -156,7 +142,3 @@ def table(found: dict[str, Any]) -> str:
             f"({each['added_percent_p10']:+.2f} to {each['added_percent_p90']:+.2f}) |"
         )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()
