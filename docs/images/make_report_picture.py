@@ -30,7 +30,7 @@ MOST_BYTES = 300_000
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "gpt.jsonl"
-        train(run, steps=900, init_scale=2.0**13, growth_interval=40, bad_batches={150: 16.0})
+        train(run, steps=900, init_scale=2.0**13, growth_interval=40, bad_batches={151: 16.0})
         gradilocks(["report", str(run)])
         with browser() as chromium, visit(chromium, run.with_suffix(".html"), width=WIDTH) as seen:
             seen.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
