@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import torch
 
 if not torch.cuda.is_available():  # Before anything imports Triton, which reads it once.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts and stops.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Helper modules beside the tests are imported by their plain names.
 FOLDERS = ["cli", "control", "dropin", "integrations", "ranks", "recording", "runfile", "running"]

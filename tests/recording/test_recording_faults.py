@@ -68,17 +68,21 @@ def test_an_optimizer_that_joins_while_the_disk_is_full_is_written_when_there_is
     assert len(run.optimizers) == 1
 
 
-def test_a_device_that_is_always_full_is_an_error_at_once():
+def test_a_device_that_is_always_full_is_a_warning_and_training_goes_on():
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
-    with pytest.raises(BadRunFile, match="/dev/full cannot be written: No space left on device"):
-        Recorder("/dev/full", exists="replace")
+    words = "/dev/full cannot be written: No space left on device.*Training goes on"
+    with pytest.warns(RuntimeWarning, match=words):
+        made = Recorder("/dev/full", exists="replace")
+    recorded(made, steps=3)
+    made.close()
+    assert not made.recording
     assert Path("/dev/full").exists()
 
 
 def test_a_header_that_does_not_fit_leaves_no_file_behind(tmp_path):
-    with largest_file(10), pytest.raises(BadRunFile, match="cannot be written: File too large"):
-        Recorder(tmp_path / "a")
+    with largest_file(10), pytest.warns(RuntimeWarning, match="File too large"):
+        recorded(Recorder(tmp_path / "a"), steps=2)
     assert not (tmp_path / "a").exists()
 
 
@@ -118,7 +122,7 @@ def open_folder():
         yield Path(folder)
 
 
-def test_a_read_only_folder_is_an_error_when_recording_begins(open_folder):
+def test_a_read_only_folder_is_a_warning_and_training_goes_on(open_folder):
     locked = open_folder / "locked"
     locked.mkdir(mode=0o555)
     reading, writing = os.pipe()
@@ -127,7 +131,11 @@ def test_a_read_only_folder_is_an_error_when_recording_begins(open_folder):
         try:
             if os.geteuid() == 0:  # Root may write anywhere.
                 os.setuid(65534)
-            Recorder(locked / "a.jsonl")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                control, _ = recorded(Recorder(locked / "a.jsonl"), steps=3)
+            told = [f"{w.category.__name__}: {w.message}" for w in caught]
+            os.write(writing, "\n".join([*told, str(control.scale)]).encode())
         except BaseException as error:
             os.write(writing, f"{type(error).__name__}: {error}".encode())
         os._exit(0)
@@ -136,8 +144,9 @@ def test_a_read_only_folder_is_an_error_when_recording_begins(open_folder):
     told = os.read(reading, 10_000).decode()
     os.close(reading)
     assert told == (
-        f"BadRunFile: {locked / 'a.jsonl'} cannot be written: Permission denied. Record to a "
-        "folder that can be written and has room."
+        f"RuntimeWarning: {locked / 'a.jsonl'} cannot be written: Permission denied. Record to a "
+        "folder that can be written and has room. Training goes on, and nothing is recorded.\n"
+        "65536.0"
     )
 
 

@@ -136,6 +136,8 @@ def run(
         raise typer.BadParameter("--force and --append cannot be given together.")
     if (force or append) and output is None:
         raise typer.BadParameter("--force and --append need -o FILE.")
+    if all_ranks and output is None:
+        raise typer.BadParameter("--all-ranks needs -o FILE, so that all ranks use one name.")
     for name in swap_optimizer or ():
         if name not in OPTIMIZERS:
             raise typer.BadParameter(
@@ -176,6 +178,8 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
     """What is said when the script has ended."""
     if not summary.watched:
         return []
+    if summary.seen and not summary.steps:
+        return [f"none of {summary.seen:,} steps could be recorded in {summary.path}."]
     if not summary.steps:
         why = "stepped no optimizer" if summary.torch else "did not import torch"
         return [f"{script} {why}, so nothing was recorded."]
@@ -183,6 +187,8 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
     count = f"{summary.steps:,} step" + ("s" if summary.steps != 1 else "")
     lines = [f"traced: {text}" for text in summary.findings]
     lines.append(f"recorded {count}{skipped}, in {summary.path}")
+    if summary.seen > summary.steps:
+        lines[-1] += f"; {summary.seen - summary.steps:,} more could not be recorded"
     lines.append(f"to see it: {caller} report {_quoted(str(summary.path))}")
     return lines
 

@@ -8,6 +8,7 @@ the very end, and whoever goes on in the file closes it with a newline.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from gradilocks.errors import BadRunFile
 from gradilocks.runfile.reading import Reader
 
-__all__ = ["EXISTS", "Before", "RunFile"]
+__all__ = ["EXISTS", "Before", "RunFile", "Unwritable"]
 
 EXISTS = ("refuse", "append", "replace")
 
@@ -173,8 +174,16 @@ def _what_is_there(path: Path) -> tuple[Before, bool]:
     return before, raw.endswith(b"\n")
 
 
+class Unwritable(BadRunFile):
+    """There is no room, or no permission: nothing that is wrong with the name."""
+
+
+_PASSING = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EFBIG, errno.EIO}
+
+
 def _unwritable(path: Path, error: OSError) -> BadRunFile:
-    return BadRunFile(
+    kind = Unwritable if error.errno in _PASSING else BadRunFile
+    return kind(
         f"{path} cannot be written: {error.strerror or error}. Record to a folder that can be "
         "written and has room."
     )

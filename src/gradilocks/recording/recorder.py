@@ -31,7 +31,7 @@ from gradilocks.recording.environment import (
     rank_here,
     versions_here,
 )
-from gradilocks.recording.file import EXISTS, RunFile
+from gradilocks.recording.file import EXISTS, RunFile, Unwritable
 from gradilocks.recording.roster import info_of, order_of
 from gradilocks.recording.rows import Known, step_of
 from gradilocks.recording.sample import Sample
@@ -74,7 +74,8 @@ class Recorder:
         all_ranks: whether the other ranks write too, to `a.rank1.jsonl` and so on.
 
     Raises:
-        BadRunFile: the file cannot be written, or is there already.
+        BadRunFile: the file is there already, or is a folder. One that cannot be written, for want
+            of room or permission, is a warning: training goes on unrecorded.
 
     Example:
         >>> with Recorder("runs/a.jsonl", flush_every=10) as recorder:
@@ -139,8 +140,12 @@ class Recorder:
             ranks=ranks,
         )
         first = _first_line(self._header)  # Before the file is made: settings may be no JSON.
-        file = RunFile(self.path, exists=exists)
-        file.begin(first)
+        try:
+            file = RunFile(self.path, exists=exists)
+            file.begin(first)
+        except Unwritable as error:
+            self.warn_once(f"{error} Training goes on, and nothing is recorded.")
+            return
         before = file.before
         self._steps_before = {} if before is None else before.steps
         passed = 0.0 if before is None else before.time

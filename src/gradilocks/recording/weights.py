@@ -33,6 +33,10 @@ class Weights:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = [_local(param) for param in params]
+        self._absent = [param.is_meta for param in self._params]
+        if any(self._absent):  # Nothing is known of what is on the meta device.
+            nothing = torch.zeros(1, device="cpu")
+            self._params = [nothing if p.is_meta else p for p in self._params]
         with torch.no_grad():
             self._before = [_copy(param) for param in self._params]
 
@@ -59,6 +63,10 @@ class Weights:
             weight, change_norm = norms.unbind()
             still = change_norm == 0
             update = torch.where(still, torch.zeros_like(weight), change_norm / weight)
+            if any(self._absent):
+                gap = [math.nan if absent else 0.0 for absent in self._absent]
+                gaps = moved(torch.tensor(gap, dtype=torch.float32, device="cpu"), home)
+                weight, update = weight + gaps, update + gaps
             return weight * moved(self._factors(), home), update
 
     def _factors(self) -> Tensor:

@@ -7,6 +7,7 @@ registered before the script starts therefore comes last: after the script's own
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import signal
 import sys
@@ -19,6 +20,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 __all__ = ["Ending", "Held", "Last"]
+
+# What the signal module is made of: without its translation into enums, a fifth of the price, and
+# signals are held back several times a step.
+_signal: Any = importlib.import_module("_signal")
+_get_handler, _set_handler = _signal.getsignal, _signal.signal
+_HELD = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Ending:
 class Last:
     """Calls `conclude` once, as the last thing that this process does.
 
-    Also if it ends by `os._exit`, SIGTERM or SIGHUP. Children of a fork conclude nothing.
+    Also if it ends by `os._exit`, SIGTERM, SIGHUP or SIGQUIT. Children of a fork conclude nothing.
     """
 
     def __init__(self, conclude: Callable[[Ending], None]) -> None:
@@ -126,11 +133,11 @@ class Held:
 
     def __enter__(self) -> Held:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
+            for number in _HELD:
+                handler = _get_handler(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._remember)
+                    _set_handler(number, self._remember)
         return self
 
     def __exit__(
@@ -140,7 +147,7 @@ class Held:
         trace: TracebackType | None,
     ) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            _set_handler(number, handler)
         for number in self._came:
             self._handlers[number](number, sys._getframe())
 
@@ -150,7 +157,9 @@ class Held:
 
 
 def _signals() -> list[int]:
-    return [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    return [
+        getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
+    ]
 
 
 def _die(number: int) -> None:

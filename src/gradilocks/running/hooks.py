@@ -36,6 +36,7 @@ class Hooks:
         self._controls = Controls(watch)
         self._replaced = Replacements()
         self._covered: set[type] = set()
+        self._clipping = False
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -158,6 +159,9 @@ class Hooks:
         if type(scaler) not in self._covered:
             self._cover(type(scaler))
         scale = getattr(scaler, "_scale", None)
+        running = watch.attempt_of(optimizer)
+        if running is not None and running.scaled:  # A step that calls that of its base class.
+            return original(scaler, optimizer, *args, **kwargs)
         if not scaler.is_enabled() or scale is None or watch.is_driven(optimizer):
             return original(scaler, optimizer, *args, **kwargs)
         state = scaler._per_optimizer_states[id(optimizer)]
@@ -213,7 +217,11 @@ class Hooks:
         watch = self._watch
         params, again = _listed(parameters)
         seen = watch.safely(lambda: watch.before_clip(params, detail=False))
-        norm = original(again, max_norm, norm_type, *args, **kwargs)
+        outer, self._clipping = self._clipping, True
+        try:
+            norm = original(again, max_norm, norm_type, *args, **kwargs)
+        finally:
+            self._clipping = outer
         watch.safely(
             lambda: watch.after_clip(params, seen, norm=norm, limit=max_norm, order=norm_type)
         )
@@ -229,6 +237,8 @@ class Hooks:
         **kwargs: Any,
     ) -> Any:
         watch = self._watch
+        if self._clipping:  # The other one calls this one.
+            return original(parameters, max_norm, total_norm, *args, **kwargs)
         params, again = _listed(parameters)
         seen = watch.safely(lambda: watch.before_clip(params, detail=False))
         returned = original(again, max_norm, total_norm, *args, **kwargs)

@@ -6,6 +6,7 @@ does not catch is shown as Python shows it, without the frames of this package.
 
 from __future__ import annotations
 
+import builtins
 import importlib.machinery
 import importlib.util
 import os
@@ -74,7 +75,7 @@ def execute(program: Program, *, note: Callable[[Ending], None]) -> None:
     _set_path(program)
     sys.argv[:] = [program.name, *program.arguments]
     main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = __builtins__
+    main.__dict__["__builtins__"] = builtins
     main.__dict__.setdefault("__annotations__", {})
     try:
         code = _module_code(program, main) if program.module else _script_code(program, main)

@@ -19,7 +19,7 @@ class Losses:
     """What was run backward since the last step, unscaled, on its device."""
 
     def __init__(self) -> None:
-        self._pot: list[Tensor] = []
+        self._pot: Tensor | None = None
         self._used = False
         self._unscaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
@@ -42,27 +42,32 @@ class Losses:
         if not isinstance(tensors, (list, tuple)) or _any_given(gradients):
             return
         if self._used:
-            self._pot, self._used = [], False
+            self._pot, self._used = None, False
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.numel() == 1 and not tensor.is_meta:
                 known = self._unscaled.pop(id(tensor), None)
                 if known is not None and known[0]() is tensor:
-                    self._pot.append(known[1])
+                    self._add(known[1])
                 else:
-                    self._pot.append(tensor.detach().clone())
+                    self._add(tensor.detach().clone())
+
+    def _add(self, loss: Tensor) -> None:
+        """Adds up at once: a script may run backward for ever and never step."""
+        loss = loss.reshape(())
+        if self._pot is not None:
+            loss = self._pot + loss.to(self._pot.device, non_blocking=True)
+        self._pot = loss
 
     def start(self) -> None:
         """Forgets what came before: a closure is about to compute the loss anew."""
-        self._pot, self._used = [], False
+        self._pot, self._used = None, False
 
     def take(self) -> Tensor | None:
         """The loss of a step that is about to be taken; None if nobody knows."""
         self._used = True
-        if not self._pot:
+        total = self._pot
+        if total is None:
             return None
-        total = self._pot[0].reshape(())
-        for more in self._pot[1:]:
-            total = total + more.reshape(()).to(total.device, non_blocking=True)
         if total.is_complex():
             return total.real
         return total.to(torch.promote_types(total.dtype, torch.float32))

@@ -7,8 +7,9 @@ once per optimizer. The outermost module that owns a parameter names it.
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -35,9 +36,7 @@ def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
     wanted = {id(param): place for place, param in enumerate(params)}
     parents: dict[int, list[nn.Module]] = {}
     owners: dict[int, list[nn.Module]] = {}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), nn.Module):
-            continue
+    for thing in _modules():
         fields = thing.__dict__
         for child in (fields.get("_modules") or {}).values():
             if child is not None:
@@ -51,6 +50,24 @@ def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
             for root in _climb(module, parents):
                 roots.setdefault(id(root), root)
     return list(roots.values())
+
+
+def _modules() -> Iterator[nn.Module]:
+    """Every module that can be found: those that the collector knows, and the script's own.
+
+    After `gc.freeze()` the collector does not tell of what there was before.
+    """
+    seen: set[int] = set()
+    places: list[dict[str, object]] = [vars(sys.modules["__main__"])]
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        places.append(frame.f_locals)
+    held = [v for place in places for v in list(place.values()) if isinstance(v, nn.Module)]
+    for thing in itertools.chain(gc.get_objects(), *(module.modules() for module in held)):
+        if issubclass(type(thing), nn.Module) and id(thing) not in seen:
+            seen.add(id(thing))
+            yield thing
 
 
 def name_parameters(params: Sequence[Tensor]) -> dict[Tensor, str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradilocks.errors import BadRunFile, BadScript
+from gradilocks.runfile.reading import Reader
 from gradilocks.running import launch
 from gradilocks.running.ending import Ending, Last
 from gradilocks.running.importing import when_imported
@@ -46,6 +48,8 @@ class Summary:
     """As it is to be typed from the folder in which the session began."""
     steps: int
     skipped: int
+    seen: int
+    """How many steps came by; more than `steps` if some could not be recorded."""
     torch: bool
     """Whether the script imported torch at all."""
     watched: bool
@@ -100,8 +104,10 @@ class _Session:
         self._watched = self._rank == 0 or options.all_ranks
         self._shown = options.output or _fresh(program.stem)
         self._path = Path(os.path.abspath(self._shown))
-        if self._watched and options.output is not None:
-            _check(self._path, self._shown, options.exists)
+        self._made: list[Path] = []
+        if self._watched:
+            rank = self._rank if options.all_ranks else 0
+            self._made = _check(self._path, self._shown, options.exists, rank=rank)
         self._hooks: Any = None
         self._watch: Any = None
         self._replaced: Any = None
@@ -139,11 +145,15 @@ class _Session:
                 recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
             except Exception as error:  # The script has ended; nothing must keep it from leaving.
                 self._warn(f"{self._shown} could not be closed: {type(error).__name__}: {error}")
+        for folder in self._made:  # That nothing was put into.
+            with suppress(OSError):
+                folder.rmdir()
         self._tell(
             Summary(
                 path=self._shown if recorder is None else _named(recorder.path, self._shown),
                 steps=0 if recorder is None else recorder.steps,
                 skipped=0 if recorder is None else recorder.skipped,
+                seen=0 if self._watch is None else self._watch.seen,
                 torch=self._imported,
                 watched=self._watched,
                 findings=() if self._watch is None else self._watch.findings(),
@@ -182,15 +192,39 @@ def _fresh(stem: str) -> Path:
     return path
 
 
-def _check(path: Path, shown: Path, exists: str) -> None:
-    """Refuses before the script runs, and not after an hour of it."""
+def _check(path: Path, shown: Path, exists: str, *, rank: int) -> list[Path]:
+    """Refuses before the script runs, and not after an hour of it.
+
+    Returns:
+        The folders that were made for it, innermost first.
+    """
     if path.is_dir():
         raise BadRunFile(f"{shown} is a folder. Expected the name of a run file.")
-    if exists == "refuse" and path.exists() and path.stat().st_size:
+    if rank:  # As the Recorder names it.
+        path, shown = (p.with_name(f"{p.stem}.rank{rank}{p.suffix}") for p in (path, shown))
+    if path.exists():
+        if exists == "refuse":
+            raise BadRunFile(
+                f"{shown} is there already. Choose another name, --append to go on in it, or "
+                "--force to overwrite it."
+            )
+        if exists == "append" and path.stat().st_size:
+            with path.open("rb") as file:
+                Reader(shown).feed(file.readline())  # Raises if it is no run file.
+        if not os.access(path, os.W_OK):
+            raise BadRunFile(f"{shown} cannot be written. Choose another name.")
+        return []
+    missing = [path.parent, *path.parent.parents]
+    missing = [folder for folder in missing if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
         raise BadRunFile(
-            f"{shown} is there already. Choose another name, --append to go on in it, or --force "
-            "to overwrite it."
-        )
+            f"{shown} cannot be written: {error.strerror or error}. Choose another folder."
+        ) from error
+    if not os.access(path.parent, os.W_OK):
+        raise BadRunFile(f"{shown} cannot be written: {path.parent} is read-only.")
+    return missing
 
 
 def _named(path: Path, shown: Path) -> Path:

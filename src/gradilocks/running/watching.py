@@ -88,6 +88,9 @@ class Watch:
         self._warn = warn
         self._pid = os.getpid()
         self._stopped = False
+        self._weighs = True
+        self.seen = 0
+        """How many steps have come by."""
         self._known: dict[int, _Known] = {}
         self._running: dict[int, Attempt] = {}  # By optimizer: steps that have begun.
         self._driven: set[int] = set()  # Optimizers that a control of ours steps.
@@ -149,7 +152,7 @@ class Watch:
     ) -> Attempt | None:
         """A step of `optimizer` begins; its gradients are read unless a closure will make them."""
         params = list(every_parameter([optimizer]))
-        if not params:
+        if not params or self._is_inside_another(optimizer, params):
             return None
         known = self._introduced(optimizer, params)
         assert self.recorder is not None
@@ -162,6 +165,13 @@ class Watch:
             self.look(attempt)
         return attempt
 
+    def _is_inside_another(self, optimizer: Any, params: list[Tensor]) -> bool:
+        """Whether an optimizer of the same parameters is in the midst of a step, as SAM is."""
+        return any(
+            running.params[0] is params[0] and running.known.optimizer() is not optimizer
+            for running in self._running.values()
+        )
+
     def look(self, attempt: Attempt, loss: object = None) -> None:
         """Reads the gradients, and the loss that they came from."""
         params = attempt.params
@@ -173,8 +183,12 @@ class Watch:
 
     def weigh(self, attempt: Attempt) -> None:
         """Keeps what the parameters are, right before they change."""
-        if attempt.detail and attempt.weights is None:
-            attempt.weights = Weights(attempt.params)
+        if attempt.detail and attempt.weights is None and self._weighs:
+            try:
+                attempt.weights = Weights(attempt.params)
+            except Exception as error:  # Detail is worth less than the steps.
+                self._weighs = False
+                self._warn(f"weights are not recorded: {type(error).__name__}: {error}")
 
     def attempt_of(self, optimizer: Any) -> Attempt | None:
         """The step of `optimizer` that has begun and not ended."""
@@ -193,6 +207,7 @@ class Watch:
     ) -> None:
         """The step is over: hands its Sample to the recorder."""
         self.drop(attempt)
+        self.seen += 1
         if attempt.look is None or self.recorder is None:
             return
         known, found = attempt.known, attempt.look.statistics
@@ -203,8 +218,9 @@ class Watch:
                 norm = norm / moved(attempt.carried.detach(), norm.device)
         if attempt.detail:
             home = attempt.params[0].device if found is None else found.norms.device
-            weights = attempt.weights or Weights(attempt.params)
-            weight, update = weights.moved_by_step(home)
+            self.weigh(attempt)  # A step that a scaler held back was not weighed.
+            if attempt.weights is not None:
+                weight, update = attempt.weights.moved_by_step(home)
         sample = Sample(
             loss=attempt.loss,
             scale=attempt.scale,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +51,20 @@ class _Seen:
     """Of the model's output: which elements are not finite, if any."""
 
 
+class _Hook:
+    """A hook that stays behind when the model is copied or pickled: the copy's does nothing."""
+
+    def __init__(self, act: Callable[..., None], *first: Any) -> None:
+        self._act, self._first = act, first
+
+    def __call__(self, *args: Any) -> None:
+        self._act(*self._first, *args)
+
+    def __reduce__(self) -> Any:
+        # Takes anything, returns None, and is there wherever the pickle is read.
+        return getattr, (nullcontext(), "__exit__")
+
+
 class Following:
     """Hooks on every module of a model, for the length of a step."""
 
@@ -68,13 +82,13 @@ class Following:
             name = names.get(id(module))
             if name is None:
                 continue  # A wrapper: what it wraps is there too.
-            before = partial(self._before, name)
+            before = _Hook(self._before, name)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            after = partial(self._after, name)
+            after = _Hook(self._after, name)
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
             for key, param in module.named_parameters(recurse=False):
                 if param.requires_grad and param.is_leaf:
-                    hook = partial(self._parameter, name, weakref.ref(module), key)
+                    hook = _Hook(self._parameter, name, weakref.ref(module), key)
                     self._handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
@@ -153,7 +167,7 @@ class Following:
             return known
         known = self._seen[id(tensor)] = _Seen(weakref.ref(tensor))
         if tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
-            tensor.register_hook(partial(self._gradient, known))  # type: ignore[no-untyped-call]
+            tensor.register_hook(_Hook(self._gradient, known))  # type: ignore[no-untyped-call]
         return known
 
     # --- backward ------------------------------------------------------------------------------
