@@ -16,7 +16,8 @@ from gradilocks.scale.policy import (
     NoScale,
     ScalePolicy,
     StaticScale,
-    check_scale,
+    check_moving,
+    check_whole,
     number,
     state_of,
 )
@@ -157,23 +158,9 @@ class DynamicScale:
         )
 
     def __post_init__(self) -> None:
-        for name in ("init_scale", "min_scale", "max_scale"):
-            check_scale(name, getattr(self, name))
-        if not self.min_scale <= self.init_scale <= self.max_scale:
-            raise ValueError(
-                f"init_scale must lie between min_scale and max_scale, got {self.init_scale} "
-                f"outside [{self.min_scale}, {self.max_scale}]."
-            )
-        if not 1.0 < number("growth_factor", self.growth_factor) < math.inf:
-            raise ValueError(f"growth_factor must be greater than 1, got {self.growth_factor}.")
-        if not 0.0 < number("backoff_factor", self.backoff_factor) < 1.0:
-            raise ValueError(f"backoff_factor must be between 0 and 1, got {self.backoff_factor}.")
+        check_moving(self)
         for name, lowest in (("growth_interval", 1), ("hysteresis", 1), ("delay", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
-            if value < lowest:
-                raise ValueError(f"{name} must be at least {lowest}, got {value}.")
+            check_whole(name, getattr(self, name), lowest=lowest)
         if not 0.0 <= number("tolerance", self.tolerance) <= 1.0:
             raise ValueError(f"tolerance must lie between 0 and 1, got {self.tolerance}.")
         if self.hysteresis > _MOST:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradilocks.scale.policy import check_scale, number
+from gradilocks.scale.policy import check_moving, check_scale, check_whole
 from gradilocks.values import ScaleState, wide
 
 __all__ = ["HeadroomScale"]
@@ -64,23 +64,10 @@ class HeadroomScale:
     max_scale: float = 2.0**32
 
     def __post_init__(self) -> None:
-        for name in ("init_scale", "min_scale", "max_scale", "largest_value"):
-            check_scale(name, getattr(self, name))
-        if not self.min_scale <= self.init_scale <= self.max_scale:
-            raise ValueError(
-                f"init_scale must lie between min_scale and max_scale, got {self.init_scale} "
-                f"outside [{self.min_scale}, {self.max_scale}]."
-            )
-        if not 1.0 < number("growth_factor", self.growth_factor) < math.inf:
-            raise ValueError(f"growth_factor must be greater than 1, got {self.growth_factor}.")
-        if not 0.0 < number("backoff_factor", self.backoff_factor) < 1.0:
-            raise ValueError(f"backoff_factor must be between 0 and 1, got {self.backoff_factor}.")
+        check_moving(self)
+        check_scale("largest_value", self.largest_value)
         for name, lowest in (("margin", 0), ("growth_interval", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
-            if value < lowest:
-                raise ValueError(f"{name} must be at least {lowest}, got {value}.")
+            check_whole(name, getattr(self, name), lowest=lowest)
 
     @property
     def needs_largest(self) -> bool:

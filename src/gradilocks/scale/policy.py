@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ __all__ = [
     "NoScale",
     "ScalePolicy",
     "StaticScale",
+    "check_moving",
     "check_scale",
+    "check_whole",
     "number",
     "scale_loss",
     "state_of",
@@ -126,6 +128,29 @@ def check_scale(name: str, value: float) -> None:
             f"{name} must be a positive float32 whose reciprocal is finite, between {SMALLEST:.3g} "
             f"and {LARGEST:.3g}, got {number(name, value)}."
         )
+
+
+def check_moving(policy: Any) -> None:
+    """Raises unless the bounds and factors of a scale that moves make sense."""
+    for name in ("init_scale", "min_scale", "max_scale"):
+        check_scale(name, getattr(policy, name))
+    if not policy.min_scale <= policy.init_scale <= policy.max_scale:
+        raise ValueError(
+            f"init_scale must lie between min_scale and max_scale, got {policy.init_scale} "
+            f"outside [{policy.min_scale}, {policy.max_scale}]."
+        )
+    if not 1.0 < number("growth_factor", policy.growth_factor) < math.inf:
+        raise ValueError(f"growth_factor must be greater than 1, got {policy.growth_factor}.")
+    if not 0.0 < number("backoff_factor", policy.backoff_factor) < 1.0:
+        raise ValueError(f"backoff_factor must be between 0 and 1, got {policy.backoff_factor}.")
+
+
+def check_whole(name: str, value: object, *, lowest: int) -> None:
+    """Raises unless `value` is an int of at least `lowest`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
+    if value < lowest:
+        raise ValueError(f"{name} must be at least {lowest}, got {value}.")
 
 
 def number(name: str, value: object) -> float:
