@@ -112,9 +112,10 @@ def test_append_goes_on_and_force_begins_anew(tmp_path):
         assert len(read_run(tmp_path / "a.jsonl").steps) == steps
 
 
-def test_a_folder_that_cannot_be_written_stops_the_watching_and_not_the_script(tmp_path):
-    write(tmp_path, "blocked", "a file, where a folder is wanted")
-    write(tmp_path, "train.py", TRAIN + "print('trained')")
-    shown = watched("-o", "blocked/a.jsonl", "train.py", cwd=tmp_path)
+def test_a_folder_that_is_gone_when_it_is_needed_stops_the_watching_and_not_the_script(tmp_path):
+    gone = "import os\nos.rmdir('new')\nopen('new', 'w').close()\n"
+    write(tmp_path, "train.py", gone + TRAIN + "print('trained')")
+    shown = watched("-o", "new/a.jsonl", "train.py", cwd=tmp_path)
     assert (shown.status, shown.out) == (0, "trained\n")
     assert any("watching ended, the script goes on" in line for line in shown.told)
+    assert shown.told[-1].startswith("gradilocks: nothing could be recorded in new")

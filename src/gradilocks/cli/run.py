@@ -178,8 +178,8 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
     """What is said when the script has ended."""
     if not summary.watched:
         return []
-    if summary.seen and not summary.steps:
-        return [f"none of {summary.seen:,} steps could be recorded in {summary.path}."]
+    if not summary.steps and (summary.seen or summary.failed):
+        return [f"nothing could be recorded in {summary.path}, for the reason given above."]
     if not summary.steps:
         why = "stepped no optimizer" if summary.torch else "did not import torch"
         return [f"{script} {why}, so nothing was recorded."]
@@ -189,6 +189,8 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
     lines.append(f"recorded {count}{skipped}, in {summary.path}")
     if summary.seen > summary.steps:
         lines[-1] += f"; {summary.seen - summary.steps:,} more could not be recorded"
+    elif summary.failed:
+        lines[-1] += "; the steps after that were not watched"
     lines.append(f"to see it: {caller} report {_quoted(str(summary.path))}")
     return lines
 

@@ -50,6 +50,8 @@ class Summary:
     skipped: int
     seen: int
     """How many steps came by; more than `steps` if some could not be recorded."""
+    failed: bool
+    """Whether watching had to end before the script did."""
     torch: bool
     """Whether the script imported torch at all."""
     watched: bool
@@ -154,6 +156,7 @@ class _Session:
                 steps=0 if recorder is None else recorder.steps,
                 skipped=0 if recorder is None else recorder.skipped,
                 seen=0 if self._watch is None else self._watch.seen,
+                failed=False if self._watch is None else self._watch.failed,
                 torch=self._imported,
                 watched=self._watched,
                 findings=() if self._watch is None else self._watch.findings(),

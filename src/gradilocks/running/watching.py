@@ -89,6 +89,8 @@ class Watch:
         self._pid = os.getpid()
         self._stopped = False
         self._weighs = True
+        self.failed = False
+        """Whether watching had to end before the script did."""
         self.seen = 0
         """How many steps have come by."""
         self._known: dict[int, _Known] = {}
@@ -115,7 +117,7 @@ class Watch:
                         return act()
                 return act()
             except Exception as error:
-                self._stopped = True
+                self._stopped = self.failed = True
                 self._running.clear()
                 self._warn(f"watching ended, the script goes on: {type(error).__name__}: {error}")
                 return None
