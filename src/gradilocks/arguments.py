@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from gradilocks.eager import users_line
 from gradilocks.errors import NoGradients
 from gradilocks.gradients import Gradients, Names, every_parameter
 
@@ -19,6 +21,7 @@ __all__ = [
     "check_scalar_loss",
     "checked_optimizers",
     "refuse_misfits",
+    "warn_of_strangers",
 ]
 
 
@@ -48,6 +51,16 @@ def check_parameters(params: Sequence[Tensor], names: Names) -> None:
                 f"{names(param)} is on the meta device and has no values. Give the model real "
                 "storage first, for example model.to_empty(device='cpu')."
             )
+
+
+def warn_of_strangers(model: Any, params: Iterable[Tensor], names: Names) -> None:
+    """Warns if the model owns none of the optimizers' parameters: it cannot name them."""
+    if model is not None and not names.knows_any(params):
+        warnings.warn(
+            "model= has none of the parameters that the optimizer was given, so they will not be "
+            "called by its names. Is it the model that is trained?",
+            stacklevel=users_line(),
+        )
 
 
 def refuse_misfits(policy: Any, names: Names) -> None:

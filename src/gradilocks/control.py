@@ -21,6 +21,7 @@ from gradilocks.arguments import (
     check_scalar_loss,
     checked_optimizers,
     refuse_misfits,
+    warn_of_strangers,
 )
 from gradilocks.clip import resolve_clip
 from gradilocks.eager import eager
@@ -91,6 +92,7 @@ class GradientControl(Stepping):
         self._optimizers = checked_optimizers((optimizer, *more))
         self._names = Names(model, self._optimizers)
         check_parameters(parameters_of(self._optimizers, name=self._names), self._names)
+        warn_of_strangers(model, self._parameters(), self._names)
         policies = resolve_scale(scale), resolve_clip(clip)
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"on_nonfinite must be 'skip' or 'raise', got {on_nonfinite!r}.")

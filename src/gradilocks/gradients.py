@@ -228,6 +228,11 @@ class Names:
         """The names of all parameters of the model; none without a model."""
         return [name for name, _ in self._named_parameters()]
 
+    def knows_any(self, params: Iterable[Tensor]) -> bool:
+        """Whether one of `params` is the model's."""
+        mine = {id(param) for _, param in self._named_parameters()}
+        return any(id(param) in mine for param in params)
+
     def __call__(self, param: Tensor) -> str:
         return self.of([param])[0]
 

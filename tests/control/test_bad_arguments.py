@@ -193,3 +193,9 @@ def test_a_bad_argument_leaves_the_optimizer_free_for_another_try():
         GradientControl(optimizer, clip=-1.0)
     assert set(vars(optimizer)) == attributes
     assert not control_step(GradientControl(optimizer, clip=1.0), (p, 1.0)).skipped
+
+
+def test_a_model_that_owns_none_of_the_parameters_is_warned_of():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="model= has none of the parameters"):
+        GradientControl(optimizer, model=nn.Linear(9, 9))

@@ -20,6 +20,7 @@ from gradilocks.errors import BadScript
 from gradilocks.running import Options, Program, Summary, run_script
 
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
+_USAGE_ERROR: type[Exception] = typer.BadParameter.mro()[1]
 
 # What follows the script's name belongs to the script, whatever it looks like.
 SCRIPT: dict[str, Any] = {"allow_interspersed_args": False}
@@ -30,7 +31,17 @@ class RunCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Ends the options of gradilocks after ``-m MODULE``."""
-        return super().parse_args(ctx, _options_ended(args, self._with_value()))
+        try:
+            return super().parse_args(ctx, _options_ended(args, self._with_value()))
+        except _USAGE_ERROR as error:
+            name = getattr(error, "option_name", None)
+            script = next((word for word in args if word.endswith(".py")), None)
+            if name is None or script is None:
+                raise
+            raise typer.BadParameter(
+                f"{name} is no option of gradilocks run. Options of the script come after its "
+                f"name: gradilocks run {script} {name} ..."
+            ) from error
 
     def _with_value(self) -> set[str]:
         options = [p for p in self.params if p.param_type_name == "option"]
@@ -169,7 +180,7 @@ def run(
                 _say(line)
 
     try:
-        run_script(chosen, options, tell=tell, warn=_say)
+        run_script(chosen, options, tell=tell, warn=_say, note=_nothing if quiet else _say)
     except BadScript as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -193,6 +204,10 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
         lines[-1] += "; the steps after that were not watched"
     lines.append(f"to see it: {caller} report {_quoted(str(summary.path))}")
     return lines
+
+
+def _nothing(message: str) -> None:
+    """What --quiet makes of a note."""
 
 
 def _quoted(path: str) -> str:

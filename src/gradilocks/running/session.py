@@ -67,6 +67,7 @@ def run_script(
     *,
     tell: Callable[[Summary], None],
     warn: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> None:
     """Runs a program and records its optimizers' steps.
 
@@ -75,6 +76,7 @@ def run_script(
         options: as asked for.
         tell: called last, when the run file is closed.
         warn: called if watching had to end early.
+        note: called at the first step, with where it is recorded.
 
     Raises:
         BadScript: it cannot be run.
@@ -82,7 +84,7 @@ def run_script(
         SystemExit: as the script's own, or 1 after an exception, which has been shown.
     """
     launch.check(program)
-    session = _Session(program, options, tell, warn)
+    session = _Session(program, options, tell, warn, note)
     last = Last(session.conclude)
     last.prepare()
     when_imported("torch", session.begin)
@@ -100,8 +102,9 @@ class _Session:
         options: Options,
         tell: Callable[[Summary], None],
         warn: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
-        self._options, self._tell, self._warn = options, tell, warn
+        self._options, self._tell, self._warn, self._note = options, tell, warn, note
         self._rank = _rank()
         self._watched = self._rank == 0 or options.all_ranks
         self._shown = options.output or _fresh(program.stem)
@@ -165,6 +168,7 @@ class _Session:
         )
 
     def _recorder(self) -> Recorder:
+        self._note(f"recording to {self._shown}")
         from gradilocks.running.lasting import LastingRecorder
 
         options = self._options
