@@ -172,3 +172,11 @@ def test_every_shipped_file_of_this_project_is_refused_without_a_traceback():
     for path in (root / "pyproject.toml", root / "README.md", root / "tests" / "conftest.py"):
         with pytest.raises(BadRunFile):
             gradilocks.read_run(path)
+
+
+@pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff"])
+def test_a_byte_order_mark_is_named(tmp_path, mark):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(mark + lines_of().encode())
+    with pytest.raises(BadRunFile, match="begins with a byte order mark"):
+        gradilocks.read_run(path)

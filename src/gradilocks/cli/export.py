@@ -35,9 +35,28 @@ class Format(str, Enum):
     tensorboard = "tensorboard"
 
 
+def _format(text: str) -> Format:
+    try:
+        return Format(text)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"expected csv, parquet or tensorboard, got {str(text)!r}."
+        ) from error
+
+
 def export(
     path: Annotated[Path, run_file("RUN.jsonl", help="The run file.")],
-    to: Annotated[Format, typer.Option("--to", show_default=False, help="What to make of it.")],
+    to: Annotated[
+        Format,
+        typer.Option(
+            "--to",
+            parser=_format,
+            autocompletion=lambda: [known.value for known in Format],
+            metavar="csv|parquet|tensorboard",
+            show_default=False,
+            help="What to make of it.",
+        ),
+    ],
     output: Annotated[
         Path | None,
         typer.Option(

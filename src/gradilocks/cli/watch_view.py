@@ -17,6 +17,8 @@ from gradilocks.runfile.words import describe_skip, format_scale
 LABEL, VALUE, REMARK = 8, 11, 30
 LEAST_SPARKLINE = 8
 SKIPS_SHOWN = 5
+LOWEST = 12
+"""Lines of a terminal that the rows alone need."""
 SILENT = 15.0
 """Seconds without a new line after which the view says so."""
 
@@ -26,7 +28,7 @@ def picture(console: Console, watched: Watched) -> RenderableType:
     reader, state = watched.reader, watched.state
     unicode = console.encoding.lower().startswith("utf")
     bars = BARS if unicode else PLAIN_BARS
-    lines = [_title(reader), *_status(watched, console.width), Text()]
+    lines = [_title(reader), *_status(watched, _room(console)), Text()]
     for index, course in sorted(state.courses.items()):
         if len(state.courses) > 1:
             lines += [Text()] if index else []
@@ -38,9 +40,14 @@ def picture(console: Console, watched: Watched) -> RenderableType:
     return Group(*lines)
 
 
+def _room(console: Console) -> int:
+    """Columns for the line on how the run stands; a low terminal has no second line for it."""
+    return console.width if console.height > LOWEST else 1 << 16
+
+
 def plain_start(reader: Reader) -> str:
     """The first line in a pipe: which file, and what ran."""
-    return f"{reader.path}: {_command(reader)}"
+    return f"{_printable(str(reader.path))}: {_command(reader)}"
 
 
 def plain_skips(state: State, new: Iterable[Step]) -> Iterator[str]:
