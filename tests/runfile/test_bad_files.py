@@ -36,7 +36,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4
         (b'{"kind":"header","gradilocks":2}\n', "is a run file of version 2; this gradilocks"),
         (b'{"kind":"header","gradilocks":"1"}\n', "is a run file of version '1'"),
         (b'{"kind":"header","gradilocks":[]}\n', "is a run file of version []"),
-        ("{\n".encode("utf-16"), "it begins with binary data (ff fe"),
+        ("{\n".encode("utf-16"), "begins with a byte order mark (UTF-16)"),
         (gzip.compress(b"{}"), "is compressed with gzip. Unpack it first: gunzip -k"),
     ],
 )
