@@ -69,6 +69,24 @@ def test_the_sentences_say_where_losses_part_and_which_parameters_are_missing(tw
     ]
 
 
+def test_a_run_that_turned_nan_is_said_to_be_nan(tmp_path):
+    bad = {"loss": None, "norm": None, "nan": 1}
+    steps = [plain_step(n) for n in range(1, 31)] + [plain_step(n, **bad) for n in range(31, 61)]
+    paths = [write_run(tmp_path / "a.jsonl", training(60)), write_run(tmp_path / "b.jsonl", steps)]
+    table = table_of(run("compare", *paths).stdout)
+    assert table["loss, last"][1] == "NaN since step 31"
+    assert table["loss, NaN or Inf"] == ["0 steps", "30 steps"]
+    assert table["taken with NaN"] == ["-", "30"]
+
+
+def test_the_losses_of_several_optimizers_have_rows_of_their_own(tmp_path):
+    steps = [plain_step(n // 2 + 1, loss=float(n % 2), optimizer=n % 2) for n in range(40)]
+    paths = [write_run(tmp_path / f"{n}.jsonl", steps) for n in "ab"]
+    table = table_of(run("compare", *paths).stdout)
+    assert table["loss of optimizer 0, last"] == ["0", "0"]
+    assert table["loss of optimizer 1, last"] == ["1", "1"]
+
+
 def test_equal_runs_are_said_to_be_equal(tmp_path):
     paths = [write_run(tmp_path / f"{n}.jsonl", training(30)) for n in "ab"]
     printed = run("compare", *paths).stdout
@@ -96,7 +114,7 @@ def test_json_holds_every_number(two):
     found = json.loads(done.stdout)
     assert [r["steps"] for r in found["runs"]] == [300, 200, 300]
     assert found["runs"][0]["reasons"] == {"nonfinite": 3}
-    assert found["runs"][0]["loss"]["least_at"] > 250
+    assert found["runs"][0]["losses"]["0"]["least_at"] > 250
     assert found["what_ran"]["settings.clip"] == ["ClipByNorm(1.0)", "NoClip()", "ClipByNorm(1.0)"]
     assert found["partings"][0]["step"] == 40
     assert found["partings"][1] == {"shared": 300, "step": None, "first": None, "other": None}

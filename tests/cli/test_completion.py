@@ -83,7 +83,8 @@ def test_bash_completes_commands_and_run_files(tmp_path):
         'eval "$(gradilocks --show-completion bash)"\n'
         'ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _gradilocks_completion gradilocks;'
         ' printf "%s|" "${COMPREPLY[@]}"; echo; }\n'
-        "ask gradilocks wat; ask gradilocks watch ru; ask gradilocks export runs/b"
+        "ask gradilocks wat; ask gradilocks watch ru; ask gradilocks export runs/b; "
+        "ask gradilocks report runs/b; ask gradilocks export runs/b.jsonl --to pa"
     )
     done = subprocess.run(
         ["bash", "-c", line],
@@ -93,7 +94,13 @@ def test_bash_completes_commands_and_run_files(tmp_path):
         text=True,
         timeout=60,
     )
-    assert done.stdout.splitlines() == ["watch|", "runs/a one.jsonl|runs/b.jsonl|", "runs/b.jsonl|"]
+    assert done.stdout.splitlines() == [
+        "watch|",
+        "runs/a one.jsonl|runs/b.jsonl|",
+        "runs/b.jsonl|",
+        "runs/b.jsonl|",
+        "parquet|",
+    ]
 
 
 def test_run_files_and_folders_are_offered_and_a_sole_folder_is_entered(tmp_path, monkeypatch):

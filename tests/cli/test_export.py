@@ -165,7 +165,7 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(path, tmp_path, t
     ("arguments", "said"),
     [
         ([], "Missing option '--to'"),
-        (["--to", "excel"], "'excel'"),
+        (["--to", "excel"], "expected csv, parquet or tensorboard, got 'excel'."),
         (["--to", "csv", "--fast"], "No such option: --fast"),
     ],
 )

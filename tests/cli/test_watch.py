@@ -27,7 +27,7 @@ from run_files import (
     write_run,
 )
 
-from gradilocks.runfile import End
+from gradilocks.runfile import End, Step
 from gradilocks.runfile.writing import end_line, step_line
 
 FINISHED = End(20.0, "finished", 0, None)
@@ -155,6 +155,32 @@ def test_a_reader_that_goes_away_leaves_no_traceback(path):
     assert process.returncode == 1
 
 
+def turned_nan(since: int, steps: int = 100) -> list[Step]:
+    bad = {"loss": None, "norm": None, "nan": 3}
+    return [plain_step(n, **(bad if n >= since else {})) for n in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("since", [1, 61])
+def test_a_run_that_turned_nan_says_since_when(path, since):
+    write_run(path, turned_nan(since), end=FINISHED)
+    line = run("watch", path).stdout.splitlines()[-2]
+    assert f"loss NaN since step {since}  norm NaN since step {since} of 1  " in line
+    assert line.endswith(f"taken with NaN or Inf {101 - since}")
+
+
+def test_one_overflow_at_the_end_is_a_skip_and_no_more(path):
+    write_run(path, [plain_step(1), skipped_step(2, "a")])
+    line = run("watch", path, "--once").stdout.splitlines()[-1]
+    assert "norm 0.5 of 1" in line
+    assert "NaN" not in line
+
+
+def test_a_loss_that_nobody_knew_is_not_called_nan(path):
+    steps = [plain_step(n, loss=None) for n in range(1, 5)]
+    write_run(path, [*steps, *(plain_step(n, loss=None, norm=None, nan=1) for n in range(5, 9))])
+    assert "loss -  norm NaN since step 5" in run("watch", path, "--once").stdout
+
+
 # --- files that are not there, or are something else ---------------------------------------------
 
 
@@ -211,6 +237,13 @@ def test_once_over_an_empty_file_says_so(path):
     path.touch()
     done = run("watch", path, "--once")
     assert (done.returncode, "is empty" in done.stderr) == (1, True)
+
+
+def test_once_over_half_a_header_says_so(path):
+    path.write_text(lines_of()[:60])
+    done = run("watch", path, "--once")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "holds only half a header line" in done.stderr
 
 
 @pytest.mark.parametrize("every", ["0", "-1", "soon", "nan"])
@@ -272,6 +305,31 @@ def test_the_picture_keeps_inside_the_terminal(path, columns, lines):
 
 
 @terminal
+@pytest.mark.parametrize("columns", [40, 60, 100])
+def test_nan_is_in_sight_at_any_width(path, columns):
+    write_run(path, turned_nan(61), end=FINISHED)
+    shown = on_a_terminal(path, columns=columns)
+    assert shown.close() == 0
+    lines = screen(shown.seen)
+    assert lines[3].startswith("loss    NaN since step 61")
+    assert lines[4].startswith("norm    NaN since step 61")
+    assert [line for line in lines if line.startswith("spoilt  40         taken with")]
+    assert max(map(len, lines)) <= columns
+
+
+@terminal
+def test_a_number_that_stays_the_same_is_a_flat_line(path):
+    steps = [plain_step(n, loss=0.1, norm=0.3, lr=0.1 + 1e-9 * (n % 3)) for n in range(1, 2000)]
+    write_run(path, steps, end=FINISHED)
+    shown = on_a_terminal(path)
+    assert shown.close() == 0
+    rows = [line for line in screen(shown.seen) if line.startswith(("loss", "norm", "lr"))]
+    assert len(rows) == 3
+    for row in rows:
+        assert {c for c in row if c in "▁▂▃▄▅▆▇█"} == {"▁"}
+
+
+@terminal
 def test_ctrl_c_on_a_terminal_leaves_the_picture_and_says_that_the_run_is_alone(path):
     write_run(path, training(50))
     shown = on_a_terminal(path)
@@ -305,12 +363,14 @@ def test_control_codes_in_names_do_not_reach_the_terminal(path):
 
 
 @terminal
-def test_a_file_that_has_been_silent_for_long_says_so(path):
+@pytest.mark.parametrize("columns", [60, 100])
+def test_a_file_that_has_been_silent_for_long_says_so(path, columns):
     write_run(path, training(20))
     long_ago = time.time() - 3700
     os.utime(path, (long_ago, long_ago))
-    shown = on_a_terminal(path, columns=100)
+    shown = on_a_terminal(path, columns=columns)
     shown.wait_for("nothing new for 1:01:")
+    shown.wait_for("slow, waiting or killed")
     shown.press_ctrl_c()
     assert shown.close() == 0
 

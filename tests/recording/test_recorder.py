@@ -336,7 +336,8 @@ def test_a_closed_recorder_records_nothing_more_and_closes_once(tmp_path):
     ("error", "status", "exit", "told"),
     [
         (ValueError("no"), "error", 1, "ValueError: no"),
-        (KeyboardInterrupt(), "interrupted", 130, "KeyboardInterrupt:"),
+        (ValueError("\n in\tit:\n\n more"), "error", 1, "ValueError: in it: …"),
+        (KeyboardInterrupt(), "interrupted", 130, "KeyboardInterrupt"),
         (SystemExit(3), "exit", 3, None),
         (SystemExit(), "finished", 0, None),
     ],

@@ -157,6 +157,37 @@ def test_malicious_names_do_nothing(chromium: Any, tmp_path: Path) -> None:
         assert seen.complaints == []
 
 
+def test_the_buttons_of_a_plot_are_these_and_none_sends_anything_anywhere(
+    chromium: Any, real_page: Path
+) -> None:
+    allowed = ["Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"]
+    with visit(chromium, real_page) as seen:
+        canvases = seen.page.locator(".canvas").count()
+        titles = seen.page.eval_on_selector_all(
+            ".modebar-btn", "buttons => buttons.map(b => b.dataset.title)"
+        )
+        assert [t.replace(" as a png", " as a PNG") for t in titles] == allowed * canvases
+        seen.page.evaluate("() => { window.open = () => { throw new Error('opened'); }; }")
+        for button in seen.page.locator("#s0-loss .modebar-btn").all()[1:]:
+            button.click(force=True)
+        links = seen.page.eval_on_selector_all("a, form", "found => found.map(f => f.outerHTML)")
+        assert links == []
+        addresses = seen.page.evaluate(
+            "[...document.querySelectorAll('.canvas')].map(c => c._context.plotlyServerURL)"
+        )
+        assert set(addresses) == {""}
+        assert seen.complaints == []
+
+
+def test_a_name_with_dollar_signs_is_no_mathematics(chromium: Any, tmp_path: Path) -> None:
+    names = ("$x^2$", *NAMES)
+    with visit(chromium, page_of(tmp_path, made_run(names=names))) as seen:
+        assert "$x^2$" in seen.page.locator("#s0-norms-0").text_content()
+        maths = "[...document.querySelectorAll('.canvas')].map(c => c._context.typesetMath)"
+        assert not any(seen.page.evaluate(maths))
+        assert seen.complaints == []
+
+
 def test_several_runs_and_optimizers_are_drawn(chromium: Any, tmp_path: Path) -> None:
     run = made_run(plant=dict.fromkeys(range(60, 200, 20), SKIPPED))
     two = Run(

@@ -171,3 +171,52 @@ def test_the_assets_are_in_the_package() -> None:
 
     folder = Path(gradilocks.report.__file__).parent / "assets"
     assert {path.name for path in folder.iterdir()} == {"page.css", "page.js"}
+
+
+# --- axes, headings, hover -----------------------------------------------------------------------
+
+
+def loss_axis(**planted: object) -> dict[str, object]:
+    plots = embedded(render([reported(made_run(**planted))]))
+    axis = plots["s0-loss"]["y"]
+    assert isinstance(axis, dict)
+    return axis
+
+
+def test_losses_that_lie_far_apart_are_drawn_on_a_logarithmic_axis() -> None:
+    axis = loss_axis(plant={5: {"loss": 1e9}})
+    assert (axis["type"], axis["title"]) == ("log", "loss, logarithmic")
+    assert loss_axis() == {"title": "loss"}
+    assert "type" not in loss_axis(plant={5: {"loss": 1e9}, 6: {"loss": -1.0}})
+
+
+def test_a_scale_of_one_all_along_is_not_drawn() -> None:
+    unscaled = made_run(always=lambda n: {"scale": 1.0})
+    assert "s0-scale" not in embedded(render([reported(unscaled)]))
+    skipped = made_run(always=lambda n: {"scale": 1.0}, plant={60: SKIPPED})
+    (section,) = sections([reported(skipped)])
+    assert "Skipped steps" in [figure.title for figure in section.figures]
+
+
+def test_unlike_optimizers_side_by_side_are_all_named() -> None:
+    adamw, sgd = made_run(), made_run()
+    sgd = Run(sgd.path, sgd.header, (info(0, "SGD"),), sgd.steps, end=sgd.end)
+    (section,) = sections([reported(adamw, "a"), reported(sgd, "b")])
+    assert section.title == "Plots: AdamW in a, SGD in b"
+    (alike,) = sections([reported(adamw, "a"), reported(adamw, "b")])
+    assert alike.title == ""
+
+
+def test_very_long_names_are_shortened_in_the_middle_and_told_apart() -> None:
+    names = ("x" * 500 + "a", "x" * 500 + "a")
+    plots = embedded(render([reported(made_run(names=names, plant={60: SKIPPED}))]))
+    (trace,) = plots["s0-norms-0"]["traces"]  # type: ignore[misc]
+    assert len(set(trace["y"])) == 2
+    assert max(map(len, trace["y"])) <= 84
+
+
+def test_a_huge_number_is_shown_by_its_size() -> None:
+    page = render([reported(made_run(plant={100: {"norm": 1e37}}))])
+    assert "largest factor 1.7" in page
+    assert "e+37" in page
+    assert "0,000,000,000" not in page

@@ -23,6 +23,11 @@ def test_equal_numbers_and_no_numbers_are_drawn_too():
     assert sparkline([], width=5) == ""
 
 
+def test_numbers_that_differ_by_rounding_are_a_flat_line():
+    assert sparkline([0.1, 0.1 + 1e-9, 0.1 - 1e-9], width=5) == "▁▁▁"
+    assert set(sparkline([0.1] * 1001, width=7)) == {"▁"}
+
+
 def test_more_numbers_than_places_are_averaged():
     assert sparkline([0.0] * 50 + [10.0] * 50, width=4) == "▁▁██"
 

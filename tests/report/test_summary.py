@@ -40,16 +40,35 @@ def test_skips_clips_and_culprits_are_counted(tmp_path):
 def test_the_last_loss_is_a_mean_over_a_tenth_of_the_steps(tmp_path):
     steps = [plain_step(n, loss=float(n)) for n in range(1, 41)]
     steps[6] = plain_step(7, loss=-1.0)
-    loss = summarize(run_of(tmp_path, steps)).loss
+    loss = summarize(run_of(tmp_path, steps)).losses[0]
     assert (loss.first, loss.last, loss.window) == (1.0, 38.5, 4)
     assert (loss.least, loss.least_at) == (-1.0, 7)
 
 
 def test_what_a_run_does_not_know_is_none(tmp_path):
     found = summarize(run_of(tmp_path))
-    assert (found.steps, found.clip_rate, found.loss, found.norm) == (0, None, None, None)
+    assert (found.steps, found.clip_rate, found.losses, found.norm) == (0, None, {}, None)
     assert (found.steps_per_second, found.status, found.seconds) == (None, "no end", 0.0)
     json.dumps(found.to_plain(), allow_nan=False)
+
+
+def test_the_losses_of_several_optimizers_are_kept_apart(tmp_path):
+    steps = [plain_step(n // 2 + 1, loss=float(n % 2), optimizer=n % 2) for n in range(40)]
+    losses = summarize(run_of(tmp_path, steps)).losses
+    assert {index: (loss.first, loss.last) for index, loss in losses.items()} == {
+        0: (0.0, 0.0),
+        1: (1.0, 1.0),
+    }
+
+
+def test_losses_that_were_nan_are_counted(tmp_path):
+    bad = {"loss": None, "norm": None, "nan": 1}
+    steps = [plain_step(n) for n in range(1, 31)] + [plain_step(n, **bad) for n in range(31, 61)]
+    found = summarize(run_of(tmp_path, steps))
+    assert (found.losses[0].nonfinite, found.losses[0].nonfinite_since) == (30, 31)
+    assert found.taken_nonfinite == 30
+    never = summarize(run_of(tmp_path, [plain_step(1, **bad)])).losses[0]
+    assert (never.first, never.last, never.least, never.nonfinite_since) == (None, None, None, 1)
 
 
 def test_norms_that_were_not_finite_are_left_out(tmp_path):

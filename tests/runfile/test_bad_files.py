@@ -36,7 +36,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4
         (b'{"kind":"header","gradilocks":2}\n', "is a run file of version 2; this gradilocks"),
         (b'{"kind":"header","gradilocks":"1"}\n', "is a run file of version '1'"),
         (b'{"kind":"header","gradilocks":[]}\n', "is a run file of version []"),
-        ("{\n".encode("utf-16"), "it begins with binary data (ff fe"),
+        ("{\n".encode("utf-16"), "begins with a byte order mark (UTF-16)"),
         (gzip.compress(b"{}"), "is compressed with gzip. Unpack it first: gunzip -k"),
     ],
 )
@@ -172,3 +172,11 @@ def test_every_shipped_file_of_this_project_is_refused_without_a_traceback():
     for path in (root / "pyproject.toml", root / "README.md", root / "tests" / "conftest.py"):
         with pytest.raises(BadRunFile):
             gradilocks.read_run(path)
+
+
+@pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff"])
+def test_a_byte_order_mark_is_named(tmp_path, mark):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(mark + lines_of().encode())
+    with pytest.raises(BadRunFile, match="begins with a byte order mark"):
+        gradilocks.read_run(path)

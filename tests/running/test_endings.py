@@ -15,6 +15,12 @@ from gradilocks import read_run
 ENDS = {
     "exit": ("sys.exit('no data')", 1, "exit", "no data"),
     "error": ("raise ValueError('x')", 1, "error", "ValueError: x"),
+    "long error": (
+        "raise RuntimeError('\\n  in loading   state_dict for Linear:\\n\\tsize mismatch\\n')",
+        1,
+        "error",
+        "RuntimeError: in loading state_dict for Linear: …",
+    ),
     "os._exit": ("import os; os._exit(5)", 5, "exit", None),
     "thread": (
         "import threading, time\n"

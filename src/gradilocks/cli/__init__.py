@@ -7,14 +7,17 @@ rich are imported when a command runs, and torch only by the commands that train
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 
 from gradilocks.cli.interrupts import HeldInterrupts
 from gradilocks.errors import GradilocksError
+from gradilocks.report.words import clean
 
 INTERRUPTED = 130
+_UNWRITABLE = {getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EBADF")}
 
 
 class Interrupted(Exception):
@@ -30,8 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    # Under `run`, standard output is the script's, closed or full.
+    ours = given[:1] != ["run"] or given[1:2] in (["--help"], ["-h"])
+    if ours and sys.stdout is None:
+        return _fail("standard output is closed; there is nowhere to print to.", status=1)
     try:
-        return _run(sys.argv[1:] if arguments is None else list(arguments))
+        status = _run(given)
+        if ours:
+            sys.stdout.flush()  # Not later: Python would show a traceback on its way out.
+        return status
     except GradilocksError as error:
         return _fail(str(error), status=1)
     except Interrupted as interrupt:
@@ -39,10 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted.", status=INTERRUPTED)
     except BrokenPipeError:
-        # The reader of the output went away (`gradilocks demo | head -1`). Python would flush
-        # stdout once more on its way out and print a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of the output went away (`gradilocks demo | head -1`).
+        _drop_output()
         return 1
+    except OSError as error:
+        if not ours or error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        _drop_output()
+        return _fail(f"standard output cannot be written: {error.strerror}.", status=1)
 
 
 def _run(arguments: list[str]) -> int:
@@ -73,6 +88,12 @@ def _run(arguments: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
+def _drop_output() -> None:
+    # Python would flush stdout once more on its way out, and print a traceback.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(message: str, *, status: int) -> int:
-    print(f"gradilocks: {message}", file=sys.stderr)
+    if sys.stderr is not None:  # None if it is closed, and then print would take stdout
+        print(f"gradilocks: {clean(message)}", file=sys.stderr)
     return status

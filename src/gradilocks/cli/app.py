@@ -16,6 +16,7 @@ from gradilocks.cli.watch import watch
 app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     rich_markup_mode=None,  # plain help reads the same in a terminal, a pipe and a page of docs
 )
 

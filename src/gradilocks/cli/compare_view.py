@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradilocks.report.comparison import Comparison, Parting
-from gradilocks.report.summary import Spread, Summary
+from gradilocks.report.summary import Loss, Spread, Summary
 from gradilocks.runfile.words import format_scale
 
 NAMES_SHOWN = 5
@@ -42,6 +42,8 @@ def rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
         cells = [cell(summary) for summary in comparison.summaries]
         if any(value != "-" for value in cells):
             found.append((title, cells))
+        if title == "clipped":
+            found += _loss_rows(comparison.summaries)
     return found
 
 
@@ -114,13 +116,34 @@ def _culprit(summary: Summary) -> str:
     return "-"
 
 
-def _last_loss(summary: Summary) -> str:
-    return "-" if summary.loss is None else f"{summary.loss.last:.5g}"
+def _loss_rows(summaries: Sequence[Summary]) -> Iterator[tuple[str, list[str]]]:
+    """Of each optimizer: its last loss and its least, and how often it was not finite."""
+    indices = sorted({index for summary in summaries for index in summary.losses})
+    for index in indices:
+        of = f" of optimizer {index}" if len(indices) > 1 else ""
+        losses = [summary.losses.get(index) for summary in summaries]
+        yield f"loss{of}, last", [_cell(loss, _last_loss) for loss in losses]
+        yield f"loss{of}, least", [_cell(loss, _least_loss) for loss in losses]
+        if any(loss is not None and loss.nonfinite for loss in losses):
+            yield f"loss{of}, NaN or Inf", [_cell(loss, _lost) for loss in losses]
 
 
-def _least_loss(summary: Summary) -> str:
-    loss = summary.loss
-    return "-" if loss is None else f"{loss.least:.5g} at step {loss.least_at:,}"
+def _cell(loss: Loss | None, write: Callable[[Loss], str]) -> str:
+    return "-" if loss is None else write(loss)
+
+
+def _last_loss(loss: Loss) -> str:
+    if loss.nonfinite_since is not None:
+        return f"NaN since step {loss.nonfinite_since:,}"
+    return "-" if loss.last is None else f"{loss.last:.5g}"
+
+
+def _least_loss(loss: Loss) -> str:
+    return "-" if loss.least is None else f"{loss.least:.5g} at step {loss.least_at:,}"
+
+
+def _lost(loss: Loss) -> str:
+    return f"{loss.nonfinite:,} steps" if loss.nonfinite != 1 else "1 step"
 
 
 def _scales(summary: Summary) -> str:
@@ -141,9 +164,8 @@ _NUMBERS: dict[str, Callable[[Summary], str]] = {
     "skipped": _skipped,
     "  why": _reasons,
     "  most often in": _culprit,
+    "taken with NaN": lambda s: f"{s.taken_nonfinite:,}" if s.taken_nonfinite else "-",
     "clipped": lambda s: "-" if s.clip_rate is None else f"{s.clip_rate:.2%}",
-    "loss, last": _last_loss,
-    "loss, least": _least_loss,
     "norm, median": _of_spread("norm", "median", _number),
     "norm, 99 %": _of_spread("norm", "p99", _number),
     "norm, largest": _of_spread("norm", "most", _number),

@@ -22,7 +22,7 @@ SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 def asked_for(arguments: list[str]) -> bool:
     """Whether a command line asks for completion and nothing else."""
-    return bool(arguments) and arguments[0] in FLAGS and "--help" not in arguments
+    return bool(arguments) and arguments[0] in FLAGS and not {"--help", "-h"} & set(arguments)
 
 
 def answer(arguments: list[str]) -> str:

@@ -15,6 +15,7 @@ from gradilocks.cli.options import run_file
 from gradilocks.cli.output import forgive_encoding
 from gradilocks.cli.progress import bar, read_with_bar
 from gradilocks.errors import GradilocksError
+from gradilocks.report.places import settled
 from gradilocks.report.tables import (
     DETAIL_COLUMNS,
     STEP_COLUMNS,
@@ -22,6 +23,7 @@ from gradilocks.report.tables import (
     step_rows,
     write_csv,
 )
+from gradilocks.report.words import clean
 from gradilocks.runfile import Run
 
 
@@ -33,9 +35,28 @@ class Format(str, Enum):
     tensorboard = "tensorboard"
 
 
+def _format(text: str) -> Format:
+    try:
+        return Format(text)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"expected csv, parquet or tensorboard, got {str(text)!r}."
+        ) from error
+
+
 def export(
     path: Annotated[Path, run_file("RUN.jsonl", help="The run file.")],
-    to: Annotated[Format, typer.Option("--to", show_default=False, help="What to make of it.")],
+    to: Annotated[
+        Format,
+        typer.Option(
+            "--to",
+            parser=_format,
+            autocompletion=lambda: [known.value for known in Format],
+            metavar="csv|parquet|tensorboard",
+            show_default=False,
+            help="What to make of it.",
+        ),
+    ],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -61,6 +82,8 @@ def export(
       gradilocks export runs/a.jsonl --to tensorboard -o tb && tensorboard --logdir tb
     """
     forgive_encoding()
+    if output is not None:
+        settled(output)  # says at once what is wrong with it: reading may take a while
     run = read_with_bar(path)
     if to is Format.tensorboard:
         written = [_to_tensorboard(run, output or path.with_suffix(".tensorboard"), force=force)]
@@ -68,7 +91,7 @@ def export(
         target = output or path.with_suffix(f".{to.value}")
         written = _to_tables(run, to, target, force=force)
     for place, what in written:
-        print(f"{place}: {what}")
+        print(clean(f"{place}: {what}"))
 
 
 def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[Path, str]]:
@@ -85,9 +108,9 @@ def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[
     if entries:
         jobs.append((detail, DETAIL_COLUMNS, detail_rows(run), entries))
     for place, *_ in jobs:
-        _refuse(run, place, force=force)
+        _refuse(run, settled(place), place, force=force)
     for place, columns, rows, total in jobs:
-        with bar(f"writing {place}") as show, _written_whole(place) as unfinished:
+        with bar(f"writing {place}") as show, _written_whole(settled(place)) as unfinished:
             write(unfinished, columns, rows, progress=lambda done, of=total: show(done, of))
     return [(place, f"{total:,} rows") for place, _, _, total in jobs]
 
@@ -120,13 +143,13 @@ def _to_tensorboard(run: Run, folder: Path, *, force: bool) -> tuple[Path, str]:
     return folder, f"{len(run.steps):,} steps; see them with: tensorboard --logdir {folder}"
 
 
-def _refuse(run: Run, place: Path, *, force: bool) -> None:
+def _refuse(run: Run, place: Path, given: Path, *, force: bool) -> None:
     if place.is_dir():
-        raise GradilocksError(f"{place} is a folder; give the path of a file with -o.")
+        raise GradilocksError(f"{given} is a folder; give the path of a file with -o.")
     if place.exists() and place.samefile(run.path):
-        raise GradilocksError(f"{place} is the run file itself; name another with -o.")
+        raise GradilocksError(f"{given} is the run file itself; name another with -o.")
     if place.exists() and not force:
-        raise GradilocksError(f"{place} is already there; --force replaces it, -o names another.")
+        raise GradilocksError(f"{given} is already there; --force replaces it, -o names another.")
 
 
 @contextmanager

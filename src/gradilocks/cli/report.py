@@ -8,19 +8,18 @@ from typing import Annotated
 
 import typer
 
+from gradilocks.cli.options import run_file
 from gradilocks.errors import GradilocksError
 
 
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN.JSONL...", help="One run file, or several.")
-    ],
+    runs: Annotated[list[Path], run_file("RUN.jsonl", help="One run file, or several.")],
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            metavar="PAGE.HTML",
+            metavar="PAGE.html",
             help="Where to write the page. By default beside the run file, with its name; for "
             "several, report.html beside the first.",
         ),
@@ -45,12 +44,10 @@ def report(
     other, one colour a run. A page that this command wrote about the same runs is replaced; any
     other file is left alone unless --force is given.
 
+    \b
     Examples:
-
       gradilocks report runs/a.jsonl
-
       gradilocks report runs/a.jsonl runs/b.jsonl -o compared.html --open
-
       gradilocks report runs/a.jsonl --json
     """
     if as_json and open_page and output is None:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from gradilocks.report.facts import Reported, main_numbers
 from gradilocks.report.values import Finding
+from gradilocks.report.words import clean
 
 STYLES = {"problem": "bold red", "warning": "bold yellow", "note": "bold blue"}
 VERDICT_STYLES = {"healthy": "bold green", "needs a look": "bold yellow", "in trouble": "bold red"}
@@ -66,7 +67,7 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
             _show(console, finding, width)
         _print(console, Text(""), width)
     if page is not None:
-        _print(console, Text(f"Report: {page}"), None)
+        _print(console, Text(f"Report: {clean(page)}"), None)
 
 
 def print_json(reports: Sequence[Reported], page: Path | None) -> None:

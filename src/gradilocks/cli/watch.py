@@ -15,7 +15,8 @@ from gradilocks.cli import Interrupted
 from gradilocks.cli.interrupts import HeldInterrupts
 from gradilocks.cli.options import run_file
 from gradilocks.cli.output import forgive_encoding
-from gradilocks.runfile import Step
+from gradilocks.report.words import clean
+from gradilocks.runfile import Step, read_run
 from gradilocks.runfile.opening import opened
 
 if TYPE_CHECKING:
@@ -97,10 +98,10 @@ def _wait_for_header(watched: Watched, *, once: bool, every: float) -> list[Step
         if watched.reader.header is not None:
             return steps
         if once:
-            watched.reader.finish()  # says what is missing
+            read_run(path)  # says what is missing
         if not told:
             what = "to begin" if os.path.exists(path) else "to be there"
-            print(f"Waiting for {path} {what}. Ctrl-C stops waiting.", file=sys.stderr)
+            print(f"Waiting for {clean(path)} {what}. Ctrl-C stops waiting.", file=sys.stderr)
             told = True
         time.sleep(every)
 

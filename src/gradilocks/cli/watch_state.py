@@ -18,6 +18,8 @@ from gradilocks.runfile.reading import Reader
 RECENT = 200
 """Steps over which the speed is taken."""
 LAST_SKIPS = 50
+FOR_GOOD = 3
+"""Steps in a row without a finite number after which it is said to be lost."""
 AT_A_TIME = 4 << 20
 """Bytes of a long file that are read before the view is drawn again."""
 
@@ -29,17 +31,22 @@ class Course:
         last: its last step; None before the first.
         steps: how many, skipped ones included.
         least: the least loss and its step; None where no loss is known.
+        spoilt: how many steps were taken with NaN or Inf among the gradients.
+        spoilt_since: the first of them.
     """
 
     def __init__(self) -> None:
         self.last: Step | None = None
-        self.steps = self.skipped = self.clipped = 0
+        self.steps = self.skipped = self.clipped = self.spoilt = 0
+        self.spoilt_since: int | None = None
         self.reasons: Counter[str] = Counter()
         self.least: tuple[float, int] | None = None
         self.scales: tuple[float, float] | None = None
         self.loss, self.lr = Trail(mean), Trail(mean)
         self.norm, self.scale = Trail(max), Trail(max)
         self._known: dict[str, float] = {}
+        self._lost: dict[str, tuple[int, int]] = {}  # since which step, and how many by now
+        self._knows_loss = True
         self._times: deque[float] = deque(maxlen=RECENT)
 
     def take(self, step: Step) -> None:
@@ -58,6 +65,15 @@ class Course:
             value = getattr(step, name)
             if value is not None:
                 self._known[name] = value
+                self._lost.pop(name, None)
+            elif step.nan + step.inf:
+                since, many = self._lost.get(name, (step.step, 0))
+                self._lost[name] = since, many + 1
+        if step.loss is None and not step.nan + step.inf and "loss" not in self._known:
+            self._knows_loss = False
+        if step.nan + step.inf and not step.skipped:
+            self.spoilt += 1
+            self.spoilt_since = self.spoilt_since or step.step
         if step.loss is not None and (self.least is None or step.loss < self.least[0]):
             self.least = (step.loss, step.step)
         if step.scale is not None:
@@ -70,6 +86,16 @@ class Course:
     def known(self, name: str) -> float | None:
         """The last finite 'loss', 'norm', 'scale' or 'lr'."""
         return self._known.get(name)
+
+    def lost_since(self, name: str) -> int | None:
+        """The step since which 'loss' or 'norm' has been NaN or Inf; None if it is known.
+
+        A step or two are a skip, which is shown as one.
+        """
+        if name == "loss" and not self._knows_loss:
+            return None
+        since, many = self._lost.get(name, (0, 0))
+        return since if many >= FOR_GOOD or 0 < many == self.steps else None
 
     @property
     def steps_per_second(self) -> float | None:

@@ -17,6 +17,8 @@ from gradilocks.runfile.words import describe_skip, format_scale
 LABEL, VALUE, REMARK = 8, 11, 30
 LEAST_SPARKLINE = 8
 SKIPS_SHOWN = 5
+LOWEST = 12
+"""Lines of a terminal that the rows alone need."""
 SILENT = 15.0
 """Seconds without a new line after which the view says so."""
 
@@ -26,7 +28,7 @@ def picture(console: Console, watched: Watched) -> RenderableType:
     reader, state = watched.reader, watched.state
     unicode = console.encoding.lower().startswith("utf")
     bars = BARS if unicode else PLAIN_BARS
-    lines = [_title(reader), *_status(watched), Text()]
+    lines = [_title(reader), *_status(watched, _room(console)), Text()]
     for index, course in sorted(state.courses.items()):
         if len(state.courses) > 1:
             lines += [Text()] if index else []
@@ -38,9 +40,14 @@ def picture(console: Console, watched: Watched) -> RenderableType:
     return Group(*lines)
 
 
+def _room(console: Console) -> int:
+    """Columns for the line on how the run stands; a low terminal has no second line for it."""
+    return console.width if console.height > LOWEST else 1 << 16
+
+
 def plain_start(reader: Reader) -> str:
     """The first line in a pipe: which file, and what ran."""
-    return f"{reader.path}: {_command(reader)}"
+    return f"{_printable(str(reader.path))}: {_command(reader)}"
 
 
 def plain_skips(state: State, new: Iterable[Step]) -> Iterator[str]:
@@ -58,7 +65,7 @@ def plain_status(state: State, optimizers: Iterable[int]) -> Iterator[str]:
         course = state.courses[index]
         assert course.last is not None
         words = [f"step {course.last.step}" + (f" of optimizer {index}" if several else "")]
-        words += [f"{name} {_number(course.known(name))}" for name in ("loss", "norm")]
+        words += [f"{name} {_last(course, name)}" for name in ("loss", "norm")]
         if course.last.limit is not None:
             words[-1] += f" of {_number(course.last.limit)}"
         words.append(f"scale {format_scale(course.known('scale'))}")
@@ -66,6 +73,8 @@ def plain_status(state: State, optimizers: Iterable[int]) -> Iterator[str]:
             words.append(f"{course.steps_per_second:.3g} steps/s")
         words.append(f"skipped {course.skipped}")
         words.append(f"clipped {_share(course.clip_rate)}")
+        if course.spoilt:
+            words.append(f"taken with NaN or Inf {course.spoilt:,}")
         yield "  ".join(words)
 
 
@@ -86,7 +95,7 @@ def _command(reader: Reader) -> str:
     return _printable(command)
 
 
-def _status(watched: Watched) -> list[Text]:
+def _status(watched: Watched, width: int) -> list[Text]:
     reader, state, silent = watched.reader, watched.state, watched.silent
     parts = [f"step {_reached(state):,}"]
     seconds = state.seconds if reader.end is None else reader.end.time
@@ -95,7 +104,7 @@ def _status(watched: Watched) -> list[Text]:
     known = [speed for speed in speeds if speed is not None]
     if known:
         parts.append(f"{max(known):.3g} steps/s")
-    line = Text("  ".join(parts) + "  ")
+    numbers, line = Text("  ".join(parts)), Text()
     if watched.unread:
         line.append(f"reading, {watched.unread:.0%} to go", style="cyan")
     elif reader.end is not None:
@@ -105,7 +114,8 @@ def _status(watched: Watched) -> list[Text]:
         line.append(f"nothing new for {_duration(silent)}: slow, waiting or killed", style="yellow")
     else:
         line.append("running", style="cyan")
-    lines = [line]
+    whole = Text.assemble(numbers, "  ", line)
+    lines = [whole] if len(whole) <= width else [numbers, line]
     if reader.torn:
         lines.append(Text(f"{reader.torn} torn line left out: a session was killed", style="dim"))
     return lines
@@ -147,15 +157,20 @@ def _rows(course: Course, *, width: int, bars: str) -> list[Text]:
     remark_width = REMARK if width >= LABEL + VALUE + LEAST_SPARKLINE + REMARK else 0
     spark_width = max(LEAST_SPARKLINE, width - LABEL - VALUE - remark_width - 2)
     for name in ("loss", "norm", "scale", "lr"):
+        lost = course.lost_since(name)
         value = course.known(name)
-        if value is None or (name == "scale" and scales == (1.0, 1.0)):
+        if (value is None and lost is None) or (name == "scale" and scales == (1.0, 1.0)):
             continue
-        shown = format_scale(value) if name == "scale" else _number(value)
+        shown = format_scale(value) if name == "scale" else _last(course, name)
         trail = getattr(course, name).values
         if name in ("norm", "scale"):  # they move by factors
-            trail = [math.log(v) if v is not None and v > 0 else None for v in trail]
-        row = Text(f"{name:<{LABEL}}", style="bold").append(f"{shown:<{VALUE}}", style="not bold")
-        row.append(sparkline(trail, width=spark_width, bars=bars), style="not bold cyan")
+            trail = [round(math.log(v), 6) if v is not None and v > 0 else None for v in trail]
+        row = Text(f"{name:<{LABEL}}", style="bold")
+        row.append(f"{shown:<{VALUE}}", style="not bold" if lost is None else "bold red")
+        room = spark_width - max(0, len(shown) + 1 - VALUE)
+        if room >= LEAST_SPARKLINE or lost is None:
+            row.append(" " * max(0, len(shown) + 1 - VALUE) if lost is not None else "")
+            row.append(sparkline(trail, width=room, bars=bars), style="not bold cyan")
         if remark_width and remarks[name]:
             row.append(" " * (LABEL + VALUE + spark_width + 2 - len(row)))
             row.append(remarks[name], style="not bold dim")
@@ -166,7 +181,20 @@ def _rows(course: Course, *, width: int, bars: str) -> list[Text]:
     if course.skipped:
         why = ", ".join(f"{reason} {count:,}" for reason, count in course.reasons.most_common())
         row.append(f"{_share(share)} of the steps: {why}", style="not bold dim")
-    return [*rows, row]
+    rows.append(row)
+    if course.spoilt:
+        row = Text(f"{'spoilt':<{LABEL}}", style="bold red")
+        row.append(f"{course.spoilt:<{VALUE},}")
+        rows.append(row.append(f"taken with NaN or Inf, first at step {course.spoilt_since:,}"))
+    return rows
+
+
+def _last(course: Course, name: str) -> str:
+    """The last 'loss', 'norm', 'scale' or 'lr', or since when it is none."""
+    lost = course.lost_since(name)
+    if lost is None or course.last is None:
+        return _number(course.known(name))
+    return f"{'NaN' if course.last.nan else 'Inf'} since step {lost:,}"
 
 
 def _skips(state: State, height: int) -> list[Text]:

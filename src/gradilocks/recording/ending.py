@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 from gradilocks.kernels.captured import capturing
+from gradilocks.runfile.words import describe_error
 
 __all__ = ["closed_at_exit", "how_it_ended", "refuse_capture"]
 
@@ -28,7 +29,7 @@ def how_it_ended(error: BaseException | None) -> dict[str, Any]:
     """The arguments of `close` for what ended a run."""
     if error is None:
         return {"status": "finished", "exit": 0, "error": None}
-    told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    told = describe_error(error)
     if isinstance(error, KeyboardInterrupt):
         return {"status": "interrupted", "exit": 130, "error": told}
     if isinstance(error, SystemExit):

@@ -84,25 +84,36 @@ def main_numbers(reported: Reported, track: Track | None) -> Pairs:
     """The few numbers by which runs are compared, of one optimizer of a run."""
     if track is None:
         return [("steps", "0")]
-    steps, loss = len(track.steps), [value for value in track.loss if not math.isnan(value)]
+    steps = len(track.steps)
     taken = max(1, steps - len(track.skipped))
     limited = any(track.clipped) or not all(map(math.isnan, track.limit))
-    ends = max(1, min(ENDS, len(loss) // 4))
     seconds = track.time[-1] - track.time[0]
     return [
         ("steps", f"{steps:,}"),
         ("skipped", _share_of(len(track.skipped), steps)),
         ("clipped", _share_of(sum(track.clipped), taken) if limited else "no limit"),
-        (
-            "loss",
-            f"{number(middle(loss[:ends]))} → {number(middle(loss[-ends:]))}" if loss else "–",
-        ),
-        ("median norm", _or_dash(middle(track.norm))),
+        ("loss", _loss(track)),
+        ("median norm", _norm(track)),
         ("last scale", _or_dash(_last(track.scale), power)),
         ("lasted", duration(track.time[-1]) if track.time[-1] > 0 else "–"),
         ("steps/s", number((steps - 1) / seconds) if steps > 1 and seconds > 0 else "–"),
         ("verdict", reported.health.verdict),
     ]
+
+
+def _loss(track: Track) -> str:
+    """Where it began and where it ended, even if that is NaN."""
+    known = [value for value in track.loss if not math.isnan(value)]
+    if not known:
+        return "NaN" if track.lost else "–"
+    ends = max(1, min(ENDS, len(known) // 4))
+    last = number(middle(known[-ends:])) if track.lost_since is None else "NaN"
+    return f"{number(middle(known[:ends]))} → {last}"
+
+
+def _norm(track: Track) -> str:
+    usual = middle(track.norm)
+    return "NaN" if math.isnan(usual) and track.nonfinite else _or_dash(usual)
 
 
 def _share_of(some: int, all_of_them: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from gradilocks.report.facts import Reported
@@ -27,6 +28,7 @@ from gradilocks.report.words import power, shortened
 __all__ = ["Figure", "Section", "sections"]
 
 Trace = dict[str, Any]
+Followed = Sequence[tuple[int, str, Track]]
 Lines = Callable[[Track], Line | None]
 
 HEIGHT = 300
@@ -35,6 +37,8 @@ LONGEST_LABEL = 30
 MOST_LABELS = 45
 # Enough ticks to read a power of two, not so many that they touch.
 TICKS = 7
+# A loss so many times the median leaves a twentieth of the height for half of the others.
+WIDE_APART = 20.0
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,19 @@ def sections(reports: Sequence[Reported]) -> list[Section]:
             for track in one.tracks
             if track.optimizer.index == index
         ]
-        title = followed[0][2].label if len(indices) > 1 else ""
+        title = _title(index, followed, alone=len(indices) == 1)
         figures = (*_curves(f"s{index}", followed), *_heats(f"s{index}", followed, maps))
-        made.append(Section(title[:1].upper() + title[1:], figures))
+        made.append(Section(title, figures))
     return made
+
+
+def _title(index: int, followed: Followed, *, alone: bool) -> str:
+    """Whose plots they are: one kind of optimizer, or each run's own."""
+    kinds = {track.optimizer.kind for _, _, track in followed}
+    if len(kinds) > 1:
+        each = ", ".join(f"{track.optimizer.kind} in {label}" for _, label, track in followed)
+        return f"{'Plots' if alone else f'Optimizer {index}'}: {each}"
+    return "" if alone else f"Optimizer {index} ({kinds.pop()})"
 
 
 def text(words: str) -> str:
@@ -82,18 +95,21 @@ def text(words: str) -> str:
     return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-Followed = Sequence[tuple[int, str, Track]]
-
-
 def _curves(prefix: str, followed: Followed) -> Iterator[Figure]:
     several = len({number for number, _, _ in followed}) > 1
     losses = _traces(followed, lambda track: line(track, track.loss), several=several, name="loss")
     if losses.traces:
+        wide_apart = _wide_apart(followed)
+        y: dict[str, Any] = {"title": "loss"}
+        if wide_apart:
+            y = {"title": "loss, logarithmic", **_logarithmic(losses)}
         yield Figure(
             f"{prefix}-loss",
             "Loss",
-            "Should fall and flatten. A jump that does not come back is divergence.",
-            _plot(losses.traces, followed, {"title": "loss"}),
+            "Should fall and flatten. A jump that does not come back is divergence; a gap is a "
+            "step whose loss was NaN or Inf, or not known."
+            + (" The axis is logarithmic: the losses lie far apart." if wide_apart else ""),
+            _plot(losses.traces, followed, y),
             remark=losses.remark,
         )
     norms = _traces(followed, lambda track: line(track, track.norm), several=several, name="norm")
@@ -114,7 +130,7 @@ def _curves(prefix: str, followed: Followed) -> Iterator[Figure]:
             _plot(
                 [*norms.traces, *limits.traces],
                 followed,
-                {"title": "norm", "type": "log", "exponentformat": "power", **_decades(norms)},
+                {"title": "norm", **_logarithmic(norms)},
             ),
             remark=norms.remark,
         )
@@ -144,7 +160,8 @@ def _scales(key: str, followed: Followed, *, several: bool) -> Iterator[Figure]:
         name="scale",
         style={"shape": "hv"},
     )
-    if not scales.traces:
+    unscaled = all(value == 1 or math.isnan(value) for _, _, t in followed for value in t.scale)
+    if not scales.traces or (unscaled and not any(track.skipped for _, _, track in followed)):
         return
     marks = []
     for number, label, track in followed:
@@ -170,9 +187,11 @@ def _scales(key: str, followed: Followed, *, several: bool) -> Iterator[Figure]:
     low, high = math.floor(min(heights, default=0)) - 1, math.ceil(max(heights, default=0)) + 1
     yield Figure(
         key,
-        "Loss scale",
-        "Steps up are tries, steps down follow an overflow. Crosses are skipped steps: a few are "
-        "usual, a row of them is not.",
+        "Skipped steps" if unscaled else "Loss scale",
+        "Crosses are skipped steps. There was no loss scale that could have overflowed."
+        if unscaled
+        else "Steps up are tries, steps down follow an overflow. Crosses are skipped steps: a few "
+        "are usual, a row of them is not.",
         _plot(
             [*scales.traces, *marks],
             followed,
@@ -332,6 +351,16 @@ def _plot(traces: list[Trace], followed: Followed, y: dict[str, Any]) -> dict[st
         "y": y,
         "legend": len(traces) > 1,
     }
+
+
+def _wide_apart(followed: Followed) -> bool:
+    """Whether losses are positive, and the largest so large that all others would lie flat."""
+    known = [value for _, _, track in followed for value in track.loss if not math.isnan(value)]
+    return bool(known) and min(known) > 0 and max(known) > WIDE_APART * median(known)
+
+
+def _logarithmic(lines: _Traces) -> dict[str, Any]:
+    return {"type": "log", "exponentformat": "power", **_decades(lines)}
 
 
 def _decades(lines: _Traces) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gradilocks.report.rules.clipping import clipping
-from gradilocks.report.rules.curves import divergence, silence, spikes
+from gradilocks.report.rules.curves import silence, spikes
 from gradilocks.report.rules.ending import ending, traced
+from gradilocks.report.rules.losses import divergence, not_finite
 from gradilocks.report.rules.scaling import scaling
 from gradilocks.report.rules.skipping import (
     nan_culprits,
@@ -29,6 +30,7 @@ ORDER = {"problem": 0, "warning": 1, "note": 2}
 STEP_RULES = (
     taken_though_nonfinite,
     nan_culprits,
+    not_finite,
     divergence,
     silence,
     skipping,

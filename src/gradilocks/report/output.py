@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gradilocks.errors import GradilocksError
 from gradilocks.report.page import GENERATOR
+from gradilocks.report.places import settled
 
 __all__ = ["choose", "labels", "write"]
 
@@ -28,6 +29,7 @@ def choose(runs: Sequence[Path], output: Path | None) -> Path:
     if output is None:
         first = runs[0]
         output = first.with_name("report.html") if len(runs) > 1 else first.with_suffix(".html")
+    settled(output)  # Says at once what is wrong with it: reading may take a while.
     if any(_same(output, run) for run in runs):
         raise GradilocksError(f"-o {output} is the run file itself; give the page another name.")
     return output
@@ -54,6 +56,7 @@ def write(page: Path, render: Callable[[], str], *, identity: str, force: bool) 
     Raises:
         GradilocksError: something else is there, or the place cannot be written.
     """
+    page, given = settled(page), page
     if page.is_dir():
         raise GradilocksError(f"{page} is a folder; give the path of a page, as {page / 'a.html'}.")
     if page.exists() and not force and not _own(page, identity):
@@ -67,7 +70,7 @@ def write(page: Path, render: Callable[[], str], *, identity: str, force: bool) 
             file.write(render())
         beside.replace(page)
     except OSError as error:
-        raise GradilocksError(f"{page} cannot be written: {error.strerror or error}.") from error
+        raise GradilocksError(f"{given} cannot be written: {error.strerror or error}.") from error
     finally:
         beside.unlink(missing_ok=True)
 

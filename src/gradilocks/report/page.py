@@ -16,6 +16,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from gradilocks.errors import GradilocksError
 from gradilocks.report.facts import Reported, in_short, main_numbers, what_ran
 from gradilocks.report.figures import Figure, Section, sections
 from gradilocks.report.tracks import Track
@@ -25,6 +26,8 @@ __all__ = ["GENERATOR", "identity", "render"]
 
 GENERATOR = "gradilocks report"
 MARKS = {"problem": "✕", "warning": "!", "note": "i"}
+# From here on the digits of a number tell less than its size.
+HUGE = 1e9
 VERDICTS = {"healthy": "good", "needs a look": "warning", "in trouble": "problem"}
 
 
@@ -38,7 +41,8 @@ def render(reports: Sequence[Reported]) -> str:
     plots = {f.key: f.plot for section in laid_out for f in section.figures}
     plotly, script = _plotly(), _asset("page.js")
     policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
+        "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
+        "img-src data: blob:; "
         f"script-src {_hash(plotly)} {_hash(script)}"
     )
     title = " and ".join(one.label for one in reports[:2])
@@ -236,7 +240,9 @@ def _prose(sentence: str) -> str:
 
 
 def _shown(value: float | int | str) -> str:
-    return value if isinstance(value, str) else f"{value:,.4g}" if value % 1 else f"{value:,.0f}"
+    if isinstance(value, str):
+        return value
+    return f"{value:,.4g}" if value % 1 or abs(value) >= HUGE else f"{value:,.0f}"
 
 
 def _sentence_case(words: str) -> str:
@@ -250,8 +256,10 @@ def _embedded(data: Any) -> str:
 
 
 def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise GradilocksError("plotly is not installed: pip install plotly") from error
     # A script ends at the first "</script", even inside a string of its own.
     return str(get_plotlyjs()).replace("</script", "<\\/script").replace("<!--", "<\\!--")
 

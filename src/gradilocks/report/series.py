@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gradilocks.report.thinning import buckets, extremes, turns
 from gradilocks.report.tracks import Tensor, Track
-from gradilocks.report.words import clean, listed
+from gradilocks.report.words import clean, listed, shortened
 
 __all__ = [
     "Heat",
@@ -37,6 +37,8 @@ MOST_COLUMNS = 240
 FEWEST_COLUMNS = 24
 MOST_ROWS = 400
 CELLS = 450_000
+# Characters of a name that a hover label has room for.
+LONGEST_NAME = 80
 
 Number = float | None
 
@@ -104,7 +106,7 @@ def skip_marks(track: Track) -> Marks | None:
     for group in groups:
         place = track.skipped[group.start]
         step = track.steps[place]
-        names = [culprit.name for culprit in step.culprits]
+        names = [shortened(culprit.name, LONGEST_NAME) for culprit in step.culprits]
         why = "rejected by the clip policy" if step.reason == "rejected" else "NaN or Inf"
         also = f", and {len(group) - 1:,} more until the next mark" if len(group) > 1 else ""
         x.append(track.at[place])
@@ -192,7 +194,8 @@ def _covers(track: Track, span: range) -> str:
 
 
 def _row_name(track: Track, row: range) -> str:
-    first, last = clean(track.tensors[row.start].name), clean(track.tensors[row.stop - 1].name)
+    most = LONGEST_NAME if len(row) == 1 else LONGEST_NAME // 2
+    first, last = (shortened(clean(track.tensors[i].name), most) for i in (row.start, row.stop - 1))
     return first if len(row) == 1 else f"{first} … {last}"
 
 

@@ -10,6 +10,8 @@ __all__ = ["Trail", "sparkline"]
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_BARS = "_.-=+*#@"
 """For a terminal that cannot write the others."""
+ROUNDING = 1e-6
+"""A part of themselves by which numbers that are the same may differ once they were averaged."""
 
 
 def sparkline(values: Sequence[float | None], *, width: int, bars: str = BARS) -> str:
@@ -31,12 +33,13 @@ def sparkline(values: Sequence[float | None], *, width: int, bars: str = BARS) -
     low, high = min(known), max(known)
     # Halved first: the distance from -1e308 to 1e308 is no float.
     span = high / 2 - low / 2
+    flat = span <= ROUNDING * max(abs(low), abs(high))
     top = len(bars) - 1
 
     def bar(value: float | None) -> str:
         if value is None:
             return " "
-        share = (value / 2 - low / 2) / span if span > 0 else 0.0
+        share = 0.0 if flat else (value / 2 - low / 2) / span
         return bars[round(share * top)]
 
     return "".join(map(bar, drawn))

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from gradilocks.report.lost import lost_for_good, lost_places
 from gradilocks.runfile import Run, Step
 
 __all__ = ["Loss", "Spread", "Summary", "quantile", "seconds_of", "summarize"]
@@ -19,15 +20,19 @@ __all__ = ["Loss", "Spread", "Summary", "quantile", "seconds_of", "summarize"]
 
 @dataclass(frozen=True)
 class Loss:
-    """The course of the loss, over the steps that knew it."""
+    """The course of an optimizer's loss; None where no step knew a finite one."""
 
-    first: float
-    last: float
-    """Mean over the last `window` losses: one batch alone says little."""
+    first: float | None
+    last: float | None
+    """Mean over the last `window` finite losses: one batch alone says little."""
     window: int
-    least: float
-    least_at: int
+    least: float | None
+    least_at: int | None
     """The step of the least."""
+    nonfinite: int
+    """Steps at which the loss itself was NaN or Inf."""
+    nonfinite_since: int | None
+    """The step from which on it was never finite again; None if it ended well."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,10 @@ class Summary:
     clipped: int
     clip_rate: float | None
     """Clipped steps among those taken."""
-    loss: Loss | None
+    losses: Mapping[int, Loss]
+    """Optimizers, by their index, and the loss that each of them knew."""
+    taken_nonfinite: int
+    """Steps that were taken though there were NaN or Inf among the gradients."""
     norm: Spread | None
     scale: Spread | None
     lr: Spread | None
@@ -97,7 +105,8 @@ def summarize(run: Run) -> Summary:
         culprits=dict(culprits.most_common()),
         clipped=clipped,
         clip_rate=clipped / taken if taken else None,
-        loss=_loss(steps),
+        losses=_losses(steps),
+        taken_nonfinite=sum(step.nan + step.inf > 0 for step in steps if not step.skipped),
         norm=_spread(step.norm for step in steps),
         scale=_spread(step.scale for step in steps),
         lr=_spread(step.lr for step in steps),
@@ -133,14 +142,33 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[below] * (1 - part) + ordered[above] * part
 
 
+def _losses(steps: Sequence[Step]) -> dict[int, Loss]:
+    by_index: dict[int, list[Step]] = {}
+    for step in steps:
+        by_index.setdefault(step.optimizer, []).append(step)
+    made = {index: _loss(by_index[index]) for index in sorted(by_index)}
+    return {index: loss for index, loss in made.items() if loss is not None}
+
+
 def _loss(steps: Sequence[Step]) -> Loss | None:
     known = [(step.loss, step.step) for step in steps if step.loss is not None]
-    if not known:
+    column = [math.nan if step.loss is None else step.loss for step in steps]
+    lost = lost_places(column, [i for i, step in enumerate(steps) if step.nan + step.inf > 0])
+    since = lost_for_good(column, lost)
+    if not known and not lost:
         return None
     window = max(1, min(50, len(known) // 10))
     tail = [loss for loss, _ in known[-window:]]
-    least, least_at = min(known)
-    return Loss(known[0][0], sum(x / window for x in tail), window, least, least_at)
+    least, least_at = min(known, default=(None, None))
+    return Loss(
+        first=known[0][0] if known else None,
+        last=sum(x / window for x in tail) if tail else None,
+        window=window,
+        least=least,
+        least_at=least_at,
+        nonfinite=len(lost),
+        nonfinite_since=None if since is None else steps[since].step,
+    )
 
 
 def _spread(values: Iterable[float | None]) -> Spread | None:

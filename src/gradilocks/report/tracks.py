@@ -16,6 +16,7 @@ from itertools import pairwise
 from statistics import median
 
 from gradilocks.errors import BadRunFile
+from gradilocks.report.lost import lost_for_good, lost_places
 from gradilocks.runfile import OptimizerInfo, Run, Step
 
 __all__ = ["Tensor", "Track", "tracks"]
@@ -47,8 +48,8 @@ class Tensor:
 
     @cached_property
     def usual_update(self) -> float:
-        """The median of its update-to-weight ratio at steps that changed it; NaN if none did."""
-        return middle(value for value in self.update if value > 0)
+        """The median of its update-to-weight ratio at steps that were taken; NaN if none were."""
+        return middle(self.update)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,16 @@ class Track:
             return None
         present = [tensor for tensor in self.tensors if not math.isnan(tensor.norm[row])]
         return max(present, key=lambda tensor: tensor.norm[row], default=None)
+
+    @cached_property
+    def lost(self) -> Sequence[int]:
+        """Places of the steps whose loss was itself NaN or Inf."""
+        return lost_places(self.loss, self.nonfinite)
+
+    @cached_property
+    def lost_since(self) -> int | None:
+        """The place from which on the loss was never finite again; None if it ended well."""
+        return lost_for_good(self.loss, self.lost)
 
     @cached_property
     def _rows(self) -> dict[int, int]:

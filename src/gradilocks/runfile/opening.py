@@ -17,6 +17,8 @@ LONGEST_HEADER = 1 << 24
 
 _WRITTEN_BY = "Run files are written by `gradilocks run` or GradientControl(..., record=...)."
 
+_MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BufferedReader, int]]:
@@ -74,6 +76,12 @@ def _look_at_start(path: Path, start: bytes) -> None:
     # Before the lines are split: a binary file may have no newline for gigabytes.
     if start.startswith(b"\x1f\x8b"):
         raise BadRunFile(f"{path} is compressed with gzip. Unpack it first: gunzip -k {path}")
+    for mark, name in _MARKS.items():
+        if start.startswith(mark):
+            raise BadRunFile(
+                f"{path} begins with a byte order mark ({name}), which some editors put there; run "
+                "files are UTF-8 without one. Save it so, or take the original."
+            )
     if start and not start.startswith((b"{", b"\n", b"\r\n")):
         raise BadRunFile(f"{path} is no run file: it begins with {_excerpt(start)}. {_WRITTEN_BY}")
 

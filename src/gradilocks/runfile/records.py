@@ -141,7 +141,7 @@ class End:
     """'finished', 'error', 'interrupted' or 'exit' (an exit status other than 0)."""
     exit: int
     error: str | None
-    """The last line of the traceback, as in 'ValueError: ...'."""
+    """The exception's class and the first line of its message, as in 'ValueError: ...'."""
 
 
 @dataclass(frozen=True)

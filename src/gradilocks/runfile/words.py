@@ -6,7 +6,24 @@ import math
 
 from gradilocks.runfile.records import Culprit, OptimizerInfo, Step
 
-__all__ = ["describe_skip", "format_scale", "named_numbers"]
+__all__ = ["describe_error", "describe_skip", "format_scale", "named_numbers"]
+
+
+def describe_error(error: BaseException) -> str:
+    """Names an exception in one line: its class, and the first line of what it says.
+
+    Example:
+        >>> describe_error(RuntimeError("in Linear:\\n\\tsize  mismatch"))
+        'RuntimeError: in Linear: …'
+    """
+    kind = type(error)
+    builtin = kind.__module__ in ("builtins", "__main__")
+    name = kind.__qualname__ if builtin else f"{kind.__module__}.{kind.__qualname__}"
+    try:
+        lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    except Exception:
+        lines = []
+    return name if not lines else f"{name}: {lines[0]}{' …' if len(lines) > 1 else ''}"
 
 
 def describe_skip(step: Step, *, most: int = 1) -> str:

@@ -12,12 +12,13 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
+
+from gradilocks.runfile.words import describe_error
 
 __all__ = ["Ending", "Held", "Last"]
 
@@ -49,11 +50,10 @@ class Ending:
     @staticmethod
     def of_error(error: BaseException) -> Ending:
         """Of an exception that nobody caught."""
-        text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        last = text.splitlines()[-1] if text else type(error).__name__
+        told = describe_error(error)
         if isinstance(error, KeyboardInterrupt):
-            return Ending("interrupted", 128 + signal.SIGINT, last, signal.SIGINT)
-        return Ending("error", 1, last)
+            return Ending("interrupted", 128 + signal.SIGINT, told, signal.SIGINT)
+        return Ending("error", 1, told)
 
 
 class Last:

@@ -130,9 +130,12 @@
     return layout;
   }
 
+  // Named one by one: plotly.js adds buttons of its own, also one that uploads the chart. The empty
+  // address keeps even that one at home. Names may hold dollar signs and are no mathematics.
   const config = {
-    responsive: true, displaylogo: false, doubleClick: "reset+autosize",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    responsive: true, displaylogo: false, doubleClick: "reset+autosize", typesetMath: false,
+    modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
+    showLink: false, showSendToCloud: false, showEditInChartStudio: false, plotlyServerURL: "",
   };
 
   // --- the page --------------------------------------------------------------------------------

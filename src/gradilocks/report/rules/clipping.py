@@ -18,6 +18,8 @@ WARMING_UP = 0.1
 NEARLY_ALWAYS = 0.9
 # A limit that was never reached in so many steps guards against nothing seen so far.
 NEVER_IN = 200
+# So far above the limit, a usual norm says that the limit was set for another model.
+FAR_ABOVE = 10.0
 
 
 def clipping(track: Track) -> Iterator[Finding]:
@@ -34,7 +36,7 @@ def clipping(track: Track) -> Iterator[Finding]:
     if share >= NEARLY_ALWAYS:
         yield Finding(
             "clipped-nearly-always",
-            "warning",
+            "warning" if typical > FAR_ABOVE * limit else "note",
             f"{percent(share)} of the steps were clipped",
             f"The norm is usually {number(typical)}, the limit {number(limit)}: the limit sets the "
             "length of nearly every step, so it works as a second learning rate. Raise it to where "

@@ -1,4 +1,4 @@
-"""The norm and the loss over time: spikes, silence, divergence."""
+"""The norm over time: spikes and silence."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
-from statistics import median
 
-from gradilocks.report.tracks import Track, middle
+from gradilocks.report.tracks import Track
 from gradilocks.report.values import Finding
 from gradilocks.report.words import clean, count, listed, number, percent
 
@@ -23,13 +22,8 @@ APART = 20
 NAMED = 3
 # A norm of exactly zero at half of the steps: nothing is learned there.
 SILENT = 0.5
-# The loss is compared window by window; a median over fewer than this is noise.
-WINDOWS = 20
+# Fewer steps prove no silence.
 SHORTEST = 5
-# The usual noise of a loss inside a window, times this, is no change.
-NOISE = 3.0
-# Half of what was learned is lost again.
-LOST = 0.5
 
 
 def spikes(track: Track) -> Iterator[Finding]:
@@ -76,49 +70,6 @@ def silence(track: Track) -> Iterator[Finding]:
             "scale), or the loss does not depend on the parameters.",
             {"share": zero},
         )
-
-
-def divergence(track: Track) -> Iterator[Finding]:
-    """Judges where the loss ended against where it began and how low it had been."""
-    known = [(i, value) for i, value in enumerate(track.loss) if not math.isnan(value)]
-    if len(known) < WINDOWS * SHORTEST // 2:
-        return
-    gone = len(track.steps) - 1 - known[-1][0]
-    # A loss was known at nearly every step, and at none of the last ones.
-    if gone >= SHORTEST and len(known) >= 0.9 * (known[-1][0] + 1):
-        step = track.steps[known[-1][0] + 1].step
-        yield Finding(
-            "loss-not-finite",
-            "problem",
-            f"The loss is not finite from step {step:,} on",
-            f"It was {number(known[-1][1])} just before and has been NaN or Inf for "
-            f"{count(gone, 'step')}. Go back to a checkpoint before it; the spikes and culprits "
-            "named here show what to look at.",
-            {"steps": gone, "last loss": known[-1][1]},
-            step=step,
-        )
-        return
-    size = max(SHORTEST, len(known) // WINDOWS)
-    windows = [known[i : i + size] for i in range(0, len(known) - size + 1, size)]
-    middles = [middle(value for _, value in window) for window in windows]
-    start, best, last = middles[0], min(middles), middles[-1]
-    noise = median(abs(value - last) for _, value in windows[-1])
-    lost = last - best
-    if lost <= NOISE * noise or lost <= LOST * (start - best):
-        return
-    low = windows[middles.index(best)]
-    step = track.steps[low[-1][0]].step
-    worse = last > start
-    yield Finding(
-        "loss-diverged",
-        "problem" if worse else "warning",
-        "The loss diverged" if worse else "The loss rose again",
-        f"It began at {number(start)}, was lowest ({number(best)}) around step {step:,}, and ended "
-        f"at {number(last)}. Look at what the norm did after that step; a lower learning rate or a "
-        "tighter limit are the usual cures.",
-        {"first": start, "lowest": best, "last": last},
-        step=step,
-    )
 
 
 def _spikes(norm: Sequence[float]) -> list[tuple[int, float]]:

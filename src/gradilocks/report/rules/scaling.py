@@ -28,15 +28,20 @@ def scaling(run: Run, track: Track) -> Iterator[Finding]:
     lowest, highest = _bound(run, "min_scale"), _bound(run, "max_scale")
     stuck_low = sum(value <= max(1.0, lowest or 0.0) for value in scale) / len(scale)
     stuck_high = sum(value > highest / 2 for value in scale) / len(scale) if highest else 0.0
+    lost = set(track.lost)
+    # Each step with a NaN loss halves the scale too, and for nothing.
+    in_vain = sum(place in lost for place in track.skipped) > len(track.skipped) / 2
     if stuck_low >= STUCK:
         bound = power(max(1.0, lowest or 0.0))
         yield Finding(
             "scale-stuck-low",
             "problem",
             f"The scale was {bound} or less for {percent(stuck_low)} of the run",
-            "Nothing is amplified any more, and still gradients overflow. Something in the model "
-            "is too large by itself: look at the tensors that are named, lower the learning rate, "
-            "or train in bfloat16.",
+            "It was halved whenever the loss itself was NaN or Inf: mend that, and it recovers."
+            if in_vain
+            else "Nothing is amplified any more, and still gradients overflow. Something in the "
+            "model is too large by itself: look at the tensors that are named, lower the learning "
+            "rate, or train in bfloat16.",
             {"share": stuck_low, "last scale": scale[-1]},
         )
         return
@@ -51,7 +56,7 @@ def scaling(run: Run, track: Track) -> Iterator[Finding]:
         )
     quarter = len(scale) // 4
     before, after = middle(scale[:quarter]), middle(scale[-quarter:])
-    if before >= FALLEN * after:
+    if before >= FALLEN * after and not in_vain:
         yield Finding(
             "scale-falling",
             "warning",

@@ -27,7 +27,8 @@ MANY_REJECTED = 0.05
 
 def skipping(track: Track) -> Iterator[Finding]:
     """Counts the steps that non-finite gradients cost, and who made them non-finite."""
-    places = [i for i in track.skipped if track.steps[i].reason != "rejected"]
+    lost = set(track.lost)  # No scale had a part in those; `losses.py` tells of them.
+    places = [i for i in track.skipped if track.steps[i].reason != "rejected" and i not in lost]
     if not places:
         return
     late = [i for i in places if i >= SETTLING]

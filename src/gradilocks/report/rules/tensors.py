@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from gradilocks.report.rules.losses import converged
+from gradilocks.report.summary import quantile
 from gradilocks.report.tracks import Tensor, Track, middle
 from gradilocks.report.values import Finding
 from gradilocks.report.words import clean, count, listed, number, percent
@@ -15,8 +17,15 @@ ENOUGH = 3
 ZEROS = 0.9
 # Rows of an embedding that no token asked for have no gradient: zeros are its nature.
 SPARSE_BY_NATURE = ("emb", "wte", "wpe", "lookup", "expert")
-# A hundred thousandth of what the middle tensor has, value by value. Depth explains a hundredth.
+# Of its tensors, a model asks for one or two by rows; more of them mostly zero are another matter.
+EMBEDDINGS = 2
+# A table of rows is among the largest tensors of a model: a quarter of the largest, or more.
+LARGE_TABLE = 4
+# A hundred thousandth of what the tensors with large gradients have, value by value: those of the
+# tenth that is largest, for in a sick deep net the middle tensor has vanished too. Depth explains a
+# hundredth.
 VANISHING = 1e-5
+LARGE = 0.9
 # Below this many tensors one of them always has most of the norm.
 SEVERAL = 8
 # With nine tenths of the squared norm, one tensor alone decides whether everything is clipped.
@@ -61,17 +70,26 @@ def vanishing(track: Track) -> Iterator[Finding]:
     ]
     if zero:
         worst = max(zero, key=lambda tensor: tensor.usual_zeros)
+        sparse = len(zero) <= EMBEDDINGS and all(_like_an_embedding(t, seen) for t in zero)
         yield Finding(
             "vanishing-zeros",
-            "warning",
+            "note" if sparse else "warning",
             f"The gradients of {count(len(zero), 'tensor')} are mostly zero",
             f"{listed([tensor.name for tensor in zero])}: usually {percent(worst.usual_zeros)} of "
-            f"the values of {clean(worst.name)} are exactly zero. Either the format rounds them to "
-            "zero, which a larger loss scale cures, or the units are dead.",
+            f"the values of {clean(worst.name)} are exactly zero. "
+            + (
+                "That is usual in an embedding, where rows that no input asked for have none. In "
+                "another layer the format rounds them to zero, which a larger loss scale cures, or "
+                "the units are dead."
+                if sparse
+                else "Either the format rounds them to zero, which a larger loss scale cures, or "
+                "the units are dead."
+            ),
             {"tensors": len(zero), "zeros": worst.usual_zeros},
             culprit=worst.name,
         )
-    usual = middle(_typical_value(tensor) for tensor in seen)
+    values = sorted(map(_typical_value, seen))
+    usual = quantile(values, LARGE) if values else 0.0
     faint = [
         tensor
         for tensor in seen
@@ -87,8 +105,9 @@ def vanishing(track: Track) -> Iterator[Finding]:
             "warning",
             f"The gradients of {count(len(faint), 'tensor')} vanish",
             f"{listed([tensor.name for tensor in faint])}: a value of {clean(faintest.name)} is "
-            f"usually {number(part)} times that of the middle tensor. These layers learn next to "
-            "nothing with SGD; normalization, residual connections or another initialization help.",
+            f"usually {number(part)} times one of a tensor with large gradients. These layers "
+            "learn next to nothing with SGD; normalization, residual connections or another "
+            "initialization help.",
             {"tensors": len(faint), "part of the usual": part},
             culprit=faintest.name,
         )
@@ -132,7 +151,8 @@ def moving(track: Track) -> Iterator[Finding]:
         if not tensor.name.endswith("bias") and not math.isnan(tensor.usual_update)
     ]
     much = [tensor for tensor in weights if tensor.usual_update > MOVING_MUCH]
-    little = [tensor for tensor in weights if tensor.usual_update < MOVING_LITTLE]
+    # A gradient of zero moves nothing, and has been told of.
+    little = [t for t in weights if t.usual_update < MOVING_LITTLE and t.usual_norm > 0]
     if much:
         most = max(much, key=lambda tensor: tensor.usual_update)
         yield Finding(
@@ -147,13 +167,18 @@ def moving(track: Track) -> Iterator[Finding]:
         )
     if little:
         least = min(little, key=lambda tensor: tensor.usual_update)
+        done = converged(track)
         yield Finding(
             "update-small",
-            "warning",
+            "note" if done else "warning",
             f"A step hardly changes {count(len(little), 'tensor')}",
             f"{listed([tensor.name for tensor in little])}: {clean(least.name)} usually changes by "
-            f"{number(least.usual_update)} of itself a step; about 0.001 is usual. The learning "
-            "rate is too small for them, or the weights are too large.",
+            f"{number(least.usual_update)} of itself a step; about 0.001 is usual. "
+            + (
+                "Loss and norm have fallen to next to nothing, so there is little left to change."
+                if done
+                else "The learning rate is too small for them, or the weights are too large."
+            ),
             {"tensors": len(little), "smallest": least.usual_update},
             culprit=least.name,
         )
@@ -167,6 +192,17 @@ def _never_measured(track: Track, row: int) -> bool:
 
 def _typical_value(tensor: Tensor) -> float:
     return tensor.usual_norm / math.sqrt(max(1, tensor.size))
+
+
+def _like_an_embedding(tensor: Tensor, seen: Sequence[Tensor]) -> bool:
+    """Whether it may be a table that is asked for by rows: large, and it learns."""
+    largest = max(other.size for other in seen)
+    return (
+        tensor.size * LARGE_TABLE >= largest
+        and tensor.usual_norm > 0
+        and not tensor.usual_update < MOVING_LITTLE
+        and not tensor.name.endswith("bias")
+    )
 
 
 def _named(tensor: Tensor, parts: tuple[str, ...]) -> bool:

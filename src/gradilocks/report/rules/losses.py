@@ -1,0 +1,153 @@
+"""The loss over time: not finite, or higher than it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from gradilocks.report.tracks import Track, middle
+from gradilocks.report.values import Finding, Severity
+from gradilocks.report.words import count, number
+
+# The loss is compared window by window; a median over fewer than this is noise.
+WINDOWS = 20
+SHORTEST = 5
+# The usual noise of a loss inside a window, times this, is no change.
+NOISE = 3.0
+# Half of what was learned is lost again.
+LOST = 0.5
+# A loss may rise in health: its targets move (reinforcement learning), or two networks pull at each
+# other. Such rises stay about a hundred times the first loss, and the norm grows less than tenfold.
+BLOWN_UP = 100.0
+NORM_GREW = 30.0
+# With several optimizers a loss that one of them raises is often another's success.
+BLOWN_UP_AMONG_SEVERAL = 1e4
+
+
+def not_finite(track: Track) -> Iterator[Finding]:
+    """Says where the loss itself was NaN or Inf: for good, or at single steps."""
+    lost, since = set(track.lost), track.lost_since
+    if since is not None:
+        yield _gone(track, since, len(track.steps) - since)
+        lost -= set(range(since, len(track.steps)))
+    else:
+        yield from _taken(track, [i for i in sorted(lost) if not track.steps[i].skipped])
+    yield from _skipped(track, [i for i in sorted(lost) if track.steps[i].skipped])
+
+
+def _taken(track: Track, places: Sequence[int]) -> Iterator[Finding]:
+    if places:
+        first = track.steps[places[0]].step
+        yield Finding(
+            "loss-not-finite",
+            "problem",
+            f"The loss was NaN or Inf at {count(len(places), 'step')} that went into the weights",
+            f"The first was step {first:,}. Go back to a checkpoint before it; the spikes and "
+            "culprits named here show what to look at.",
+            {"steps": len(places)},
+            step=first,
+        )
+
+
+def _skipped(track: Track, places: Sequence[int]) -> Iterator[Finding]:
+    if not places:
+        return
+    first = track.steps[places[0]].step
+    named = [track.steps[i].culprits[0].name for i in places if track.steps[i].culprits]
+    yield Finding(
+        "loss-nonfinite-steps",
+        "warning",
+        f"The loss itself was NaN or Inf at {count(len(places), 'step')}",
+        f"First at step {first:,}; {'it was' if len(places) == 1 else 'they were'} skipped. No "
+        "scale can cure that: look at the batches there, and at what the loss divides by or takes "
+        "the logarithm of. `gradilocks run --trace` names the operation.",
+        {"steps": len(places), "share": len(places) / len(track.steps)},
+        step=first,
+        culprit=named[0] if named else None,
+    )
+
+
+def _gone(track: Track, first_gone: int, gone: int) -> Finding:
+    step = track.steps[first_gone].step
+    if first_gone:
+        before = track.loss[first_gone - 1]
+        return Finding(
+            "loss-not-finite",
+            "problem",
+            f"The loss is not finite from step {step:,} on",
+            f"It was {number(before)} just before and has been NaN or Inf for "
+            f"{count(gone, 'step')}. Go back to a checkpoint before it; the spikes and culprits "
+            "named here show what to look at.",
+            {"steps": gone, "last loss": before},
+            step=step,
+        )
+    return Finding(
+        "loss-not-finite",
+        "problem",
+        "The loss was never finite",
+        f"None of {count(gone, 'step')} has a finite loss, and the gradients were NaN or Inf too: "
+        "look at the inputs and at the weights that training began with. "
+        "`gradilocks run --trace` names the operation.",
+        {"steps": gone},
+        step=step,
+    )
+
+
+def divergence(track: Track) -> Iterator[Finding]:
+    """Judges where the loss ended against where it began and how low it had been."""
+    known = [(i, value) for i, value in enumerate(track.loss) if not math.isnan(value)]
+    if len(known) < WINDOWS * SHORTEST // 2:
+        return
+    size = max(SHORTEST, len(known) // WINDOWS)
+    windows = [known[i : i + size] for i in range(0, len(known) - size + 1, size)]
+    middles = [middle(value for _, value in window) for window in windows]
+    start, best, last = middles[0], min(middles), middles[-1]
+    noise = median(abs(value - last) for _, value in windows[-1])
+    lost = last - best
+    if lost <= NOISE * noise or lost <= LOST * (start - best):
+        return
+    low = windows[middles.index(best)]
+    step = track.steps[low[-1][0]].step
+    grown = _growth(track, [i for i, _ in windows[0]], [i for i, _ in windows[-1]])
+    # Not a ratio of losses: they may be zero or negative.
+    factor = (last - start) / max(abs(start), start - best, 1e-30)
+    blown = factor >= (BLOWN_UP_AMONG_SEVERAL if track.several else BLOWN_UP)
+    severity: Severity = "problem" if blown and grown >= NORM_GREW else "note"
+    told = (
+        f"It began at {number(start)}, was lowest ({number(best)}) around step {step:,}, and ended "
+        f"at {number(last)}. "
+    )
+    if severity == "problem":
+        title = "The loss diverged"
+        told += (
+            f"The norm grew {number(grown)} times. A lower learning rate, a longer warm-up or a "
+            "tighter limit are the usual cures."
+        )
+    else:
+        title = "The loss ended higher than it began" if last > start else "The loss rose again"
+        told += (
+            "That is usual where targets move or networks play against each other; elsewhere look "
+            "at what the norm did after that step."
+        )
+    evidence = {"first": start, "lowest": best, "last": last}
+    yield Finding("loss-diverged", severity, title, told, evidence, step=step)
+
+
+def _growth(track: Track, early: list[int], late: list[int]) -> float:
+    """How many times larger the norm was; infinite if it was not even finite any more."""
+    after = early[-1]
+    if any(place > after for place in track.nonfinite if not track.steps[place].skipped):
+        return math.inf
+    before, then = middle(track.norm[i] for i in early), middle(track.norm[i] for i in late)
+    return then / before if before > 0 and not math.isnan(then) else 1.0
+
+
+def converged(track: Track) -> bool:
+    """Whether the loss, and the norm with it, has next to nothing left to fall."""
+    for values in (track.loss, track.norm):
+        known = [value for value in values if not math.isnan(value)]
+        size = max(1, len(known) // WINDOWS)
+        if not known or not 0 <= middle(known[-size:]) <= 1e-2 * middle(known[:size]):
+            return False
+    return True
