@@ -154,3 +154,24 @@ def test_the_main_numbers_of_a_run_say_that_its_loss_ended_as_nan(run: Run, loss
     assert numbers["loss"] == loss
     assert (numbers["median norm"] == "NaN") is (loss == "NaN")
     assert (escape(loss) in render([reported])) is True
+
+
+# --- it is far out -------------------------------------------------------------------------------
+
+
+def test_a_skipped_batch_with_an_absurd_loss_is_blamed_and_no_scale_is() -> None:
+    bad = {n: {**SKIPPED, "loss": 3e6} for n in range(37, 300, 37)}
+    findings = found(made_run(plant=bad))
+    finding = findings["skipped-far-out"]
+    assert (finding.severity, finding.step) == ("warning", 37)
+    assert "8 steps skipped" in finding.title
+    assert "look at the batches there" in finding.sentence
+    assert "skipped" not in findings
+    for told in findings.values():
+        assert not any(words in told.sentence for words in ADVICE_ON_SCALES)
+
+
+def test_an_ordinary_loss_of_a_skipped_step_is_not_far_out() -> None:
+    findings = found(made_run(plant={n: dict(SKIPPED) for n in range(60, 300, 30)}))
+    assert "skipped-far-out" not in findings
+    assert "HeadroomScale" in findings["skipped"].sentence

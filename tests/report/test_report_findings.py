@@ -104,10 +104,18 @@ def test_one_step_in_eight_skipped_is_a_problem() -> None:
 
 
 def test_a_streak_of_skips_is_a_problem_that_no_scale_cures() -> None:
-    plant = {n: {**SKIPPED, "scale": 2.0 ** (46 - n)} for n in range(30, 55)}
+    plant = {n: {**SKIPPED, "scale": 2.0 ** (2046 - n)} for n in range(2976, 3001)}
     finding = found(made_run(3000, plant=plant))["skipped"]
     assert finding.severity == "problem"
     assert finding.evidence["longest streak"] == 25
+    assert "a smaller scale does not cure this" in finding.sentence
+
+
+def test_a_streak_that_a_smaller_scale_ended_says_so() -> None:
+    plant = {n: {**SKIPPED, "scale": 2.0 ** (46 - n)} for n in range(30, 55)}
+    finding = found(made_run(3000, plant=plant))["skipped"]
+    assert finding.severity != "problem"
+    assert "until the scale was small enough" in finding.sentence
 
 
 def test_a_skip_without_a_scale_is_a_warning() -> None:
@@ -329,7 +337,7 @@ def test_a_trace_is_told_in_its_own_words() -> None:
     assert (finding.step, finding.culprit) == (9, "blocks.0")
     assert finding.sentence == "Block blocks.0 gave Inf."
     many = found(made_run(traces=(trace,) * 5))["traced"]
-    assert many.sentence.endswith("The file has 2 more traces.")
+    assert many.sentence == "Block blocks.0 gave Inf. Found 5 times, up to step 9."
 
 
 def test_each_of_several_optimizers_is_named() -> None:

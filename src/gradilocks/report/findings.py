@@ -11,6 +11,7 @@ from gradilocks.report.rules.ending import ending, traced
 from gradilocks.report.rules.losses import divergence, not_finite
 from gradilocks.report.rules.scaling import scaling
 from gradilocks.report.rules.skipping import (
+    far_out,
     nan_culprits,
     rejected,
     skipping,
@@ -34,6 +35,7 @@ STEP_RULES = (
     divergence,
     silence,
     skipping,
+    far_out,
     rejected,
     spikes,
     vanishing,

@@ -24,7 +24,7 @@ class Loss:
 
     first: float | None
     last: float | None
-    """Mean over the last `window` finite losses: one batch alone says little."""
+    """Mean over the last `window` finite losses of steps that were taken: one alone says little."""
     window: int
     least: float | None
     least_at: int | None
@@ -158,11 +158,13 @@ def _loss(steps: Sequence[Step]) -> Loss | None:
     if not known and not lost:
         return None
     window = max(1, min(50, len(known) // 10))
-    tail = [loss for loss, _ in known[-window:]]
+    # A step that was skipped taught nothing, and its loss may be why it was.
+    taken = [step.loss for step in steps if step.loss is not None and not step.skipped]
+    tail = (taken or [loss for loss, _ in known])[-window:]
     least, least_at = min(known, default=(None, None))
     return Loss(
         first=known[0][0] if known else None,
-        last=sum(x / window for x in tail) if tail else None,
+        last=sum(x / len(tail) for x in tail) if tail else None,
         window=window,
         least=least,
         least_at=least_at,

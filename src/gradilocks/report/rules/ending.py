@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from gradilocks.report.values import Finding
 from gradilocks.report.words import clean, count, duration
-from gradilocks.runfile import Run
+from gradilocks.runfile import Run, Trace
 
-MOST_TRACES = 3  # More of them say the same again.
+MOST_TRACES = 3  # More of them tell less and less.
 
 
 def ending(run: Run) -> Iterator[Finding]:
@@ -57,17 +57,21 @@ def ending(run: Run) -> Iterator[Finding]:
 
 
 def traced(run: Run) -> Iterator[Finding]:
-    """Repeats what `gradilocks.trace` found."""
-    more = len(run.traces) - MOST_TRACES
-    for nth, trace in enumerate(run.traces[:MOST_TRACES], start=1):
-        where = clean(trace.module) or "the model"
-        last = more > 0 and nth == MOST_TRACES
+    """Repeats what `gradilocks.trace` found, what was found again only once."""
+    alike: dict[tuple[str, str, str], list[Trace]] = {}
+    for trace in run.traces:
+        alike.setdefault((trace.phase, trace.module, trace.what), []).append(trace)
+    for traces in list(alike.values())[:MOST_TRACES]:
+        first = traces[0]
+        where = clean(first.module) or "the model"
+        place = "after" if " in the loss" in first.text else "in"
+        again = f" Found {count(len(traces), 'time')}, up to step {traces[-1].step:,}."
         yield Finding(
             "traced",
             "warning",
-            f"{clean(trace.what)} first appeared in {where}",
-            clean(trace.text) + (f" The file has {count(more, 'more trace')}." if last else ""),
-            {"phase": clean(trace.phase), "class": clean(trace.kind)},
-            step=trace.step,
-            culprit=trace.module,
+            f"{clean(first.what)} first appeared {place} {where}",
+            clean(first.text).rstrip(".") + "." + (again if traces[1:] else ""),
+            {"phase": clean(first.phase), "class": clean(first.kind), "times": len(traces)},
+            step=first.step,
+            culprit=first.module,
         )

@@ -23,12 +23,15 @@ COUNTABLE = 3
 STREAK = 20
 # A spike filter that rejects one batch in twenty takes the tail of the data for spikes.
 MANY_REJECTED = 0.05
+# No dynamic scale lets a loss grow a hundredfold for one step: that is a batch.
+FAR_OUT = 100.0
 
 
 def skipping(track: Track) -> Iterator[Finding]:
     """Counts the steps that non-finite gradients cost, and who made them non-finite."""
-    lost = set(track.lost)  # No scale had a part in those; `losses.py` tells of them.
-    places = [i for i in track.skipped if track.steps[i].reason != "rejected" and i not in lost]
+    # No scale had a part in those whose loss was bad; `losses.py` and `far_out` tell of them.
+    bad = {*track.lost, *_far_out(track)}
+    places = [i for i in track.skipped if track.steps[i].reason != "rejected" and i not in bad]
     if not places:
         return
     late = [i for i in places if i >= SETTLING]
@@ -36,7 +39,8 @@ def skipping(track: Track) -> Iterator[Finding]:
     longest = _longest_streak(places)
     unscaled = all(track.scale[i] == 1 for i in places)
     severity: Severity = "note"
-    if longest >= STREAK or (share >= MANY and len(late) >= COUNTABLE):
+    recovered = any(i not in bad and not track.steps[i].skipped for i in _after(places, track))
+    if (longest >= STREAK and not recovered) or (share >= MANY and len(late) >= COUNTABLE):
         severity = "problem"
     elif unscaled or (share >= FEW and len(late) >= COUNTABLE):
         severity = "warning"
@@ -48,10 +52,30 @@ def skipping(track: Track) -> Iterator[Finding]:
         f"{count(len(places), 'step')} skipped: NaN or Inf in the gradients",
         f"{percent(len(places) / len(track.steps))} of all steps changed nothing"
         + (f", the first at step {track.steps[first].step:,}" if len(places) > 1 else "")
-        + f". {_who(blamed, len(places))}{_what_to_do(severity, longest, unscaled=unscaled)}",
+        + f". {_who(blamed, len(places))}"
+        + _what_to_do(severity, longest, unscaled=unscaled, recovered=recovered),
         {"skipped": len(places), "after settling": len(late), "longest streak": longest},
         step=track.steps[first].step,
         culprit=blamed[0][0] if blamed else None,
+    )
+
+
+def far_out(track: Track) -> Iterator[Finding]:
+    """Names the steps that were skipped because their loss was far from the usual."""
+    places = _far_out(track)
+    if not places:
+        return
+    usual, steps = _usual_loss(track), [track.steps[i].step for i in places]
+    least = min(abs(track.loss[i]) for i in places) / usual
+    yield Finding(
+        "skipped-far-out",
+        "warning",
+        f"{count(len(places), 'step')} skipped with a loss far from the usual",
+        f"At step {listed([f'{step:,}' for step in steps])} the loss was at least {least:,.0f} "
+        f"times the usual {usual:.3g}, and the gradients overflowed. No scale can be right for "
+        "both: look at the batches there.",
+        {"steps": len(places)},
+        step=steps[0],
     )
 
 
@@ -59,20 +83,24 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
     """Names the tensors with NaN at a scale that cannot be the cause."""
     # A scaled overflow often turns into NaN on its way back (Inf - Inf in a softmax). At a scale
     # of 1 or less there is no such excuse.
+    lost = set(track.lost)  # A loss that was NaN itself explains them.
     places = [
-        i for i in track.nonfinite if track.steps[i].nan > 0 and not _amplified(track.scale[i])
+        i
+        for i in track.nonfinite
+        if track.steps[i].nan > 0 and not _amplified(track.scale[i]) and i not in lost
     ]
-    if not places:
-        return
+    settled = _after(places, track) if places else ()
+    if not places or any(not track.steps[i].skipped and track.scale[i] < 1 for i in settled):
+        return  # None, or a scale smaller still has cured it.
     blamed = _blamed(track, places)
     step = track.steps[places[0]].step
     yield Finding(
         "nan",
         "problem",
         f"NaN in the gradients of {count(len(places), 'step')}",
-        f"First at step {step:,}. No loss scale was there to cause it, so a smaller one cannot "
-        f"help. {_who(blamed, len(places))}Look for a division by zero, the logarithm or root of "
-        "0, bad inputs, or a learning rate that blew up the weights; `gradilocks run --trace` "
+        f"First at step {step:,}, where the scale was {track.scale[places[0]]:g}: it is not what "
+        f"made them. {_who(blamed, len(places))}Look for a division by zero, the logarithm or "
+        "root of 0, bad inputs, or a learning rate that blew up the weights; `gradilocks run --trace` "
         "names the operation.",
         {"steps": len(places)},
         step=step,
@@ -118,6 +146,29 @@ def rejected(track: Track) -> Iterator[Finding]:
     )
 
 
+def _usual_loss(track: Track) -> float:
+    """The median of the losses of steps that were taken; NaN if none is known."""
+    taken = [abs(track.loss[i]) for i, step in enumerate(track.steps) if not step.skipped]
+    known = sorted(loss for loss in taken if math.isfinite(loss))
+    return known[len(known) // 2] if known else math.nan
+
+
+def _far_out(track: Track) -> list[int]:
+    """Skipped steps whose loss was finite, and far above what it usually is."""
+    usual = _usual_loss(track)
+    if not usual > 0:
+        return []
+    return [
+        i
+        for i in track.skipped
+        if track.steps[i].reason != "rejected" and abs(track.loss[i]) > FAR_OUT * usual
+    ]
+
+
+def _after(places: Sequence[int], track: Track) -> range:
+    return range(places[-1] + 1, len(track.steps))
+
+
 def _amplified(scale: float) -> bool:
     return not math.isnan(scale) and scale > 1
 
@@ -148,9 +199,14 @@ def _who(blamed: list[tuple[str, int]], steps: int) -> str:
     return f"It began most often in {clean(most)} ({count(times, 'time')}), else in {others}. "
 
 
-def _what_to_do(severity: Severity, longest: int, *, unscaled: bool) -> str:
+def _what_to_do(severity: Severity, longest: int, *, unscaled: bool, recovered: bool) -> str:
     if unscaled:
         return "There was no loss scale to overflow: look at the inputs and at these layers."
+    if longest >= STREAK and recovered:
+        return (
+            f"{longest:,} of them came in a row until the scale was small enough. Start with a "
+            "smaller one, or let HeadroomScale find it without losing steps."
+        )
     if longest >= STREAK:
         return (
             f"{longest:,} of them came in a row, enough to halve any scale to nothing: a smaller "
