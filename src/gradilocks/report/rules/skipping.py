@@ -100,8 +100,8 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
         f"NaN in the gradients of {count(len(places), 'step')}",
         f"First at step {step:,}, where the scale was {track.scale[places[0]]:g}: it is not what "
         f"made them. {_who(blamed, len(places))}Look for a division by zero, the logarithm or "
-        "root of 0, bad inputs, or a learning rate that blew up the weights; `gradilocks run --trace` "
-        "names the operation.",
+        "root of 0, bad inputs, or a learning rate that blew up the weights; "
+        "`gradilocks run --trace` names the operation.",
         {"steps": len(places)},
         step=step,
         culprit=blamed[0][0] if blamed else None,
