@@ -114,6 +114,11 @@ class GradientControl(Stepping):
             record, self._optimizers, self._names, scale=policies[0], clip=policies[1]
         )
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+        judge = self._judge
+        return f"GradientControl({kinds}, scale={judge.scale_policy!r}, clip={judge.clip_policy!r})"
+
     @property
     def recorder(self) -> Recorder | None:
         """What records this control's steps; one that it has made goes when the control goes."""

@@ -168,3 +168,10 @@ def test_sparse_gradients_that_were_not_cleared_are_refused_too():
     control.step()
     with pytest.raises(ScaleMisuse, match="still there"):
         control.backward(table(torch.tensor([1])).sum())
+
+
+def test_it_shows_what_it_was_made_with():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    control = GradientControl(optimizer, scale=8.0, clip=1.0)
+    shown = "GradientControl(SGD, scale=StaticScale(scale=8.0), clip=ClipByNorm(max_norm=1.0"
+    assert repr(control).startswith(shown)

@@ -59,7 +59,7 @@ def watch(
     Examples:
       gradilocks watch runs/a.jsonl
       gradilocks watch runs/a.jsonl --once
-      gradilocks watch runs/a.jsonl | grep skipped
+      gradilocks watch runs/a.jsonl | grep skipped:
     """
     forgive_encoding()
     with HeldInterrupts():

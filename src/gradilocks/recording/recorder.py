@@ -154,6 +154,9 @@ class Recorder:
         self._sinks.open(self._header)
         closed_at_exit.add(self)
 
+    def __repr__(self) -> str:
+        return f"Recorder({str(self.path)!r}, recording={self.recording})"
+
     @property
     def recording(self) -> bool:
         """Whether steps are recorded: not after `close`, on other ranks, or in a forked process."""
