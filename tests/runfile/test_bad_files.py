@@ -37,7 +37,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4
         (b'{"kind":"header","gradilocks":"1"}\n', "is a run file of version '1'"),
         (b'{"kind":"header","gradilocks":[]}\n', "is a run file of version []"),
         ("{\n".encode("utf-16"), "begins with a byte order mark (UTF-16)"),
-        (gzip.compress(b"{}"), "is compressed with gzip. Unpack it first: gunzip -k"),
+        (gzip.compress(b"{}", mtime=0), "is compressed with gzip. Unpack it first: gunzip -k"),
     ],
 )
 def test_a_file_that_is_no_run_file_is_one_clear_line(tmp_path, content, said):
