@@ -283,7 +283,7 @@ def test_a_signal_that_closes_the_recorder_in_the_midst_of_a_write_waits_for_it(
 ENDINGS = {
     "": ("finished", 0, None),
     "raise ValueError('no')": ("error", 1, "ValueError: no"),
-    "raise KeyboardInterrupt": ("interrupted", 130, "KeyboardInterrupt:"),
+    "raise KeyboardInterrupt": ("interrupted", 130, "KeyboardInterrupt"),
 }
 
 

@@ -147,7 +147,7 @@ def test_variables_set_before_the_import_of_torch_still_count(folder):
         (["-m", "no_such_module"], "there is no module named no_such_module"),
         (["-m", "pack"], "is a package without a __main__ module"),
         ([], "expected a script"),
-        (["--no-such-option", "beside.py"], "No such option"),
+        (["--no-such-option", "beside.py"], "is no option of gradilocks run"),
         (["--detail-every", "0", "beside.py"], "expected a whole number of at least 1, got '0'"),
         (["--force", "beside.py"], "need -o FILE"),
         (["-o", "x.jsonl", "--force", "--append", "beside.py"], "cannot be given together"),

@@ -8,6 +8,7 @@ import typer
 
 from gradilocks.cli.compare import compare
 from gradilocks.cli.demo import demo
+from gradilocks.cli.explain import NUMBERS, explain
 from gradilocks.cli.export import export
 from gradilocks.cli.report import report
 from gradilocks.cli.run import SCRIPT, RunCommand, run
@@ -26,6 +27,7 @@ app.command()(report)
 app.command()(watch)
 app.command()(compare)
 app.command()(export)
+app.command(context_settings=NUMBERS)(explain)
 app.command()(demo)
 
 

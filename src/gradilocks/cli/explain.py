@@ -1,0 +1,143 @@
+"""``gradilocks explain``: a number enters; what each format makes of it is shown, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradilocks.cli.output import forgive_encoding
+
+if TYPE_CHECKING:
+    from gradilocks.precision import Stored
+
+NUMBERS: dict[str, Any] = {"ignore_unknown_options": True}  # -1e-8 is a number, not an option.
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a number such as 6e-8, got {text!r}.") from None
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"expected a finite number, got {text!r}.")
+    return value
+
+
+def _scale(text: str) -> float:
+    value = _number(text)
+    if value <= 0:
+        raise typer.BadParameter(f"expected a scale above 0, got {text!r}.")
+    return value
+
+
+def explain(
+    value: Annotated[float, typer.Argument(parser=_number, metavar="NUMBER", help="The number.")],
+    scale: Annotated[
+        float | None,
+        typer.Option(parser=_scale, metavar="SCALE", help="Multiply by this first, as a loss is."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show what a number becomes in each format, bit by bit.
+
+    \b
+    Examples:
+      gradilocks explain 6e-8
+      gradilocks explain 6e-8 --scale 32768
+      gradilocks explain -1e-9 --scale 65536 --json
+    """
+    forgive_encoding()
+    from gradilocks.precision import describe
+
+    try:
+        shown = [describe(value)] + ([describe(value, scale)] if scale is not None else [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print(json.dumps([_plain(each) for table in shown for each in table], indent=1))
+        return
+    for table in shown:
+        print(_heading(table[0]))
+        for row in _rows(table):
+            print(row.rstrip())
+        print()
+    print(_conclusion(shown))
+
+
+def _heading(first: Stored) -> str:
+    if first.scale == 1.0:
+        return f"{first.value:g} as it is"
+    return f"{first.value:g} times {first.scale:g} is {first.value * first.scale:g}"
+
+
+def _rows(table: list[Stored]) -> list[str]:
+    cells = [("format", "sign exponent mantissa", "stored", "left of it", "")]
+    for each in table:
+        cells.append(
+            (each.format.name, each.bits, f"{each.stored:.6g}", f"{each.back:.6g}", _words(each))
+        )
+    widths = [max(len(row[k]) for row in cells) for k in range(4)]
+    return [
+        "  " + "  ".join(f"{text:<{widths[k]}}" for k, text in enumerate(row[:4])) + f"  {row[4]}"
+        for row in cells
+    ]
+
+
+def _words(each: Stored) -> str:
+    limits = each.format
+    if each.fate == "exact":
+        return "exact"
+    if each.fate == "overflow":
+        return f"too large: above {limits.largest:g}"
+    if each.fate == "zero":
+        return f"lost: no more than half of {limits.smallest_subnormal:.3g}"
+    off = f"off by {100 * each.error:.2g} %"
+    if each.fate == "subnormal":
+        bits = "1 bit" if each.precision == 1 else f"{each.precision} bits"
+        return f"subnormal, {bits}, {off}"
+    return off
+
+
+def _conclusion(shown: list[list[Stored]]) -> str:
+    fates = {each.format.name: each for each in shown[-1]}
+    half, before = fates["fp16"], {each.format.name: each for each in shown[0]}["fp16"]
+    if before.fate == "subnormal":
+        first = (
+            "fp16 does not lose it, as is often said of numbers under 6.1e-5: it keeps "
+            f"{before.precision} of 11 bits."
+        )
+    else:
+        first = f"In fp16 it is {_told(before)}."
+    if len(shown) == 1:
+        return first
+    return f"{first} With the scale it is {_told(half)}."
+
+
+def _told(each: Stored) -> str:
+    return {
+        "exact": "exact",
+        "rounded": "stored with all 11 bits",
+        "subnormal": f"stored with {each.precision} of 11 bits",
+        "zero": "rounded to zero",
+        "overflow": "too large, and becomes Inf",
+    }[each.fate]
+
+
+def _plain(each: Stored) -> dict[str, Any]:
+    def finite(number: float) -> float | None:
+        return number if math.isfinite(number) else None
+
+    return {
+        "format": each.format.name,
+        "value": each.value,
+        "scale": each.scale,
+        "stored": finite(each.stored),
+        "left": finite(each.back),
+        "bits": each.bits,
+        "fate": each.fate,
+        "significant_bits": each.precision,
+        "relative_error": finite(each.error),
+    }
