@@ -36,6 +36,7 @@ _HOME = {
     "clip_grad_norm_": "dropin",
     "clip_grad_value_": "dropin",
     "clip_grads_with_norm_": "dropin",
+    "emulate": "emulating",
     "errors": "",
     "get_total_norm": "dropin",
     "optim": "",
@@ -66,6 +67,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
+    "emulate",
     "errors",
     "get_total_norm",
     "optim",
@@ -112,6 +114,7 @@ if TYPE_CHECKING:
         clip_grads_with_norm_,
         get_total_norm,
     )
+    from gradilocks.emulating import emulate
     from gradilocks.record import Outcome
     from gradilocks.recording import Recorder
     from gradilocks.runfile import read_run

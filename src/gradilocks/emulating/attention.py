@@ -1,0 +1,59 @@
+"""Scaled dot-product attention as a fused kernel on tensor cores has it.
+
+Queries, keys, values and the result are stored in the format. In between, scores stay in float32,
+where the softmax is taken; only what enters another product is rounded again: the weights on the
+way forward, and the gradient of the scores on the way back. Those gradients are the smallest in a
+transformer, and the first to be lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradilocks.emulating.storage import Storage
+
+__all__ = ["attention"]
+
+
+def attention(
+    storage: Storage, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Stands for ``scaled_dot_product_attention``; takes what it takes."""
+    return _attend(storage, *args, **kwargs)
+
+
+def _attend(
+    storage: Storage,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    query, key, value = (storage.store(each) for each in (query, key, value))
+    if enable_gqa:  # Several heads of queries share one of keys and values.
+        key, value = (
+            each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value)
+        )
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = storage.store_gradient(query @ key.mT) * scale
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        else:
+            scores = scores + attn_mask
+    weights = scores.softmax(-1)
+    if dropout_p > 0.0:
+        weights = torch.dropout(weights, dropout_p, train=True)
+    return storage.store(storage.store_values(weights) @ value)

@@ -1,0 +1,128 @@
+"""``gradilocks.emulate``: a context in which products of matrices are stored in a given format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ContextDecorator, ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gradilocks.emulating.operations import OPERATIONS
+from gradilocks.emulating.rounding import rounding_to
+from gradilocks.emulating.storage import Storage
+from gradilocks.errors import GradilocksError
+from gradilocks.precision import Format, format_named
+
+__all__ = ["Emulation", "emulate"]
+
+
+def emulate(
+    format: torch.dtype | str,
+    *,
+    backward: torch.dtype | str | None = None,
+    keep: Iterable[torch.nn.Module] = (),
+) -> Emulation:
+    """Trains in a number format that the machine need not have.
+
+    Inside the context matmuls, convolutions, attention, Linear and recurrent layers store what goes
+    in and what comes out in the format, and compute in float32, as a tensor core does; the backward
+    pass of what was computed there does the same with the gradients, wherever it is called. All
+    tensors stay float32, and so do the parameters: they are the master weights.
+
+    Args:
+        format: ``torch.float16``, ``torch.bfloat16``, ``torch.float8_e4m3fn``,
+            ``torch.float8_e5m2``, or a name of `gradilocks.precision.FORMATS`, as in ``"tf32"``.
+        backward: the format of the gradients; the same if it is None.
+        keep: modules that stay in float32.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> with gradilocks.emulate(torch.float16):
+        ...     loss = model(torch.full((2, 4), 1e-9)).square().mean()
+        >>> loss.backward()
+        >>> model.weight.grad.count_nonzero().item()  # 1e-9 is nothing in fp16.
+        0
+    """
+    return Emulation(format, backward=backward, keep=keep)
+
+
+class Emulation(ContextDecorator):
+    """What `emulate` returns: a context, and a decorator as ``torch.autocast`` is one."""
+
+    def __init__(
+        self,
+        format: torch.dtype | str,
+        *,
+        backward: torch.dtype | str | None = None,
+        keep: Iterable[torch.nn.Module] = (),
+    ) -> None:
+        self.format = _format("format", format)
+        self.backward = self.format if backward is None else _format("backward", backward)
+        self._kept = tuple(keep)
+        self._storage = Storage(rounding_to(self.format), rounding_to(self.backward))
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> Emulation:
+        refuse_autocast()
+        mode = _Mode(self._storage)
+        with ExitStack() as stack:
+            for module in self._kept:
+                before = module.register_forward_pre_hook(mode.hold, prepend=True)
+                after = module.register_forward_hook(mode.let_go, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            stack.enter_context(mode)
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._entered.pop().close()
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, storage: Storage) -> None:
+        super().__init__()
+        self._storage = storage
+        self._held = 0
+
+    def hold(self, *_: Any) -> None:
+        """A module that is kept in float32 begins."""
+        self._held += 1
+
+    def let_go(self, *_: Any) -> None:
+        """It has ended."""
+        self._held -= 1
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        operation = OPERATIONS.get(func)
+        if operation is None or self._held:
+            return func(*args, **(kwargs or {}))
+        refuse_autocast()
+        return operation(self._storage, func, args, dict(kwargs or {}))
+
+
+def refuse_autocast() -> None:
+    """Raises under torch.autocast: what it has cast already cannot be computed in float32."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise GradilocksError(
+                f"gradilocks.emulate and torch.autocast({device!r}) are both on. Use one of the "
+                "two: emulate stands for autocast; leave autocast out."
+            )
+
+
+def _format(argument: str, given: torch.dtype | str) -> Format:
+    try:
+        return format_named(str(given))
+    except ValueError as error:
+        raise GradilocksError(f"{argument}: {error}") from error

@@ -1,0 +1,97 @@
+"""Which calls of torch store in the format, and how: a table from the function to what is done.
+
+They are those that torch.autocast runs in half precision: products of matrices, convolutions,
+attention and recurrent layers. Everything else stays in float32, as normalisations, losses and
+sums do under autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from gradilocks.emulating.attention import attention
+from gradilocks.emulating.storage import Storage
+from gradilocks.errors import GradilocksError
+
+__all__ = ["OPERATIONS", "Operation"]
+
+Function = Callable[..., Any]
+Operation = Callable[[Storage, Function, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def product(
+    storage: Storage, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Stores what goes in, computes in float32, stores what comes out."""
+    kinds = {tensor.dtype for tensor in _tensors((args, kwargs.values()))}
+    if kinds - {torch.float32}:
+        _refuse_halves(function, kinds)
+        return function(*args, **kwargs)
+    out = kwargs.pop("out", None)
+    result = storage.store(
+        function(
+            *(_stored(storage, each) for each in args),
+            **{name: _stored(storage, each) for name, each in kwargs.items()},
+        )
+    )
+    return result if out is None else out.resize_(result.shape).copy_(result)
+
+
+def in_place(
+    storage: Storage, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The same for a method that writes into its tensor."""
+    outside = getattr(torch, function.__name__.removesuffix("_"))
+    return args[0].copy_(product(storage, outside, args, kwargs))
+
+
+def _stored(storage: Storage, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return storage.store(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_stored(storage, each) for each in value)
+    return value
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+            yield from _tensors(value)
+
+
+def _refuse_halves(function: Function, kinds: set[torch.dtype]) -> None:
+    """float64, integers and complex numbers are left alone, as autocast leaves them."""
+    halves = [kind for kind in kinds if kind.is_floating_point and kind.itemsize < 4]
+    if halves:
+        raise GradilocksError(
+            f"{function.__name__} got {halves[0]} under gradilocks.emulate, which rounds float32 "
+            "tensors. Keep the model and its inputs in float32: model.float()."
+        )
+
+
+_NAMES = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "inner", "dot")
+_CONVOLUTIONS = (
+    *(f"conv{n}d" for n in (1, 2, 3)),
+    *(f"conv_transpose{n}d" for n in (1, 2, 3)),
+    "convolution",
+    "conv_tbc",
+)
+
+OPERATIONS: dict[Function, Operation] = {
+    F.linear: product,
+    F.scaled_dot_product_attention: attention,
+    torch.einsum: product,
+    torch.tensordot: product,
+    torch.chain_matmul: product,
+    torch.linalg.multi_dot: product,
+    torch.Tensor.__rmatmul__: product,
+    **{getattr(torch, name): product for name in (*_NAMES, *_CONVOLUTIONS)},
+    **{getattr(torch.Tensor, name): product for name in _NAMES},
+    **{getattr(torch.Tensor, f"{name}_"): in_place for name in _NAMES[4:8]},
+}

@@ -1,0 +1,62 @@
+"""A tensor enters, the nearest values of a number format leave, kept in the tensor's own dtype.
+
+To nearest, ties to even, with subnormals; what is too large becomes inf, or the largest number
+where the format has no inf. The tests compare every way with ``precision.Format.round``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gradilocks.precision import Format
+
+__all__ = ["Rounding", "rounding_to"]
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+def rounding_to(format: Format) -> Rounding | None:
+    """The function that rounds float32 tensors to a format; None for fp32, where none is."""
+    if format.name == "fp32":
+        return None
+    if format.name == "tf32":
+        return _to_tf32
+    if format.name == "fp4 e2m1":
+        return _to_fp4
+    dtype = getattr(torch, format.dtype)
+    if format.infinite:
+        return _cast(dtype)
+    return _saturating_cast(dtype, format.largest)
+
+
+def _cast(dtype: torch.dtype) -> Rounding:
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        return values.to(dtype).to(values.dtype)
+
+    return rounded
+
+
+def _saturating_cast(dtype: torch.dtype, largest: float) -> Rounding:
+    # torch before 2.13 makes NaN of what is too large; the clamp keeps to one rule for all.
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        return values.clamp(-largest, largest).to(dtype).to(values.dtype)
+
+    return rounded
+
+
+def _to_tf32(values: torch.Tensor) -> torch.Tensor:
+    """Rounds away the last 13 bits of float32's mantissa; a carry may end in inf."""
+    bits = values.view(torch.int32)
+    odd = (bits >> 13) & 1
+    rounded = ((bits + (0xFFF + odd)) & ~0x1FFF).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values)
+
+
+def _to_fp4(values: torch.Tensor) -> torch.Tensor:
+    """Rounds to 0, 0.5, 1, 1.5, 2, 3, 4 or 6 and their negatives."""
+    size = values.abs()
+    quantum = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
+    rounded = ((size / quantum).round() * quantum).clamp(max=6.0)  # Halves go to even.
+    return torch.where(values.isnan(), values, rounded.copysign(values))
