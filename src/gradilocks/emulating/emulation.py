@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradilocks.emulating.operations import OPERATIONS
+from gradilocks.emulating.operations import COMPOSED, OPERATIONS
 from gradilocks.emulating.rounding import rounding_to
 from gradilocks.emulating.storage import Storage
 from gradilocks.errors import GradilocksError
@@ -104,11 +104,16 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        operation = OPERATIONS.get(func)
-        if operation is None or self._held:
-            return func(*args, **(kwargs or {}))
-        refuse_autocast()
-        return operation(self._storage, func, args, dict(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        if self._held:
+            return func(*args, **kwargs)
+        if func in OPERATIONS:
+            refuse_autocast()
+            return OPERATIONS[func](self._storage, func, args, kwargs)
+        if func in COMPOSED:
+            with self:
+                return COMPOSED[func](*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def refuse_autocast() -> None:

@@ -8,16 +8,18 @@ sums do under autocast.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from gradilocks.emulating.attention import attention
+from gradilocks.emulating.recurrent import CELLS, LAYERS, recurrent_cell, recurrent_layer
 from gradilocks.emulating.storage import Storage
 from gradilocks.errors import GradilocksError
 
-__all__ = ["OPERATIONS", "Operation"]
+__all__ = ["COMPOSED", "OPERATIONS", "Operation"]
 
 Function = Callable[..., Any]
 Operation = Callable[[Storage, Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -94,4 +96,29 @@ OPERATIONS: dict[Function, Operation] = {
     **{getattr(torch, name): product for name in (*_NAMES, *_CONVOLUTIONS)},
     **{getattr(torch.Tensor, name): product for name in _NAMES},
     **{getattr(torch.Tensor, f"{name}_"): in_place for name in _NAMES[4:8]},
+    **dict.fromkeys(CELLS, recurrent_cell),
+    **dict.fromkeys(LAYERS, recurrent_layer),
 }
+
+
+def _seen_through(function: Any) -> Function:
+    """The function without its question whether a mode stands in its way.
+
+    torch asks at the top of a function written in Python and hands it over whole; what it calls
+    would then pass unseen.
+    """
+    inner = FunctionType(
+        function.__code__,
+        {**function.__globals__, "has_torch_function": lambda _: False},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    inner.__kwdefaults__ = function.__kwdefaults__
+    return inner
+
+
+COMPOSED: dict[Function, Function] = {
+    F.multi_head_attention_forward: _seen_through(F.multi_head_attention_forward)
+}
+"""Functions made of others, as they are to be called with the mode on."""
