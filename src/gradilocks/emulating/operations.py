@@ -19,7 +19,7 @@ from gradilocks.emulating.recurrent import CELLS, LAYERS, recurrent_cell, recurr
 from gradilocks.emulating.storage import Storage
 from gradilocks.errors import GradilocksError
 
-__all__ = ["COMPOSED", "OPERATIONS", "Operation"]
+__all__ = ["COMPOSED", "OPERATIONS", "Operation", "concerns"]
 
 Function = Callable[..., Any]
 Operation = Callable[[Storage, Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -29,10 +29,6 @@ def product(
     storage: Storage, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Stores what goes in, computes in float32, stores what comes out."""
-    kinds = {tensor.dtype for tensor in _tensors((args, kwargs.values()))}
-    if kinds - {torch.float32}:
-        _refuse_halves(function, kinds)
-        return function(*args, **kwargs)
     out = kwargs.pop("out", None)
     result = storage.store(
         function(
@@ -67,14 +63,24 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _refuse_halves(function: Function, kinds: set[torch.dtype]) -> None:
-    """float64, integers and complex numbers are left alone, as autocast leaves them."""
-    halves = [kind for kind in kinds if kind.is_floating_point and kind.itemsize < 4]
-    if halves:
-        raise GradilocksError(
-            f"{function.__name__} got {halves[0]} under gradilocks.emulate, which rounds float32 "
-            "tensors. Keep the model and its inputs in float32: model.float()."
-        )
+def concerns(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is of float32: float64, integers and complex numbers are left alone.
+
+    Raises:
+        GradilocksError: it is of half precision, where there is nothing left to emulate.
+    """
+    kinds = {
+        tensor.dtype
+        for tensor in _tensors((args, kwargs.values()))
+        if tensor.is_floating_point() or tensor.is_complex()
+    }
+    for kind in kinds:
+        if kind.itemsize < 4:
+            raise GradilocksError(
+                f"{function.__name__} got {kind} under gradilocks.emulate, which rounds float32 "
+                "tensors. Keep the model and its inputs in float32: model.float()."
+            )
+    return kinds == {torch.float32}
 
 
 _NAMES = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "inner", "dot")

@@ -49,8 +49,9 @@ def _saturating_cast(dtype: torch.dtype, largest: float) -> Rounding:
 def _to_tf32(values: torch.Tensor) -> torch.Tensor:
     """Rounds away the last 13 bits of float32's mantissa; a carry may end in inf."""
     bits = values.view(torch.int32)
-    odd = (bits >> 13) & 1
-    rounded = ((bits + (0xFFF + odd)) & ~0x1FFF).view(torch.float32)
+    moved = bits >> 13
+    moved.bitwise_and_(1).add_(0xFFF).add_(bits).bitwise_and_(~0x1FFF)
+    rounded = moved.view(torch.float32)
     return torch.where(values.isfinite(), rounded, values)
 
 
