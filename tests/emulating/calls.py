@@ -1,0 +1,71 @@
+"""One call of torch for each operation that stores in the format, with float32 leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+Call = tuple[Callable[..., Any], list[torch.Tensor]]
+
+
+def calls(device: str = "cpu") -> dict[str, Call]:
+    """Name to function and tensors; every one of them float32, small, from a fixed seed."""
+    source = torch.Generator().manual_seed(0)
+
+    def r(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=source).to(device)
+
+    return {
+        "linear": (F.linear, [r(5, 7, 32), r(16, 32), r(16)]),
+        "linear without bias": (F.linear, [r(5, 32), r(16, 32)]),
+        "matmul": (torch.matmul, [r(3, 8, 32), r(3, 32, 5)]),
+        "operator": (lambda a, b: a @ b, [r(8, 32), r(32, 5)]),
+        "Tensor.matmul": (lambda a, b: a.matmul(b), [r(8, 32), r(32, 5)]),
+        "mm": (torch.mm, [r(8, 32), r(32, 5)]),
+        "Tensor.mm": (lambda a, b: a.mm(b), [r(8, 32), r(32, 5)]),
+        "bmm": (torch.bmm, [r(3, 8, 32), r(3, 32, 5)]),
+        "mv": (torch.mv, [r(8, 32), r(32)]),
+        "addmm": (torch.addmm, [r(8, 5), r(8, 32), r(32, 5)]),
+        "addmm, beta and alpha": (
+            lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2.0),
+            [r(8, 5), r(8, 32), r(32, 5)],
+        ),
+        "addmv": (torch.addmv, [r(8), r(8, 32), r(32)]),
+        "addbmm": (torch.addbmm, [r(8, 5), r(3, 8, 32), r(3, 32, 5)]),
+        "baddbmm": (torch.baddbmm, [r(3, 8, 5), r(3, 8, 32), r(3, 32, 5)]),
+        "einsum": (lambda a, b: torch.einsum("bij,bjk->bik", a, b), [r(3, 8, 32), r(3, 32, 5)]),
+        "tensordot": (lambda a, b: torch.tensordot(a, b, dims=1), [r(8, 32), r(32, 5)]),
+        "inner": (torch.inner, [r(8, 32), r(5, 32)]),
+        "dot": (torch.dot, [r(32), r(32)]),
+        "conv1d": (F.conv1d, [r(2, 4, 16), r(6, 4, 3), r(6)]),
+        "conv2d": (F.conv2d, [r(2, 4, 8, 8), r(6, 4, 3, 3), r(6)]),
+        "conv2d, groups and stride": (
+            lambda a, b: F.conv2d(a, b, stride=2, padding=1, groups=2),
+            [r(2, 4, 8, 8), r(6, 2, 3, 3)],
+        ),
+        "conv3d": (F.conv3d, [r(2, 3, 5, 5, 5), r(4, 3, 3, 3, 3), r(4)]),
+        "conv_transpose1d": (F.conv_transpose1d, [r(2, 4, 9), r(4, 6, 3), r(6)]),
+        "conv_transpose2d": (F.conv_transpose2d, [r(2, 4, 6, 6), r(4, 6, 3, 3), r(6)]),
+        "conv_transpose3d": (F.conv_transpose3d, [r(2, 3, 4, 4, 4), r(3, 4, 2, 2, 2), r(4)]),
+    }
+
+
+def forward_and_backward(
+    call: Call, upstream: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The result, and the gradients of the tensors for a fixed gradient of the result."""
+    function, tensors = call
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    result = function(*leaves)
+    if upstream is None:
+        upstream = gradient_for(result)
+    gradients = torch.autograd.grad(result, leaves, upstream.to(result.dtype))
+    return result.detach(), list(gradients)
+
+
+def gradient_for(result: torch.Tensor) -> torch.Tensor:
+    source = torch.Generator().manual_seed(1)
+    return torch.randn(result.shape, generator=source).to(result.device)
