@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from calls import calls, forward_and_backward, gradient_for
+from calls import calls, exactly, forward_and_backward, places
 from torch import nn
 from torch.nn import functional as F
 
 import gradilocks
 
-BITS = {torch.float16: 10, torch.bfloat16: 7}
-SMALLEST = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126}
 LEFT_IN_FLOAT32 = {"mv", "addmv", "dot"}
 """By autocast on a CPU, though not on a GPU."""
 ADDED_IN_HALF = {"addbmm": {"result"}}
@@ -20,29 +18,6 @@ ADDED_IN_HALF |= {name: {"gradients"} for name in calls() if name.startswith("co
 ADDED_IN_HALF |= {
     name: {"result", "gradients"} for name in calls() if name.startswith("conv_transpose")
 }
-
-
-def places(found, exact, dtype, terms):
-    """How many units in the last place two results are apart, at most.
-
-    `terms` are the magnitudes that were added up. In float32 a sum is off by some 2^-24 of them
-    each; where they nearly cancel that is more than a unit in the last place of what is left.
-    """
-    found, exact = found.double(), exact.double()
-    size = torch.maximum(found.abs(), exact.abs()).clamp(min=SMALLEST[dtype])
-    unit = torch.exp2(size.log2().floor() - BITS[dtype])
-    apart = (found - exact).abs() - terms.double() * 2.0**-21
-    return (apart / unit).max().item()
-
-
-def exactly(call, dtype):
-    """Result and gradients of the rounded inputs in float64, and the same of their magnitudes."""
-    function, tensors = call
-    stored = [tensor.to(dtype).double() for tensor in tensors]
-    with torch.no_grad():
-        upstream = gradient_for(function(*stored)).to(dtype).double()
-    exact = forward_and_backward((function, stored), upstream)
-    return exact, forward_and_backward((function, [s.abs() for s in stored]), upstream.abs())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable
 from contextlib import ContextDecorator, ExitStack
@@ -25,7 +26,7 @@ def emulate(
     format: torch.dtype | str,
     *,
     backward: torch.dtype | str | None = None,
-    keep: Iterable[torch.nn.Module] = (),
+    keep: torch.nn.Module | Iterable[torch.nn.Module] = (),
 ) -> Emulation:
     """Trains in a number format that the machine need not have.
 
@@ -59,11 +60,11 @@ class Emulation(ContextDecorator):
         format: torch.dtype | str,
         *,
         backward: torch.dtype | str | None = None,
-        keep: Iterable[torch.nn.Module] = (),
+        keep: torch.nn.Module | Iterable[torch.nn.Module] = (),
     ) -> None:
         self.format = _format("format", format)
         self.backward = self.format if backward is None else _format("backward", backward)
-        self._kept = tuple(keep)
+        self._kept = _modules(keep)
         self._storage = Storage(rounding_to(self.format), rounding_to(self.backward))
         self._entered: list[ExitStack] = []
 
@@ -77,6 +78,10 @@ class Emulation(ContextDecorator):
                 stack.callback(before.remove)
                 stack.callback(after.remove)
             stack.enter_context(_CARRYING)
+            if (
+                "torch._dynamo" in sys.modules
+            ):  # What is compiled would pass unseen, or not compile.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             _ON.modes.append(mode)
             stack.callback(_ON.modes.remove, mode)
             stack.enter_context(mode)
@@ -160,3 +165,15 @@ def _format(argument: str, given: torch.dtype | str) -> Format:
         return format_named(str(given))
     except ValueError as error:
         raise GradilocksError(f"{argument}: {error}") from error
+
+
+def _modules(keep: torch.nn.Module | Iterable[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
+    modules: list[torch.nn.Module] = []
+    each: object
+    for each in (keep,) if isinstance(keep, (torch.nn.Module, str)) else keep:
+        if not isinstance(each, torch.nn.Module):
+            raise GradilocksError(
+                f"keep must be modules, got {each!r}. For a name: model.get_submodule(name)."
+            )
+        modules.append(each)
+    return tuple(modules)
