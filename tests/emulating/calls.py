@@ -39,20 +39,30 @@ def calls(device: str = "cpu") -> dict[str, Call]:
         "addbmm": (torch.addbmm, [r(8, 5), r(3, 8, 32), r(3, 32, 5)]),
         "baddbmm": (torch.baddbmm, [r(3, 8, 5), r(3, 8, 32), r(3, 32, 5)]),
         "einsum": (lambda a, b: torch.einsum("bij,bjk->bik", a, b), [r(3, 8, 32), r(3, 32, 5)]),
-        "tensordot": (lambda a, b: torch.tensordot(a, b, dims=1), [r(8, 32), r(32, 5)]),
-        "inner": (torch.inner, [r(8, 32), r(5, 32)]),
-        "dot": (torch.dot, [r(32), r(32)]),
-        "conv1d": (F.conv1d, [r(2, 4, 16), r(6, 4, 3), r(6)]),
-        "conv2d": (F.conv2d, [r(2, 4, 8, 8), r(6, 4, 3, 3), r(6)]),
+        "conv1d": (F.conv1d, [r(2, 4, 16), r(6, 4, 3)]),
+        "conv2d": (F.conv2d, [r(2, 4, 8, 8), r(6, 4, 3, 3)]),
         "conv2d, groups and stride": (
             lambda a, b: F.conv2d(a, b, stride=2, padding=1, groups=2),
             [r(2, 4, 8, 8), r(6, 2, 3, 3)],
         ),
-        "conv3d": (F.conv3d, [r(2, 3, 5, 5, 5), r(4, 3, 3, 3, 3), r(4)]),
-        "conv_transpose1d": (F.conv_transpose1d, [r(2, 4, 9), r(4, 6, 3), r(6)]),
-        "conv_transpose2d": (F.conv_transpose2d, [r(2, 4, 6, 6), r(4, 6, 3, 3), r(6)]),
-        "conv_transpose3d": (F.conv_transpose3d, [r(2, 3, 4, 4, 4), r(3, 4, 2, 2, 2), r(4)]),
+        "conv3d": (F.conv3d, [r(2, 3, 5, 5, 5), r(4, 3, 3, 3, 3)]),
+        "conv_transpose1d": (F.conv_transpose1d, [r(2, 4, 9), r(4, 6, 3)]),
+        "conv_transpose2d": (F.conv_transpose2d, [r(2, 4, 6, 6), r(4, 6, 3, 3)]),
+        "conv_transpose3d": (F.conv_transpose3d, [r(2, 3, 4, 4, 4), r(3, 4, 2, 2, 2)]),
     }
+
+
+def biased_convolutions(device: str = "cpu") -> dict[str, Call]:
+    """The convolutions of `calls`, with a bias."""
+    source = torch.Generator().manual_seed(3)
+    found = {}
+    for name, (function, tensors) in calls(device).items():
+        if name.startswith("conv") and "groups" not in name:
+            inputs, weight = tensors
+            channels = weight.shape[1 if "transpose" in name else 0]
+            bias = torch.randn(channels, generator=source).to(device)
+            found[name] = (function, [inputs, weight, bias])
+    return found
 
 
 def forward_and_backward(

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import gradilocks
 
-LEFT_IN_FLOAT32 = {"mv", "addmv", "dot"}
+LEFT_IN_FLOAT32 = {"mv", "addmv"}
 """By autocast on a CPU, though not on a GPU."""
 ADDED_IN_HALF = {"addbmm": {"result"}}
 """What torch adds up in fp16 itself on a CPU, off by many units in the last place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from calls import calls, exactly, forward_and_backward, places
+from calls import biased_convolutions, calls, exactly, forward_and_backward, places
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gradilocks
 
 pytestmark = pytest.mark.gpu
-CASTS = sorted(set(calls()) - {"dot"})
-"""Autocast leaves `dot` in float32."""
+CASTS = sorted(set(calls()) - {"addbmm"})
+"""torch adds up the products of `addbmm` in half precision itself."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,19 @@ def test_an_operation_is_what_the_tensor_core_makes_of_it_within_one_place(opera
     assert places(result, real, dtype, terms) <= 1.0
     for found, theirs, sums in zip(gradients, real_gradients, gradient_terms, strict=True):
         assert places(found, theirs, dtype, sums) <= 1.0
+
+
+@pytest.mark.parametrize("operation", list(biased_convolutions()))
+def test_the_bias_of_a_convolution_is_added_as_cudnn_adds_it(operation):
+    function, (inputs, weight, bias) = biased_convolutions("cuda")[operation]
+    with gradilocks.emulate("fp16"):
+        mine = function(inputs, weight, bias)
+        before = function(inputs, weight)
+    with torch.autocast("cuda", torch.float16):
+        real = function(inputs, weight, bias).float()
+    assert (mine != real).float().mean() < 0.01
+    channels = bias.view(-1, *[1] * (weight.dim() - 2))
+    assert ((mine - real).abs() <= 2**-10 * torch.maximum(before.abs(), channels.abs())).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -101,8 +114,15 @@ def test_attention_is_what_a_flash_kernel_makes_of_it(dtype, causal):
         assert apart <= 2 * (theirs.float() - exact).norm()
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrent_layer_is_near_what_cudnn_makes_of_it(kind):
+@pytest.mark.parametrize(
+    ("kind", "cudnn"), [(nn.LSTM, False), (nn.GRU, False), (nn.GRU, True), (nn.RNN, True)]
+)
+def test_a_recurrent_layer_is_near_what_the_gpu_makes_of_it(kind, cudnn, monkeypatch):
+    """Not cuDNN's LSTM: on an H200 with torch 2.11 its fp16 is off from fp32 by a fifth and more.
+
+    torch's own kernels, its fp32 and this agree with each other.
+    """
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", cudnn)
     torch.manual_seed(0)
     layer = kind(32, 48, num_layers=2, bidirectional=True).cuda()
     rows = torch.randn(12, 8, 32, device="cuda")
@@ -172,6 +192,7 @@ def test_a_transformer_trains_as_under_autocast(dtype):
     assert ((mine - real).abs() / real).max() < torch.finfo(dtype).eps
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_it_never_waits_for_the_device():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 16)).cuda()
     attention = nn.MultiheadAttention(16, 2).cuda()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from calls import calls, forward_and_backward, gradient_for
+from calls import biased_convolutions, calls, forward_and_backward, gradient_for
 from torch.nn import functional as F
 
 import gradilocks
@@ -35,6 +35,34 @@ def test_an_operation_equals_its_roundings_written_out(operation, name):
     assert torch.equal(result, expected)
     for found, meant in zip(gradients, expected_gradients, strict=True):
         assert torch.equal(found, meant)
+
+
+@pytest.mark.parametrize("operation", list(biased_convolutions()))
+def test_the_bias_of_a_convolution_is_added_to_what_is_stored(operation):
+    def half(values):
+        return values.half().float()
+
+    function, (inputs, weight, bias) = biased_convolutions()[operation]
+    with gradilocks.emulate("fp16"):
+        result, gradients = forward_and_backward((function, [inputs, weight, bias]))
+    stored, (to_inputs, to_weight) = by_hand((function, [inputs, weight]), half, half)
+    channels = half(bias).view(-1, *[1] * (weight.dim() - 2))
+    assert torch.equal(result, half(stored + channels))
+    assert torch.equal(gradients[0], to_inputs)
+    assert torch.equal(gradients[1], to_weight)
+    upstream = half(gradient_for(result))
+    to_bias = upstream.sum([d for d in range(upstream.dim()) if d != 1])
+    torch.testing.assert_close(gradients[2], half(to_bias), rtol=2**-10, atol=0)
+
+
+def test_a_convolution_takes_its_arguments_by_name_and_inputs_without_a_batch():
+    layer = torch.nn.Conv1d(4, 6, 3, padding="same")
+    inputs = torch.randn(2, 4, 9)
+    with gradilocks.emulate("fp16"):
+        whole = layer(inputs)
+        assert torch.equal(layer(inputs[0]), whole[0])
+        named = F.conv1d(input=inputs, weight=layer.weight, bias=layer.bias, padding="same")
+    assert torch.equal(named, whole)
 
 
 @pytest.mark.parametrize("operation", ["linear", "matmul", "conv2d"])
