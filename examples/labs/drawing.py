@@ -70,5 +70,5 @@ def pyplot() -> Any:
 
 def save(figure: Any, path: Path) -> None:
     """Writes the picture, and says where it is."""
-    figure.savefig(path)
+    figure.savefig(path, pil_kwargs={"optimize": True})
     print(f"\nThe picture: {path}")

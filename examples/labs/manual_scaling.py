@@ -22,7 +22,7 @@ import contextlib
 import hashlib
 import math
 from pydoc_data import topics
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from drawing import BLUE, GREEN, ORANGE, RED, options, pyplot, save
