@@ -52,7 +52,6 @@ def pyplot() -> Any:
 
     plt.rcParams.update(
         {
-            "figure.figsize": (10.0, 5.0),
             "figure.dpi": 100,
             "font.size": 10,
             "axes.spines.top": False,
@@ -69,6 +68,9 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Writes the picture, and says where it is."""
-    figure.savefig(path, pil_kwargs={"optimize": True})
+    """Writes the picture, in 128 colours, which is a third of the size, and says where it is."""
+    from PIL import Image  # matplotlib brings it.
+
+    figure.savefig(path)
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
     print(f"\nThe picture: {path}")

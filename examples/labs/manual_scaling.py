@@ -37,6 +37,7 @@ GROWTH_INTERVAL = 25  # torch: 2,000 steps. Smaller here, to see the scale grow.
 MICRO_BATCHES = 2048  # In a global batch.
 CHARACTERS = 1024  # In a micro-batch.
 CONTEXT = 8  # Characters that the model sees.
+SIZE = (10, 6.4)  # Of the picture, in hundreds of pixels.
 
 
 class ByHand:
@@ -89,13 +90,8 @@ def train(scaler: Any, steps: int, *, half: bool = True) -> Run:
     alphabet = sorted(set(text))
     numbers = {character: number for number, character in enumerate(alphabet)}
     data = torch.tensor([numbers[character] for character in text])
-    model = nn.Sequential(
-        nn.Embedding(len(alphabet), 16),
-        nn.Flatten(),
-        nn.Linear(16 * CONTEXT, 96),
-        nn.Tanh(),
-        nn.Linear(96, len(alphabet)),
-    )
+    look_up, first = nn.Embedding(len(alphabet), 16), nn.Linear(16 * CONTEXT, 96)
+    model = nn.Sequential(look_up, nn.Flatten(), first, nn.Tanh(), nn.Linear(96, len(alphabet)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     run: Run = []
     before = bits(model)
@@ -114,9 +110,8 @@ def train(scaler: Any, steps: int, *, half: bool = True) -> Run:
         scaler.step(optimizer)
         scaler.update()
 
-        after, lost = bits(model), 0.0
-        if half:
-            lost = (outputs.grad.to(torch.float16) == 0).float().mean().item()
+        after = bits(model)
+        lost = (outputs.grad.half() == 0).float().mean().item() if half else 0.0
         run.append(Step(scale, loss.item(), before == after, after, lost))
         before = after
     return run
@@ -156,13 +151,10 @@ def show(runs: dict[str, Run]) -> None:
         skipped = sum(step.skipped for step in run)
         scale = f"2^{math.log2(run[-1].scale):.0f}"
         print(f"{name:18}{loss:14.4f}{skipped:9}{scale:>12}{run[0].lost:15.1%}")
-    by_hand = runs["fp16, by hand"]
     print("\nScale, skips, loss and every bit of the weights, step by step:")
     for name in ("fp16, gradilocks", "fp16, torch"):
-        step = first_difference(by_hand, runs[name])
-        verdict = (
-            f"the same in all {len(by_hand)} steps" if step is None else f"step {step} differs"
-        )
+        step = first_difference(runs["fp16, by hand"], runs[name])
+        verdict = f"the same in all {len(run)} steps" if step is None else f"step {step} differs"
         print(f"  by hand and {name[6:]}: {verdict}")
 
 
@@ -174,35 +166,33 @@ def draw(runs: dict[str, Run]) -> Any:
         "fp16, no scaling": {"color": RED, "linewidth": 1.5},
         "fp32": {"color": GREEN, "linewidth": 1.2},
     }
-    figure, (above, below) = pyplot().subplots(
-        2, 1, figsize=(10, 6.4), sharex=True, layout="constrained"
-    )
+    figure, (above, below) = pyplot().subplots(2, sharex=True, figsize=SIZE, layout="constrained")
     for name, run in runs.items():
         numbers = range(1, len(run) + 1)
         below.plot(numbers, [step.loss for step in run], label=name, **looks[name])
         if run[0].scale > 1.0:
             scales = [step.scale for step in run]
             above.step(numbers, scales, where="post", label=name, **looks[name])
-    skips = [
-        (n, step.scale) for n, step in enumerate(runs["fp16, by hand"], start=1) if step.skipped
-    ]
-    marks = {"color": RED, "marker": "x", "s": 60, "linewidth": 2, "zorder": 3}
-    above.scatter(*zip(*skips, strict=True), label="overflow: skip, halve the scale", **marks)
+    by_hand = runs["fp16, by hand"]
+    skips = [number for number in numbers if by_hand[number - 1].skipped]
+    marks = {"color": RED, "ms": 8, "mew": 2, "label": "overflow: skip, halve the scale"}
+    above.plot(skips, [by_hand[number - 1].scale for number in skips], "x", **marks)
     above.set_yscale("log", base=2)
-    above.set(ylabel="loss scale", title="Three scalers, one line: they agree in every bit")
-    below.set(ylabel="loss", xlabel="step", title="Without scaling most gradients round to zero")
+    above.set(ylabel="loss scale", title="The scale: three scalers on top of each other")
+    lost = runs["fp16, no scaling"][0].lost
+    title = f"The loss: without scaling, {lost:.0%} of the first gradients round to zero"
+    below.set(ylabel="loss", xlabel="step", title=title)
     above.legend(loc="lower right", ncols=4)
-    lines = below.get_legend_handles_labels()
-    below.legend(lines[0][3:], lines[1][3:], loc="upper left", bbox_to_anchor=(0.08, 1))
+    lines, names = below.get_legend_handles_labels()
+    below.legend(lines[3:], names[3:], loc="upper left", bbox_to_anchor=(0.08, 1))
     return figure
 
 
-def main() -> dict[str, Run]:
+def main() -> None:
     given = options(__doc__)
     runs = run_lab(QUICK_STEPS if given.quick else STEPS)
     show(runs)
     save(draw(runs), given.output / "manual_scaling.png")
-    return runs
 
 
 if __name__ == "__main__":

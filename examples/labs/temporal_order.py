@@ -41,6 +41,7 @@ HIDDEN, BATCH = 50, 20
 MAX_NORM = 1.0
 TEST_EVERY, QUICK_TEST_EVERY = 100, 20
 TEST_SIZE, SOLVED = 500, 0.01
+SIZE = (10, 4.6)  # Of the picture, in hundreds of pixels.
 PAPERS_WALL = 20  # Beyond this length, the paper says, neither SGD nor clipped SGD succeeds.
 
 
@@ -87,11 +88,7 @@ def sequences(draw: torch.Generator, number: int, length: int) -> tuple[Tensor, 
 
 
 def answers(networks: nn.ModuleList, symbols: Tensor) -> Tensor:
-    """What every network says of its own sequences: all of them run side by side.
-
-    Their weights are stacked, so that one product serves all; no number of one network ever meets
-    a number of another.
-    """
+    """What each network says of its own sequences: one product for all, and no numbers mix."""
     units = torch.stack([network.units for network in networks])
     into, recurrent, bias = units.split((6, HIDDEN, 1), dim=1)
     out, out_bias = torch.stack([network.out for network in networks]).split((HIDDEN, 1), dim=1)
@@ -104,9 +101,13 @@ def answers(networks: nn.ModuleList, symbols: Tensor) -> Tensor:
     return torch.baddbmm(out_bias, state, out)
 
 
-def train(length: int, steps: int, test_every: int) -> Tensor:
-    """The share of wrong answers: (test, arm, seed). Arms share seeds: same start, same data."""
-    networks = nn.ModuleList(Network(seed) for _ in ARMS for seed in range(SEEDS))
+def all_networks() -> nn.ModuleList:
+    """Every seed of the first arm, then of the second: the same seeds, so the same start."""
+    return nn.ModuleList(Network(seed) for _ in ARMS for seed in range(SEEDS))
+
+
+def train(networks: nn.ModuleList, length: int, steps: int, test_every: int) -> Tensor:
+    """The share of wrong answers: (test, arm, seed). The arms see the same data."""
     # Each network is a group of its own, by the names of its parameters ("7.units", "7.out"),
     # and so has a norm and a limit of its own.
     limits = {f"{number}.*": ARMS[number // SEEDS].max_norm for number in range(len(networks))}
@@ -114,12 +115,10 @@ def train(length: int, steps: int, test_every: int) -> Tensor:
         {"params": networks[SEEDS * number : SEEDS * (number + 1)].parameters(), "lr": arm.lr}
         for number, arm in enumerate(ARMS)
     ]
+    clip = gradilocks.ClipPerGroup(limits)
+    # Raise: a NaN in one network must not cost the others a step unseen.
     control = gradilocks.GradientControl(
-        torch.optim.SGD(rates),
-        model=networks,
-        scale=None,
-        clip=gradilocks.ClipPerGroup(limits),
-        on_nonfinite="raise",  # One network's NaN must not cost the others a step unseen.
+        torch.optim.SGD(rates), model=networks, scale=None, clip=clip, on_nonfinite="raise"
     )
     draws = [torch.Generator().manual_seed(1000 + seed) for seed in range(SEEDS)]
 
@@ -145,11 +144,6 @@ def train(length: int, steps: int, test_every: int) -> Tensor:
     return torch.stack(wrong)
 
 
-def run_lab(lengths: tuple[int, ...], steps: int, test_every: int) -> dict[int, Tensor]:
-    """By length: the share of wrong answers (test, arm, seed)."""
-    return {length: train(length, steps, test_every) for length in lengths}
-
-
 def solved(wrong: Tensor) -> Tensor:
     """How many networks of each arm have solved the problem, at one test or another."""
     return (wrong.amin(dim=0) <= SOLVED).sum(dim=1)
@@ -168,7 +162,7 @@ def show(results: dict[int, Tensor]) -> None:
 
 
 def draw(results: dict[int, Tensor], test_every: int) -> Any:
-    figure, (rates, course) = pyplot().subplots(1, 2, figsize=(10, 4.6), layout="constrained")
+    figure, (rates, course) = pyplot().subplots(1, 2, figsize=SIZE, layout="constrained")
     lengths = list(results)
     shown = min(lengths, key=lambda length: abs(length - PAPERS_WALL))
     tests = [test_every * (number + 1) for number in range(len(results[shown]))]
@@ -176,30 +170,29 @@ def draw(results: dict[int, Tensor], test_every: int) -> Any:
         counts = [solved(results[length])[number].item() / SEEDS for length in lengths]
         rates.plot(lengths, counts, "o-", color=arm.color, label=arm.name, linewidth=2)
         errors = results[shown][:, number]
-        course.plot(tests, errors, color=arm.color, linewidth=0.8, alpha=0.5)
-        course.plot(tests, errors.mean(dim=1), color=arm.color, linewidth=3, label=arm.name)
+        course.plot(tests, errors, color=arm.color, linewidth=0.8, alpha=0.6)
+        course.plot(tests, errors.mean(dim=1), color=arm.color, linewidth=3)
     rates.axvspan(PAPERS_WALL, max(*lengths, PAPERS_WALL + 1), color=GREY, alpha=0.12, linewidth=0)
     note = "the paper: beyond 20,\nneither SGD nor\nclipped SGD succeeds"
-    rates.text(PAPERS_WALL + 0.6, 0.97, note, va="top", fontsize=9, color="#555a61")
+    rates.text(max(lengths) - 0.4, 1.0, note, va="top", ha="right", fontsize=9, color="#555a61")
     rates.set(xlabel="length of the sequences", ylabel="share of seeds that solve it")
-    rates.set(title="Clipping reaches further", ylim=(-0.03, 1.05))
+    rates.set(title="Solved, by length", ylim=(-0.03, 1.05))
     rates.yaxis.set_major_formatter("{x:.0%}")
     course.yaxis.set_major_formatter("{x:.0%}")
-    course.set(xlabel="step", ylabel="wrong answers", ylim=(-0.03, 0.85))
+    course.set(xlabel="step", ylabel="wrong answers", ylim=(-0.03, 1.05))
     course.set_title(f"Length {shown}: each seed (thin), and their mean")
-    course.legend(loc="lower left")
+    figure.legend(*rates.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
-def main() -> dict[int, Tensor]:
+def main() -> None:
     given = options(__doc__)
     lengths, steps, test_every = LENGTHS, STEPS, TEST_EVERY
     if given.quick:
         lengths, steps, test_every = QUICK_LENGTHS, QUICK_STEPS, QUICK_TEST_EVERY
-    results = run_lab(lengths, steps, test_every)
+    results = {length: train(all_networks(), length, steps, test_every) for length in lengths}
     show(results)
     save(draw(results, test_every), given.output / "temporal_order.png")
-    return results
 
 
 if __name__ == "__main__":
