@@ -54,7 +54,7 @@ def size_of_png(path: Path) -> tuple[int, int]:
 HEADS = {
     "clipping_geometry": ["largest norm", "ClipByNorm", "ClipPerTensor", "ClipByValue", "Checked"],
     "manual_scaling": ["skipped", "fp16, by hand", "fp16, no scaling", "the same in all 60 steps"],
-    "temporal_order": ["length", "SGD, lr 0.1, clipped", "of 8", "the paper"],
+    "temporal_order": ["length", "SGD, lr 0.1, clipped", "of 6", "the paper"],
 }
 
 
