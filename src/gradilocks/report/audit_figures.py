@@ -47,8 +47,8 @@ def window_figure(key: str, audit: Audit) -> Figure:
         "moves all gradients to the right.",
         {
             "traces": [],
-            "x": {"title": "magnitude as stored", **_exponents()},
-            "y": {"title": "", "tickformat": ".0%"},
+            "x": {"title": "magnitude as stored: |gradient| × scale", **_exponents()},
+            "y": {"title": "share", "tickformat": ".0%"},
             "legend": True,
             "hover": "2<sup>%{x:.0f}</sup> to twice that",
             "views": {each.name: _window(drawn, each) for each in audit.formats},
@@ -82,7 +82,7 @@ def module_figure(key: str, audit: Audit) -> Figure | None:
         "scale 1. What lies in the tinted parts is lost, or overflows.",
         {
             "traces": [],
-            "x": {"title": "magnitude of the gradient, unscaled", **_exponents()},
+            "x": {"title": "magnitude: |gradient|, unscaled", **_exponents()},
             "y": {
                 "type": "category",
                 "autorange": "reversed",
@@ -94,7 +94,7 @@ def module_figure(key: str, audit: Audit) -> Figure | None:
             "views": views,
             "active": [audit.first.name, f"of {kinds[0]}"],
         },
-        height=max(180, min(HIGHEST, 150 + ROW_HEIGHT * len(rows))),
+        height=min(HIGHEST, 170 + max(ROW_HEIGHT * len(rows), min(28 * len(rows), 280))),
         wide=True,
         remark=f"Each row adds up several of the {folded:,} modules." if folded else "",
     )
@@ -127,8 +127,11 @@ def _window(drawn: dict[str, Histogram], each: Format) -> dict[str, Any]:
         ],
         "rows": titles[: len(scales)],
         "bands": [
-            band for row, shares in enumerate(fates) for band in _bands(each, shares, row=row)
+            {**band, "ends": _ends(band, left, right)}
+            for row, shares in enumerate(fates)
+            for band in _bands(each, shares, row=row)
         ],
+        "moved": _moved(drawn, each.scale) if len(scales) > 1 else None,
         "range": [left, right],
         "top": top * 1.32,
         "height": ROWS_TALL[len(scales) - 1],
@@ -174,6 +177,27 @@ def _bands(each: Format, shares: Shares | None, *, row: int) -> list[dict[str, A
             }
         )
     return bands
+
+
+def _ends(band: dict[str, Any], left: float, right: float) -> str:
+    """Where the window ends, if that is not in the picture."""
+    if band["fate"] != "normal":
+        return ""
+    below = f"down to 2<sup>{band['x0']:.0f}</sup>" if band["x0"] < left else ""
+    above = f"up to 2<sup>{band['x1']:.0f}</sup>" if band["x1"] > right else ""
+    return ", ".join(filter(None, (below, above)))
+
+
+def _moved(drawn: dict[str, Histogram], scale: float) -> dict[str, Any] | None:
+    """From where to where the scale moves the middle of the first histogram."""
+    for made in drawn.values():
+        half, below = made.total / 2, 0
+        for at, each in _bins(made):
+            below += each
+            if below >= half:
+                words = f"× {_raised(power(scale))}"
+                return {"from": at, "to": _neat(at + math.log2(scale)), "words": words}
+    return None
 
 
 # --- module by module ------------------------------------------------------------------------

@@ -53,11 +53,12 @@ def panel_of(audit: Audit, *, key: str, heading: str = "") -> Panel:
     figures = [window_figure(f"{key}-window", audit)]
     modules = module_figure(f"{key}-modules", audit)
     chosen = audit.first
+    level = "h3" if heading else "h2"  # On a report, the parts stand below the panel's heading.
     parts = [
         f"<h2>{heading}</h2>" if heading else "",
         _recommendation(audit),
         _tiles(audit),
-        f"<h2>Where the gradients lie</h2>{_switch(f'{key}-format', 'Format', _choices(audit))}"
+        f"<{level}>Where the gradients lie</{level}>{_switch(f'{key}-format', 'Format', _choices(audit))}"
         f'<p class="format-words" aria-live="polite">{prose(chosen.words)}</p>',
         f'<div class="plots grid">{drawing(figures[0])}</div>',
     ]
@@ -66,8 +67,8 @@ def panel_of(audit: Audit, *, key: str, heading: str = "") -> Panel:
         kinds = [(f"of {kind}", KINDS[kind], "") for kind in kinds_of(audit)]
         parts.append(_switch(f"{key}-kind", "Gradients", kinds) if len(kinds) > 1 else "")
         parts.append(f'<div class="plots grid">{drawing(modules)}</div>')
-    parts.append(_formats(audit))
-    parts.append(_modules(audit))
+    parts.append(_formats(audit, level))
+    parts.append(_modules(audit, level))
     parts.append(f'<script type="application/json" class="told">{embedded(_told(audit))}</script>')
     label = escape("Audit of the gradients")
     html = "\n".join(part for part in parts if part)
@@ -104,7 +105,8 @@ def _tiles(audit: Audit) -> str:
     if audit.loss_scale != 1:
         pairs.append(("scale divided out", power(audit.loss_scale)))
     cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{numeral(value)}</dd></div>" for name, value in pairs
+        f"<div><dt>{escape(name)}</dt><dd>{numeral(_unbroken(value))}</dd></div>"
+        for name, value in pairs
     )
     return f'<dl class="tiles">{cells}</dl>'
 
@@ -128,28 +130,30 @@ def _switch(name: str, legend: str, choices: Sequence[tuple[str, str, str]]) -> 
     return f'<fieldset class="switch" hidden><legend>{legend}</legend>{labels}</fieldset>'
 
 
-def _formats(audit: Audit) -> str:
+def _formats(audit: Audit, level: str) -> str:
     rows = []
     for each in audit.formats:
         chosen = " <small>recommended</small>" if each.name == audit.chosen else ""
         numbers = [*_numbers(each.fate.unscaled), *_numbers(each.fate.scaled)]
-        cells = [power(each.scale), *numbers]
-        holds = f'<td class="{"yes" if each.holds else "no"}">{"yes" if each.holds else "no"}</td>'
+        cells = f"<td>{numeral(power(each.scale))}</td>{_cells(numbers)}"
+        answer = "yes" if each.holds else "no"
+        holds = f'<td class="group {answer}">{answer}</td>'
         rows.append(
             f'<tr{" class=chosen" if chosen else ""}><th scope="row">{escape(each.name)}{chosen}'
-            f"</th>{''.join(f'<td>{numeral(cell)}</td>' for cell in cells)}{holds}"
-            f"<td>{escape(listed(each.keep)) if each.keep else 'none'}</td></tr>"
+            f'</th>{cells}{holds}<td class="names">'
+            f"{escape(listed(each.keep)) if each.keep else 'none'}</td></tr>"
         )
-    heads = "".join(f'<th scope="col">{name}</th>' for name in (*COLUMNS, *COLUMNS))
+    heads = "".join(f'<th scope="col"{group}>{name}</th>' for name, group in _grouped(COLUMNS * 2))
     return (
-        "<h2>Format by format</h2>"
+        f"<{level}>Format by format</{level}>"
         f'<p class="hint">{HOW_COUNTED}</p>'
         '<div class="scrolls" tabindex="0" role="region" aria-label="What each format would hold">'
         '<table class="formats"><thead><tr><th scope="col" rowspan="2">format</th>'
         '<th scope="col" rowspan="2">initial scale</th>'
-        '<th scope="colgroup" colspan="4">at scale 1</th>'
-        '<th scope="colgroup" colspan="4">at its scale</th>'
-        '<th scope="col" rowspan="2">holds</th><th scope="col" rowspan="2">keep</th></tr>'
+        '<th scope="colgroup" class="group" colspan="4">at scale 1</th>'
+        '<th scope="colgroup" class="group" colspan="4">at its scale</th>'
+        '<th scope="col" rowspan="2" class="group">holds</th>'
+        '<th scope="col" rowspan="2">keep</th></tr>'
         f"<tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
@@ -160,7 +164,7 @@ HOW_COUNTED = (
 )
 
 
-def _modules(audit: Audit) -> str:
+def _modules(audit: Audit, level: str) -> str:
     if not audit.modules:
         return ""
     chosen = audit.first
@@ -173,16 +177,17 @@ def _modules(audit: Audit) -> str:
         rows.append(
             f'<tr{" class=keep" if module.name in kept else ""}><th scope="row">{escape(name)} '
             f"<small>{escape(module.type)}</small>{KEPT if module.name in kept else ''}</th>"
-            f"{''.join(f'<td>{cell}</td>' for cell in numbers)}</tr>"
+            f"{_cells(numbers)}</tr>"
         )
-    heads = "".join(f'<th scope="col">{name}</th>' for name in (*COLUMNS, *COLUMNS))
+    heads = "".join(f'<th scope="col"{group}>{name}</th>' for name, group in _grouped(COLUMNS * 2))
     return (
-        f'<h2>Module by module, in <span class="shown-format">{escape(chosen.name)}</span></h2>'
+        f'<{level}>Module by module, in <span class="shown-format">{escape(chosen.name)}</span>'
+        f"</{level}>"
         '<div class="scrolls tall" tabindex="0" role="region" aria-label="What becomes of the '
         'gradients of each module"><table class="modules"><thead>'
         '<tr><th scope="col" rowspan="2">module</th>'
-        '<th scope="colgroup" colspan="4">at scale 1</th>'
-        '<th scope="colgroup" colspan="4">at scale <span class="shown-scale">'
+        '<th scope="colgroup" class="group" colspan="4">at scale 1</th>'
+        '<th scope="colgroup" class="group" colspan="4">at scale <span class="shown-scale">'
         f"{numeral(power(chosen.scale))}</span></th></tr>"
         f"<tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
@@ -214,8 +219,21 @@ def _numbers(shares: Shares) -> list[str]:
     return [*map(_share, whole), _doublings(shares.headroom)]
 
 
+def _cells(numbers: Sequence[str]) -> str:
+    return "".join(f"<td{group}>{escape(cell)}</td>" for cell, group in _grouped(numbers))
+
+
+def _grouped(cells: Sequence[str]) -> list[tuple[str, str]]:
+    """Marks where the numbers at one scale end and those at the next begin."""
+    return [(cell, "" if i % len(COLUMNS) else ' class="group"') for i, cell in enumerate(cells)]
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else percent(value)
+
+
+def _unbroken(value: str) -> str:
+    return value.replace(" %", "\u00a0%")
 
 
 def _doublings(value: float | None) -> str:

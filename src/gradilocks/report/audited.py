@@ -23,6 +23,7 @@ __all__ = [
     "UnreadableAudit",
     "audited",
     "mentioned",
+    "recommended",
 ]
 
 VERSION = 1
@@ -186,6 +187,20 @@ def mentioned(data: Mapping[str, Any]) -> str:
         return f"Audit: {audited(data).in_short}."
     except UnreadableAudit as error:
         return f"The audit in the run file could not be shown: {error}."
+
+
+def recommended(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns what the audit recommends, for JSON; None if it cannot be read."""
+    try:
+        audit = audited(data)
+    except UnreadableAudit:
+        return None
+    return {
+        "format": audit.chosen,
+        "scale": audit.scale,
+        "keep": list(audit.keep),
+        "words": list(audit.words),
+    }
 
 
 def _format(data: Mapping[str, Any]) -> Format:

@@ -77,6 +77,7 @@
       orientation: "h", x: 0, xanchor: "left", y: 1, yanchor: "bottom", ypad: 4, len: narrow() ? 0.9 : 0.4,
       thickness: 10, outlinewidth: 0, tickfont: { size: 12 }, ticklabelposition: "outside bottom",
     };
+    if (scale === "density") Object.assign(bar, { yref: "container", yanchor: "top", ypad: 0 });
     trace.colorbar = bar;
     if (scale === "share") {
       Object.assign(trace, { zmin: 0, zmax: 1 });
@@ -99,7 +100,7 @@
     const every = Math.max(1, Math.ceil((to - from) / 6));
     const ticks = [];
     for (let at = Math.ceil(from); at <= to; at += 1) if (at % every === 0) ticks.push(at);
-    Object.assign(bar, { tickvals: ticks, ticktext: ticks.map((at) => `10<sup>${at}</sup>`) });
+    Object.assign(bar, { tickvals: ticks, ticktext: ticks.map((at) => (scale === "density" ? `${100 * 10 ** at}%` : `10<sup>${at}</sup>`)) });
     if (ticks.length < 2) {
       const ends = [from, (from + to) / 2, to];
       Object.assign(bar, { tickvals: ends, ticktext: ends.map((at) => (10 ** at).toPrecision(2)) });
@@ -152,7 +153,7 @@
     const domain = (row) => [1 - (row + 1) * tall - row * 0.14, 1 - row * (tall + 0.14)];
     const axis = (row) => (row ? `y${row + 1}` : "y");
     Object.assign(layout.xaxis, { range: plot.range.slice(), hoverformat: null, dtick: apart(plot.range, width), tick0: 0 });
-    layout.margin.t = plot.heat ? 76 : 64;
+    layout.margin.t = plot.heat ? 70 : 64;
     layout.shapes = [];
     layout.annotations = [];
     if (plot.rows) {
@@ -185,19 +186,27 @@
       const from = Math.max(band.x0, plot.range[0]), to = Math.min(band.x1, plot.range[1]);
       const room = (to - from) * pixels;
       if (room < 16) continue;
-      const words = band.share ? `${band.fate}<br><b>${band.share}</b>` : band.fate;
-      const upright = room < 8 * band.fate.length;
+      const words = [band.fate, band.share && `<b>${band.share}</b>`, band.ends].filter(Boolean).join("<br>");
+      const upright = room < 6.8 * band.fate.length;
       if (upright && plot.heat) continue;
       layout.annotations.push({
-        text: upright ? words.replace("<br>", " ") : words, showarrow: false, x: (from + to) / 2, yref, y: 1,
+        text: upright ? words.replaceAll("<br>", " ") : words, showarrow: false, x: (from + to) / 2, yref, y: 1,
         yanchor: plot.heat ? "bottom" : "top", yshift: plot.heat ? 0 : -3, textangle: upright ? -90 : 0,
         font: { size: 12, color: name }, name: `name ${band.fate}`,
+      });
+    }
+    if (plot.moved) {
+      const { from, to, words } = plot.moved;
+      layout.annotations.push({
+        text: words, x: to, ax: from, axref: "x", y: 0.55 * plot.top, ay: 0.55 * plot.top, yref: "y2", ayref: "y2",
+        arrowhead: 2, arrowwidth: 1.5, arrowcolor: colour("muted"), font: { size: 13, color: colour("ink") },
+        xanchor: "right", name: "move",
       });
     }
     for (const at of plot.before || []) {
       layout.shapes.push({
         type: "line", x0: at, x1: at, y0: 0, y1: 1, yref: "y domain", layer: "above", name: "edge at scale 1",
-        line: { width: 1.5, dash: "dot", color: colour("muted") },
+        line: { width: 1.5, dash: "dot", color: colour("ink") },
       });
     }
   }
@@ -212,8 +221,12 @@
 
   function redraw(canvas, plot) {
     const now = shown(plot);
-    if (now.height) canvas.style.height = `${now.height}px`;
-    return Plotly.react(canvas, structuredClone(now.traces).map(drawn), laidOut(now, canvas.clientWidth), config);
+    const layout = laidOut(now, canvas.clientWidth);
+    if (now.height) {
+      canvas.style.height = `${now.height}px`;
+      layout.height = now.height;
+    }
+    return Plotly.react(canvas, structuredClone(now.traces).map(drawn), layout, config);
   }
 
   // Named one by one: plotly.js adds buttons of its own, also one that uploads the chart. The empty
@@ -275,6 +288,15 @@
     recolour();
   });
   prefersDark.addEventListener("change", recolour);
+
+  // Names that had no room may have it now, and the other way round.
+  let settling;
+  addEventListener("resize", () => {
+    clearTimeout(settling);
+    settling = setTimeout(() => {
+      for (const canvas of canvases) if (plots[canvas.id].views) redraw(canvas, plots[canvas.id]);
+    }, 150);
+  });
 
   // Paper is light.
   let before;
