@@ -58,7 +58,8 @@ def panel_of(audit: Audit, *, key: str, heading: str = "") -> Panel:
         f"<h2>{heading}</h2>" if heading else "",
         _recommendation(audit),
         _tiles(audit),
-        f"<{level}>Where the gradients lie</{level}>{_switch(f'{key}-format', 'Format', _choices(audit))}"
+        f"<{level}>Where the gradients lie</{level}>",
+        _switch(f"{key}-format", "Format", _choices(audit)),
         f'<p class="format-words" aria-live="polite">{prose(chosen.words)}</p>',
         f'<div class="plots grid">{drawing(figures[0])}</div>',
     ]
@@ -134,8 +135,7 @@ def _formats(audit: Audit, level: str) -> str:
     rows = []
     for each in audit.formats:
         chosen = " <small>recommended</small>" if each.name == audit.chosen else ""
-        numbers = [*_numbers(each.fate.unscaled), *_numbers(each.fate.scaled)]
-        cells = f"<td>{numeral(power(each.scale))}</td>{_cells(numbers)}"
+        cells = f"<td>{numeral(power(each.scale))}</td>{_cells(_both(each.fate))}"
         answer = "yes" if each.holds else "no"
         holds = f'<td class="group {answer}">{answer}</td>'
         rows.append(
@@ -172,12 +172,10 @@ def _modules(audit: Audit, level: str) -> str:
     rows = []
     for module in audit.modules:
         name = module.name or "(the model itself)"
-        numbers = _numbers(module.fates[chosen.name].unscaled)
-        numbers += _numbers(module.fates[chosen.name].scaled)
         rows.append(
             f'<tr{" class=keep" if module.name in kept else ""}><th scope="row">{escape(name)} '
             f"<small>{escape(module.type)}</small>{KEPT if module.name in kept else ''}</th>"
-            f"{_cells(numbers)}</tr>"
+            f"{_cells(_both(module.fates[chosen.name]))}</tr>"
         )
     heads = "".join(f'<th scope="col"{group}>{name}</th>' for name, group in _grouped(COLUMNS * 2))
     return (
@@ -194,13 +192,15 @@ def _modules(audit: Audit, level: str) -> str:
 
 
 def _told(audit: Audit) -> dict[str, Any]:
-    """What the switch needs: by format its words, its scale, what to keep, and every number."""
+    """What the switch needs: by format its words, its scale, what to keep, and of every module
+    the numbers, to sort by, and how they are written."""
     return {
         each.name: {
             "words": prose(each.words),
             "scale": numeral(power(each.scale)),
             "keep": [i for i, module in enumerate(audit.modules) if module.name in set(each.keep)],
             "rows": [_row(module.fates[each.name]) for module in audit.modules],
+            "cells": [_both(module.fates[each.name]) for module in audit.modules],
         }
         for each in audit.formats
     }
@@ -212,6 +212,10 @@ def _row(fate: Fate) -> list[float | None]:
         for shares in (fate.unscaled, fate.scaled)
         for value in (getattr(shares, column) for column in COLUMNS)
     ]
+
+
+def _both(fate: Fate) -> list[str]:
+    return [*_numbers(fate.unscaled), *_numbers(fate.scaled)]
 
 
 def _numbers(shares: Shares) -> list[str]:
