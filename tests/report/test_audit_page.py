@@ -70,8 +70,8 @@ def test_the_curves_left_of_the_window_hold_the_share_that_is_lost(audit: Audit,
         drawn = dict.fromkeys(bands, 0.0)
         for trace in view["traces"]:
             if trace["yaxis"] == ("y2" if row else "y"):
-                values = zip(trace["x"], trace["y"], strict=True)
-                for start, share in values:
+                for middle, share in zip(trace["x"], trace["y"], strict=True):
+                    start = middle - 0.5
                     # The largest number of a format lies within its last bin.
                     fate = next(
                         fate

@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from gradilocks.report.audit_figures import KINDS, kinds_of, module_figure, window_figure
-from gradilocks.report.audited import Audit, Fate, Shares, UnreadableAudit, audited
+from gradilocks.report.audited import Audit, Fate, Format, Shares, UnreadableAudit, audited
 from gradilocks.report.frame import embedded
 from gradilocks.report.markup import drawing, numeral, prose
 from gradilocks.report.words import count, listed, percent, power
@@ -141,7 +141,7 @@ def _formats(audit: Audit, level: str) -> str:
         rows.append(
             f'<tr{" class=chosen" if chosen else ""}><th scope="row">{escape(each.name)}{chosen}'
             f'</th>{cells}{holds}<td class="names">'
-            f"{escape(listed(each.keep)) if each.keep else 'none'}</td></tr>"
+            f"{_kept(each)}</td></tr>"
         )
     heads = "".join(f'<th scope="col"{group}>{name}</th>' for name, group in _grouped(COLUMNS * 2))
     return (
@@ -156,6 +156,14 @@ def _formats(audit: Audit, level: str) -> str:
         '<th scope="col" rowspan="2">keep</th></tr>'
         f"<tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _kept(each: Format) -> str:
+    """The modules to keep: in a narrow window only how many, the others show some names."""
+    if not each.keep:
+        return "none"
+    names = escape(listed(each.keep))
+    return f'<span class="few">{len(each.keep):,}</span><span class="many">{names}</span>'
 
 
 HOW_COUNTED = (
