@@ -185,6 +185,20 @@ def test_pointing_at_a_cell_names_module_magnitude_and_share(chromium: Any, page
         assert seen.complaints == []
 
 
+def test_modules_called_by_numbers_are_named_beside_their_own_rows(
+    chromium: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "audit.html"
+    given = dict(zip(("0", "2", "5", "1"), gradients(4).values(), strict=True))
+    write_audit_page(path, made_audit(given), title="train.py")
+    with visit(chromium, path) as seen:
+        labels = seen.page.locator("#a0-modules .ytick text").all()
+        heights = {label.text_content(): label.bounding_box()["y"] for label in labels}
+        assert sorted(heights, key=lambda name: heights[name]) == ["0", "2", "5", "1"]
+        assert len(set(heights.values())) == 4
+        assert seen.complaints == []
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_the_windows_follow_the_theme(chromium: Any, page: Path, dark: bool) -> None:
     colours = """() => {

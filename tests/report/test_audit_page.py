@@ -228,8 +228,12 @@ def test_a_page_is_replaced_by_a_newer_one_of_the_same_and_by_no_other(
     write_audit_page(path, plain, title="train.py")
     write_audit_page(path, {**plain, "steps": 3}, title="train.py")
     assert "3 steps" in path.read_text(encoding="utf-8")
-    with pytest.raises(GradilocksError, match=r"is already there and is no audit of other\.py"):
+    with pytest.raises(GradilocksError) as refused:
         write_audit_page(path, plain, title="other.py")
+    assert str(refused.value) == (
+        f"{path} is already there and is no audit of other.py; choose another name, or remove it "
+        "first."
+    )
     write_audit_page(path, plain, title="other.py", force=True)
     assert "<h1>other.py</h1>" in path.read_text(encoding="utf-8")
 

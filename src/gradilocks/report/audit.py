@@ -42,6 +42,8 @@ def write_audit_page(
         identity=_identity(title),
         force=force,
         what=f"audit of {clean(title)}",
+        option="--html",
+        way_out="choose another name, or remove it first",
     )
 
 

@@ -89,7 +89,8 @@ def module_figure(key: str, audit: Audit) -> Figure | None:
                 "type": "category",
                 "autorange": "reversed",
                 "tickmode": "array",
-                "tickvals": list(range(0, len(rows), every)),
+                # Names, not places: a module may be called "2", and plotly.js looks for that first.
+                "tickvals": [text(name) for name in names[::every]],
                 "ticktext": [text(shortened(name, LONGEST_LABEL)) for name in names[::every]],
             },
             "heat": True,
