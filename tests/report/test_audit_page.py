@@ -174,6 +174,12 @@ def test_the_recommendation_comes_first_in_words(plain: dict[str, Any]) -> None:
     assert page.index("<h1>train.py</h1>") < said < page.index('<table class="formats">')
 
 
+def test_powers_of_two_in_words_are_raised(plain: dict[str, Any]) -> None:
+    said = {**plain["recommendation"], "words": ["Start at 2^16.", "Below 2^-24 it is `0`."]}
+    page = audit_page({**plain, "recommendation": said}, title="a")
+    assert "<strong>Start at 2<sup>16</sup>.</strong> Below 2<sup>-24</sup> it is" in page
+
+
 def test_a_format_that_does_not_hold_is_no_good_news(plain: dict[str, Any]) -> None:
     changed = copy.deepcopy(plain)
     changed["formats"][0]["holds"] = False
@@ -185,7 +191,9 @@ def test_staying_in_fp32_is_a_recommendation_too(plain: dict[str, Any]) -> None:
     words = ["No format holds these gradients: stay in fp32."]
     fp32 = {"format": "fp32", "scale": 1.0, "keep": [], "words": words}
     page = audit_page({**plain, "recommendation": fp32}, title="a")
-    assert "fp32 without a loss scale.</strong> No format holds" in page
+    assert f"<strong>{words[0]}</strong>" in page
+    silent = audit_page({**plain, "recommendation": {**fp32, "words": []}}, title="a")
+    assert "<strong>fp32 without a loss scale.</strong>" in silent
     assert mentioned({**plain, "recommendation": fp32}) == "Audit: fp32 without a loss scale."
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from gradilocks.report.audit_figures import KINDS, kinds_of, module_figure, window_figure
 from gradilocks.report.audited import Audit, Fate, Format, Shares, UnreadableAudit, audited
 from gradilocks.report.frame import embedded
-from gradilocks.report.markup import drawing, numeral, prose
+from gradilocks.report.markup import drawing, numeral, prose, raised
 from gradilocks.report.words import count, listed, percent, power
 
 __all__ = ["Panel", "panel", "panel_of"]
@@ -60,7 +60,7 @@ def panel_of(audit: Audit, *, key: str, heading: str = "") -> Panel:
         _tiles(audit),
         f"<{level}>Where the gradients lie</{level}>",
         _switch(f"{key}-format", "Format", _choices(audit)),
-        f'<p class="format-words" aria-live="polite">{prose(chosen.words)}</p>',
+        f'<p class="format-words" aria-live="polite">{_said(chosen.words)}</p>',
         f'<div class="plots grid">{drawing(figures[0])}</div>',
     ]
     if modules is not None:
@@ -82,10 +82,11 @@ def panel_of(audit: Audit, *, key: str, heading: str = "") -> Panel:
 def _recommendation(audit: Audit) -> str:
     holds = audit.first.holds or audit.first.name != audit.chosen
     kind, mark = ("good", "✓") if holds else ("warning", "!")
-    said = " ".join(map(prose, audit.words))
+    first, *others = audit.words or (f"{audit.in_short}.",)
+    said = " ".join(map(_said, others))
     return (
         f'<p class="verdict {kind}"><span class="mark" aria-hidden="true">{mark}</span>'
-        f"<span><strong>{numeral(audit.in_short)}.</strong> {said}</span></p>"
+        f"<span><strong>{_said(first)}</strong> {said}</span></p>"
     )
 
 
@@ -204,7 +205,7 @@ def _told(audit: Audit) -> dict[str, Any]:
     the numbers, to sort by, and how they are written."""
     return {
         each.name: {
-            "words": prose(each.words),
+            "words": _said(each.words),
             "scale": numeral(power(each.scale)),
             "keep": [i for i, module in enumerate(audit.modules) if module.name in set(each.keep)],
             "rows": [_row(module.fates[each.name]) for module in audit.modules],
@@ -242,6 +243,10 @@ def _grouped(cells: Sequence[str]) -> list[tuple[str, str]]:
 
 def _share(value: float | None) -> str:
     return "–" if value is None else percent(value)
+
+
+def _said(sentence: str) -> str:
+    return raised(prose(sentence))
 
 
 def _unbroken(value: str) -> str:
