@@ -13,11 +13,15 @@ from typing import Any
 
 from gradilocks.report.audit_figures import KINDS, kinds_of, module_figure, window_figure
 from gradilocks.report.audited import Audit, Fate, Format, Shares, UnreadableAudit, audited
-from gradilocks.report.frame import embedded
+from gradilocks.report.document import embedded
 from gradilocks.report.markup import drawing, numeral, prose, raised
 from gradilocks.report.words import count, listed, percent, power
 
-__all__ = ["Panel", "panel", "panel_of"]
+__all__ = ["SCRIPTS", "STYLES", "Panel", "panel", "panel_of"]
+
+# The assets of a page with a panel on it.
+STYLES = ("page.css", "audit.css")
+SCRIPTS = ("page.js", "audit.js")
 
 COLUMNS = ("lost", "subnormal", "overflow", "headroom")
 KEPT = '<span class="kept">keep in higher precision</span>'

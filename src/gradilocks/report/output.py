@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gradilocks.errors import GradilocksError
-from gradilocks.report.frame import GENERATOR
+from gradilocks.report.document import GENERATOR
 from gradilocks.report.places import settled
 
 __all__ = ["choose", "labels", "write"]
