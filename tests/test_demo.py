@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gradilocks.demo.half import HalfLinear, round_to_half, underflow_share
 from torch import nn
 
-from gradilocks.demo.half import HalfLinear, round_to_half, underflow_share
 from gradilocks.demo.text import Batches, encode, python_documentation
 from gradilocks.demo.train import build_model, measure_underflow, train
 from gradilocks.demo.values import Settings, Step, Summary, Underflow, summarize

@@ -7,16 +7,13 @@ browser run the scripts with these hashes and no other, and fetch nothing.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
-from typing import Any
 
-from gradilocks.errors import GradilocksError
+from gradilocks.report.document import document
 from gradilocks.report.facts import Reported, in_short, main_numbers, what_ran
 from gradilocks.report.figures import Figure, Section, sections
 from gradilocks.report.tracks import Track
@@ -38,42 +35,19 @@ def render(reports: Sequence[Reported]) -> str:
         reports: one or more; several are drawn over each other.
     """
     laid_out = sections(reports)
-    plots = {f.key: f.plot for section in laid_out for f in section.figures}
-    plotly, script = _plotly(), _asset("page.js")
-    policy = (
-        "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
-        "img-src data: blob:; "
-        f"script-src {_hash(plotly)} {_hash(script)}"
-    )
     title = " and ".join(one.label for one in reports[:2])
     title += f" and {len(reports) - 2} more" if len(reports) > 2 else ""
-    head = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="generator" content="{GENERATOR}">\n'
-        f'<meta name="gradilocks-runs" content="{identity(reports)}">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)} · Gradilocks report</title>\n"
-        f"<style>\n{_asset('page.css')}</style>\n</head>\n"
-    )
-    body = "\n".join(
-        [
-            "<body>",
-            _header(title, reports),
-            "<main>",
+    return document(
+        title=f"{title} · Gradilocks report",
+        marks={"generator": GENERATOR, "gradilocks-runs": identity(reports)},
+        header=_header(title, reports),
+        main=[
             *_summaries(reports),
             *(_section(section) for section in laid_out),
             _ran(reports),
-            "</main>",
-            _footer(),
-            f'<script type="application/json" id="plots">{_embedded(plots)}</script>',
-            f"<script>{plotly}</script>",
-            f"<script>{script}</script>",
-            "</body>\n</html>\n",
-        ]
+        ],
+        plots={f.key: f.plot for section in laid_out for f in section.figures},
     )
-    return head + body
 
 
 def identity(reports: Sequence[Reported]) -> str:
@@ -211,15 +185,6 @@ def _ran(reports: Sequence[Reported]) -> str:
     return f'<section class="ran"><h2>What ran</h2>{"".join(parts)}</section>'
 
 
-def _footer() -> str:
-    from gradilocks import __version__
-
-    return (
-        f"<footer><p>Made by Gradilocks {__version__}. This page is complete: it loads "
-        "nothing from anywhere.</p></footer>"
-    )
-
-
 def _fact(name: str, value: str) -> str:
     shown = escape(value)
     return f"<code>{shown}</code>" if name in ("command", "run file") else shown
@@ -247,27 +212,3 @@ def _shown(value: float | int | str) -> str:
 
 def _sentence_case(words: str) -> str:
     return escape(words[:1].upper() + words[1:])
-
-
-def _embedded(data: Any) -> str:
-    """JSON that no HTML parser can take for anything else; ASCII, so also without U+2028."""
-    dumped = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return dumped.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise GradilocksError("plotly is not installed: pip install plotly") from error
-    # A script ends at the first "</script", even inside a string of its own.
-    return str(get_plotlyjs()).replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _asset(name: str) -> str:
-    return (files("gradilocks.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _hash(script: str) -> str:
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
