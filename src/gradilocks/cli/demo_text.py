@@ -50,7 +50,7 @@ def clock(seconds: float) -> str:
 def table_rows(summary: Plain) -> list[tuple[str, ...]]:
     """Returns the rows of the closing table: the heads first, then an arm each."""
     several = len(summary["seeds"]) > 1
-    heads = ("arm", "first loss", "final loss", "skipped", "clipped", "largest norm", "lost")
+    heads = ("arm", "start", "final loss", "skipped", "clipped", "norm", "lost")
     rows: list[tuple[str, ...]] = [heads]
     for arm in summary["arms"]:
         runs = [run for run in summary["runs"] if run["arm"] == arm["name"]]

@@ -47,7 +47,7 @@ def conclude(console: Console, summary: Mapping[str, Any], folder: Path) -> None
     heads, *rows = table_rows(summary)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place else "left", no_wrap=place == 0)
+        table.add_column(head, justify="right" if place else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)

@@ -96,8 +96,8 @@ def _too_large(results: Sequence[Result]) -> Verdict:
     ends = f"the loss ends at {_loss(large.final)}"
     lost = [one.last_finite for one, _ in pairs if math.isnan(one.final_loss)]
     if len(lost) == len(pairs):
-        first, last = min(lost) + 1, max(lost) + 1
-        ends = f"the loss is NaN from step {first if first == last else f'{first} to {last}'} on"
+        latest = " at the latest" if min(lost) < max(lost) else ""
+        ends = f"the loss is NaN from step {max(lost) + 1} on{latest}"
     counted = "" if len(pairs) == 1 else f", in {len(diverged)} of {len(pairs)} seeds"
     return Verdict(
         name,

@@ -29,10 +29,14 @@ __all__ = ["experiment_page"]
 
 Plain = Mapping[str, Any]
 
-# Sizes of the three bears, in pixels.
-BEARS = {"too small": 34, "too large": 64, "just right": 48}
+# The three bears: how large they are, in pixels, and the arm whose colour they have.
+BEARS = {
+    "too small": (34, "too-small"),
+    "too large": (64, "too-large"),
+    "just right": (48, "just-right"),
+}
 KINDS = {True: "good", False: "problem", None: "note"}
-WORDS = {True: "The claim holds", False: "The claim does not hold", None: "Not judged"}
+WORDS = {True: "✓ Claim holds", False: "✕ Claim does not hold", None: "Not judged"}
 
 
 def experiment_page(
@@ -96,7 +100,7 @@ def _bears(summary: Plain) -> str:
     for verdict in summary["verdicts"]:
         kind, name = KINDS[verdict["holds"]], verdict["name"]
         cards.append(
-            f'<article class="bear {kind}"><div class="bear-head">{_bear(BEARS[name])}'
+            f'<article class="bear {kind}"><div class="bear-head">{_bear(*BEARS[name])}'
             f"<h2>{escape(name.capitalize())}</h2></div>"
             f"<p>{escape(verdict['sentence'])}</p>"
             f'<p class="claim"><strong>{WORDS[verdict["holds"]]}:</strong> '
@@ -105,11 +109,12 @@ def _bears(summary: Plain) -> str:
     return f'<section class="bears" aria-label="What came of it">{"".join(cards)}</section>'
 
 
-def _bear(size: int) -> str:
-    """A bear's head, in the colour of its verdict."""
+def _bear(size: int, arm: str) -> str:
+    """A bear's head, in the colour of its arm."""
     return (
         f'<svg width="{size}" height="{size}" viewBox="0 0 64 64" aria-hidden="true" '
-        'fill="currentColor"><circle cx="14" cy="16" r="11"/><circle cx="50" cy="16" r="11"/>'
+        f'fill="var(--run{place_of(arm)})">'
+        '<circle cx="14" cy="16" r="11"/><circle cx="50" cy="16" r="11"/>'
         '<circle cx="32" cy="36" r="26"/><g fill="var(--card)"><circle cx="14" cy="16" r="5"/>'
         '<circle cx="50" cy="16" r="5"/><ellipse cx="32" cy="46" rx="12" ry="9.5"/>'
         '<circle cx="22" cy="31" r="3.4"/><circle cx="42" cy="31" r="3.4"/></g>'
@@ -127,14 +132,14 @@ def _scaling(summary: Plain, figures: Sequence[Figure]) -> str:
         and (shares := [run["lost"] for run in _runs(summary, arm) if run["lost"] is not None])
     ]
     bars = "".join(
-        f"<dt><span>{_swatch(arm)}{escape(arm['title'])}, "
+        f"<div><dt><span>{_swatch(arm)}{escape(arm['title'])}, "
         f"{'scaled' if arm['scaled'] else 'not scaled'}</span><b>{percent(share)}</b></dt>"
         f'<dd class="bar"><i style="width:{100 * share:.2f}%;'
-        f'background:var(--run{place_of(arm["name"])})"></i></dd>'
+        f'background:var(--run{place_of(arm["name"])})"></i></dd></div>'
         for arm, share in lost
     )
     rounded = (
-        '<figure class="plot"><figcaption><h3>Rounded to zero at the first step</h3>'
+        '<figure class="plot wide"><figcaption><h3>Rounded to zero at the first step</h3>'
         "<p>Of the non-zero gradients that enter the last layer, the share that fp16 cannot hold."
         f'</p></figcaption><dl class="bars">{bars}</dl></figure>'
         if bars
@@ -170,7 +175,7 @@ def _figure(figure: Figure) -> str:
 
 def _finals(summary: Plain) -> str:
     several = len(summary["seeds"]) > 1
-    heads = ["arm", "first loss", *(f"final loss, seed {seed}" for seed in summary["seeds"])]
+    heads = ["arm", "first loss", *(f"final, seed {seed}" for seed in summary["seeds"])]
     heads += ["mean", "deviation"] if several else []
     heads += ["steps", "skipped", "clipped", "last scale", "largest norm", "seconds"]
     rows = []
@@ -214,21 +219,21 @@ def _settings(summary: Plain) -> str:
     parameters = max((run["parameters"] for run in summary["runs"]), default=0)
     facts = [
         ("model", f"GPT, {setup['layers']} layers, width {setup['width']}, {setup['heads']} heads, "
-         f"{setup['length']} positions, {parameters:,} parameters, all in float32"),
-        ("text", "Python's own documentation, pydoc_data.topics, character by character"),
+         f"{setup['length']} positions, {parameters:,} parameters, all in float32."),
+        ("text", "Python's own documentation, pydoc_data.topics, character by character."),
         ("batch", setup["computed"]),
         ("fp16", "gradilocks.emulate(torch.float16): matrix products and attention store what goes "
          "in, what comes out and their gradients in fp16, and compute in fp32, as a tensor core "
-         "does"),
+         "does."),
         ("the same", "model, seed, first parameters, batches and steps in all arms; within a "
          "comparison also the optimizer and the rate. All defaults of torch's optimizers and of "
-         "DynamicScale otherwise"),
+         "DynamicScale otherwise."),
         ("SGD at 5", "with a limit of 0.25, as PyTorch's own word language model example has it "
          "for its Transformer. A training that GradientControl gave up on, after 100 steps in a "
-         "row without a finite gradient, ends there"),
+         "row without a finite gradient, ends there."),
     ]  # fmt: skip
     told = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}.</dd></div>" for name, value in facts
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts
     )
     words = "What the arms differ in is in this table, and nothing else."
     return (

@@ -58,6 +58,7 @@ def scaling_figures(drawn: Sequence[Drawn]) -> list[Figure]:
             "The broad band is fp32. Just right should lie on it; too small should not.",
             _plot(traces, {"title": "step"}, {"title": "loss"}),
             height=TALL,
+            wide=True,
         )
     ]
 
@@ -114,14 +115,14 @@ def _curve(
         {
             "type": "scatter",
             "mode": "lines+markers" if few else "lines",
-            "name": name,
+            "name": one.title,
             "legendgroup": one.arm,
             "showlegend": one.seed == seeds[0],
             "x": made.x,
             "y": made.y,
             "line": {"width": 6} if wide else {},
             "opacity": 0.35 if wide else 1.0 if one.seed == seeds[0] else 0.6,
-            "hovertemplate": "%{y:.4g}<extra>%{fullData.name}</extra>",
+            "hovertemplate": f"%{{y:.4g}}<extra>{name}</extra>",
             "meta": {"run": place_of(one.arm), "role": "curve"},
         }
     ]
