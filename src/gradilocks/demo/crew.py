@@ -102,7 +102,8 @@ class _Worker:
         self._inbox = inbox
         self._dismissed = False
         self._job: Job | None = None
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     @property
     def doing(self) -> Job:
@@ -136,6 +137,9 @@ class _Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._listener.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
