@@ -22,7 +22,7 @@ from gradilocks.report.words import power
 __all__ = ["State", "show"]
 
 SECONDS_BETWEEN_LINES = 10.0
-BAR = 14
+BAR = 12
 
 
 @dataclass
@@ -110,18 +110,14 @@ def show(console: Console, state: State) -> Iterator[Callable[[News], None]]:
 def _picture(state: State) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     several = len({row.job.seed for row in state.rows}) > 1
-    table.add_column("arm", no_wrap=True)
-    if several:
-        table.add_column("seed", justify="right")
+    table.add_column("arm and seed" if several else "arm", no_wrap=True)
     table.add_column("", width=BAR)
     for name in ("step", "loss", "scale", "clipped", "skipped", "left"):
         table.add_column(name, justify="right", no_wrap=True)
     now = time.monotonic()
     for row in state.rows:
-        cells: list[RenderableType] = [Text(row.label)]
-        if several:
-            cells.append(Text(str(row.job.seed)))
-        table.add_row(*cells, *_cells(row, now), style="" if row.began else "dim")
+        label = f"{row.label} {row.job.seed}" if several else row.label
+        table.add_row(Text(label), *_cells(row, now), style="" if row.began else "dim")
     done = len(state.results)
     words = f"{done} of {len(state.rows)} done, {clock(now - state.began)}"
     return Group(table, Text(words, style="dim"))
