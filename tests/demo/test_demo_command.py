@@ -66,7 +66,7 @@ def test_in_a_pipe_there_are_plain_lines_a_table_and_three_verdicts(
         assert any(line.startswith(f"{arm}  ") for line in lines), arm
     for bear in ("Too small: ", "Too large: ", "Just right: "):
         assert sum(line.startswith(bear) for line in lines) == 1
-    assert f"the page          {folder / 'report.html'}" in lines
+    assert f"the page     {folder / 'report.html'}" in lines
     assert max(map(len, lines)) < 200
 
 

@@ -82,7 +82,7 @@ def test_just_right_holds_on_the_edge_of_what_is_claimed() -> None:
     assert judge(changed("just-right", final_loss=2.3 * 1.00499))[2].holds
 
 
-@pytest.mark.parametrize("final", [2.4, 4.5])
+@pytest.mark.parametrize("final", [2.4, 4.1])
 def test_too_small_does_not_hold_when_the_model_learns_all_the_same(final: float) -> None:
     verdict = judge(changed("too-small", final_loss=final))[0]
     assert verdict.holds is False

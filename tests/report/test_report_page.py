@@ -170,7 +170,11 @@ def test_the_assets_are_in_the_package() -> None:
     import gradilocks.report
 
     folder = Path(gradilocks.report.__file__).parent / "assets"
-    assert {path.name for path in folder.iterdir()} == {"page.css", "page.js"}
+    assert {path.name for path in folder.iterdir()} == {
+        "experiment.css",
+        "page.css",
+        "page.js",
+    }
 
 
 # --- axes, headings, hover -----------------------------------------------------------------------

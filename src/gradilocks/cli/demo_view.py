@@ -51,6 +51,13 @@ def conclude(console: Console, summary: Mapping[str, Any], folder: Path) -> None
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
+    console.print(
+        Text(
+            "norm: the largest, before clipping; lost: of the gradients entering the last layer, "
+            "the share that fp16 rounds to zero at the first step",
+            style="dim",
+        )
+    )
     console.print()
     for verdict in summary["verdicts"]:
         title = Text.assemble(
@@ -65,6 +72,5 @@ def conclude(console: Console, summary: Mapping[str, Any], folder: Path) -> None
         ("the page", str(folder / PAGE)),
         ("the numbers", str(folder / SUMMARY)),
         ("one arm", f"{program()} report {summary['runs'][0]['path']}"),
-        ("what is computed", "docs/demo.md"),
     ):
-        console.print(f"{what:<16}  {where}", soft_wrap=True, markup=False)
+        console.print(f"{what:<11}  {where}", soft_wrap=True, markup=False)

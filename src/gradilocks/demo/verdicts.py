@@ -19,7 +19,7 @@ __all__ = ["CLOSE_ENOUGH", "LITTLE", "Verdict", "judge"]
 
 CLOSE_ENOUGH = 0.005
 """Just right: the final loss differs from fp32's by no more than this part of it."""
-LITTLE = 0.1
+LITTLE = 0.25
 """Too small: the loss fell by no more than this part of what it fell by in fp32."""
 
 

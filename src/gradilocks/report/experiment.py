@@ -177,7 +177,7 @@ def _finals(summary: Plain) -> str:
     several = len(summary["seeds"]) > 1
     heads = ["arm", "first loss", *(f"final, seed {seed}" for seed in summary["seeds"])]
     heads += ["mean", "deviation"] if several else []
-    heads += ["steps", "skipped", "clipped", "last scale", "largest norm", "seconds"]
+    heads += ["steps", "skipped", "clipped", "last scale", "largest norm"]
     rows = []
     for arm in summary["arms"]:
         runs = _runs(summary, arm)
@@ -192,7 +192,6 @@ def _finals(summary: Plain) -> str:
         cells += [_cell(_range(runs, name, _count)) for name in ("steps", "skipped", "clipped")]
         cells.append(_cell(_range(runs, "scale_last", power)))
         cells.append(_cell(_range(runs, "norm_largest", number)))
-        cells.append(_cell(_range(runs, "seconds", lambda value: f"{value:.0f}")))
         label = f"{_swatch(arm)}{escape(arm['title'])}"
         rows.append(f'<tr><th scope="row">{label}</th>{"".join(cells)}</tr>')
     window = max((run["window"] for run in summary["runs"]), default=0)
