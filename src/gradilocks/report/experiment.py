@@ -81,7 +81,8 @@ def _header(summary: Plain) -> str:
             f"{moment:%Y-%m-%d %H:%M} UTC",
             f"took {duration(summary['seconds'])}",
             f"{setup['steps']:,} steps",
-            f"seed {', '.join(map(str, summary['seeds']))}",
+            f"{'seed' if len(summary['seeds']) == 1 else 'seeds'} "
+            f"{', '.join(map(str, summary['seeds']))}",
             *(f"{clean(name)} {clean(version)}" for name, version in versions.items()),
         ]
     )
@@ -184,7 +185,7 @@ def _finals(summary: Plain) -> str:
         if not runs:
             continue
         by_seed = {run["seed"]: run for run in runs}
-        cells = [_cell(_range(runs, "first_loss", _loss))]
+        cells = [_cell(_range(runs, "first_loss", lambda loss: f"{loss:.2f}"))]
         cells += [_final(by_seed.get(seed)) for seed in summary["seeds"]]
         if several:
             spread = arm["final_loss"]
