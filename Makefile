@@ -31,7 +31,7 @@ $(shell test -x $(BIN)/python || rm -f $(RUNTIME) $(DEV))
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(RUNTIME) ## train a small GPT under GradientControl, on the CPU, in about a minute
+demo: $(RUNTIME) ## the Goldilocks experiment: too small, too large, just right; a minute on the CPU
 	@$(BIN)/python -m gradilocks demo $(ARGS)
 
 # pytest comes last so that its closing line is the last line. One thread a worker: torch's own

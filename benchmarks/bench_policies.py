@@ -41,20 +41,20 @@ from gradilocks import (
     SkipSpikes,
     ZScoreClip,
     chain,
+    emulate,
 )
-from gradilocks.demo.half import HalfLinear
 from gradilocks.demo.model import GPT
 from gradilocks.demo.text import Batches, python_documentation
 
 STEPS, SPIKE = 500, 300
 BAD = {120: "labels", 180: "inputs", 240: "labels", 300: "inputs", 360: "inputs", 420: "labels"}
 ROWS, LENGTH, MANY = 16, 48, 4096
-RULES: dict[str, tuple[type[nn.Linear], Any]] = {
-    "fp32, no scale": (nn.Linear, NoScale()),
-    "fp16, no scale": (HalfLinear, NoScale()),
-    "fp16, torch's rule": (HalfLinear, DynamicScale.torch()),
-    "fp16, Megatron's rule": (HalfLinear, DynamicScale.megatron()),
-    "fp16, HeadroomScale": (HalfLinear, HeadroomScale()),
+RULES: dict[str, tuple[torch.dtype, Any]] = {
+    "fp32, no scale": (torch.float32, NoScale()),
+    "fp16, no scale": (torch.float16, NoScale()),
+    "fp16, torch's rule": (torch.float16, DynamicScale.torch()),
+    "fp16, Megatron's rule": (torch.float16, DynamicScale.megatron()),
+    "fp16, HeadroomScale": (torch.float16, HeadroomScale()),
 }
 FACTORS = {"summed": float(ROWS * LENGTH), "averaged over 4,096 batches": 1.0 / MANY}
 SCALES = {f"{rule}; {loss}": (*RULES[rule], FACTORS[loss]) for loss in FACTORS for rule in RULES}
@@ -121,12 +121,10 @@ def scaled_run(job: tuple[str, int]) -> dict[str, float]:
     """One training of the GPT under one scale."""
     arm, seed = job
     torch.set_num_threads(1)
-    linear, policy, factor = SCALES[arm]
+    stored, policy, factor = SCALES[arm]
     text = python_documentation()
     torch.manual_seed(seed)
-    model = GPT(
-        vocabulary=len(text.vocabulary), length=LENGTH, width=48, layers=2, heads=4, linear=linear
-    )
+    model = GPT(vocabulary=len(text.vocabulary), length=LENGTH, width=48, layers=2, heads=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-8 * factor)
     # The limit is for the averaged loss, and so is eps, whatever the factor.
     control = GradientControl(
@@ -136,7 +134,8 @@ def scaled_run(job: tuple[str, int]) -> dict[str, float]:
     losses, lost_before, lost_after = [], 0, 0
     for number in range(1, STEPS + 1):
         inputs, targets = batches.draw()
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        with emulate(stored):
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         control.backward(loss * factor * (4096.0 if number == SPIKE else 1.0))
         outcome = control.step()
         control.zero_grad()

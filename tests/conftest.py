@@ -17,7 +17,17 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Helper modules beside the tests are imported by their plain names.
-FOLDERS = ["cli", "control", "dropin", "integrations", "ranks", "recording", "runfile", "running"]
+FOLDERS = [
+    "cli",
+    "control",
+    "demo",
+    "dropin",
+    "integrations",
+    "ranks",
+    "recording",
+    "runfile",
+    "running",
+]
 for folder in FOLDERS:
     sys.path.insert(0, str(Path(__file__).parent / folder))
 

@@ -20,7 +20,7 @@ WORDS = {
     "watch": ["watch", "run.jsonl", "--once"],
     "compare": ["compare", "run.jsonl", "run.jsonl"],
     "export": ["export", "run.jsonl", "--to", "csv", "--force"],
-    "demo": ["demo", "--steps", "1"],
+    "demo": ["demo", "--steps", "1", "--arm", "fp32"],
 }
 
 

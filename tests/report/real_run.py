@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from gradilocks import ClipByNorm, DynamicScale, GradientControl, Recorder
-from gradilocks.demo.half import HalfLinear
+from gradilocks import ClipByNorm, DynamicScale, GradientControl, Recorder, emulate
 from gradilocks.demo.model import GPT
 from gradilocks.demo.text import Batches, python_documentation
 
@@ -56,7 +55,6 @@ def train(
         width=WIDTH,
         layers=LAYERS,
         heads=HEADS,
-        linear=HalfLinear,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
     batches = Batches(text, rows=ROWS, length=LENGTH, seed=seed)
@@ -72,7 +70,8 @@ def train(
         for number in range(1, steps + 1):
             optimizer.param_groups[0]["lr"] = rate * min(1.0, number / max(1, steps // 20))
             inputs, targets = batches.draw()
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            with emulate(torch.float16):
+                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             control.backward(loss * (bad_batches or {}).get(number, 1.0))
             control.step()
             control.zero_grad()

@@ -1,168 +1,163 @@
-"""``gradilocks demo``: options enter, the run of ``gradilocks.demo`` is shown, a status leaves."""
+"""``gradilocks demo``: options enter; the Goldilocks experiment is run, shown and written down."""
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Callable
+import time
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gradilocks.cli import Interrupted
-from gradilocks.cli.demo_text import describe_so_far
-from gradilocks.cli.interrupts import HeldInterrupts
-from gradilocks.cli.options import number, whole_number
-from gradilocks.demo.values import LARGEST, SMALLEST, Settings, Step, Summary
+from gradilocks.cli.options import whole_number
+from gradilocks.demo.arms import ARMS, Arm, Setup
 from gradilocks.errors import GradilocksError
 
-_DEFAULT = Settings()
+if TYPE_CHECKING:
+    from gradilocks.demo.values import Job
+
+FULL = 3
+"""So many seeds under ``--full``."""
+LARGEST_SEED = 2**63 - FULL
+NAMES = tuple(arm.name for arm in ARMS)
+# The longest first, so that two processes end at about the same time.
+ORDER = ("too-small", "just-right", "clipped", "fp32", "too-large")
 
 
 def demo(
-    steps: Annotated[
-        int,
-        typer.Option(
-            parser=whole_number(smallest=1), metavar="N", help="How many optimizer steps."
-        ),
-    ] = _DEFAULT.steps,
+    full: Annotated[
+        bool, typer.Option("--full", help=f"Run {FULL} seeds instead of one: N, N + 1 and N + 2.")
+    ] = False,
     seed: Annotated[
         int,
         typer.Option(
-            parser=whole_number(smallest=0, largest=2**63 - 1),
+            parser=whole_number(smallest=0, largest=LARGEST_SEED),
             metavar="N",
             help="Seed of the parameters and of the batches.",
         ),
-    ] = _DEFAULT.seed,
-    batch_accumulation: Annotated[
+    ] = 0,
+    steps: Annotated[
         int,
         typer.Option(
-            parser=whole_number(smallest=1, largest=2**20),
-            metavar="N",
-            help="How many equal micro-batches make a global batch. One, of "
-            f"{_DEFAULT.rows} x {_DEFAULT.length} characters, is computed: its loss is divided by "
-            "N before the backward pass, and its gradients are multiplied by N, in fp32, after it.",
+            parser=whole_number(smallest=1), metavar="N", help="How many steps each arm takes."
         ),
-    ] = _DEFAULT.accumulation,
-    scale: Annotated[
-        str,
+    ] = Setup.steps,
+    arm: Annotated[
+        list[str] | None,
         typer.Option(
-            metavar="dynamic|none|NUMBER",
-            help=f"What multiplies the loss. dynamic: {_DEFAULT.initial_scale:.0f} at the start, "
-            f"doubled after {_DEFAULT.growth_interval} clean steps in a row, halved after a "
-            "gradient overflowed. none: nothing. NUMBER: this, at every step.",
+            metavar="NAME",
+            help=f"Run this arm and no other; may be given again. One of {', '.join(NAMES)}.",
+            autocompletion=lambda: list(NAMES),
         ),
-    ] = "dynamic",
-    clip: Annotated[
-        str,
-        typer.Option(
-            metavar="NUMBER|none", help="The largest norm that all gradients together may have."
-        ),
-    ] = str(_DEFAULT.clip),
-    json_path: Annotated[
-        str | None,
-        typer.Option("--json", metavar="PATH", help="Write the summary, as JSON, to a new file."),
     ] = None,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FOLDER", help="Where everything is written."),
+    ] = Path("runs/demo"),
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Replace files of the same names that are no demo's."),
+    ] = False,
+    open_page: Annotated[
+        bool, typer.Option("--open", help="Open the page in the browser at the end.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
-    """Train a small GPT in emulated fp16 under GradientControl.
+    """Run the Goldilocks experiment: too small, too large, just right.
 
-    It learns Python's own documentation, on the CPU, in well under a minute. Its Linear layers
-    compute in fp32 and store in fp16, as a tensor core does. The run ends with what was skipped,
-    clipped, scaled and learned.
+    A small GPT learns Python's own documentation on the CPU, in fp32 and in emulated fp16: with and
+    without a loss scale at a global batch of 2 M tokens, with and without a clip at a high learning
+    rate. About a minute on two cores. What came of it is printed, drawn on a page, and written as
+    JSON; every arm leaves its run file. An earlier demo in the folder is replaced.
 
     \b
     Examples:
       gradilocks demo
-      gradilocks demo --scale none --steps 100
-      gradilocks demo --quiet --json demo.json
+      gradilocks demo --full --open
+      gradilocks demo --arm fp32 --arm just-right --steps 100 -o runs/short
     """
-    settings = Settings(
-        steps=steps,
-        seed=seed,
-        accumulation=batch_accumulation,
-        scale=_read_scale(scale),
-        clip=_read_clip(clip),
+    _run(
+        arms=_read_arms(arm),
+        seeds=range(seed, seed + (FULL if full else 1)),
+        setup=Setup(steps=steps),
+        folder=output,
+        force=force,
+        open_page=open_page,
+        quiet=quiet,
     )
-    target = None if json_path is None else Path(json_path)
-    if target is not None:
-        _check_new(target)
-    _train_and_show(settings, target, quiet=quiet)
 
 
-def _train_and_show(settings: Settings, target: Path | None, *, quiet: bool) -> None:
-    done: list[Step] = []
+def _run(
+    *,
+    arms: list[Arm],
+    seeds: range,
+    setup: Setup,
+    folder: Path,
+    force: bool,
+    open_page: bool,
+    quiet: bool,
+) -> None:
+    # Here and not above: --help must not wait for rich.
+    from gradilocks.cli.demo_files import command_line, write_all
+    from gradilocks.cli.demo_progress import State, show
+    from gradilocks.cli.demo_view import conclude, introduce, open_console
+    from gradilocks.demo.crew import work
+    from gradilocks.demo.folder import prepare, run_of
+    from gradilocks.demo.values import Job
+
+    prepare(folder, arms=arms, seeds=seeds, force=force)
+    command = command_line()
+    began, started = time.monotonic(), time.time()
+    jobs = [
+        Job(arm, number, setup, str(run_of(folder, arm, number)), command)
+        for number in seeds
+        for arm in arms
+    ]
+    state = State(jobs)
+    console = open_console(quiet=quiet)
     try:
-        # Until the first step is done: torch imports more of itself on the way there.
-        with HeldInterrupts() as interrupts:
-            # Here and not above: rich, and torch even more, take longer to import than --help
-            # takes to print.
-            from gradilocks.cli.demo_view import conclude, introduce, open_console, show_steps
-
-            console = open_console(quiet=quiet)
-            introduce(console, settings)
-            train = _import_train()
-            with show_steps(console, settings) as show:
-
-                def on_step(step: Step) -> None:
-                    done.append(step)
-                    show(step)
-                    interrupts.release()
-
-                summary = train(settings, on_step)
+        introduce(console, setup)
+        with show(console, state) as refresh, closing(work(_longest_first(jobs))) as news:
+            for each in news:
+                state.take(each)
+                refresh(each)
+        summary = write_all(
+            folder,
+            arms=arms,
+            setup=setup,
+            seeds=seeds,
+            state=state,
+            command=command,
+            started=started,
+            seconds=time.monotonic() - began,
+        )
     except KeyboardInterrupt as interrupt:
-        unwritten = "" if target is None else f" {target} was not written."
-        raise Interrupted(f"{describe_so_far(settings, done)}{unwritten}") from interrupt
-    if target is not None:
-        _write(target, summary)
-    conclude(console, summary)
+        raise Interrupted(state.so_far(folder)) from interrupt
+    conclude(console, summary, folder)
+    if open_page:
+        _open(folder)
 
 
-def _import_train() -> Callable[[Settings, Callable[[Step], None]], Summary]:
-    with warnings.catch_warnings():
-        # torch says this, once, where there is no NumPy; the demo needs none.
-        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-        from gradilocks.demo.train import train
-    return train
+def _longest_first(jobs: list[Job]) -> list[Job]:
+    return sorted(jobs, key=lambda job: ORDER.index(job.arm.name))
 
 
-def _read_scale(text: str) -> float | Literal["dynamic"] | None:
-    if text == "dynamic":
-        return "dynamic"
-    if text == "none":
-        return None
-    return number(
-        "--scale",
-        text,
-        smallest=SMALLEST,
-        largest=LARGEST,
-        words=("dynamic", "none"),
-    )
+def _read_arms(names: list[str] | None) -> list[Arm]:
+    for name in names or ():
+        if name not in NAMES:
+            raise typer.BadParameter(
+                f"expected {', '.join(NAMES[:-1])} or {NAMES[-1]}, got {name!r}.",
+                param_hint="'--arm'",
+            )
+    return [arm for arm in ARMS if not names or arm.name in names]
 
 
-def _read_clip(text: str) -> float | None:
-    if text == "none":
-        return None
-    return number("--clip", text, smallest=SMALLEST, largest=LARGEST, words=("none",))
+def _open(folder: Path) -> None:
+    import webbrowser
 
+    from gradilocks.demo.folder import PAGE
 
-def _check_new(path: Path) -> None:
-    """Creates the file and removes it again: better to fail now than after the training."""
-    try:
-        path.open("x").close()
-        path.unlink()
-    except FileExistsError as error:
-        what = "is a folder" if path.is_dir() else "is already there"
-        raise GradilocksError(f"--json {path} {what}; give the path of a new file.") from error
-    except OSError as error:
-        raise GradilocksError(f"--json {path} cannot be written: {error.strerror}.") from error
-
-
-def _write(path: Path, summary: Summary) -> None:
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            json.dump(summary.to_plain(), file, indent=2, allow_nan=False)
-            file.write("\n")
-    except OSError as error:
-        raise GradilocksError(f"--json {path} cannot be written: {error.strerror}.") from error
+    page = folder / PAGE
+    if not webbrowser.open(page.resolve().as_uri()):
+        raise GradilocksError(f"no browser was found; open {page} yourself.")

@@ -1,4 +1,4 @@
-"""The words and numbers of ``gradilocks demo``: Steps and a Summary enter, strings leave.
+"""The words and numbers of ``gradilocks demo``: values enter, strings leave.
 
 The words are ASCII, so that no encoding can fail on them.
 """
@@ -6,81 +6,89 @@ The words are ASCII, so that no encoding can fail on them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from gradilocks.demo.values import Settings, Step, Summary, summarize
+from gradilocks.demo.values import Step
+from gradilocks.report.words import number, power
 
+__all__ = ["clock", "describe_step", "loss_words", "table_rows", "verdict_words"]
 
-def describe_step(step: Step, skipped: int) -> str:
-    """Says in a few words what a step did, and how many were skipped up to it."""
-    return f"loss {step.loss:.3f}  scale {format_scale(step.scale)}  skipped {skipped}"
-
-
-def table_rows(summary: Summary) -> list[tuple[str, str]]:
-    """Returns the rows of the table: a name and what to say about it."""
-    settings = summary.settings
-    entries = [
-        ("steps", f"{summary.steps} in {summary.seconds:.1f} s"),
-        ("skipped", str(summary.skipped)),
-        ("clipped", str(summary.clipped)),
-        (
-            "scale",
-            f"{format_scale(summary.scale_first)} at the first step, "
-            f"{format_scale(summary.scale_last)} at the last",
-        ),
-        (
-            "loss",
-            f"{summary.loss_first:.3f} at the first step, {summary.loss_last:.3f} "
-            f"{_window(summary)}",
-        ),
-    ]
-    if summary.skipped:
-        entries.insert(2, ("culprits", _name_culprits(summary)))
-    if summary.underflow is not None:
-        lost = f"{summary.underflow.unscaled:.1%} without a scale"
-        if settings.scale is not None:
-            lost += f", {summary.underflow.scaled:.1%} with {format_scale(summary.scale_first)}"
-        entries.append(
-            (
-                "rounded to 0",
-                f"{lost}, of the gradients entering the last layer at the first step",
-            )
-        )
-    return entries
+Plain = Mapping[str, Any]
 
 
-def describe_so_far(settings: Settings, steps: Sequence[Step]) -> str:
-    """Says in one line what an interrupted run did."""
-    if not steps:
-        return "before the first step."
-    summary = summarize(settings, steps)
+def describe_step(step: Step, *, clipped: int, skipped: int) -> str:
+    """Says in a few words what a step did, and how many were clipped and skipped up to it."""
     return (
-        f"after {summary.steps} of {settings.steps} steps: {summary.skipped} skipped, "
-        f"{summary.clipped} clipped, scale {format_scale(summary.scale_last)}, loss "
-        f"{summary.loss_first:.3f} at the first step, {summary.loss_last:.3f} {_window(summary)}."
+        f"loss {loss_words(step.loss)}  scale {power(step.scale)}  clipped {clipped}  "
+        f"skipped {skipped}"
     )
 
 
-def format_scale(scale: float) -> str:
-    """Writes a power of two as one: ``2^16``; another number in a few digits.
+def loss_words(loss: float | None, digits: int = 3) -> str:
+    """A loss in a few digits.
 
     Example:
-        >>> format_scale(65536.0), format_scale(1000.0)
-        ('2^16', '1000')
+        >>> loss_words(2.31524), loss_words(3908.2), loss_words(None)
+        ('2.315', '3908', 'NaN')
     """
-    fraction, exponent = math.frexp(scale)
-    if fraction == 0.5 and exponent != 1:
-        return f"2^{exponent - 1}"
-    return f"{scale:.6g}"
+    if loss is None or math.isnan(loss):
+        return "NaN"
+    return f"{loss:.{digits}f}" if abs(loss) < 1000 else f"{loss:.4g}"
 
 
-def _window(summary: Summary) -> str:
-    if summary.loss_window == 1:
-        return "at the last"
-    return f"over the last {summary.loss_window}"
+def clock(seconds: float) -> str:
+    """A time as a clock has it.
+
+    Example:
+        >>> clock(5.4), clock(75)
+        ('0:05', '1:15')
+    """
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def _name_culprits(summary: Summary) -> str:
-    most = sorted(summary.culprits.items(), key=lambda entry: -entry[1])
-    named = ", ".join(f"{name} ({count} x)" for name, count in most[:3])
-    return named if len(most) <= 3 else f"{named} and {len(most) - 3} more"
+def table_rows(summary: Plain) -> list[tuple[str, ...]]:
+    """Returns the rows of the closing table: the heads first, then an arm each."""
+    several = len(summary["seeds"]) > 1
+    heads = ("arm", "start", "final loss", "skipped", "clipped", "norm", "lost")
+    rows: list[tuple[str, ...]] = [heads]
+    for arm in summary["arms"]:
+        runs = [run for run in summary["runs"] if run["arm"] == arm["name"]]
+        if not runs:
+            continue
+        rows.append(
+            (
+                arm["title"],
+                _mean(runs, "first_loss", loss_words),
+                _final(arm["final_loss"], several=several),
+                _range(runs, "skipped"),
+                _range(runs, "clipped"),
+                _mean(runs, "norm_largest", number),
+                _mean(runs, "lost", lambda share: f"{share:.1%}", nothing="-"),
+            )
+        )
+    return rows
+
+
+def verdict_words(holds: bool | None) -> str:
+    """Whether a claim holds, in a few words."""
+    return {True: "holds", False: "DOES NOT HOLD", None: "not judged"}[holds]
+
+
+def _final(spread: Plain, *, several: bool) -> str:
+    if spread["mean"] is None:
+        lost = spread["seeds"] - spread["finite"]
+        return f"NaN ({lost} of {spread['seeds']})" if several else "NaN"
+    if not several or spread["deviation"] is None:
+        return loss_words(spread["mean"], 4)
+    return f"{loss_words(spread['mean'], 4)} +- {spread['deviation']:.4f}"
+
+
+def _mean(runs: Sequence[Plain], name: str, words: Any, nothing: str = "NaN") -> str:
+    known = [run[name] for run in runs if run[name] is not None]
+    return str(words(sum(known) / len(known))) if known else nothing
+
+
+def _range(runs: Sequence[Plain], name: str) -> str:
+    least, most = min(run[name] for run in runs), max(run[name] for run in runs)
+    return f"{least}" if least == most else f"{least} to {most}"

@@ -1,27 +1,28 @@
-"""What ``gradilocks demo`` shows: Settings, Steps and a Summary enter, text leaves.
+"""What ``gradilocks demo`` says before and after: a Setup or a summary enters, text leaves.
 
-On a terminal the steps are a progress bar; in a pipe or a file they are plain lines without control
-codes.
+In a pipe or a file it is plain lines without control codes.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from gradilocks.cli.demo_text import describe_step, format_scale, table_rows
+from gradilocks.cli.demo_text import table_rows, verdict_words
 from gradilocks.cli.program import program
-from gradilocks.demo.values import Settings, Step, Summary
+from gradilocks.demo.arms import Setup
+from gradilocks.demo.folder import PAGE, SUMMARY
 
-SECONDS_BETWEEN_LINES = 10.0
+__all__ = ["conclude", "introduce", "open_console"]
+
+STYLES = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
 def open_console(*, quiet: bool) -> Console:
@@ -29,100 +30,47 @@ def open_console(*, quiet: bool) -> Console:
     return Console(quiet=quiet, force_terminal=sys.stdout.isatty(), highlight=False)
 
 
-def introduce(console: Console, settings: Settings) -> None:
-    """Says what is about to be trained, and with which scale."""
-    batch = settings.rows * settings.length
+def introduce(console: Console, setup: Setup) -> None:
+    """Says what is about to be compared."""
+    console.print(Text("The Goldilocks experiment", style="bold"))
     console.print(
-        f"A {settings.layers}-layer GPT learns to continue Python's own documentation. Its Linear "
-        "layers compute in fp32 and store in fp16, as a tensor core does."
+        f"A {setup.layers}-layer GPT learns Python's own documentation, on the CPU. fp16 is "
+        "emulated: stored in fp16, computed in fp32, as a tensor core does. One micro-batch of "
+        f"{setup.micro_batch:,} characters stands for {setup.accumulation:,} equal ones: a global "
+        f"batch of {setup.global_batch:,} tokens."
     )
-    if settings.accumulation > 1:
-        console.print(
-            f"Global batch: {settings.accumulation:,} equal micro-batches of {batch:,} characters. "
-            f"One is computed; its loss is divided by {settings.accumulation:,} before the "
-            "backward pass and its gradients are multiplied by that after it. What fp16 rounds to "
-            "zero in between stays zero."
-        )
-    if settings.scale == "dynamic":
-        console.print(
-            f"Scale: dynamic, from {format_scale(settings.initial_scale)}; doubled after "
-            f"{settings.growth_interval} clean steps in a row (by default 2,000: too slow to see "
-            "here), halved after an overflow."
-        )
-    elif settings.scale is None:
-        console.print("Scale: none.")
-    else:
-        console.print(f"Scale: {format_scale(settings.scale)} at every step.")
     console.print()
 
 
-@contextmanager
-def show_steps(console: Console, settings: Settings) -> Iterator[Callable[[Step], None]]:
-    """Yields the function that shows a step: as a bar on a terminal, else now and then a line."""
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield _line_writer(console, settings)
-        return
-    with Progress(
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(compact=True),
-        console=console,
-    ) as progress:
-        task = progress.add_task("", total=settings.steps)
-        skipped = 0
-
-        def show(step: Step) -> None:
-            nonlocal skipped
-            skipped += step.skipped
-            progress.update(task, completed=step.number, description=describe_step(step, skipped))
-
-        yield show
-
-
-def conclude(console: Console, summary: Summary) -> None:
-    """Prints the table of the run and what to do next."""
-    table = Table(box=box.SIMPLE_HEAVY, show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in table_rows(summary):
-        table.add_row(name, escape(value))
+def conclude(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """Prints the table, the three verdicts, and where to look next."""
+    heads, *rows = table_rows(summary)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
     console.print(table)
-    _suggest(console, summary.settings)
-
-
-def _line_writer(console: Console, settings: Settings) -> Callable[[Step], None]:
-    """Writes the first step, each tenth of the run, and the step after a long silence."""
-    every = max(1, settings.steps // 10)
-    skipped = 0
-    written = time.monotonic()
-
-    def show(step: Step) -> None:
-        nonlocal skipped, written
-        skipped += step.skipped
-        now = time.monotonic()
-        silent_for = now - written
-        if step.number == 1 or step.number % every == 0 or silent_for > SECONDS_BETWEEN_LINES:
-            written = now
-            place = f"step {step.number:>{len(str(settings.steps))}}/{settings.steps}"
-            console.print(f"{place}  {describe_step(step, skipped)}")
-
-    return show
-
-
-def _suggest(console: Console, settings: Settings) -> None:
-    name = program()
-    other = (
-        ("with a scale", f"{name} demo")
-        if settings.scale is None
-        else ("without a scale", f"{name} demo --scale none")
+    console.print(
+        Text(
+            "norm: the largest, before clipping; lost: of the gradients entering the last layer, "
+            "the share that fp16 rounds to zero at the first step",
+            style="dim",
+        )
     )
-    console.print("Next:")
-    for what, how in (
-        other,
-        ("every option", f"{name} demo --help"),
-        ("in your own loop", "control = gradilocks.GradientControl(optimizer, clip=1.0)"),
-        ("", "control.backward(loss); control.step(); control.zero_grad()"),
-        ("", "as in docs/quickstart.md and examples/"),
+    console.print()
+    for verdict in summary["verdicts"]:
+        title = Text.assemble(
+            (verdict["name"].capitalize(), "bold"),
+            ": ",
+            (verdict_words(verdict["holds"]), STYLES[verdict["holds"]]),
+        )
+        console.print(title)
+        console.print(Padding(Text(verdict["sentence"]), (0, 0, 0, 2)))
+    console.print()
+    for what, where in (
+        ("the page", str(folder / PAGE)),
+        ("the numbers", str(folder / SUMMARY)),
+        ("one arm", f"{program()} report {summary['runs'][0]['path']}"),
     ):
-        console.print(f"  {what:<16}  {how}", soft_wrap=True, markup=False)
+        console.print(f"{what:<11}  {where}", soft_wrap=True, markup=False)

@@ -1,6 +1,8 @@
-"""The demo: a small GPT trained in emulated fp16 under ``gradilocks.GradientControl``.
+"""The Goldilocks experiment: gradients too small, too large, and just right.
 
-Settings enter, a Summary leaves, and nothing here prints: ``gradilocks.cli.demo`` does. The folder
-reads in order: ``text`` (Python's own documentation, as batches) -> ``model`` (the GPT, built on
-the fp16 layers of ``half``) -> ``train`` (the loop); they speak in ``values``.
+Arms and a Setup enter, Results and Verdicts leave, and nothing here prints: ``gradilocks.cli.demo``
+does. The folder reads in order: ``arms`` (what is compared) and ``text`` (Python's own
+documentation, as batches) -> ``model`` (a plain GPT) -> ``train`` (the loop, one arm and one seed)
+-> ``worker`` and ``crew`` (two processes that share the arms out) -> ``verdicts`` (what the numbers
+say about each claim) -> ``summary`` (all of it as JSON). They speak in ``values``.
 """

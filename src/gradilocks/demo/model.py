@@ -1,8 +1,7 @@
 """A small GPT: characters enter, the logits of each next character leave.
 
-Its Linear layers are the class it is given, so the same model, with the same parameters from the
-same seed, trains in fp32 (``nn.Linear``) or in emulated fp16 (``HalfLinear``). Embeddings,
-LayerNorm, attention weights and the residual stream stay float32, as under autocast.
+Plain ``nn.Linear`` and ``scaled_dot_product_attention``: it knows nothing of number formats. Under
+``gradilocks.emulate`` the same model, with the same parameters, trains in another one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ class GPT(nn.Module):
         width: the size of the residual stream.
         layers: how many blocks.
         heads: how many attention heads; must divide ``width``.
-        linear: the class of every Linear layer.
     """
 
     def __init__(
@@ -32,14 +30,13 @@ class GPT(nn.Module):
         width: int = 64,
         layers: int = 2,
         heads: int = 4,
-        linear: type[nn.Linear] = nn.Linear,
     ) -> None:
         super().__init__()
         self.characters = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, linear) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = linear(width, vocabulary)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
         """Maps ``[rows, length]`` codes to ``[rows, length, vocabulary]`` logits."""
@@ -54,13 +51,13 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """Attention, then a two-layer perceptron, each added to the residual stream."""
 
-    def __init__(self, width: int, heads: int, linear: type[nn.Linear]) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, linear)
+        self.attention = Attention(width, heads)
         self.perceptron_norm = nn.LayerNorm(width)
         self.perceptron = nn.Sequential(
-            linear(width, 4 * width), nn.GELU(), linear(4 * width, width)
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
@@ -72,11 +69,11 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention: each character looks at itself and at those before it."""
 
-    def __init__(self, width: int, heads: int, linear: type[nn.Linear]) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.queries_keys_values = linear(width, 3 * width)
-        self.output = linear(width, width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
         rows, length, width = stream.shape

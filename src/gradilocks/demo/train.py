@@ -1,123 +1,168 @@
-"""The demo's training loop: Settings enter, a Step leaves after each step, a Summary at the end.
+"""One arm with one seed: a Job enters, a Step leaves after each step, a Result at the end.
 
-The loop is the one of the quickstart: ``control.backward(loss)``, ``control.step()``,
-``control.zero_grad()``. Two things are added to it to show what fp16 does to the gradients of a
-large global batch: the micro-batch is counted ``accumulation`` times, and what the first backward
-pass would lose is measured beforehand.
+The loop is that of the quickstart: ``control.backward(loss)``, ``control.step()``,
+``control.zero_grad()``, the forward pass under ``gradilocks.emulate``. Two things are added: the
+micro-batch is counted ``accumulation`` times, and what fp16 rounds to zero on the first way back
+is counted.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradilocks import DynamicScale, GradientControl, NoScale, StaticScale
-from gradilocks.demo.half import HalfLinear, underflow_share
+from gradilocks import GradientControl, Recorder, emulate
+from gradilocks.demo.arms import MADE_BY, Setup
 from gradilocks.demo.model import GPT
 from gradilocks.demo.text import Batches, Text, python_documentation
-from gradilocks.demo.values import Settings, Step, Summary, Underflow, summarize
+from gradilocks.demo.values import Job, Result, Step, summarize
+from gradilocks.errors import NeverFinite
+
+__all__ = ["build_model", "lost_share", "train"]
 
 
-def train(settings: Settings, on_step: Callable[[Step], None]) -> Summary:
-    """Trains the small GPT in emulated fp16 under ``GradientControl``.
+def train(job: Job, on_step: Callable[[Step], None]) -> Result:
+    """Trains the small GPT as the arm has it, and writes its run file.
 
     Args:
-        settings: what to train and how.
+        job: what to train and how.
         on_step: called after every step, in order, with what it did.
-
-    Returns:
-        The run in a few numbers.
-
-    Example:
-        >>> from gradilocks.demo.train import train
-        >>> from gradilocks.demo.values import Settings
-        >>> train(Settings(steps=2, rows=2, width=8), on_step=lambda step: None).steps
-        2
     """
     with _one_thread():
-        return _train(settings, on_step)
+        return _train(job, on_step)
 
 
-def _train(settings: Settings, on_step: Callable[[Step], None]) -> Summary:
+def _train(job: Job, on_step: Callable[[Step], None]) -> Result:
+    arm, setup = job.arm, job.setup
     text = python_documentation()
-    model = build_model(settings, text)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, fused=True)
-    control = GradientControl(
-        optimizer, model=model, clip=settings.clip, scale=_scale_policy(settings)
-    )
-    underflow = measure_underflow(settings, model, text, scale=control.scale)
-    batches = _batches(settings, text)
+    model = build_model(setup, text, seed=job.seed)
+    batches = Batches(text, rows=setup.rows, length=setup.length, seed=job.seed)
+    low = arm.format != "fp32"
     steps: list[Step] = []
+    lost: list[float] = []
+    stopped = None
     began = time.perf_counter()
-    for number in range(1, settings.steps + 1):
-        inputs, targets = batches.draw()
-        loss = _mean_loss(model(inputs), targets)
-        control.backward(loss / settings.accumulation)
-        _count_micro_batch(model, settings.accumulation)
-        outcome = control.step()
-        control.zero_grad()
-        step = Step(
-            number=number,
-            loss=loss.item(),
-            scale=outcome.scale,
-            norm=outcome.norm,
-            clipped=outcome.clipped,
-            skipped=outcome.skipped,
-            culprits=tuple(outcome.culprits) if outcome.skipped else (),
-        )
+
+    def note(step: Step) -> None:
         steps.append(step)
         on_step(step)
+
+    try:
+        with _recorder(job) as recorder:
+            control = GradientControl(
+                _optimizer(job, model),
+                model=model,
+                scale="dynamic" if arm.scaled else None,
+                clip=arm.clip,
+                record=recorder,
+            )
+            for number in range(1, setup.steps + 1):
+                inputs, targets = batches.draw()
+                with emulate(arm.format) if low else nullcontext():
+                    logits = model(inputs)
+                if low and number == 1:
+                    _on_the_way_back(logits, lambda gradient: lost.append(lost_share(gradient)))
+                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                # Divides what flows back and leaves the loss that the run file tells: the sum of
+                # so many losses, each divided by their count, is the loss again.
+                _on_the_way_back(loss, lambda gradient: gradient / setup.accumulation)
+                control.backward(loss)
+                _count_micro_batch(model, setup.accumulation)
+                value = loss.item()
+                try:
+                    outcome = control.step()
+                except NeverFinite:
+                    note(Step(number, value, steps[-1].scale, math.nan, False, True))
+                    raise
+                control.zero_grad()
+                note(
+                    Step(
+                        number=number,
+                        loss=value,
+                        scale=outcome.scale,
+                        norm=outcome.norm,
+                        clipped=outcome.clipped,
+                        skipped=outcome.skipped,
+                    )
+                )
+    except NeverFinite as error:
+        stopped = str(error).splitlines()[0]
     return summarize(
-        settings,
+        job,
         steps,
-        underflow=underflow,
+        lost=lost[0] if lost else None,
+        stopped=stopped,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         seconds=time.perf_counter() - began,
     )
 
 
-def build_model(settings: Settings, text: Text) -> GPT:
+def build_model(setup: Setup, text: Text, *, seed: int) -> GPT:
     """Builds the GPT from the seed and leaves torch's global random state as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(seed)
         return GPT(
             vocabulary=len(text.vocabulary),
-            length=settings.length,
-            width=settings.width,
-            layers=settings.layers,
-            heads=settings.heads,
-            linear=HalfLinear,
+            length=setup.length,
+            width=setup.width,
+            layers=setup.layers,
+            heads=setup.heads,
         )
 
 
-def measure_underflow(settings: Settings, model: GPT, text: Text, *, scale: float) -> Underflow:
-    """Measures, on the first batch, what fp16 zeroes of the gradients entering the last layer.
+def lost_share(gradient: torch.Tensor) -> float:
+    """Returns which share of the non-zero values fp16 rounds to zero; 0.0 if all are zero."""
+    nonzero = gradient.count_nonzero().item()
+    kept = gradient.half().count_nonzero().item()
+    return 1.0 - kept / nonzero if nonzero else 0.0
 
-    Args:
-        settings: gives the batch and the accumulation count.
-        model: its parameters and their gradients stay as they are.
-        text: gives the batch.
-        scale: the scale to compare with none.
-    """
-    inputs, targets = _batches(settings, text).draw()
-    logits = model(inputs)
-    loss = _mean_loss(logits, targets) / settings.accumulation
-    (unscaled,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    (scaled,) = torch.autograd.grad(loss * scale, logits)
-    return Underflow(unscaled=underflow_share(unscaled), scaled=underflow_share(scaled))
+
+def _on_the_way_back(tensor: torch.Tensor, look: Callable[[torch.Tensor], Any]) -> None:
+    """Shows a tensor's gradient to a function, which may return another one to go on with."""
+    register: Any = tensor.register_hook
+    register(look)
+
+
+def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    kinds: dict[str, type[torch.optim.Optimizer]] = {
+        "AdamW": torch.optim.AdamW,
+        "SGD": torch.optim.SGD,
+    }
+    made: Any = kinds[job.arm.optimizer]
+    optimizer: torch.optim.Optimizer = made(model.parameters(), lr=job.arm.rate, fused=True)
+    return optimizer
+
+
+def _recorder(job: Job) -> Recorder:
+    return Recorder(
+        job.path,
+        flush_every=10,  # So that an interrupt leaves nearly all of it.
+        exists="replace",
+        command=job.command or None,
+        settings={
+            "made_by": MADE_BY,
+            "arm": job.arm.name,
+            "seed": job.seed,
+            "format": job.arm.format,
+            "accumulation": job.setup.accumulation,
+        },
+        log=False,
+    )
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Holds torch to one thread, so that a run does not depend on the machine's cores or load.
 
-    The tensors are too small to share out. 300 steps on two cores took 10 to 13 s with two threads
-    and 15 to 17 s with one; while other programs ran, 76 to 82 s with two and 15 to 16 s with one.
+    The tensors are too small to share out: two arms side by side, one thread each, are faster than
+    one arm on two threads.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -127,29 +172,11 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _batches(settings: Settings, text: Text) -> Batches:
-    return Batches(text, rows=settings.rows, length=settings.length, seed=settings.seed)
-
-
-def _scale_policy(settings: Settings) -> DynamicScale | NoScale | StaticScale:
-    if settings.scale is None:
-        return NoScale()
-    if isinstance(settings.scale, str):
-        return DynamicScale(
-            init_scale=settings.initial_scale, growth_interval=settings.growth_interval
-        )
-    return StaticScale(settings.scale)
-
-
-def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def _count_micro_batch(model: nn.Module, times: int) -> None:
     """Turns one micro-batch's gradient into the sum of ``times`` equal ones.
 
-    Accumulation is in float32, where up to 2^13 equal fp16 values add up exactly, so the Linear
-    layers get what that many backward passes would leave, at the cost of one.
+    Accumulation is in float32, where up to 2^13 equal fp16 values add up exactly, so a Linear layer
+    gets what that many backward passes would leave, at the cost of one.
     """
     for parameter in model.parameters():
         if parameter.grad is not None:
