@@ -13,30 +13,12 @@ from typing import Any
 
 from gradilocks.auditing.histogram import Histogram, Shares, shares_of
 from gradilocks.auditing.judging import Judgement, judge, prefer
+from gradilocks.auditing.modules import ModuleGradients
 from gradilocks.auditing.words import describe_format, explain
 from gradilocks.errors import BadRunFile, GradilocksError
 from gradilocks.precision import Format, format_named
 
 __all__ = ["Audit", "FormatFinding", "ModuleGradients", "Recommendation", "formats_named"]
-
-
-@dataclass(frozen=True)
-class ModuleGradients:
-    """The gradients of one module."""
-
-    name: str
-    """As `model.named_modules()` has it; '' is the model itself."""
-    kind: str
-    """The module's class, as in 'Linear'."""
-    parameters: Histogram | None
-    """Of its own parameters; None if none had a gradient."""
-    activations: Histogram | None
-    """Of what it returned; None if that had no gradient."""
-
-    @cached_property
-    def together(self) -> Histogram:
-        """Both."""
-        return Histogram.total(h for h in (self.parameters, self.activations) if h is not None)
 
 
 @dataclass(frozen=True)
@@ -100,7 +82,7 @@ class Audit:
     ) -> Audit:
         """Judges histograms."""
         seen = {module.name: module.together for module in modules}
-        judged = [judge(format, seen) for format in formats]
+        judged = [judge(format, modules) for format in formats]
         chosen = prefer(judged)
         if not any(histogram.values for histogram in seen.values()):
             chosen = None
@@ -110,7 +92,7 @@ class Audit:
             precision=precision,
             loss_scale=loss_scale,
             modules=tuple(modules),
-            formats=tuple(_finding(each, seen) for each in judged),
+            formats=tuple(_finding(each) for each in judged),
             recommendation=Recommendation(
                 format="fp32" if chosen is None else chosen.format.name,
                 scale=1.0 if chosen is None else chosen.scale,
@@ -292,13 +274,13 @@ def _named(format: Any) -> Format:
     return format if isinstance(format, Format) else format_named(str(format))
 
 
-def _finding(judged: Judgement, seen: Mapping[str, Histogram]) -> FormatFinding:
+def _finding(judged: Judgement) -> FormatFinding:
     return FormatFinding(
         format=judged.format,
         scale=judged.scale,
         holds=judged.holds,
         keep=judged.keep,
-        words=describe_format(judged, seen),
+        words=describe_format(judged),
         unscaled=judged.unscaled,
         scaled=judged.scaled,
     )

@@ -13,7 +13,7 @@ __all__ = ["called", "describe_format", "explain", "listed", "percent", "scale_t
 _NAMES_SHOWN = 4
 
 
-def describe_format(judged: Judgement, seen: Mapping[str, Histogram]) -> str:
+def describe_format(judged: Judgement) -> str:
     """One sentence about one format."""
     name = judged.format.name
     shares = judged.scaled
@@ -121,8 +121,8 @@ def _refused(judged: Judgement) -> str:
     shares = judged.scaled
     return (
         f"{judged.format.name} does not hold them: at scale {scale_text(judged.scale)}, the most "
-        f"that the largest allow, it loses {percent(shares.lost)} of the gradients to zero, and "
-        "too many modules would have to be kept out."
+        f"that the largest allow, it loses {percent(shares.lost)} of the gradients to zero, too "
+        f"much in {listed(judged.broken)}."
     )
 
 
