@@ -170,7 +170,8 @@ def test_the_assets_are_in_the_package() -> None:
     import gradilocks.report
 
     folder = Path(gradilocks.report.__file__).parent / "assets"
-    assert {path.name for path in folder.iterdir()} == {"page.css", "page.js"}
+    assets = {f"{name}.{kind}" for name in ("page", "audit") for kind in ("css", "js")}
+    assert {path.name for path in folder.iterdir()} == assets
 
 
 # --- axes, headings, hover -----------------------------------------------------------------------

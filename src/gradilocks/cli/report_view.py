@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from gradilocks.report.audited import mentioned, recommended
 from gradilocks.report.facts import Reported, main_numbers
 from gradilocks.report.values import Finding
 from gradilocks.report.words import clean
@@ -62,6 +63,8 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
             numbers = [f"{name} {value}" for name, value in main_numbers(one, track)[:-1]]
             of = f"{track.label}: " if track.several else ""
             _print(console, Text(of + ", ".join(numbers), style="dim"), width)
+        if one.run.audit is not None:
+            _print(console, Text(mentioned(one.run.audit)), width)
         for finding in health.findings:
             _print(console, Text(""), width)
             _show(console, finding, width)
@@ -80,6 +83,7 @@ def print_json(reports: Sequence[Reported], page: Path | None) -> None:
                 "verdict": one.health.verdict,
                 "sentence": one.health.sentence,
                 "findings": [finding.to_plain() for finding in one.health.findings],
+                "audit": None if one.run.audit is None else recommended(one.run.audit),
             }
             for one in reports
         ],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gradilocks.errors import GradilocksError
-from gradilocks.report.page import GENERATOR
+from gradilocks.report.frame import GENERATOR
 from gradilocks.report.places import settled
 
 __all__ = ["choose", "labels", "write"]
@@ -44,14 +44,22 @@ def labels(runs: Sequence[Path]) -> list[str]:
     return [str(run) for run in runs]
 
 
-def write(page: Path, render: Callable[[], str], *, identity: str, force: bool) -> None:
+def write(
+    page: Path,
+    render: Callable[[], str],
+    *,
+    identity: str,
+    force: bool,
+    what: str = "report on these runs",
+) -> None:
     """Writes a page beside its place and moves it there, so that there is never half of one.
 
     Args:
         page: where.
         render: makes the page; called once nothing stands in the way.
-        identity: of the runs it is about, as in `gradilocks.report.page.identity`.
-        force: whether to replace what is no report on these runs.
+        identity: of what it is about, as in `gradilocks.report.page.identity`.
+        force: whether to replace what is no such page.
+        what: what the page is, in words.
 
     Raises:
         GradilocksError: something else is there, or the place cannot be written.
@@ -61,8 +69,8 @@ def write(page: Path, render: Callable[[], str], *, identity: str, force: bool) 
         raise GradilocksError(f"{page} is a folder; give the path of a page, as {page / 'a.html'}.")
     if page.exists() and not force and not _own(page, identity):
         raise GradilocksError(
-            f"{page} is already there and is no report on these runs; choose another name with -o, "
-            "or replace it with --force."
+            f"{page} is already there and is no {what}; choose another name with -o, or replace it "
+            "with --force."
         )
     beside = page.with_name(f".{page.name}.{os.getpid()}.part")
     try:

@@ -1,30 +1,22 @@
-"""Reports on runs → one HTML page that needs nothing else: style, script, plots and data inside.
-
-Text from a run file reaches the page in two ways only: through `html.escape`, and as JSON in a data
-block in which no ``<``, ``>`` or ``&`` stands. On top of that the page's own policy lets the
-browser run the scripts with these hashes and no other, and fetch nothing.
-"""
+"""Reports on runs → one HTML page, framed so that it needs nothing else."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
-from typing import Any
 
-from gradilocks.errors import GradilocksError
+from gradilocks.report.audit_panel import Panel, panel
 from gradilocks.report.facts import Reported, in_short, main_numbers, what_ran
-from gradilocks.report.figures import Figure, Section, sections
+from gradilocks.report.figures import Section, sections
+from gradilocks.report.frame import framed, headed
+from gradilocks.report.markup import drawing, numeral, prose, sentence_case, swatch
 from gradilocks.report.tracks import Track
 from gradilocks.report.values import Finding, Health
 
-__all__ = ["GENERATOR", "identity", "render"]
+__all__ = ["identity", "render"]
 
-GENERATOR = "gradilocks report"
 MARKS = {"problem": "✕", "warning": "!", "note": "i"}
 # From here on the digits of a number tell less than its size.
 HUGE = 1e9
@@ -38,42 +30,28 @@ def render(reports: Sequence[Reported]) -> str:
         reports: one or more; several are drawn over each other.
     """
     laid_out = sections(reports)
+    panels = _panels(reports)
     plots = {f.key: f.plot for section in laid_out for f in section.figures}
-    plotly, script = _plotly(), _asset("page.js")
-    policy = (
-        "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
-        "img-src data: blob:; "
-        f"script-src {_hash(plotly)} {_hash(script)}"
-    )
+    for made in panels:
+        plots.update(made.plots)
     title = " and ".join(one.label for one in reports[:2])
     title += f" and {len(reports) - 2} more" if len(reports) > 2 else ""
-    head = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="generator" content="{GENERATOR}">\n'
-        f'<meta name="gradilocks-runs" content="{identity(reports)}">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)} · Gradilocks report</title>\n"
-        f"<style>\n{_asset('page.css')}</style>\n</head>\n"
+    parts = [
+        _header(title, reports),
+        "<main>",
+        *_summaries(reports),
+        *(_section(section) for section in laid_out),
+        *(made.html for made in panels),
+        _ran(reports),
+        "</main>",
+    ]
+    return framed(
+        f"{title} · Gradilocks report",
+        parts,
+        plots,
+        identity=identity(reports),
+        audited=bool(panels),
     )
-    body = "\n".join(
-        [
-            "<body>",
-            _header(title, reports),
-            "<main>",
-            *_summaries(reports),
-            *(_section(section) for section in laid_out),
-            _ran(reports),
-            "</main>",
-            _footer(),
-            f'<script type="application/json" id="plots">{_embedded(plots)}</script>',
-            f"<script>{plotly}</script>",
-            f"<script>{script}</script>",
-            "</body>\n</html>\n",
-        ]
-    )
-    return head + body
 
 
 def identity(reports: Sequence[Reported]) -> str:
@@ -94,12 +72,21 @@ def _header(title: str, reports: Sequence[Reported]) -> str:
             f'<p class="ran-short"><code>{escape(command)}</code><br>'
             f"{escape(in_short(reports[0].run))}</p>"
         )
-    return (
-        f'<header><div><p class="kind">{kind}</p><h1>{escape(title)}</h1>{ran}</div>'
-        '<button type="button" id="theme" hidden>Dark</button></header>\n'
-        '<noscript><p class="noscript">The plots need JavaScript, which is switched off here. '
-        "Findings and numbers are complete without it.</p></noscript>"
-    )
+    return headed(kind, title, ran)
+
+
+def _panels(reports: Sequence[Reported]) -> list[Panel]:
+    """What an audit found, for each run that carries one."""
+    several = len(reports) > 1
+    return [
+        panel(
+            one.run.audit,
+            key=f"a{number}",
+            heading=f"Audit{f': {swatch(number)}{escape(one.label)}' if several else ''}",
+        )
+        for number, one in enumerate(reports)
+        if one.run.audit is not None
+    ]
 
 
 def _summaries(reports: Sequence[Reported]) -> list[str]:
@@ -109,7 +96,7 @@ def _summaries(reports: Sequence[Reported]) -> list[str]:
     parts = [_table(reports)]
     for number, one in enumerate(reports):
         parts.append(
-            f'<section class="run"><h2>{_swatch(number)}{escape(one.label)}</h2>'
+            f'<section class="run"><h2>{swatch(number)}{escape(one.label)}</h2>'
             f"{_verdict(one.health)}{_findings(one.health, headed=False)}</section>"
         )
     return parts
@@ -120,7 +107,7 @@ def _verdict(health: Health) -> str:
     mark = {"good": "✓"}.get(kind) or MARKS[kind]
     return (
         f'<p class="verdict {kind}"><span class="mark" aria-hidden="true">{mark}</span>'
-        f"<span><strong>{_sentence_case(health.verdict)}.</strong> {escape(health.sentence)}"
+        f"<span><strong>{sentence_case(health.verdict)}.</strong> {escape(health.sentence)}"
         "</span></p>"
     )
 
@@ -140,8 +127,8 @@ def _finding(finding: Finding) -> str:
     return (
         f'<li class="{finding.severity}"><span class="mark" aria-hidden="true">'
         f"{MARKS[finding.severity]}</span><div>"
-        f'<h3><span class="severity">{_sentence_case(finding.severity)}: </span>'
-        f"{escape(finding.title)}</h3><p>{_prose(finding.sentence)}</p>"
+        f'<h3><span class="severity">{sentence_case(finding.severity)}: </span>'
+        f"{escape(finding.title)}</h3><p>{prose(finding.sentence)}</p>"
         + (f'<p class="evidence">{numbers}</p>' if numbers else "")
         + "</div></li>"
     )
@@ -150,10 +137,10 @@ def _finding(finding: Finding) -> str:
 def _tiles(one: Reported) -> str:
     made = []
     for track in one.tracks:
-        head = f"<h2>{escape(_sentence_case(track.label))}</h2>" if track.several else ""
+        head = f"<h2>{escape(sentence_case(track.label))}</h2>" if track.several else ""
         pairs = [pair for pair in main_numbers(one, track) if pair[0] != "verdict"]
         cells = "".join(
-            f"<div><dt>{escape(name)}</dt><dd>{_numeral(value)}</dd></div>" for name, value in pairs
+            f"<div><dt>{escape(name)}</dt><dd>{numeral(value)}</dd></div>" for name, value in pairs
         )
         made.append(f'{head}<dl class="tiles">{cells}</dl>')
     return "\n".join(made)
@@ -166,9 +153,9 @@ def _table(reports: Sequence[Reported]) -> str:
         for track in shown:
             pairs = main_numbers(one, track)
             names = max(names, [name for name, _ in pairs], key=len)
-            cells = "".join(f"<td>{_numeral(value)}</td>" for _, value in pairs)
+            cells = "".join(f"<td>{numeral(value)}</td>" for _, value in pairs)
             which = f", {track.label}" if track is not None and track.several else ""
-            label = f"{_swatch(number)}{escape(one.label + which)}"
+            label = f"{swatch(number)}{escape(one.label + which)}"
             rows.append(f'<tr><th scope="row">{label}</th>{cells}</tr>')
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     return (
@@ -184,25 +171,14 @@ def _section(section: Section) -> str:
         '<p class="hint">Drag across a plot to zoom; all plots of a section follow. Double-click '
         "to see everything again. Point at a line or a cell for its numbers.</p>"
     )
-    figures = "\n".join(_figure(figure) for figure in section.figures)
+    figures = "\n".join(drawing(figure) for figure in section.figures)
     return f'<section class="plots">{title}{hint}<div class="grid">\n{figures}\n</div></section>'
-
-
-def _figure(figure: Figure) -> str:
-    remark = f'<p class="remark">{escape(figure.remark)}</p>' if figure.remark else ""
-    wide = " wide" if figure.wide else ""
-    return (
-        f'<figure class="plot{wide}"><figcaption><h3>{escape(figure.title)}</h3>'
-        f"<p>{escape(figure.reading)}</p>{remark}</figcaption>"
-        f'<div class="canvas" id="{figure.key}" style="height:{figure.height}px" role="img" '
-        f'aria-label="{escape(f"Plot: {figure.title}. {figure.reading}")}"></div></figure>'
-    )
 
 
 def _ran(reports: Sequence[Reported]) -> str:
     parts = []
     for number, one in enumerate(reports):
-        head = f"<h3>{_swatch(number)}{escape(one.label)}</h3>" if len(reports) > 1 else ""
+        head = f"<h3>{swatch(number)}{escape(one.label)}</h3>" if len(reports) > 1 else ""
         rows = "".join(
             f"<div><dt>{escape(name)}</dt><dd>{_fact(name, value)}</dd></div>"
             for name, value in what_ran(one.run)
@@ -211,63 +187,12 @@ def _ran(reports: Sequence[Reported]) -> str:
     return f'<section class="ran"><h2>What ran</h2>{"".join(parts)}</section>'
 
 
-def _footer() -> str:
-    from gradilocks import __version__
-
-    return (
-        f"<footer><p>Made by Gradilocks {__version__}. This page is complete: it loads "
-        "nothing from anywhere.</p></footer>"
-    )
-
-
 def _fact(name: str, value: str) -> str:
     shown = escape(value)
     return f"<code>{shown}</code>" if name in ("command", "run file") else shown
-
-
-def _numeral(value: str) -> str:
-    """A number as type has it: a power raised, a share in brackets small."""
-    raised = re.sub(r"\b2\^(-?\d+)", r"2<sup>\1</sup>", escape(value))
-    return re.sub(r" \((.+)\)$", r" <small>\1</small>", raised)
-
-
-def _swatch(number: int) -> str:
-    return f'<span class="swatch" data-run="{number}" aria-hidden="true"></span>'
-
-
-def _prose(sentence: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
 def _shown(value: float | int | str) -> str:
     if isinstance(value, str):
         return value
     return f"{value:,.4g}" if value % 1 or abs(value) >= HUGE else f"{value:,.0f}"
-
-
-def _sentence_case(words: str) -> str:
-    return escape(words[:1].upper() + words[1:])
-
-
-def _embedded(data: Any) -> str:
-    """JSON that no HTML parser can take for anything else; ASCII, so also without U+2028."""
-    dumped = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return dumped.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise GradilocksError("plotly is not installed: pip install plotly") from error
-    # A script ends at the first "</script", even inside a string of its own.
-    return str(get_plotlyjs()).replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _asset(name: str) -> str:
-    return (files("gradilocks.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _hash(script: str) -> str:
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -23,6 +23,7 @@ __all__ = [
     "line",
     "skip_marks",
     "staircase",
+    "unique",
 ]
 
 # Twice what a wide screen has pixels across: the smallest and the largest of each pixel.
@@ -155,7 +156,7 @@ def heat(track: Track, field: Callable[[Tensor], Sequence[float]], *, maps: int)
     return Heat(
         edges=_edges(track, spans),
         columns=[_covers(track, span) for span in spans],
-        rows=_unique([_row_name(track, row) for row in rows]),
+        rows=unique([_row_name(track, row) for row in rows]),
         z=z,
         thinned=len(track.detailed) if len(spans) < len(track.detailed) else 0,
         folded=len(track.tensors) if len(rows) < len(track.tensors) else 0,
@@ -199,7 +200,7 @@ def _row_name(track: Track, row: range) -> str:
     return first if len(row) == 1 else f"{first} … {last}"
 
 
-def _unique(names: list[str]) -> list[str]:
+def unique(names: list[str]) -> list[str]:
     """Names told apart: an axis would lay two rows of one name over each other."""
     seen: dict[str, int] = {}
     told = []

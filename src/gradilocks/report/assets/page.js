@@ -17,6 +17,15 @@
     dark: [[0, "#2d3036"], [0.5, "#c2762b"], [1, "#ffc988"]],
   };
 
+  // How many of a module's gradients have a magnitude: one hue, pale for few.
+  const DENSITY = {
+    light: [[0, "#e8f1f8"], [0.5, "#5a9bd4"], [1, "#08345f"]],
+    dark: [[0, "#233140"], [0.5, "#3f83bd"], [1, "#cfe8ff"]],
+  };
+  const HISTOGRAMS = { activations: "run1", parameters: "run0" };
+  // What becomes of a number in a format: the colour behind it, and that of its name.
+  const FATES = { lost: "problem", subnormal: "warning", normal: "good", overflow: "problem" };
+
   const stored = () => { try { return localStorage.getItem("gradilocks-theme"); } catch { return null; } };
   const store = (name) => { try { localStorage.setItem("gradilocks-theme", name); } catch { /* not kept */ } };
   const theme = () => root.dataset.theme || (prefersDark.matches ? "dark" : "light");
@@ -27,7 +36,11 @@
   function coloured(trace) {
     const { run = 0, role, scale } = trace.meta;
     if (trace.type === "heatmap") {
-      return { colorscale: { ratio: RATIO[theme()], share: SHARE[theme()] }[scale] || "Viridis" };
+      return { colorscale: { ratio: RATIO[theme()], share: SHARE[theme()], density: DENSITY[theme()] }[scale] || "Viridis" };
+    }
+    if (role in HISTOGRAMS) {
+      const own = colour(HISTOGRAMS[role]);
+      return { "line.color": own, fillcolor: `${own}38` };
     }
     const own = colour(`run${run % RUNS}`);
     if (role === "skip") {
@@ -64,6 +77,7 @@
       orientation: "h", x: 0, xanchor: "left", y: 1, yanchor: "bottom", ypad: 4, len: narrow() ? 0.9 : 0.4,
       thickness: 10, outlinewidth: 0, tickfont: { size: 12 }, ticklabelposition: "outside bottom",
     };
+    if (scale === "density") Object.assign(bar, { yref: "container", yanchor: "top", ypad: 0 });
     trace.colorbar = bar;
     if (scale === "share") {
       Object.assign(trace, { zmin: 0, zmax: 1 });
@@ -75,8 +89,8 @@
       if (value > 0) { low = Math.min(low, value); high = Math.max(high, value); }
     }
     if (high <= 0) { low = high = 1e-3; }
-    // Twelve decades are all that eyes can tell apart in a colour bar.
-    let from = Math.max(Math.log10(low), Math.log10(high) - 12), to = Math.log10(high);
+    // Twelve decades are all that eyes can tell apart in a colour bar; four, in one hue.
+    let from = Math.max(Math.log10(low), Math.log10(high) - (scale === "density" ? 4 : 12)), to = Math.log10(high);
     if (scale === "ratio") {
       const reach = Math.min(5, Math.max(1, to + 3, -3 - from));
       [from, to] = [-3 - reach, -3 + reach];
@@ -86,7 +100,7 @@
     const every = Math.max(1, Math.ceil((to - from) / 6));
     const ticks = [];
     for (let at = Math.ceil(from); at <= to; at += 1) if (at % every === 0) ticks.push(at);
-    Object.assign(bar, { tickvals: ticks, ticktext: ticks.map((at) => `10<sup>${at}</sup>`) });
+    Object.assign(bar, { tickvals: ticks, ticktext: ticks.map((at) => (scale === "density" ? `${100 * 10 ** at}%` : `10<sup>${at}</sup>`)) });
     if (ticks.length < 2) {
       const ends = [from, (from + to) / 2, to];
       Object.assign(bar, { tickvals: ends, ticktext: ends.map((at) => (10 ** at).toPrecision(2)) });
@@ -109,7 +123,7 @@
     target[last] = value;
   }
 
-  function laidOut(plot) {
+  function laidOut(plot, width) {
     const axis = (given) => ({
       automargin: true, ...given, title: { text: given.title || "", standoff: 12, font: { size: 13 } },
       ticks: "outside", ticklen: 4,
@@ -118,16 +132,101 @@
       font: { family: getComputedStyle(document.body).fontFamily, size: 13 },
       margin: { l: 56, r: 16, t: plot.heat ? 40 : plot.legend ? 36 : 12, b: 56 },
       dragmode: "zoom", hovermode: plot.heat ? "closest" : "x unified",
+      uirevision: (plot.active || []).join(),
       hoverlabel: { align: "left", namelength: 40 },
       xaxis: { ...axis(plot.x), automargin: false, hoverformat: ",d", tickformat: ",~r", showgrid: !plot.heat, zeroline: false },
       yaxis: { ...axis(plot.y), zeroline: false, showgrid: !plot.heat },
       showlegend: Boolean(plot.legend),
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemsizing: "constant" },
     };
-    if (!plot.heat) layout.xaxis.unifiedhovertitle = { text: `${plot.x.title} %{x:,d}` };
+    if (!plot.heat) layout.xaxis.unifiedhovertitle = { text: plot.hover || `${plot.x.title} %{x:,d}` };
     if (plot.heat && narrow()) layout.yaxis.showticklabels = false;
     for (const [path, value] of Object.entries(surroundings())) put(layout, path, value);
+    if (plot.bands) windowed(plot, layout, width);
     return layout;
+  }
+
+  // A format's window: bands behind histograms, or over a heat map, with the names of fates.
+  function windowed(plot, layout, width) {
+    const rows = plot.rows || [""];
+    const tall = (1 - 0.14 * (rows.length - 1)) / rows.length;
+    const domain = (row) => [1 - (row + 1) * tall - row * 0.14, 1 - row * (tall + 0.14)];
+    const axis = (row) => (row ? `y${row + 1}` : "y");
+    Object.assign(layout.xaxis, { range: plot.range.slice(), hoverformat: null, dtick: apart(plot.range, width), tick0: 0 });
+    layout.margin.t = plot.heat ? 70 : 64;
+    layout.shapes = [];
+    layout.annotations = [];
+    if (plot.rows) {
+      layout.xaxis.anchor = axis(rows.length - 1);
+      layout.legend.y = 1 + 30 / (plot.height * 0.8);
+      rows.forEach((title, row) => {
+        layout[`yaxis${row ? row + 1 : ""}`] = { ...layout.yaxis, domain: domain(row), range: [0, plot.top], nticks: 5 };
+        layout.annotations.push({
+          text: `<b>${title}</b>`, showarrow: false, xref: "paper", x: 0, xanchor: "left", yref: `${axis(row)} domain`,
+          y: 1, yanchor: "bottom", font: { size: 14, color: colour("ink") },
+        });
+      });
+    }
+    const across = width - layout.margin.l - layout.margin.r - (plot.heat && !narrow() ? 180 : 0);
+    const pixels = across / (plot.range[1] - plot.range[0]);
+    for (const band of plot.bands) {
+      const back = colour(`${FATES[band.fate]}-back`), name = colour(FATES[band.fate]);
+      const yref = `${axis(band.row)} domain`;
+      const solid = !plot.heat || band.fate === "normal" ? (plot.heat ? 0 : 1) : band.fate === "subnormal" ? 0.25 : 0.6;
+      layout.shapes.push({
+        type: "rect", x0: band.x0, x1: band.x1, y0: 0, y1: 1, yref, line: { width: 0 }, fillcolor: back, opacity: solid,
+        layer: plot.heat ? "above" : "below", name: `band ${band.fate}`,
+      });
+      if (band.fate !== "lost") {
+        layout.shapes.push({
+          type: "line", x0: band.x0, x1: band.x0, y0: 0, y1: 1, yref, layer: "above", name: `edge ${band.fate}`,
+          line: { width: 1.5, color: name },
+        });
+      }
+      const from = Math.max(band.x0, plot.range[0]), to = Math.min(band.x1, plot.range[1]);
+      const room = (to - from) * pixels;
+      if (room < 16) continue;
+      const words = [band.fate, band.share && `<b>${band.share}</b>`, band.ends].filter(Boolean).join("<br>");
+      const upright = room < 6.8 * band.fate.length;
+      if (upright && plot.heat) continue;
+      layout.annotations.push({
+        text: upright ? words.replaceAll("<br>", " ") : words, showarrow: false, x: (from + to) / 2, yref, y: 1,
+        yanchor: plot.heat ? "bottom" : "top", yshift: plot.heat ? 0 : -3, textangle: upright ? -90 : 0,
+        font: { size: 12, color: name }, name: `name ${band.fate}`,
+      });
+    }
+    if (plot.moved) {
+      const { from, to, words } = plot.moved;
+      layout.annotations.push({
+        text: words, x: to, ax: from, axref: "x", y: 0.55 * plot.top, ay: 0.55 * plot.top, yref: "y2", ayref: "y2",
+        arrowhead: 2, arrowwidth: 1.5, arrowcolor: colour("muted"), font: { size: 13, color: colour("ink") },
+        xanchor: "right", name: "move",
+      });
+    }
+    for (const at of plot.before || []) {
+      layout.shapes.push({
+        type: "line", x0: at, x1: at, y0: 0, y1: 1, yref: "y domain", layer: "above", name: "edge at scale 1",
+        line: { width: 1.5, dash: "dot", color: colour("ink") },
+      });
+    }
+  }
+
+  // Ticks at powers of two that are themselves round, as many as there is room for.
+  function apart([from, to], width) {
+    return [1, 2, 4, 8, 16, 32, 64].find((each) => ((to - from) / each) * 48 < width) || 128;
+  }
+
+  // A plot with views shows those that are on, over what they share.
+  const shown = (plot) => Object.assign({}, plot, ...(plot.active || []).map((name) => plot.views[name]));
+
+  function redraw(canvas, plot) {
+    const now = shown(plot);
+    const layout = laidOut(now, canvas.clientWidth);
+    if (now.height) {
+      canvas.style.height = `${now.height}px`;
+      layout.height = now.height;
+    }
+    return Plotly.react(canvas, structuredClone(now.traces).map(drawn), layout, config);
   }
 
   // Named one by one: plotly.js adds buttons of its own, also one that uploads the chart. The empty
@@ -161,6 +260,7 @@
   function recolour() {
     for (const canvas of canvases) {
       if (!canvas.data) continue;
+      if (plots[canvas.id].views) { redraw(canvas, plots[canvas.id]); continue; }
       const each = canvas.data.map(coloured);
       const restyled = {};
       for (const key of new Set(each.flatMap(Object.keys))) {
@@ -189,6 +289,15 @@
   });
   prefersDark.addEventListener("change", recolour);
 
+  // Names that had no room may have it now, and the other way round.
+  let settling;
+  addEventListener("resize", () => {
+    clearTimeout(settling);
+    settling = setTimeout(() => {
+      for (const canvas of canvases) if (plots[canvas.id].views) redraw(canvas, plots[canvas.id]);
+    }, 150);
+  });
+
   // Paper is light.
   let before;
   addEventListener("beforeprint", () => { before = root.dataset.theme; root.dataset.theme = "light"; recolour(); });
@@ -200,7 +309,13 @@
   paint();
   for (const canvas of canvases) {
     const plot = plots[canvas.id];
-    Plotly.newPlot(canvas, plot.traces.map(drawn), laidOut(plot), config).then(() => {
+    canvas.addEventListener("view", ({ detail }) => {
+      plot.active = detail.filter((name) => name in plot.views);
+      redraw(canvas, plot);
+    });
+    const made = plot.views ? redraw(canvas, plot)
+      : Plotly.newPlot(canvas, plot.traces.map(drawn), laidOut(plot), config);
+    made.then(() => {
       canvas.on("plotly_relayout", (changed) => follow(canvas, changed));
       canvas.dataset.ready = "yes";
     });

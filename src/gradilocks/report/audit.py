@@ -1,0 +1,71 @@
+"""An audit, as plain data → a page of its own, in the look of a report; or one line for a terminal.
+
+What enters is what `gradilocks audit` found, as in its JSON and in a run file's ``audit`` line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradilocks.errors import GradilocksError
+from gradilocks.report.audit_panel import panel_of
+from gradilocks.report.audited import UnreadableAudit, audited
+from gradilocks.report.frame import framed, headed
+from gradilocks.report.output import write
+from gradilocks.report.words import clean
+
+__all__ = ["audit_page", "write_audit_page"]
+
+
+def write_audit_page(
+    path: Path, audit: Mapping[str, Any], *, title: str, force: bool = False
+) -> None:
+    """Writes one HTML page that opens offline and holds everything it needs.
+
+    Args:
+        path: where. An audit page of the same title is replaced.
+        audit: what the audit found, as plain data.
+        title: what was audited, as in "train.py".
+        force: whether to replace whatever else is there.
+
+    Raises:
+        GradilocksError: the data are not an audit's, something else is there, or the place cannot
+            be written.
+    """
+    page = audit_page(audit, title=title)
+    write(
+        Path(path),
+        lambda: page,
+        identity=_identity(title),
+        force=force,
+        what=f"audit of {clean(title)}",
+    )
+
+
+def audit_page(audit: Mapping[str, Any], *, title: str) -> str:
+    """Returns the page.
+
+    Raises:
+        GradilocksError: the data are not an audit's.
+    """
+    try:
+        read = audited(audit)
+    except UnreadableAudit as error:
+        raise GradilocksError(f"the audit cannot be shown: {error}.") from error
+    shown = clean(title)
+    made = panel_of(read, key="a0")
+    return framed(
+        f"{shown} · Gradilocks audit",
+        [headed("Gradilocks audit", shown), "<main>", made.html, "</main>"],
+        made.plots,
+        identity=_identity(title),
+        audited=True,
+    )
+
+
+def _identity(title: str) -> str:
+    named = f"audit {title}".encode("utf-8", "backslashreplace")
+    return hashlib.sha256(named).hexdigest()[:16]
