@@ -73,7 +73,7 @@ def gather(
         steps=steps,
         formats=formats,
         precision=_precision(listener),
-        loss_scale=float(listener.scale),
+        loss_scale=float(listener.divided),
     )
 
 

@@ -52,6 +52,8 @@ class Judgement:
     """Of the values that are not kept out, at `scale`."""
     loud: tuple[str, ...] = ()
     """Those of `keep` whose values are too large for the scale that the rest needs."""
+    lost_mass: float = 0.0
+    """The share of the sum of magnitudes that is lost at `scale`, without the kept ones."""
     broken: tuple[str, ...] = ()
     """If it does not hold: the modules that lose too much."""
 
@@ -78,6 +80,7 @@ def judge(format: Format, modules: Sequence[ModuleGradients]) -> Judgement:
         if best is None or len(out) < len(best[1]):
             best = scale, out, loud
     scale, out, loud = best or (plain, [], [])
+    left = _total(module for module in having if module not in out)
     return Judgement(
         format=format,
         scale=scale,
@@ -85,7 +88,8 @@ def judge(format: Format, modules: Sequence[ModuleGradients]) -> Judgement:
         holds=best is not None,
         unscaled=shares_of(total, format, 1.0),
         scaled=shares_of(total, format, scale),
-        rest=shares_of(_total(module for module in having if module not in out), format, scale),
+        rest=shares_of(left, format, scale),
+        lost_mass=lost_mass(left, format, scale),
         loud=tuple(module.name for module in having if module in loud),
         broken=()
         if best is not None

@@ -34,6 +34,8 @@ class Listener:
         self.outputs: dict[int, tuple[weakref.ref[nn.Module], Tally]] = {}
         self.parameters: dict[int, tuple[weakref.ref[Tensor], Tally]] = {}
         self.scale: Tensor | float = 1.0
+        self.divided: Tensor | float = 1.0
+        """The last scale other than 1 that gradients carried."""
         self.autocast: set[torch.dtype] = set()
         """What torch.autocast computed in, if it was on in a forward pass."""
         self.dtypes: set[torch.dtype] = set()
@@ -58,6 +60,17 @@ class Listener:
                 hook = self._counts(tally)
                 self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
         return fresh
+
+    def carry(self, scale: Tensor | float) -> None:
+        """The gradients of the coming backward passes carry this scale."""
+        self.scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
+        self.divided = self.scale
+
+    def count(self, parameter: Tensor, *, scale: Tensor | float) -> None:
+        """Counts the gradient that a parameter has, for one that had no hook in time."""
+        if parameter.grad is not None:
+            self.dtypes.add(parameter.grad.dtype)
+            self.parameters[id(parameter)][1].add(parameter.grad, scale=scale)
 
     def knows(self, parameter: Tensor) -> bool:
         """Whether this parameter has a hook."""
@@ -102,5 +115,5 @@ def is_unit(module: nn.Module) -> bool:
 
     A parametrized module (weight_norm and the like) is one, too: its parts make its weight.
     """
-    parts = [name for name in module._modules if name != "parametrizations"]
-    return not parts or any(p is not None for p in module._parameters.values())
+    parts = [name for name, _ in module.named_children() if name != "parametrizations"]
+    return not parts or next(module.parameters(recurse=False), None) is not None

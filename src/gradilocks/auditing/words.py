@@ -80,13 +80,20 @@ def _of_choice(
     if chosen.format.exponent_bits < 8:
         said.append(
             f"At scale 1 {name} would round {percent(chosen.unscaled.lost)} of the gradients to "
-            f"zero; at {scale_text(scale)} {percent(chosen.rest.lost)}."
+            f"zero; at {scale_text(scale)} {percent(chosen.rest.lost)}{_of_mass(chosen)}."
         )
         said += _of_headroom(chosen, seen)
     if name == "bf16" and any(each.format.name == "fp16" for each in judged):
         said.append("Its steps are 8 times as coarse as those of fp16.")
     said += _of_kept(chosen, seen)
     return [*said, *words] if words else said
+
+
+def _of_mass(chosen: Judgement) -> str:
+    """Many values that are lost and count for nothing: gradients that vanish over time, say."""
+    if chosen.rest.lost < 0.01:
+        return ""
+    return f", which carry {percent(chosen.lost_mass)} of the sum of all magnitudes"
 
 
 def _of_headroom(chosen: Judgement, seen: Mapping[str, Histogram]) -> list[str]:
@@ -176,8 +183,10 @@ def scale_text(scale: float) -> str:
 
 
 def called(name: str) -> str:
-    """A module's name; the model itself has none."""
-    return name or "the model itself"
+    """A module's name as it reads in a sentence; the model itself has none."""
+    if not name:
+        return "the model itself"
+    return f"module {name}" if name.isdigit() else name
 
 
 def listed(names: Sequence[str]) -> str:
