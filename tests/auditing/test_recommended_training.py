@@ -1,4 +1,4 @@
-"""The recommendation itself: training under `emulate` with it matches float32, and far off it fails.
+"""The recommendation itself: training under `emulate` with it matches float32, far off it fails.
 
 Three small models of kinds that people train: a GPT on text, at a global batch of half a million
 tokens by accumulation; a convolutional classifier with BatchNorm; a recurrent net on the adding
@@ -79,7 +79,7 @@ def documentation():
 
 
 def windows(seed: int) -> Callable[[], Any]:
-    return Batches(documentation(), rows=16, length=32, seed=seed).draw
+    return Batches(documentation(), rows=8, length=64, seed=seed).draw
 
 
 def images(seed: int) -> Callable[[], Any]:
@@ -109,10 +109,10 @@ def sums(seed: int) -> Callable[[], Any]:
 
 TASKS = {
     "a GPT on text": Task(
-        lambda: GPT(vocabulary=len(documentation().vocabulary), length=32, width=32),
+        lambda: GPT(vocabulary=len(documentation().vocabulary), length=64, width=32),
         lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()),
         windows,
-        steps=80,
+        steps=50,
         lr=3e-3,
         accumulation=1024,
     ),

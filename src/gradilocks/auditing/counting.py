@@ -61,8 +61,7 @@ class Tally:
             part = part / scale
         bits = _bits(part)
         row[:_CELLS] += _counted(part, bits)
-        most = torch.where(bits < _INF, bits, 0).amax()
-        least = torch.where(bits > 0, bits, _INF).amin()
+        least, most = _extremes(bits)
         row[_MOST] = torch.maximum(row[_MOST], most)
         row[_LEAST] = torch.minimum(row[_LEAST], least)
 
@@ -101,6 +100,15 @@ def _bits(values: Tensor) -> Tensor:
         held = size.clamp(2.0**LOWEST, torch.finfo(torch.float32).max)
         values = torch.where((size > 0.0) & size.isfinite(), held, size).to(torch.float32)
     return values.view(torch.int32) & 0x7FFFFFFF
+
+
+def _extremes(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """The least above zero and the most below Inf."""
+    if bits.device.type == "cpu":  # Where most gradients are finite and other than zero: one pass.
+        least, most = torch.aminmax(bits)
+        if least > 0 and most < _INF:
+            return least, most
+    return torch.where(bits > 0, bits, _INF).amin(), torch.where(bits < _INF, bits, 0).amax()
 
 
 def _counted(values: Tensor, bits: Tensor) -> Tensor:

@@ -126,8 +126,8 @@ def _worst(audit: Audit, finding: FormatFinding) -> Sequence[ModuleGradients]:
 
 
 def _shortened(name: str) -> str:
-    """A name of at most 28 characters: its end tells more than its start."""
-    return name if len(name) <= _NAME else "…" + name[1 - _NAME :]
+    """A name of at most 28 characters: where it begins, and what it is."""
+    return name if len(name) <= _NAME else f"{name[:10]}…{name[11 - _NAME :]}"
 
 
 def _cell(share: float) -> str:

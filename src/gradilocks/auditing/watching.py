@@ -27,7 +27,7 @@ from gradilocks.recording import Recorder
 from gradilocks.running.controls import Controls
 from gradilocks.running.hooks import Hooks
 from gradilocks.running.importing import when_imported
-from gradilocks.running.naming import name_parameters, owners_of
+from gradilocks.running.naming import owners_of
 from gradilocks.running.watching import Attempt, Watch
 
 __all__ = ["AuditHooks", "AuditWatch"]
@@ -58,7 +58,7 @@ class AuditWatch(Watch):
         self._stepped, self._stop = stepped, stop
         self._counts: dict[int, int] = {}
         self._models: dict[int, nn.Module] = {}  # Held: a script may be done with them before us.
-        self._params: dict[Tensor, str] = {}
+        self._params: dict[Tensor, str] = {}  # With the names of those that no model owns.
         self._noted = False
 
     @property
@@ -99,9 +99,8 @@ class AuditWatch(Watch):
             self.listener.count(param, scale=carried)
         if any(param not in self._params for param in params):
             self._models.update((id(model), model) for model in owners_of(params))
-            names = name_parameters(params)
             for place, param in enumerate(params):
-                self._params[param] = names.get(param, f"parameter {place}")
+                self._params.setdefault(param, f"parameter {place}")
 
     def count(self, whose: int) -> None:
         """A step is over."""
