@@ -43,17 +43,26 @@ def _attend(
         key, value = (
             each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value)
         )
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = storage.store_gradient(query @ key.mT) * scale
+    # Times the scale first, and not the scores after: a gradient of the scores is then rounded
+    # before the scale meets it, as the kernels have it.
+    query = query * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = storage.store_gradient(query @ key.mT)
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~allowed, -math.inf)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -math.inf)
-        else:
-            scores = scores + attn_mask
-    weights = scores.softmax(-1)
+        scores = scores + _added(allowed)
+    if attn_mask is None:
+        weights = scores.softmax(-1)
+    else:
+        added = _added(attn_mask) if attn_mask.dtype == torch.bool else attn_mask
+        # A query that may look at nothing gets nothing, and no NaN.
+        blind = added.isneginf().all(-1, keepdim=True)
+        scores = (scores + added).masked_fill(blind, 0.0)
+        weights = scores.softmax(-1).masked_fill(blind, 0.0)
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, train=True)
     return storage.store(storage.store_values(weights) @ value)
+
+
+def _added(allowed: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores: nothing where a key is allowed, -inf where it is not."""
+    return torch.zeros_like(allowed, dtype=torch.float32).masked_fill_(~allowed, -math.inf)

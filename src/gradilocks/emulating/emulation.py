@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterable
 from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
@@ -10,7 +12,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradilocks.emulating.operations import OPERATIONS
+from gradilocks.emulating.checkpointing import Carrying
+from gradilocks.emulating.operations import COMPOSED, OPERATIONS, concerns
 from gradilocks.emulating.rounding import rounding_to
 from gradilocks.emulating.storage import Storage
 from gradilocks.errors import GradilocksError
@@ -23,7 +26,7 @@ def emulate(
     format: torch.dtype | str,
     *,
     backward: torch.dtype | str | None = None,
-    keep: Iterable[torch.nn.Module] = (),
+    keep: torch.nn.Module | Iterable[torch.nn.Module] = (),
 ) -> Emulation:
     """Trains in a number format that the machine need not have.
 
@@ -57,23 +60,30 @@ class Emulation(ContextDecorator):
         format: torch.dtype | str,
         *,
         backward: torch.dtype | str | None = None,
-        keep: Iterable[torch.nn.Module] = (),
+        keep: torch.nn.Module | Iterable[torch.nn.Module] = (),
     ) -> None:
         self.format = _format("format", format)
         self.backward = self.format if backward is None else _format("backward", backward)
-        self._kept = tuple(keep)
+        self._kept = _modules(keep)
         self._storage = Storage(rounding_to(self.format), rounding_to(self.backward))
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> Emulation:
         refuse_autocast()
-        mode = _Mode(self._storage)
+        mode = _Mode(self, self._storage)
         with ExitStack() as stack:
             for module in self._kept:
                 before = module.register_forward_pre_hook(mode.hold, prepend=True)
                 after = module.register_forward_hook(mode.let_go, always_call=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
+            stack.enter_context(_CARRYING)
+            if (
+                "torch._dynamo" in sys.modules
+            ):  # What is compiled would pass unseen, or not compile.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            _ON.modes.append(mode)
+            stack.callback(_ON.modes.remove, mode)
             stack.enter_context(mode)
             self._entered.append(stack.pop_all())
         return self
@@ -88,27 +98,56 @@ class Emulation(ContextDecorator):
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, storage: Storage) -> None:
+    """Stands in the way of every call of torch in this thread, for one `with`."""
+
+    def __init__(self, emulation: Emulation, storage: Storage) -> None:
         super().__init__()
+        self.emulation = emulation
         self._storage = storage
-        self._held = 0
+        self.held = 0
 
     def hold(self, *_: Any) -> None:
         """A module that is kept in float32 begins."""
-        self._held += 1
+        self.held += 1
 
     def let_go(self, *_: Any) -> None:
         """It has ended."""
-        self._held -= 1
+        self.held -= 1
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        operation = OPERATIONS.get(func)
-        if operation is None or self._held:
-            return func(*args, **(kwargs or {}))
-        refuse_autocast()
-        return operation(self._storage, func, args, dict(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        if self.held or _ON.modes[-1] is not self:  # Of several, the innermost counts.
+            return func(*args, **kwargs)
+        if func in OPERATIONS:
+            refuse_autocast()
+            if concerns(func, args, kwargs):
+                return OPERATIONS[func](self._storage, func, args, kwargs)
+        if func in COMPOSED:
+            with self:
+                return COMPOSED[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class _On(threading.local):
+    """What is on in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[_Mode] = []
+
+
+_ON = _On()
+
+
+def _again() -> Emulation | None:
+    """What a checkpoint is to enter when it computes again what it is computing now."""
+    if not _ON.modes or _ON.modes[-1].held:
+        return None
+    return _ON.modes[-1].emulation
+
+
+_CARRYING = Carrying(_again)
 
 
 def refuse_autocast() -> None:
@@ -126,3 +165,15 @@ def _format(argument: str, given: torch.dtype | str) -> Format:
         return format_named(str(given))
     except ValueError as error:
         raise GradilocksError(f"{argument}: {error}") from error
+
+
+def _modules(keep: torch.nn.Module | Iterable[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
+    modules: list[torch.nn.Module] = []
+    each: object
+    for each in (keep,) if isinstance(keep, (torch.nn.Module, str)) else keep:
+        if not isinstance(each, torch.nn.Module):
+            raise GradilocksError(
+                f"keep must be modules, got {each!r}. For a name: model.get_submodule(name)."
+            )
+        modules.append(each)
+    return tuple(modules)

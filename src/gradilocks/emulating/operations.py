@@ -1,23 +1,25 @@
 """Which calls of torch store in the format, and how: a table from the function to what is done.
 
-They are those that torch.autocast runs in half precision: products of matrices, convolutions,
-attention and recurrent layers. Everything else stays in float32, as normalisations, losses and
-sums do under autocast.
+They are those that torch.autocast runs in half precision on a GPU: products of matrices,
+convolutions, attention and recurrent layers. Everything else stays in float32, as normalisations,
+losses and sums do under autocast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from gradilocks.emulating.attention import attention
+from gradilocks.emulating.recurrent import CELLS, LAYERS, recurrent_cell, recurrent_layer
 from gradilocks.emulating.storage import Storage
 from gradilocks.errors import GradilocksError
 
-__all__ = ["OPERATIONS", "Operation"]
+__all__ = ["COMPOSED", "OPERATIONS", "Operation", "concerns"]
 
 Function = Callable[..., Any]
 Operation = Callable[[Storage, Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -27,10 +29,6 @@ def product(
     storage: Storage, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Stores what goes in, computes in float32, stores what comes out."""
-    kinds = {tensor.dtype for tensor in _tensors((args, kwargs.values()))}
-    if kinds - {torch.float32}:
-        _refuse_halves(function, kinds)
-        return function(*args, **kwargs)
     out = kwargs.pop("out", None)
     result = storage.store(
         function(
@@ -39,6 +37,30 @@ def product(
         )
     )
     return result if out is None else out.resize_(result.shape).copy_(result)
+
+
+def convolution(
+    storage: Storage, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The same, but the bias is added to what is stored already, as the libraries of a GPU do."""
+    return _convolve(storage, function, *args, **kwargs)
+
+
+def _convolve(
+    storage: Storage,
+    function: Function,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    result: torch.Tensor = product(storage, function, (input, weight, None, *args), kwargs)
+    if bias is None:
+        return result
+    # One for each channel: the dimension before those that the weight slides along.
+    channels = storage.store(bias).view(-1, *[1] * (weight.dim() - 2))
+    return storage.store(result + channels)
 
 
 def in_place(
@@ -65,33 +87,68 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _refuse_halves(function: Function, kinds: set[torch.dtype]) -> None:
-    """float64, integers and complex numbers are left alone, as autocast leaves them."""
-    halves = [kind for kind in kinds if kind.is_floating_point and kind.itemsize < 4]
-    if halves:
-        raise GradilocksError(
-            f"{function.__name__} got {halves[0]} under gradilocks.emulate, which rounds float32 "
-            "tensors. Keep the model and its inputs in float32: model.float()."
-        )
+def concerns(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is of float32: float64, integers and complex numbers are left alone.
+
+    Raises:
+        GradilocksError: it is of half precision, where there is nothing left to emulate.
+    """
+    kinds = {
+        tensor.dtype
+        for tensor in _tensors((args, kwargs.values()))
+        if tensor.is_floating_point() or tensor.is_complex()
+    }
+    for kind in kinds:
+        if kind.itemsize < 4:
+            raise GradilocksError(
+                f"{function.__name__} got {kind} under gradilocks.emulate, which rounds float32 "
+                "tensors. Keep the model and its inputs in float32: model.float()."
+            )
+    return kinds == {torch.float32}
 
 
-_NAMES = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "inner", "dot")
+_NAMES = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm")
 _CONVOLUTIONS = (
     *(f"conv{n}d" for n in (1, 2, 3)),
     *(f"conv_transpose{n}d" for n in (1, 2, 3)),
     "convolution",
-    "conv_tbc",
 )
 
 OPERATIONS: dict[Function, Operation] = {
     F.linear: product,
     F.scaled_dot_product_attention: attention,
     torch.einsum: product,
-    torch.tensordot: product,
     torch.chain_matmul: product,
     torch.linalg.multi_dot: product,
     torch.Tensor.__rmatmul__: product,
-    **{getattr(torch, name): product for name in (*_NAMES, *_CONVOLUTIONS)},
+    **{getattr(torch, name): product for name in _NAMES},
+    **{getattr(torch, name): convolution for name in _CONVOLUTIONS},
+    torch.conv_tbc: product,
     **{getattr(torch.Tensor, name): product for name in _NAMES},
     **{getattr(torch.Tensor, f"{name}_"): in_place for name in _NAMES[4:8]},
+    **dict.fromkeys(CELLS, recurrent_cell),
+    **dict.fromkeys(LAYERS, recurrent_layer),
 }
+
+
+def _seen_through(function: Any) -> Function:
+    """The function without its question whether a mode stands in its way.
+
+    torch asks at the top of a function written in Python and hands it over whole; what it calls
+    would then pass unseen.
+    """
+    inner = FunctionType(
+        function.__code__,
+        {**function.__globals__, "has_torch_function": lambda _: False},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    inner.__kwdefaults__ = function.__kwdefaults__
+    return inner
+
+
+COMPOSED: dict[Function, Function] = {
+    F.multi_head_attention_forward: _seen_through(F.multi_head_attention_forward)
+}
+"""Functions made of others, as they are to be called with the mode on."""

@@ -1,11 +1,12 @@
 """A tensor enters, the nearest values of a number format leave, kept in the tensor's own dtype.
 
 To nearest, ties to even, with subnormals; what is too large becomes inf, or the largest number
-where the format has no inf. The tests compare every way with ``precision.Format.round``.
+where the format has no inf. fp4 is rounded under a scale a block, without which it holds nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,9 @@ __all__ = ["Rounding", "rounding_to"]
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
+BLOCK = 32
+"""How many values in a row, along the last dimension, share a scale in fp4."""
+
 
 def rounding_to(format: Format) -> Rounding | None:
     """The function that rounds float32 tensors to a format; None for fp32, where none is."""
@@ -24,7 +28,7 @@ def rounding_to(format: Format) -> Rounding | None:
     if format.name == "tf32":
         return _to_tf32
     if format.name == "fp4 e2m1":
-        return _to_fp4
+        return _to_fp4_blocks
     dtype = getattr(torch, format.dtype)
     if format.infinite:
         return _cast(dtype)
@@ -49,9 +53,31 @@ def _saturating_cast(dtype: torch.dtype, largest: float) -> Rounding:
 def _to_tf32(values: torch.Tensor) -> torch.Tensor:
     """Rounds away the last 13 bits of float32's mantissa; a carry may end in inf."""
     bits = values.view(torch.int32)
-    odd = (bits >> 13) & 1
-    rounded = ((bits + (0xFFF + odd)) & ~0x1FFF).view(torch.float32)
+    moved = bits >> 13
+    moved.bitwise_and_(1).add_(0xFFF).add_(bits).bitwise_and_(~0x1FFF)
+    rounded = moved.view(torch.float32)
     return torch.where(values.isfinite(), rounded, values)
+
+
+def _to_fp4_blocks(values: torch.Tensor) -> torch.Tensor:
+    """Rounds to fp4 times a power of two for every 32 values in a row, as the MX formats have it.
+
+    The power brings the largest of the block to between 4 and 8, of which fp4 holds up to 6. A NaN
+    or Inf makes the whole block NaN.
+    """
+    if not values.numel():
+        return values
+    row = values.reshape(-1) if values.dim() == 0 else values
+    length = row.shape[-1]
+    padded = torch.nn.functional.pad(row, (0, -length % BLOCK))
+    blocks = padded.view(*row.shape[:-1], -1, BLOCK)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    # No less than 2^-126, so that a block of zeros, or of subnormals, has a power too.
+    power = (torch.frexp(largest).exponent - 3).clamp(min=-126)
+    unit = torch.ldexp(torch.ones_like(largest), power)
+    unit = torch.where(largest.isfinite(), unit, math.nan)
+    rounded = _to_fp4(blocks / unit) * unit
+    return rounded.view(padded.shape)[..., :length].reshape(values.shape)
 
 
 def _to_fp4(values: torch.Tensor) -> torch.Tensor:

@@ -43,12 +43,32 @@ def _stored(
         return values
     if not (values.requires_grad and torch.is_grad_enabled()):
         return values if forward is None else forward(values)
-    apply: Callable[..., torch.Tensor] = _Stored.apply
+    inside = torch._C._are_functorch_transforms_active()
+    apply: Callable[..., torch.Tensor] = (_StoredInTransform if inside else _Stored).apply
     return apply(values, forward, backward)
+
+
+def _forward(values: torch.Tensor, forward: Rounding | None) -> torch.Tensor:
+    return values.view_as(values) if forward is None else forward(values)
 
 
 class _Stored(torch.autograd.Function):
     """Rounds in both directions; to autograd it is the identity."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, forward: Rounding | None, backward: Rounding | None
+    ) -> torch.Tensor:
+        ctx.rounding = backward
+        return _forward(values, forward)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _stored(gradients[0], ctx.rounding, ctx.rounding), None, None
+
+
+class _StoredInTransform(torch.autograd.Function):
+    """The same in the form that `torch.func` asks for, which takes four times as long to call."""
 
     generate_vmap_rule = True
 
@@ -56,13 +76,10 @@ class _Stored(torch.autograd.Function):
     def forward(
         values: torch.Tensor, forward: Rounding | None, backward: Rounding | None
     ) -> torch.Tensor:
-        return values.view_as(values) if forward is None else forward(values)
+        return _forward(values, forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.backward_rounding = inputs[2]
+        ctx.rounding = inputs[2]
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rounding = ctx.backward_rounding
-        return _stored(gradients[0], rounding, rounding), None, None
+    backward = _Stored.backward

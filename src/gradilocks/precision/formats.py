@@ -191,7 +191,7 @@ def format_named(name: str) -> Format:
     wanted = name.lower().removeprefix("torch.").replace("_", " ").strip()
     for each in FORMATS.values():
         names = {each.name, each.dtype.replace("_", " "), each.name.split()[-1]}
-        names |= {"half"} if each.name == "fp16" else set()
-        if wanted in names:
+        names |= {"fp16": {"half"}, "fp4 e2m1": {"fp4"}}.get(each.name, set())
+        if wanted in names - {""}:
             return each
     raise ValueError(f"there is no format {name!r}. Known are {', '.join(FORMATS)}.")

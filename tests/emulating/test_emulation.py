@@ -1,0 +1,268 @@
+"""The context: what is inside, what is refused, and that torch is as it was afterwards."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+import gradilocks
+from gradilocks.errors import GradilocksError
+
+ODD = torch.tensor([[1.0001]])
+"""Not a value of fp16, bf16 or fp8."""
+
+
+def stored(value: torch.Tensor | None = None) -> float:
+    """What a product stores of a number."""
+    return torch.mm(ODD if value is None else value, torch.ones(1, 1)).item()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def gradients(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters()])
+
+
+def test_inside_it_is_stored_and_outside_it_is_not():
+    assert stored() == ODD.item()
+    with gradilocks.emulate(torch.float16):
+        assert stored() == 1.0
+    assert stored() == ODD.item()
+
+
+@pytest.mark.parametrize(
+    "name", [torch.float16, "fp16", "float16", "torch.float16", "half", "FP16"]
+)
+def test_a_format_has_torchs_name_and_its_short_one(name):
+    assert gradilocks.emulate(name).format.name == "fp16"
+
+
+@pytest.mark.parametrize("name", ["fp17", "int8", torch.int8, torch.float64, "", None, 16])
+def test_an_unknown_format_is_refused_in_a_line_with_those_that_are_known(name):
+    with pytest.raises(GradilocksError) as caught:
+        gradilocks.emulate(name)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "format" in text
+    assert str(name) in text
+    assert "fp16" in text
+    with pytest.raises(GradilocksError, match="backward"):
+        gradilocks.emulate("fp16", backward=name if name is not None else "nothing")
+
+
+def test_the_backward_pass_is_stored_wherever_it_is_called():
+    found = []
+    for inside in (True, False):
+        module = model()
+        with gradilocks.emulate("fp16"):
+            loss = module(torch.ones(4, 16)).square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        found.append(gradients(module))
+    assert torch.equal(*found)
+    assert torch.equal(found[0], found[0].half().float())
+
+
+def test_of_several_the_innermost_counts():
+    with gradilocks.emulate("fp16"):
+        with gradilocks.emulate("fp32"):
+            assert stored() == ODD.item()
+            with gradilocks.emulate("fp8 e5m2"):
+                assert stored(torch.tensor([[1.13]])) == 1.25
+        assert stored(torch.tensor([[1.13]])) == torch.tensor(1.13).half().item()
+
+
+def test_one_object_may_be_entered_again_and_inside_itself():
+    emulation = gradilocks.emulate("fp16")
+    for _ in range(2):
+        with emulation, emulation:
+            assert stored() == 1.0
+        assert stored() == ODD.item()
+
+
+def test_it_is_a_decorator_as_autocast_is():
+    assert gradilocks.emulate("fp16")(stored)() == 1.0
+    assert stored() == ODD.item()
+
+
+def test_an_exception_passes_and_leaves_torch_as_it_was():
+    names = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+    before = [getattr(torch.utils.checkpoint, name) for name in names]
+    module = model()
+    with (
+        pytest.raises(RuntimeError, match="mat1 and mat2"),
+        gradilocks.emulate("fp16", keep=[module[2]]),
+    ):
+        module(torch.ones(4, 15))
+    assert stored() == ODD.item()
+    assert [getattr(torch.utils.checkpoint, name) for name in names] == before
+    assert not module[2]._forward_hooks
+    assert not module[2]._forward_pre_hooks
+
+
+def test_other_threads_are_not_concerned():
+    found = []
+    with gradilocks.emulate("fp16"):
+        thread = threading.Thread(target=lambda: found.append(stored()))
+        thread.start()
+        thread.join()
+    assert found == [ODD.item()]
+
+
+class TestKeep:
+    def test_modules_that_are_kept_stay_in_float32(self):
+        module = model()
+        inputs = torch.randn(4, 16)
+        with gradilocks.emulate("fp16", keep=[module[2]]):
+            result = module(inputs)
+        with gradilocks.emulate("fp16"):
+            hidden = module[:2](inputs)
+        assert torch.equal(result, module[2](hidden))
+
+    def test_what_is_inside_them_too(self):
+        module = nn.Sequential(model(), nn.Linear(8, 8))
+        inputs = torch.randn(4, 16)
+        with gradilocks.emulate("fp16", keep=[module]):
+            kept = module(inputs)
+        assert torch.equal(kept, module(inputs))
+
+    def test_an_error_inside_one_does_not_keep_the_rest(self):
+        module = model()
+        with gradilocks.emulate("fp16", keep=[module[0]]):
+            with pytest.raises(RuntimeError):
+                module(torch.ones(4, 15))
+            assert stored() == 1.0
+
+    def test_something_else_than_a_module_is_refused(self):
+        with pytest.raises(GradilocksError, match=r"keep.*modules.*'head'"):
+            gradilocks.emulate("fp16", keep=["head"])
+        with pytest.raises(GradilocksError, match=r"keep.*modules.*'head'"):
+            gradilocks.emulate("fp16", keep="head")
+
+    def test_one_module_need_not_be_in_a_list(self):
+        layer, inputs = nn.Linear(4, 4), torch.randn(2, 4)
+        with gradilocks.emulate("fp16", keep=layer):
+            kept = layer(inputs)
+        assert torch.equal(kept, layer(inputs))
+
+
+class TestAutocast:
+    def test_emulate_inside_autocast_is_refused_with_the_way_out(self):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(GradilocksError, match=r"autocast.*leave autocast out"),
+            gradilocks.emulate("fp16"),
+        ):
+            pass
+
+    def test_autocast_inside_emulate_is_refused_at_the_first_product(self):
+        with (
+            gradilocks.emulate("fp16"),
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(GradilocksError, match=r"autocast.*leave autocast out"),
+        ):
+            stored()
+
+    def test_autocast_that_is_switched_off_is_no_matter(self):
+        off = torch.autocast("cpu", enabled=False)
+        with off, gradilocks.emulate("fp16"), off:
+            assert stored() == 1.0
+
+
+class TestTogetherWith:
+    @pytest.mark.parametrize("inside", [True, False])
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_a_checkpoint_computes_the_same_again(self, reentrant, inside):
+        module, inputs = model(), torch.randn(4, 16)
+        with gradilocks.emulate("fp16"):
+            module(inputs).square().sum().backward()
+        expected = gradients(module)
+        module.zero_grad()
+        with gradilocks.emulate("fp16"):
+            loss = (
+                torch.utils.checkpoint.checkpoint(
+                    module, inputs.requires_grad_(), use_reentrant=reentrant
+                )
+                .square()
+                .sum()
+            )
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        assert torch.equal(gradients(module), expected)
+
+    def test_a_checkpoint_inside_a_module_that_is_kept_is_kept_again(self):
+        class Checkpointed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = model()
+
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                return torch.utils.checkpoint.checkpoint(self.inner, inputs, use_reentrant=False)
+
+        module, inputs = Checkpointed(), torch.randn(4, 16)
+        with gradilocks.emulate("fp16", keep=[module]):
+            loss = module(inputs).square().sum()
+        loss.backward()
+        found = gradients(module)
+        module.zero_grad()
+        module.inner(inputs).square().sum().backward()
+        assert torch.equal(found, gradients(module))
+
+    def test_torch_func(self):
+        module, inputs = model(), torch.randn(4, 16)
+        parameters = {name: p.detach() for name, p in module.named_parameters()}
+
+        def loss(values, row):
+            return functional_call(module, values, (row,)).square().sum()
+
+        with gradilocks.emulate("fp16"):
+            module(inputs).square().sum().backward()
+            whole = grad(loss)(parameters, inputs)
+            rows = vmap(grad(loss), (None, 0))(parameters, inputs)
+        for name, parameter in module.named_parameters():
+            assert torch.equal(whole[name], parameter.grad)
+            assert rows[name].shape == (4, *parameter.shape)
+            assert torch.equal(rows[name], rows[name].half().float())
+
+    def test_a_gradient_of_a_gradient(self):
+        module, inputs = model(), torch.randn(4, 16, requires_grad=True)
+        with gradilocks.emulate("fp16"):
+            (first,) = torch.autograd.grad(module(inputs).square().sum(), inputs, create_graph=True)
+            first.square().sum().backward()
+        assert module[0].weight.grad.isfinite().all()
+        assert module[0].weight.grad.count_nonzero() > 0
+
+    def test_a_compiled_model_runs_as_it_was_written(self):
+        module, inputs = model(), torch.randn(4, 16)
+        compiled = torch.compile(module, backend="aot_eager")
+        plain = compiled(inputs)
+        with gradilocks.emulate("fp16"):
+            eager = module(inputs)
+            found = compiled(inputs)
+        assert torch.equal(found, eager)
+        assert not torch.equal(found, plain)
+        assert torch.equal(compiled(inputs), plain)
+
+    def test_gradient_control_finds_what_overflows(self):
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        control = gradilocks.GradientControl(optimizer, model=module, scale=2.0**20, clip=1.0)
+        before = [p.detach().clone() for p in module.parameters()]
+        with gradilocks.emulate("fp16"):
+            loss = module(torch.ones(4, 16)).square().sum() * 100
+        control.backward(loss)
+        outcome = control.step()
+        assert outcome.skipped
+        assert all(map(torch.equal, before, module.parameters()))
