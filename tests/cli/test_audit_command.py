@@ -164,6 +164,35 @@ for number in range(40):
     assert (module.kind, module.parameters.values, module.activations) == ("Parameter", 9, None)
 
 
+def test_the_models_of_two_optimizers_are_told_apart(audited, tmp_path):
+    source = """
+import torch
+from torch import nn
+maker, critic = nn.Linear(3, 3), nn.Linear(3, 1)
+makes, learns = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (maker, critic))
+for number in range(40):
+    for optimizer, sign in ((learns, 1), (makes, -1)):
+        makes.zero_grad(), learns.zero_grad()
+        (sign * critic(maker(torch.randn(5, 3)))).mean().backward()
+        optimizer.step()
+"""
+    done = audited(source, "-n", "2")
+    assert done.returncode == 0, done.stderr
+    found = found_in(tmp_path)
+    assert sorted(module.name for module in found.modules) == ["critic", "maker"]
+    assert found.steps == 2
+
+
+def test_a_failure_of_ours_ends_the_audit_and_says_why(audited, tmp_path):
+    broken = "from gradilocks.auditing.counting import Tally\nTally.add = None\n"
+    done = audited(broken + HEAD + LOOP)
+    assert done.returncode == 1
+    first, second = done.stderr.splitlines()
+    assert first.startswith("gradilocks: the audit failed: TypeError: ")
+    assert second == "gradilocks: train.py could not be audited, for the reason given above."
+    assert "stepped 1" not in done.stdout
+
+
 def test_an_except_clause_does_not_keep_the_script_going(audited, tmp_path):
     swallow = """
 while True:

@@ -68,16 +68,18 @@ def judge(format: Format, modules: Sequence[ModuleGradients]) -> Judgement:
     loudest = sorted(having, key=lambda module: module.together.largest or 0.0, reverse=True)
     most = max(1, int(FEW * len(having)))
     total = _total(having)
-    plain = scale_for(format, total)
+    plain = scale_for(format, total.largest)
     best: tuple[float, list[ModuleGradients], list[ModuleGradients]] | None = None
+    tried: float | None = None
     for count in range(most + 1):
         loud, rest = loudest[:count], loudest[count:]
-        scale = scale_for(format, _total(rest))
-        quiet = [module for module in rest if breaks(module, format, scale)]
-        out = [*loud, *quiet]
-        if len(out) > most or _total(out).values > FEW * total.values:
-            continue
-        if best is None or len(out) < len(best[1]):
+        scale = scale_for(format, rest[0].together.largest if rest else None)
+        if scale == tried or (best is not None and count >= len(best[1])):
+            continue  # One more is kept out, and nothing is won by it.
+        tried = scale
+        out = [*loud, *(module for module in rest if breaks(module, format, scale))]
+        few = sum(module.together.values for module in out) <= FEW * total.values
+        if len(out) <= most and few and (best is None or len(out) < len(best[1])):
             best = scale, out, loud
     scale, out, loud = best or (plain, [], [])
     left = _total(module for module in having if module not in out)
@@ -97,11 +99,11 @@ def judge(format: Format, modules: Sequence[ModuleGradients]) -> Judgement:
     )
 
 
-def scale_for(format: Format, seen: Histogram) -> float:
+def scale_for(format: Format, largest: float | None) -> float:
     """The largest power of two that leaves the headroom; 1 for a format with float32's range."""
-    if seen.largest is None or format.exponent_bits >= 8:
+    if largest is None or format.exponent_bits >= 8:
         return 1.0
-    room = math.log2(format.largest) - math.log2(seen.largest) - HEADROOM
+    room = math.log2(format.largest) - math.log2(largest) - HEADROOM
     return math.ldexp(1.0, min(max(math.floor(room), _LOWEST), _HIGHEST))
 
 
@@ -117,7 +119,8 @@ def prefer(judgements: Sequence[Judgement]) -> Judgement | None:
 
 def breaks(module: ModuleGradients, format: Format, scale: float) -> bool:
     """Whether the format loses too much of a module's gradients."""
-    if shares_of(module.together, format, scale).overflow:
+    largest = module.together.largest
+    if largest is not None and largest * scale > format.largest:
         return True
     parts = [part for part in (module.parameters, module.activations) if part is not None]
     if any(lost_mass(part, format, scale) > LOST_MASS for part in parts):

@@ -40,6 +40,8 @@ class Listener:
         """What torch.autocast computed in, if it was on in a forward pass."""
         self.dtypes: set[torch.dtype] = set()
         """Of the gradients that came."""
+        self.guard: Callable[[Callable[[], None]], None] = _do
+        """Does our own work inside a backward pass."""
         self._handles: list[Any] = []
         self._done = False
 
@@ -105,9 +107,13 @@ class Listener:
         def count(gradient: Tensor) -> None:
             if not self._done:
                 self.dtypes.add(gradient.dtype)
-                tally.add(gradient, scale=self.scale)
+                self.guard(lambda: tally.add(gradient, scale=self.scale))
 
         return count
+
+
+def _do(act: Callable[[], None]) -> None:
+    act()
 
 
 def is_unit(module: nn.Module) -> bool:

@@ -53,8 +53,9 @@ class AuditWatch(Watch):
         stepped: Callable[[int], None],
         stop: Callable[[], None],
     ) -> None:
-        super().__init__(make_recorder, trace=False, warn=warn)
+        super().__init__(make_recorder, trace=False, warn=lambda said: warn(_of_ours(said)))
         self.listener = Listener()
+        self.listener.guard = self.safely
         self._stepped, self._stop = stepped, stop
         self._counts: dict[int, int] = {}
         self._models: dict[int, nn.Module] = {}  # Held: a script may be done with them before us.
@@ -131,6 +132,10 @@ class AuditWatch(Watch):
     def close(self) -> None:
         super().close()
         self.listener.remove()
+
+
+def _of_ours(said: str) -> str:
+    return said.replace("watching ended, the script goes on", "the audit failed")
 
 
 class AuditHooks(Hooks):
