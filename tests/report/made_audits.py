@@ -97,6 +97,7 @@ def made_audit(given: Gradients | None = None, **changes: Any) -> dict[str, Any]
     }
     formats = [_format(name, scales[name], every, fates) for name in FORMATS]
     best = formats[0]
+    before = best["unscaled"]["lost"] or 0.0
     audit = {
         "kind": "audit",
         "version": 1,
@@ -110,7 +111,7 @@ def made_audit(given: Gradients | None = None, **changes: Any) -> dict[str, Any]
             "keep": best["keep"],
             "words": [
                 f"Train in {best['name']} and start the loss scale at {best['scale']:.0f}.",
-                f"Without a scale {best['unscaled']['lost']:.0%} of the gradients would be lost.",
+                f"Without a scale {before:.0%} of the gradients would be lost.",
             ],
         },
         "modules": [
@@ -140,9 +141,8 @@ def with_audit(run_file: Path, audit: object) -> Path:
 
 def _format(name: str, scale: float, every: Tensor, fates: Mapping[str, Any]) -> dict[str, Any]:
     _, largest, smallest_normal, smallest_subnormal = FORMATS[name]
-    keep = [m for m, fate in fates.items() if fate[name]["scaled"]["lost"] > TOO_MUCH]
-    lost = shares(every, name, scale)["lost"]
-    assert lost is not None
+    keep = [m for m, fate in fates.items() if (fate[name]["scaled"]["lost"] or 0) > TOO_MUCH]
+    lost = shares(every, name, scale)["lost"] or 0.0
     return {
         "name": name,
         "largest": largest,

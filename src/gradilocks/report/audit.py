@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gradilocks.errors import GradilocksError
-from gradilocks.report.audit_panel import panel_of
+from gradilocks.report.audit_panel import SCRIPTS, STYLES, panel_of
 from gradilocks.report.audited import UnreadableAudit, audited
-from gradilocks.report.frame import framed, headed
+from gradilocks.report.document import GENERATOR, document, headed
 from gradilocks.report.output import write
 from gradilocks.report.words import clean
 
@@ -42,6 +42,8 @@ def write_audit_page(
         identity=_identity(title),
         force=force,
         what=f"audit of {clean(title)}",
+        option="--html",
+        way_out="choose another name, or remove it first",
     )
 
 
@@ -57,12 +59,14 @@ def audit_page(audit: Mapping[str, Any], *, title: str) -> str:
         raise GradilocksError(f"the audit cannot be shown: {error}.") from error
     shown = clean(title)
     made = panel_of(read, key="a0")
-    return framed(
-        f"{shown} · Gradilocks audit",
-        [headed("Gradilocks audit", shown), "<main>", made.html, "</main>"],
-        made.plots,
-        identity=_identity(title),
-        audited=True,
+    return document(
+        title=f"{shown} · Gradilocks audit",
+        marks={"generator": GENERATOR, "gradilocks-runs": _identity(title)},
+        header=headed("Gradilocks audit", shown),
+        main=[made.html],
+        plots=made.plots,
+        styles=STYLES,
+        scripts=SCRIPTS,
     )
 
 

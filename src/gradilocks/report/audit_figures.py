@@ -26,6 +26,8 @@ REACH = 32
 # A tail of fewer values than this share is left outside too, but only on the side of zero.
 TAIL = 0.0005
 MOST_ROWS = 400
+# Characters of a module's name beside its row in a narrow window.
+SHORT_LABEL = 13
 ROWS_TALL = (330, 520)
 KINDS = {
     "all": "all gradients",
@@ -50,7 +52,7 @@ def window_figure(key: str, audit: Audit) -> Figure:
             "x": {"title": "magnitude as stored: |gradient| × scale", **_exponents()},
             "y": {"title": "share", "tickformat": ".0%"},
             "legend": True,
-            "hover": "2<sup>%{x:.0f}</sup> to twice that",
+            "hover": "around 2<sup>%{x:.1f}</sup>",
             "views": {each.name: _window(drawn, each) for each in audit.formats},
             "active": [audit.first.name],
         },
@@ -87,10 +89,12 @@ def module_figure(key: str, audit: Audit) -> Figure | None:
                 "type": "category",
                 "autorange": "reversed",
                 "tickmode": "array",
-                "tickvals": list(range(0, len(rows), every)),
+                # Names, not places: a module may be called "2", and plotly.js looks for that first.
+                "tickvals": [text(name) for name in names[::every]],
                 "ticktext": [text(shortened(name, LONGEST_LABEL)) for name in names[::every]],
             },
             "heat": True,
+            "short": [text(_initials(name)) for name in names[::every]],
             "views": views,
             "active": [audit.first.name, f"of {kinds[0]}"],
         },
@@ -140,14 +144,15 @@ def _window(drawn: dict[str, Histogram], each: Format) -> dict[str, Any]:
 
 def _curves(drawn: dict[str, Histogram], shift: float, *, row: int) -> Iterator[dict[str, Any]]:
     for kind, made in drawn.items():
-        ends = [made.first - 1, *range(made.first, made.first + len(made.counts) + 1)]
+        bins = range(made.first - 1, made.first + len(made.counts) + 1)
         yield {
             "type": "scatter",
             "mode": "lines",
             "name": KINDS[kind],
-            "x": [_neat(end + shift) for end in ends],
+            # A point lies in the middle of its bin, so that one points at the bin under the mouse.
+            "x": [_neat(at + shift + 0.5) for at in bins],
             "y": [0, *(_neat(each / made.total) for each in made.counts), 0],
-            "line": {"shape": "hv"},
+            "line": {"shape": "hvh"},
             "fill": "tozeroy",
             "yaxis": "y" if row == 0 else f"y{row + 1}",
             "legendgroup": kind,
@@ -240,9 +245,10 @@ def _heat(
         "z": z,
         "meta": {
             "scale": "density",
-            "columns": [f"2<sup>{at}</sup> to 2<sup>{at + 1}</sup>" for at in range(low, high)],
+            "columns": [_between(at) for at in range(low, high)],
         },
-        "hovertemplate": f"<b>%{{y}}</b><br>%{{text}}<br>%{{customdata:.2%}} of {KINDS[kind]}"
+        "hovertemplate": f"<b>%{{y}}</b><br>%{{text}}<br>%{{customdata:.2%}} of its "
+        f"{KINDS[kind].removeprefix('all ')}"
         "<extra></extra>",
     }
 
@@ -317,6 +323,17 @@ def _left_out(spread: dict[str, Histogram | None]) -> str:
 
 def _exponents() -> dict[str, Any]:
     return {"tickprefix": "2<sup>", "ticksuffix": "</sup>", "tickformat": "d"}
+
+
+def _initials(name: str) -> str:
+    """A module's name for a narrow window: ``blocks.0.attention.qkv`` is ``b.0.a.qkv``."""
+    *path, last = name.split(".")
+    kept = [part if part.isdigit() else part[:1] for part in path]
+    return shortened(".".join([*kept, last]), SHORT_LABEL)
+
+
+def _between(exponent: int) -> str:
+    return f"2<sup>{exponent}</sup> to 2<sup>{exponent + 1}</sup>"
 
 
 def _raised(words: str) -> str:

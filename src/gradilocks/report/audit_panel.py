@@ -12,12 +12,16 @@ from html import escape
 from typing import Any
 
 from gradilocks.report.audit_figures import KINDS, kinds_of, module_figure, window_figure
-from gradilocks.report.audited import Audit, Fate, Shares, UnreadableAudit, audited
-from gradilocks.report.frame import embedded
-from gradilocks.report.markup import drawing, numeral, prose
+from gradilocks.report.audited import Audit, Fate, Format, Shares, UnreadableAudit, audited
+from gradilocks.report.document import embedded
+from gradilocks.report.markup import drawing, numeral, prose, raised
 from gradilocks.report.words import count, listed, percent, power
 
-__all__ = ["Panel", "panel", "panel_of"]
+__all__ = ["SCRIPTS", "STYLES", "Panel", "panel", "panel_of"]
+
+# The assets of a page with a panel on it.
+STYLES = ("page.css", "audit.css")
+SCRIPTS = ("page.js", "audit.js")
 
 COLUMNS = ("lost", "subnormal", "overflow", "headroom")
 KEPT = '<span class="kept">keep in higher precision</span>'
@@ -58,8 +62,9 @@ def panel_of(audit: Audit, *, key: str, heading: str = "") -> Panel:
         f"<h2>{heading}</h2>" if heading else "",
         _recommendation(audit),
         _tiles(audit),
-        f"<{level}>Where the gradients lie</{level}>{_switch(f'{key}-format', 'Format', _choices(audit))}"
-        f'<p class="format-words" aria-live="polite">{prose(chosen.words)}</p>',
+        f"<{level}>Where the gradients lie</{level}>",
+        _switch(f"{key}-format", "Format", _choices(audit)),
+        f'<p class="format-words" aria-live="polite">{_said(chosen.words)}</p>',
         f'<div class="plots grid">{drawing(figures[0])}</div>',
     ]
     if modules is not None:
@@ -81,10 +86,11 @@ def panel_of(audit: Audit, *, key: str, heading: str = "") -> Panel:
 def _recommendation(audit: Audit) -> str:
     holds = audit.first.holds or audit.first.name != audit.chosen
     kind, mark = ("good", "✓") if holds else ("warning", "!")
-    said = " ".join(map(prose, audit.words))
+    first, *others = audit.words or (f"{audit.in_short}.",)
+    said = " ".join(map(_said, others))
     return (
         f'<p class="verdict {kind}"><span class="mark" aria-hidden="true">{mark}</span>'
-        f"<span><strong>{numeral(audit.in_short)}.</strong> {said}</span></p>"
+        f"<span><strong>{_said(first)}</strong> {said}</span></p>"
     )
 
 
@@ -134,14 +140,13 @@ def _formats(audit: Audit, level: str) -> str:
     rows = []
     for each in audit.formats:
         chosen = " <small>recommended</small>" if each.name == audit.chosen else ""
-        numbers = [*_numbers(each.fate.unscaled), *_numbers(each.fate.scaled)]
-        cells = f"<td>{numeral(power(each.scale))}</td>{_cells(numbers)}"
+        cells = f"<td>{numeral(power(each.scale))}</td>{_cells(_both(each.fate))}"
         answer = "yes" if each.holds else "no"
         holds = f'<td class="group {answer}">{answer}</td>'
         rows.append(
             f'<tr{" class=chosen" if chosen else ""}><th scope="row">{escape(each.name)}{chosen}'
             f'</th>{cells}{holds}<td class="names">'
-            f"{escape(listed(each.keep)) if each.keep else 'none'}</td></tr>"
+            f"{_kept(each)}</td></tr>"
         )
     heads = "".join(f'<th scope="col"{group}>{name}</th>' for name, group in _grouped(COLUMNS * 2))
     return (
@@ -158,6 +163,14 @@ def _formats(audit: Audit, level: str) -> str:
     )
 
 
+def _kept(each: Format) -> str:
+    """The modules to keep: in a narrow window only how many, the others show some names."""
+    if not each.keep:
+        return "none"
+    names = escape(listed(each.keep))
+    return f'<span class="few">{len(each.keep):,}</span><span class="many">{names}</span>'
+
+
 HOW_COUNTED = (
     "Shares of the values that are finite and not zero. Lost: rounded to zero. Headroom: how many "
     "doublings are left before the largest value overflows; negative if it does."
@@ -172,12 +185,10 @@ def _modules(audit: Audit, level: str) -> str:
     rows = []
     for module in audit.modules:
         name = module.name or "(the model itself)"
-        numbers = _numbers(module.fates[chosen.name].unscaled)
-        numbers += _numbers(module.fates[chosen.name].scaled)
         rows.append(
             f'<tr{" class=keep" if module.name in kept else ""}><th scope="row">{escape(name)} '
             f"<small>{escape(module.type)}</small>{KEPT if module.name in kept else ''}</th>"
-            f"{_cells(numbers)}</tr>"
+            f"{_cells(_both(module.fates[chosen.name]))}</tr>"
         )
     heads = "".join(f'<th scope="col"{group}>{name}</th>' for name, group in _grouped(COLUMNS * 2))
     return (
@@ -194,13 +205,15 @@ def _modules(audit: Audit, level: str) -> str:
 
 
 def _told(audit: Audit) -> dict[str, Any]:
-    """What the switch needs: by format its words, its scale, what to keep, and every number."""
+    """What the switch needs: by format its words, its scale, what to keep, and of every module
+    the numbers, to sort by, and how they are written."""
     return {
         each.name: {
-            "words": prose(each.words),
+            "words": _said(each.words),
             "scale": numeral(power(each.scale)),
             "keep": [i for i, module in enumerate(audit.modules) if module.name in set(each.keep)],
             "rows": [_row(module.fates[each.name]) for module in audit.modules],
+            "cells": [_both(module.fates[each.name]) for module in audit.modules],
         }
         for each in audit.formats
     }
@@ -212,6 +225,10 @@ def _row(fate: Fate) -> list[float | None]:
         for shares in (fate.unscaled, fate.scaled)
         for value in (getattr(shares, column) for column in COLUMNS)
     ]
+
+
+def _both(fate: Fate) -> list[str]:
+    return [*_numbers(fate.unscaled), *_numbers(fate.scaled)]
 
 
 def _numbers(shares: Shares) -> list[str]:
@@ -230,6 +247,10 @@ def _grouped(cells: Sequence[str]) -> list[tuple[str, str]]:
 
 def _share(value: float | None) -> str:
     return "–" if value is None else percent(value)
+
+
+def _said(sentence: str) -> str:
+    return raised(prose(sentence))
 
 
 def _unbroken(value: str) -> str:

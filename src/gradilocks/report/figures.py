@@ -288,7 +288,8 @@ def _heat(key: str, kind: _Kind, made: Heat, of: str) -> Figure:
                 "type": "category",
                 "autorange": "reversed",
                 "tickmode": "array",
-                "tickvals": list(range(0, len(made.rows), every)),
+                # Names, not places: a tensor may be called "2", and plotly.js looks for that first.
+                "tickvals": [text(row) for row in made.rows[::every]],
                 "ticktext": [text(shortened(r, LONGEST_LABEL)) for r in made.rows[::every]],
             },
             "heat": True,

@@ -7,10 +7,11 @@ from html import escape
 
 from gradilocks.report.figures import Figure
 
-__all__ = ["drawing", "numeral", "prose", "sentence_case", "swatch"]
+__all__ = ["drawing", "numeral", "prose", "raised", "sentence_case", "swatch"]
 
 
 def drawing(figure: Figure) -> str:
+    """A figure with its words, and the place where the script draws it."""
     remark = f'<p class="remark">{escape(figure.remark)}</p>' if figure.remark else ""
     wide = " wide" if figure.wide else ""
     return (
@@ -23,11 +24,16 @@ def drawing(figure: Figure) -> str:
 
 def numeral(value: str) -> str:
     """A number as type has it: a power raised, a share in brackets small."""
-    raised = re.sub(r"\b2\^(-?\d+)", r"2<sup>\1</sup>", escape(value))
-    return re.sub(r" \((.+)\)$", r" <small>\1</small>", raised)
+    return re.sub(r" \((.+)\)$", r" <small>\1</small>", raised(escape(value)))
+
+
+def raised(html: str) -> str:
+    """Powers of two as type has them."""
+    return re.sub(r"\b2\^(-?\d+)", r"2<sup>\1</sup>", html)
 
 
 def prose(sentence: str) -> str:
+    """A sentence; what stands in backticks is code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
@@ -36,4 +42,5 @@ def sentence_case(words: str) -> str:
 
 
 def swatch(number: int) -> str:
+    """The colour of a run, beside its name."""
     return f'<span class="swatch" data-run="{number}" aria-hidden="true"></span>'

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gradilocks.errors import GradilocksError
-from gradilocks.report.frame import GENERATOR
+from gradilocks.report.document import GENERATOR
 from gradilocks.report.places import settled
 
 __all__ = ["choose", "labels", "write"]
@@ -51,6 +51,8 @@ def write(
     identity: str,
     force: bool,
     what: str = "report on these runs",
+    option: str = "-o",
+    way_out: str = "choose another name with -o, or replace it with --force",
 ) -> None:
     """Writes a page beside its place and moves it there, so that there is never half of one.
 
@@ -60,18 +62,17 @@ def write(
         identity: of what it is about, as in `gradilocks.report.page.identity`.
         force: whether to replace what is no such page.
         what: what the page is, in words.
+        option: by which the place was given, for messages.
+        way_out: what to do about a place that is taken.
 
     Raises:
         GradilocksError: something else is there, or the place cannot be written.
     """
-    page, given = settled(page), page
+    page, given = settled(page, option=option), page
     if page.is_dir():
         raise GradilocksError(f"{page} is a folder; give the path of a page, as {page / 'a.html'}.")
     if page.exists() and not force and not _own(page, identity):
-        raise GradilocksError(
-            f"{page} is already there and is no {what}; choose another name with -o, or replace it "
-            "with --force."
-        )
+        raise GradilocksError(f"{page} is already there and is no {what}; {way_out}.")
     beside = page.with_name(f".{page.name}.{os.getpid()}.part")
     try:
         with beside.open("x", encoding="utf-8") as file:

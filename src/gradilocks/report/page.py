@@ -1,4 +1,4 @@
-"""Reports on runs → one HTML page, framed so that it needs nothing else."""
+"""Reports on runs → one HTML page: what stands on it, and in which order."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from gradilocks.report.audit_panel import Panel, panel
+from gradilocks.report.audit_panel import SCRIPTS, STYLES, Panel, panel
+from gradilocks.report.document import GENERATOR, document, headed
 from gradilocks.report.facts import Reported, in_short, main_numbers, what_ran
 from gradilocks.report.figures import Section, sections
-from gradilocks.report.frame import framed, headed
 from gradilocks.report.markup import drawing, numeral, prose, sentence_case, swatch
 from gradilocks.report.tracks import Track
 from gradilocks.report.values import Finding, Health
@@ -36,21 +36,19 @@ def render(reports: Sequence[Reported]) -> str:
         plots.update(made.plots)
     title = " and ".join(one.label for one in reports[:2])
     title += f" and {len(reports) - 2} more" if len(reports) > 2 else ""
-    parts = [
-        _header(title, reports),
-        "<main>",
-        *_summaries(reports),
-        *(_section(section) for section in laid_out),
-        *(made.html for made in panels),
-        _ran(reports),
-        "</main>",
-    ]
-    return framed(
-        f"{title} · Gradilocks report",
-        parts,
-        plots,
-        identity=identity(reports),
-        audited=bool(panels),
+    audited = {"styles": STYLES, "scripts": SCRIPTS} if panels else {}
+    return document(
+        title=f"{title} · Gradilocks report",
+        marks={"generator": GENERATOR, "gradilocks-runs": identity(reports)},
+        header=_header(title, reports),
+        main=[
+            *_summaries(reports),
+            *(_section(section) for section in laid_out),
+            *(made.html for made in panels),
+            _ran(reports),
+        ],
+        plots=plots,
+        **audited,
     )
 
 

@@ -21,7 +21,7 @@ _KINDS = {
 }
 
 
-def settled(place: Path) -> Path:
+def settled(place: Path, *, option: str = "-o") -> Path:
     """Returns where a file goes: the place itself, or what it is a symlink to.
 
     Raises:
@@ -29,7 +29,8 @@ def settled(place: Path) -> Path:
     """
     if str(place) == "-":
         raise GradilocksError(
-            "-o - would be standard output; a file is written whole or not at all, so name one."
+            f"{option} - would be standard output; a file is written whole or not at all, so name "
+            "one."
         )
     try:
         target = place.resolve() if place.is_symlink() else place
@@ -45,6 +46,6 @@ def settled(place: Path) -> Path:
         raise GradilocksError(f"{place} cannot be written: {why}.") from error
     if kind in _KINDS:
         raise GradilocksError(
-            f"{place} is {_KINDS[kind]}, not a file; give the path of a file with -o."
+            f"{place} is {_KINDS[kind]}, not a file; give the path of a file with {option}."
         )
     return target

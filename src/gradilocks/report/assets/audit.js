@@ -1,7 +1,8 @@
 // The panel of an audit: switches between formats and kinds of gradients, and sorts its modules.
 "use strict";
-for (const panel of document.querySelectorAll(".audit:has(.told)")) {
-  const told = JSON.parse(panel.querySelector(".told").textContent);
+for (const data of document.querySelectorAll(".told")) {
+  const told = JSON.parse(data.textContent);
+  const panel = data.closest(".audit");
   const table = panel.querySelector(".modules");
   const body = table && table.tBodies[0];
   const rows = table ? [...body.rows] : [];
@@ -11,18 +12,8 @@ for (const panel of document.querySelectorAll(".audit:has(.told)")) {
   let format = chosen()[0];
   let order = { column: null, falls: true };
 
-  // As `percent` of words.py has it: a share that is not 0 never reads as 0.
-  function percent(share) {
-    if (share === null) return "–";
-    if (share > 0 && share < 0.0001) return "< 0.01 %";
-    if (share >= 0.9995 && share < 1) return "> 99.9 %";
-    return `${Number(share < 0.1 ? (share * 100).toPrecision(2) : (share * 100).toFixed(1))} %`;
-  }
-
-  const doublings = (value) => (value === null ? "–" : value.toFixed(1).replace("-", "−"));
-
   function tell() {
-    const { words, scale, keep, rows: numbers } = told[format];
+    const { words, scale, keep, cells: written } = told[format];
     panel.querySelector(".format-words").innerHTML = words;
     if (!table) return;
     panel.querySelector(".shown-format").textContent = format;
@@ -33,7 +24,7 @@ for (const panel of document.querySelectorAll(".audit:has(.told)")) {
       const [name, ...cells] = row.cells;
       name.querySelector(".kept")?.remove();
       if (keeping.has(at)) name.insertAdjacentHTML("beforeend", kept);
-      cells.forEach((cell, i) => { cell.textContent = (i % 4 === 3 ? doublings : percent)(numbers[at][i]); });
+      cells.forEach((cell, i) => { cell.textContent = written[at][i]; });
     });
     sort();
   }

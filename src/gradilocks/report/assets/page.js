@@ -140,7 +140,9 @@
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemsizing: "constant" },
     };
     if (!plot.heat) layout.xaxis.unifiedhovertitle = { text: plot.hover || `${plot.x.title} %{x:,d}` };
-    if (plot.heat && narrow()) layout.yaxis.showticklabels = false;
+    if (plot.heat && narrow()) {
+      Object.assign(layout.yaxis, plot.short ? { ticktext: plot.short, tickfont: { size: 11 } } : { showticklabels: false });
+    }
     for (const [path, value] of Object.entries(surroundings())) put(layout, path, value);
     if (plot.bands) windowed(plot, layout, width);
     return layout;
@@ -161,13 +163,15 @@
       layout.legend.y = 1 + 30 / (plot.height * 0.8);
       rows.forEach((title, row) => {
         layout[`yaxis${row ? row + 1 : ""}`] = { ...layout.yaxis, domain: domain(row), range: [0, plot.top], nticks: 5 };
+        if (narrow()) layout[`yaxis${row ? row + 1 : ""}`].title = "";
         layout.annotations.push({
           text: `<b>${title}</b>`, showarrow: false, xref: "paper", x: 0, xanchor: "left", yref: `${axis(row)} domain`,
           y: 1, yanchor: "bottom", font: { size: 14, color: colour("ink") },
         });
       });
     }
-    const across = width - layout.margin.l - layout.margin.r - (plot.heat && !narrow() ? 180 : 0);
+    // Beside a heat map stand the names of its rows, which take this much, about.
+    const across = width - layout.margin.l - layout.margin.r - (!plot.heat ? 0 : narrow() ? 40 : 180);
     const pixels = across / (plot.range[1] - plot.range[0]);
     for (const band of plot.bands) {
       const back = colour(`${FATES[band.fate]}-back`), name = colour(FATES[band.fate]);

@@ -1,4 +1,4 @@
-"""The HTML around what a page shows: style, scripts, plots and data are inside, nothing is fetched.
+"""Parts of a page → one HTML file that needs nothing else: style, scripts, plots and data inside.
 
 Text from a file reaches a page in two ways only: through `html.escape`, and as JSON in a data block
 in which no ``<``, ``>`` or ``&`` stands. On top of that the page's own policy lets the browser run
@@ -17,53 +17,62 @@ from typing import Any
 
 from gradilocks.errors import GradilocksError
 
-__all__ = ["GENERATOR", "embedded", "framed", "headed"]
+__all__ = ["GENERATOR", "document", "embedded", "headed"]
 
 GENERATOR = "gradilocks report"
 
 
-def framed(
-    title: str,
-    parts: Sequence[str],
-    plots: Mapping[str, Any],
+def document(
     *,
-    identity: str,
-    audited: bool = False,
+    title: str,
+    marks: Mapping[str, str],
+    header: str,
+    main: Sequence[str],
+    plots: Mapping[str, Any],
+    styles: Sequence[str] = ("page.css",),
+    scripts: Sequence[str] = ("page.js",),
 ) -> str:
-    """Returns a whole page.
+    """Returns the page.
 
     Args:
-        title: for the browser's tab.
-        parts: the body's HTML, one after another.
-        plots: what plotly.js draws, by the id of the place.
-        identity: names what the page is about, so that a newer page on the same may replace it.
-        audited: whether an audit's panel is on it, which has its own style and script.
+        title: of the window.
+        marks: ``meta`` elements by name, by which a later run knows the page.
+        header: what stands above ``main``, as HTML.
+        main: its parts, as HTML.
+        plots: what page.js draws, by the id of the element to draw it in.
+        styles: assets with style sheets.
+        scripts: assets to run once plotly.js is there.
     """
-    assets = ("page", "audit") if audited else ("page",)
-    scripts = [_plotly(), *(_asset(f"{name}.js") for name in assets)]
+    run = [_plotly(), *map(_asset, scripts)]
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
-        f"img-src data: blob:; script-src {' '.join(map(_hash, scripts))}"
+        f"img-src data: blob:; script-src {' '.join(map(_hash, run))}"
     )
+    named = "".join(f'<meta name="{name}" content="{escape(v)}">\n' for name, v in marks.items())
+    style = "".join(map(_asset, styles))
     head = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="generator" content="{GENERATOR}">\n'
-        f'<meta name="gradilocks-runs" content="{identity}">\n'
+        f"{named}"
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)}</title>\n"
-        f"<style>\n{''.join(_asset(f'{name}.css') for name in assets)}</style>\n</head>\n"
+        f"<style>\n{style}</style>\n</head>\n"
     )
-    body = [
-        "<body>",
-        *parts,
-        _footer(),
-        f'<script type="application/json" id="plots">{embedded(plots)}</script>',
-        *(f"<script>{script}</script>" for script in scripts),
-        "</body>\n</html>\n",
-    ]
-    return head + "\n".join(body)
+    body = "\n".join(
+        [
+            "<body>",
+            header,
+            "<main>",
+            *main,
+            "</main>",
+            _footer(),
+            f'<script type="application/json" id="plots">{embedded(plots)}</script>',
+            *(f"<script>{script}</script>" for script in run),
+            "</body>\n</html>\n",
+        ]
+    )
+    return head + body
 
 
 def headed(kind: str, title: str, below: str = "") -> str:
