@@ -32,6 +32,7 @@ _HOME = {
     "SkipSpikes": "clip",
     "StaticScale": "scale",
     "ZScoreClip": "clip",
+    "audit": "auditing",
     "chain": "clip",
     "clip_grad_norm_": "dropin",
     "clip_grad_value_": "dropin",
@@ -63,6 +64,7 @@ __all__ = [
     "SkipSpikes",
     "StaticScale",
     "ZScoreClip",
+    "audit",
     "chain",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -93,6 +95,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from gradilocks import errors, optim
+    from gradilocks.auditing import audit
     from gradilocks.clip import (
         AdaGC,
         AdaptiveClip,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from gradilocks.cli.audit import audit
 from gradilocks.cli.compare import compare
 from gradilocks.cli.demo import demo
 from gradilocks.cli.explain import NUMBERS, explain
@@ -27,6 +28,7 @@ app.command()(report)
 app.command()(watch)
 app.command()(compare)
 app.command()(export)
+app.command(cls=RunCommand, context_settings=SCRIPT)(audit)
 app.command(context_settings=NUMBERS)(explain)
 app.command()(demo)
 

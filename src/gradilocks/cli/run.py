@@ -39,8 +39,8 @@ class RunCommand(TyperCommand):
             if name is None or script is None:
                 raise
             raise typer.BadParameter(
-                f"{name} is no option of gradilocks run. Options of the script come after its "
-                f"name: gradilocks run {script} {name} ..."
+                f"{name} is no option of gradilocks {ctx.info_name}. Options of the script come "
+                f"after its name: gradilocks {ctx.info_name} {script} {name} ..."
             ) from error
 
     def _with_value(self) -> set[str]:

@@ -11,8 +11,6 @@ import os
 import sys
 import threading
 import time
-import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +20,6 @@ from typing import Any
 
 from torch import Tensor
 
-from gradilocks.eager import users_line
 from gradilocks.recording.batch import Batch, Held
 from gradilocks.recording.ending import closed_at_exit, how_it_ended, refuse_capture
 from gradilocks.recording.environment import (
@@ -32,6 +29,7 @@ from gradilocks.recording.environment import (
     versions_here,
 )
 from gradilocks.recording.file import EXISTS, RunFile, Unwritable
+from gradilocks.recording.given import check_every, first_line, warn, weakly
 from gradilocks.recording.roster import info_of, order_of
 from gradilocks.recording.rows import Known, step_of
 from gradilocks.recording.sample import Sample
@@ -41,8 +39,8 @@ from gradilocks.runfile import End, Header, Step, Trace
 from gradilocks.runfile.records import VERSION
 from gradilocks.runfile.sinks import Sink
 from gradilocks.runfile.writing import (
+    audit_line,
     end_line,
-    header_line,
     optimizer_line,
     step_line,
     trace_line,
@@ -98,9 +96,9 @@ class Recorder:
     ) -> None:
         self._file: RunFile | None = None  # First: whatever is refused below, `close` works.
         self._pid = os.getpid()
-        _check_every("flush_every", flush_every)
+        check_every("flush_every", flush_every)
         if detail_every is not None:
-            _check_every("detail_every", detail_every)
+            check_every("detail_every", detail_every)
         if exists not in EXISTS:
             raise ValueError(f"exists must be one of {', '.join(EXISTS)}, got {exists!r}.")
         self._flush_every, self._detail_every = flush_every, detail_every
@@ -112,7 +110,7 @@ class Recorder:
         """How many steps have reached the file in this session; exact after `flush`."""
         self.skipped = 0
         """How many of them were skipped."""
-        self._sinks = Sinks(sinks, _warn)
+        self._sinks = Sinks(sinks, warn)
         self._known: list[Known] = []
         self._whose: list[Callable[[], Any]] = []
         self._held: list[Held] = []
@@ -139,7 +137,7 @@ class Recorder:
             rank=rank,
             ranks=ranks,
         )
-        first = _first_line(self._header)  # Before the file is made: settings may be no JSON.
+        first = first_line(self._header)  # Before the file is made: settings may be no JSON.
         try:
             file = RunFile(self.path, exists=exists)
             file.begin(first)
@@ -174,7 +172,7 @@ class Recorder:
         merged = {**settings, **self._header.settings}
         self._header = Header(**{**vars(self._header), "settings": merged})
         with self._working(), contextlib.suppress(OSError):
-            self._file.begin_again(_first_line(self._header))
+            self._file.begin_again(first_line(self._header))
 
     def add_optimizer(self, optimizer: Any, *, names: Mapping[Tensor, str] | None = None) -> int:
         """Takes an optimizer in, before its first step; again if its parameters have changed.
@@ -190,7 +188,7 @@ class Recorder:
         index = next((i for i, whose in enumerate(self._whose) if whose() is optimizer), None)
         if index is None:
             index = len(self._known)
-            self._whose.append(_weakly(optimizer))
+            self._whose.append(weakly(optimizer))
         info = info_of(optimizer, index=index, names=names)
         if index < len(self._known) and self._known[index].info == info:
             return index
@@ -249,6 +247,12 @@ class Recorder:
         if self.recording:
             with self._working():
                 self._write([trace_line(trace)], ())
+
+    def audit(self, plain: Mapping[str, Any]) -> None:
+        """Writes down what `gradilocks.audit` found, as `Audit.to_plain()` has it, at once."""
+        if self.recording:
+            with self._working():
+                self._write([audit_line(plain)], ())
 
     def flush(self) -> None:
         """Writes everything that was recorded. Waits for the device."""
@@ -369,29 +373,4 @@ class Recorder:
         """Says that something cannot be recorded, the first time that there is such a thing."""
         if not self._has_warned:
             self._has_warned = True
-            _warn(message)
-
-
-def _check_every(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
-
-
-def _weakly(optimizer: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(optimizer)
-    except TypeError:
-        return lambda: optimizer
-
-
-def _first_line(header: Header) -> str:
-    try:
-        return header_line(header)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"settings must be what JSON can hold: {error}.") from error
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=users_line())
+            warn(message)

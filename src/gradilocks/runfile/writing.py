@@ -13,7 +13,15 @@ from typing import Any
 
 from gradilocks.runfile.records import VERSION, Detail, End, Header, OptimizerInfo, Step, Trace
 
-__all__ = ["MOST_CULPRITS", "end_line", "header_line", "optimizer_line", "step_line", "trace_line"]
+__all__ = [
+    "MOST_CULPRITS",
+    "audit_line",
+    "end_line",
+    "header_line",
+    "optimizer_line",
+    "step_line",
+    "trace_line",
+]
 
 MOST_CULPRITS = 32
 
@@ -88,6 +96,11 @@ def trace_line(trace: Trace) -> str:
             "text": trace.text,
         }
     )
+
+
+def audit_line(audit: Mapping[str, Any]) -> str:
+    """What an audit found; its numbers are finite or null already."""
+    return _line({**audit, "kind": "audit"})
 
 
 def end_line(end: End) -> str:

@@ -85,6 +85,10 @@ class Last:
         self._done = True
         self._restore()
 
+    def finish(self) -> None:
+        """Concludes now, and not at the end of the process."""
+        self._finish()
+
     def note(self, ending: Ending) -> None:
         """How the script ended, for when its time comes."""
         self.ending = ending

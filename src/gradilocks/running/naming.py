@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-__all__ = ["name_parameters", "owners_of", "plain_name"]
+__all__ = ["name_modules", "name_parameters", "owners_of", "plain_name"]
 
 # What wrappers put in front: DataParallel and DDP, torch.compile, FSDP, activation checkpointing.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -80,6 +80,17 @@ def name_parameters(params: Sequence[Tensor]) -> dict[Tensor, str]:
         for name, param in root.named_parameters(remove_duplicate=False):
             if id(param) in wanted and param not in names:
                 names[param] = prefix + plain_name(name)
+    return names
+
+
+def name_modules(roots: Sequence[nn.Module]) -> dict[int, str]:
+    """The name of every module in these, by its id; as the names of its parameters begin."""
+    names: dict[int, str] = {}
+    for root, prefix in zip(roots, _prefixes(roots), strict=True):
+        for name, module in root.named_modules():
+            # A wrapper and what it wraps have one name: the wrapper has no parameters of its own.
+            shown = plain_name(f"{name}.x").removesuffix("x").removesuffix(".")
+            names.setdefault(id(module), (prefix + shown).removesuffix("."))
     return names
 
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradilocks.errors import BadRunFile, BadScript
-from gradilocks.runfile.reading import Reader
+from gradilocks.errors import BadScript
 from gradilocks.running import launch
 from gradilocks.running.ending import Ending, Last
 from gradilocks.running.importing import when_imported
+from gradilocks.running.places import check_target, fresh_name, rank_of_process
 
 if TYPE_CHECKING:
     from gradilocks.recording import Recorder
 
 __all__ = ["Options", "Summary", "run_script"]
+
+_WAYS = "Choose another name, --append to go on in it, or --force to overwrite it."
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,16 @@ class _Session:
         note: Callable[[str], None],
     ) -> None:
         self._options, self._tell, self._warn, self._note = options, tell, warn, note
-        self._rank = _rank()
+        self._rank = rank_of_process()
         self._watched = self._rank == 0 or options.all_ranks
-        self._shown = options.output or _fresh(program.stem)
+        self._shown = options.output or fresh_name(program.stem)
         self._path = Path(os.path.abspath(self._shown))
         self._made: list[Path] = []
         if self._watched:
             rank = self._rank if options.all_ranks else 0
-            self._made = _check(self._path, self._shown, options.exists, rank=rank)
+            self._made = check_target(
+                self._path, self._shown, options.exists, rank=rank, ways=_WAYS
+            )
         self._hooks: Any = None
         self._watch: Any = None
         self._replaced: Any = None
@@ -182,56 +185,6 @@ class _Session:
             log=options.log,
             all_ranks=options.all_ranks,
         )
-
-
-def _rank() -> int:
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isdigit() else 0
-
-
-def _fresh(stem: str) -> Path:
-    """A name under runs/ that nobody has taken."""
-    base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    name, number = base, 1
-    while (path := Path("runs", f"{name}.jsonl")).exists():
-        number += 1
-        name = f"{base}-{number}"
-    return path
-
-
-def _check(path: Path, shown: Path, exists: str, *, rank: int) -> list[Path]:
-    """Refuses before the script runs, and not after an hour of it.
-
-    Returns:
-        The folders that were made for it, innermost first.
-    """
-    if path.is_dir():
-        raise BadRunFile(f"{shown} is a folder. Expected the name of a run file.")
-    if rank:  # As the Recorder names it.
-        path, shown = (p.with_name(f"{p.stem}.rank{rank}{p.suffix}") for p in (path, shown))
-    if path.exists():
-        if exists == "refuse":
-            raise BadRunFile(
-                f"{shown} is there already. Choose another name, --append to go on in it, or "
-                "--force to overwrite it."
-            )
-        if exists == "append" and path.stat().st_size:
-            with path.open("rb") as file:
-                Reader(shown).feed(file.readline())  # Raises if it is no run file.
-        if not os.access(path, os.W_OK):
-            raise BadRunFile(f"{shown} cannot be written. Choose another name.")
-        return []
-    missing = [path.parent, *path.parent.parents]
-    missing = [folder for folder in missing if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadRunFile(
-            f"{shown} cannot be written: {error.strerror or error}. Choose another folder."
-        ) from error
-    if not os.access(path.parent, os.W_OK):
-        raise BadRunFile(f"{shown} cannot be written: {path.parent} is read-only.")
-    return missing
 
 
 def _named(path: Path, shown: Path) -> Path:

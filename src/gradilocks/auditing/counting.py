@@ -1,0 +1,150 @@
+"""Tensors enter, how many of their values have which exponent leaves.
+
+Counted on the tensor's own device, in integers, from the bits of a float32. Nothing waits until
+`read` fetches all counts at once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradilocks.auditing.histogram import Histogram
+from gradilocks.kernels import pieces
+from gradilocks.running.looking import elements
+
+__all__ = ["Tally", "read"]
+
+LOWEST = -149
+"""The exponent of the smallest float32; what a float64 has below it is counted there."""
+HIGHEST = 127
+_CELLS = HIGHEST - LOWEST + 3  # The first is for zeros, the last for NaN and Inf.
+_NONFINITE = _CELLS - 1
+_INF = 0x7F800000
+_NORMAL = 0x00800000  # The bits of the smallest normal float32.
+_MOST, _LEAST = _CELLS, _CELLS + 1  # Of a row: the bits of the largest and smallest magnitude.
+# On a CPU the passes over a piece find it in the cache: 4 ns a value instead of 24 (4 M values).
+_PIECE = 1 << 16
+_LARGE_PIECE = 1 << 24  # Elsewhere it bounds the memory: 30 bytes a value for a moment.
+_LANES = 64  # Elsewhere a count is spread over so many addresses: all values share a few cells.
+
+
+class Tally:
+    """Counts of one thing: a module's parameters, or its output."""
+
+    def __init__(self) -> None:
+        self.rows: dict[torch.device, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, gradient: Tensor, *, scale: Tensor | float = 1.0) -> None:
+        """Counts a gradient's values, divided by the scale that they carry."""
+        values = elements(gradient)
+        if values is None or not values.numel():
+            return
+        if values.is_complex():
+            values = torch.view_as_real(values.resolve_conj())
+        home = values.device
+        row = self.rows.get(home)
+        if row is None:
+            row = self.rows[home] = torch.zeros(_CELLS + 2, dtype=torch.int64, device=home)
+            row[_LEAST] = _INF
+        if isinstance(scale, Tensor):
+            scale = scale.detach().to(home, non_blocking=True)
+        for part in pieces.of(values, _PIECE if home.type == "cpu" else _LARGE_PIECE):
+            self._count(row, part if part.dtype is torch.float64 else part.float(), scale)
+
+    def _count(self, row: Tensor, part: Tensor, scale: Tensor | float) -> None:
+        if isinstance(scale, Tensor) or scale != 1.0:
+            part = part / scale
+        bits = _bits(part)
+        row[:_CELLS] += _counted(part, bits)
+        least, most = _extremes(bits)
+        row[_MOST] = torch.maximum(row[_MOST], most)
+        row[_LEAST] = torch.minimum(row[_LEAST], least)
+
+
+def read(tallies: Sequence[Tally]) -> list[Histogram]:
+    """The counts of all of them. Waits for the devices, once for each."""
+    found: list[list[Histogram]] = [[] for _ in tallies]
+    for device in {device for tally in tallies for device in tally.rows}:
+        places = [place for place, tally in enumerate(tallies) if device in tally.rows]
+        rows = torch.stack([tallies[place].rows[device] for place in places])
+        for place, row in zip(places, rows.tolist(), strict=True):
+            found[place].append(_histogram(row))
+    return [Histogram.total(parts) for parts in found]
+
+
+def _histogram(row: Sequence[int]) -> Histogram:
+    bins = {LOWEST + place: count for place, count in enumerate(row[1:_NONFINITE])}
+    some = any(bins.values())
+    return Histogram.of(
+        bins,
+        zeros=row[0],
+        nonfinite=row[_NONFINITE],
+        largest=_number(row[_MOST]) if some else None,
+        smallest=_number(row[_LEAST]) if some else None,
+    )
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<i", bits))[0])
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The bits of the magnitudes, which are in the order of the magnitudes."""
+    if values.dtype is torch.float64:
+        size = values.abs()
+        held = size.clamp(2.0**LOWEST, torch.finfo(torch.float32).max)
+        values = torch.where((size > 0.0) & size.isfinite(), held, size).to(torch.float32)
+    return values.view(torch.int32) & 0x7FFFFFFF
+
+
+def _extremes(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """The least above zero and the most below Inf."""
+    if bits.device.type == "cpu":  # Where most gradients are finite and other than zero: one pass.
+        least, most = torch.aminmax(bits)
+        if least > 0 and most < _INF:
+            return least, most
+    return torch.where(bits > 0, bits, _INF).amin(), torch.where(bits < _INF, bits, 0).amax()
+
+
+def _counted(values: Tensor, bits: Tensor) -> Tensor:
+    if values.dtype is torch.float64:
+        return _sum(_cells_of_doubles(values))
+    if values.device.type != "cpu":
+        return _sum(torch.where(bits < _NORMAL, _cells_of_small(bits), (bits >> 23) + 23))
+    counts = torch.bincount(bits >> 23, minlength=256)
+    made = torch.zeros(_CELLS, dtype=torch.int64)
+    made[24:] = counts[1:]
+    if counts[0]:  # Zeros and subnormals.
+        made += _sum(_cells_of_small(bits[bits < _NORMAL]))
+    return made
+
+
+def _cells_of_small(bits: Tensor) -> Tensor:
+    """Of zeros and subnormals: as an integer the bits are a number times 2**149."""
+    return ((bits.to(torch.float32).view(torch.int32) >> 23) - 126).clamp_min(0)
+
+
+def _cells_of_doubles(values: Tensor) -> Tensor:
+    exponents = torch.frexp(values)[1] - 1
+    cells = (exponents - LOWEST + 1).clamp(1, _NONFINITE - 1)
+    cells = torch.where(values == 0.0, 0, cells)
+    return torch.where(values.isfinite(), cells, _NONFINITE)
+
+
+def _sum(cells: Tensor) -> Tensor:
+    """How often each cell is named; integers, so that the order of the sum is of no matter."""
+    if cells.device.type == "cpu":
+        return torch.bincount(cells, minlength=_CELLS)
+    return _spread_sum(cells)
+
+
+def _spread_sum(cells: Tensor) -> Tensor:
+    lanes = torch.arange(cells.numel(), device=cells.device) % _LANES
+    counts = torch.zeros(_CELLS * _LANES, dtype=torch.int64, device=cells.device)
+    one = torch.ones(1, dtype=torch.int64, device=cells.device).expand(cells.numel())
+    return counts.index_add_(0, cells.to(torch.int64) * _LANES + lanes, one).view(-1, _LANES).sum(1)

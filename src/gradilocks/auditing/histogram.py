@@ -1,0 +1,183 @@
+"""Magnitudes by their exponent: counts enter, and what a format would do to them leaves; no torch.
+
+A bin holds the values with the same floor(log2|x|). A format's borders lie between bins, at powers
+of two, wherever the scale is a power of two; a border inside a bin is taken as if the bin's values
+were spread evenly over its logarithm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from gradilocks.precision import Format
+from gradilocks.precision.formats import Stored
+
+__all__ = ["Histogram", "Shares", "shares_of"]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many values have which exponent.
+
+    Example:
+        >>> seen = Histogram.of({-1: 3, 2: 1}, largest=4.5, smallest=0.5)
+        >>> seen.first, seen.counts
+        (-1, (3, 0, 0, 1))
+    """
+
+    first: int = 0
+    """The exponent of the first bin."""
+    counts: tuple[int, ...] = ()
+    """`counts[i]` values have floor(log2|x|) == first + i; neither end is empty."""
+    zeros: int = 0
+    nonfinite: int = 0
+    largest: float | None = None
+    """The largest magnitude; None if no value is finite and other than zero."""
+    smallest: float | None = None
+    """The smallest magnitude above zero."""
+
+    @classmethod
+    def of(
+        cls,
+        bins: Mapping[int, int],
+        *,
+        zeros: int = 0,
+        nonfinite: int = 0,
+        largest: float | None = None,
+        smallest: float | None = None,
+    ) -> Histogram:
+        """Made of counts by exponent."""
+        filled = [exponent for exponent, count in bins.items() if count]
+        if not filled:
+            return cls(zeros=zeros, nonfinite=nonfinite)
+        first, last = min(filled), max(filled)
+        counts = tuple(bins.get(exponent, 0) for exponent in range(first, last + 1))
+        return cls(first, counts, zeros, nonfinite, largest, smallest)
+
+    @property
+    def values(self) -> int:
+        """How many are finite and other than zero: those that a format can lose."""
+        return sum(self.counts)
+
+    def bins(self) -> Iterator[tuple[int, int]]:
+        """Exponent and count of every bin."""
+        return enumerate(self.counts, start=self.first)
+
+    def __add__(self, other: Histogram) -> Histogram:
+        together = dict(self.bins())
+        for exponent, count in other.bins():
+            together[exponent] = together.get(exponent, 0) + count
+        return Histogram.of(
+            together,
+            zeros=self.zeros + other.zeros,
+            nonfinite=self.nonfinite + other.nonfinite,
+            largest=_either(max, self.largest, other.largest),
+            smallest=_either(min, self.smallest, other.smallest),
+        )
+
+    @staticmethod
+    def total(parts: Iterable[Histogram]) -> Histogram:
+        """All of them together."""
+        return reduce(Histogram.__add__, parts, Histogram())
+
+    def below(self, bound: float) -> float:
+        """How many values are smaller than `bound`."""
+        place = math.log2(bound)
+        return sum(count * _part(place, exponent) for exponent, count in self.bins())
+
+    def mass(self, bound: float = math.inf) -> float:
+        """The sum of the magnitudes of the values smaller than `bound`, as the bins have it."""
+        place = math.log2(bound) if bound < math.inf else math.inf
+        return sum(
+            count * _part(place, exponent) * _MEAN * 2.0**exponent
+            for exponent, count in self.bins()
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "first": self.first,
+            "counts": list(self.counts),
+            "zeros": self.zeros,
+            "nonfinite": self.nonfinite,
+            "largest": self.largest,
+            "smallest": self.smallest,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Histogram:
+        """The inverse of `to_plain`."""
+        return cls(
+            int(plain["first"]),
+            tuple(map(int, plain["counts"])),
+            int(plain["zeros"]),
+            int(plain["nonfinite"]),
+            plain["largest"],
+            plain["smallest"],
+        )
+
+
+# The mean of x over [1, 2), if the logarithm of x is spread evenly.
+_MEAN = 1.0 / math.log(2.0)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What becomes of values in a format at a scale: shares of those that are finite and not 0."""
+
+    lost: float
+    """They round to zero."""
+    subnormal: float
+    """They are stored with fewer bits than the format has."""
+    overflow: float
+    """They become inf or, where the format has none, the largest number."""
+    headroom: float | None
+    """Doublings left before the largest overflows, negative if it does; None without values."""
+
+    def to_plain(self) -> dict[str, float | None]:
+        """As JSON has it."""
+        return dict(vars(self))
+
+
+def shares_of(histogram: Histogram, format: Format, scale: float) -> Shares:
+    """What `format` makes of the values, multiplied by `scale`."""
+    total = histogram.values
+    if not total or histogram.largest is None or histogram.smallest is None:
+        return Shares(0.0, 0.0, 0.0, None)
+    # What is at most half the smallest subnormal is lost. That half itself, a single value of its
+    # bin, counts as subnormal, and so does what rounds up to the smallest normal number.
+    lost = histogram.below(format.smallest_subnormal / 2.0 / scale)
+    small = histogram.below(format.smallest_normal / scale)
+    over = total - histogram.below(_too_large(format) / scale)
+    over = max(over, 1.0) if _overflows(format, histogram.largest, scale) else 0.0
+    return Shares(
+        lost=lost / total,
+        subnormal=(small - lost) / total,
+        overflow=min(over, total) / total,
+        headroom=math.log2(format.largest) - math.log2(histogram.largest) - math.log2(scale),
+    )
+
+
+def _overflows(format: Format, value: float, scale: float) -> bool:
+    stored = format.round(value * scale)
+    return Stored(format, value, scale, stored, "", stored / scale).fate == "overflow"
+
+
+def _too_large(format: Format) -> float:
+    """From here on a value is rounded beyond the largest: half a step above it."""
+    return format.largest + math.ldexp(1.0, math.frexp(format.largest)[1] - 2) * format.epsilon
+
+
+def _part(place: float, exponent: int) -> float:
+    """How much of a bin lies below a place on the logarithm's axis."""
+    return min(max(place - exponent, 0.0), 1.0)
+
+
+def _either(choose: Any, one: float | None, other: float | None) -> float | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return float(choose(one, other))

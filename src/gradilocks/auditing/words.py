@@ -1,0 +1,201 @@
+"""Judgements enter, sentences leave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from gradilocks.auditing.histogram import Histogram
+from gradilocks.auditing.judging import Judgement
+
+__all__ = ["called", "describe_format", "explain", "listed", "percent", "scale_text"]
+
+_NAMES_SHOWN = 4
+
+
+def describe_format(judged: Judgement) -> str:
+    """One sentence about one format."""
+    name = judged.format.name
+    shares = judged.scaled
+    if shares.headroom is None:
+        return f"There is nothing to judge {name} by."
+    at = f"At scale {scale_text(judged.scale)} {name}"
+    lost = f"loses {percent(shares.lost)} of the gradients to zero"
+    if judged.scale != 1.0:
+        lost += f" ({percent(judged.unscaled.lost)} at scale 1)"
+    over = f" and overflows in {percent(shares.overflow)}" if shares.overflow else ""
+    room = f"; {_doublings(shares.headroom)} of headroom are left"
+    if shares.headroom < 0:
+        room = ""
+    if not judged.holds:
+        return f"{at} {lost}{over}{room}. It does not hold them."
+    if judged.keep:
+        rest = percent(judged.rest.lost)
+        return f"{at} {lost}{over}{room}; without {listed(judged.keep)} it loses {rest}."
+    return f"{at} {lost}{over}{room}."
+
+
+def explain(
+    judged: Sequence[Judgement],
+    chosen: Judgement | None,
+    seen: Mapping[str, Histogram],
+    *,
+    precision: str,
+    loss_scale: float,
+) -> list[str]:
+    """Why this format, in sentences."""
+    total = Histogram.total(seen.values())
+    words = [*_of_nonfinite(total, seen, loss_scale)]
+    if not total.values:
+        if total.zeros:
+            words.append(
+                f"All {total.zeros:,} gradients are zero, so there is nothing to judge a format by."
+                " Does the loss depend on the parameters?"
+            )
+        else:
+            words.append("No gradient is finite, so there is nothing to judge a format by.")
+        return [*words, *_of_half(total, precision, loss_scale)]
+    words += _of_choice(judged, chosen, seen)
+    return [*words, *_of_half(total, precision, loss_scale)]
+
+
+def _of_choice(
+    judged: Sequence[Judgement], chosen: Judgement | None, seen: Mapping[str, Histogram]
+) -> list[str]:
+    words = [
+        _refused(each)
+        for each in judged
+        if not each.holds
+        and (chosen is None or each.format.mantissa_bits > chosen.format.mantissa_bits)
+    ]
+    if chosen is None:
+        return [*words, "None of the formats holds these gradients: stay with float32."]
+    name, scale = chosen.format.name, chosen.scale
+    first = f"Take {name}"
+    if chosen.format.exponent_bits >= 8:
+        first += ": it has float32's range and needs no loss scale."
+    else:
+        first += f" with an initial loss scale of {scale_text(scale)}."
+    said = [first]
+    if chosen.format.exponent_bits < 8:
+        said.append(
+            f"At scale 1 {name} would round {percent(chosen.unscaled.lost)} of the gradients to "
+            f"zero; at {scale_text(scale)} {percent(chosen.rest.lost)}{_of_mass(chosen)}."
+        )
+        said += _of_headroom(chosen, seen)
+    if name == "bf16" and any(each.format.name == "fp16" for each in judged):
+        said.append("Its steps are 8 times as coarse as those of fp16.")
+    said += _of_kept(chosen, seen)
+    return [*said, *words] if words else said
+
+
+def _of_mass(chosen: Judgement) -> str:
+    """Many values that are lost and count for nothing: gradients that vanish over time, say."""
+    if chosen.rest.lost < 0.01:
+        return ""
+    return f", which carry {percent(chosen.lost_mass)} of the sum of all magnitudes"
+
+
+def _of_headroom(chosen: Judgement, seen: Mapping[str, Histogram]) -> list[str]:
+    rest = {name: h for name, h in seen.items() if name not in chosen.keep and h.values}
+    if not rest or chosen.rest.headroom is None:
+        return []
+    loudest = max(rest, key=lambda name: rest[name].largest or 0.0)
+    return [
+        f"The largest, {rest[loudest].largest:.2g} in {called(loudest)}, leaves "
+        f"{_doublings(chosen.rest.headroom)} of headroom there."
+    ]
+
+
+def _of_kept(chosen: Judgement, seen: Mapping[str, Histogram]) -> list[str]:
+    words = []
+    quiet = [name for name in chosen.keep if name not in chosen.loud]
+    if chosen.loud:
+        largest = max(seen[name].largest or 0.0 for name in chosen.loud)
+        words.append(
+            f"Keep {listed(chosen.loud)} in float32: gradients up to {largest:.2g} there would "
+            "force a scale at which others are lost."
+        )
+    if quiet:
+        words.append(
+            f"Keep {listed(quiet)} in float32: at this scale most of what counts there would be "
+            "lost to zero."
+        )
+    return words
+
+
+def _refused(judged: Judgement) -> str:
+    shares = judged.scaled
+    return (
+        f"{judged.format.name} does not hold them: at scale {scale_text(judged.scale)}, the most "
+        f"that the largest allow, it loses {percent(shares.lost)} of the gradients to zero, too "
+        f"much in {listed(judged.broken)}."
+    )
+
+
+def _of_nonfinite(total: Histogram, seen: Mapping[str, Histogram], loss_scale: float) -> list[str]:
+    if not total.nonfinite:
+        return []
+    where = [name for name, histogram in seen.items() if histogram.nonfinite]
+    why = (
+        f" The loss was multiplied by {scale_text(loss_scale)}: a smaller scale may do."
+        if loss_scale > 1.0
+        else " `gradilocks.trace` finds where they are born."
+    )
+    return [
+        f"{total.nonfinite:,} values were NaN or Inf, in {listed(where)}; the rest was judged "
+        f"without them.{why}"
+    ]
+
+
+def _of_half(total: Histogram, precision: str, loss_scale: float) -> list[str]:
+    if "float16" not in precision.replace("bfloat16", ""):
+        return []
+    every = total.values + total.zeros
+    share = percent(total.zeros / every) if every else percent(0.0)
+    scaled = f" at a loss scale of {scale_text(loss_scale)}" if loss_scale != 1.0 else ""
+    return [
+        f"The gradients were computed in {precision}{scaled}: what it had lost already shows only "
+        f"as zeros, {share} of all values. Audit in float32 to see the rest."
+    ]
+
+
+def percent(share: float) -> str:
+    """A share as it is read: '99.1 %', '0.02 %', 'under 0.001 %', '0 %'."""
+    if share == 0.0:
+        return "0 %"
+    if share < 1e-5:
+        return "under 0.001 %"
+    if share > 0.9999 and share < 1.0:
+        return "over 99.99 %"
+    value = 100.0 * share
+    digits = 1 if value >= 1.0 else 1 - math.floor(math.log10(value))
+    text = f"{value:.{digits}f}".rstrip("0").rstrip(".")
+    return f"{text} %"
+
+
+def scale_text(scale: float) -> str:
+    """A scale as it can be typed: 65536, or 2^20 where digits get many."""
+    exponent = math.log2(scale)
+    if exponent.is_integer() and (exponent > 16 or exponent < -3):
+        return f"2^{int(exponent)}"
+    return f"{scale:g}"
+
+
+def called(name: str) -> str:
+    """A module's name as it reads in a sentence; the model itself has none."""
+    if not name:
+        return "the model itself"
+    return f"module {name}" if name.isdigit() else name
+
+
+def listed(names: Sequence[str]) -> str:
+    """A few names, and how many more there are."""
+    shown = [called(name) for name in names[:_NAMES_SHOWN]]
+    if len(names) > _NAMES_SHOWN:
+        return f"{', '.join(shown)} and {len(names) - _NAMES_SHOWN} more"
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _doublings(headroom: float) -> str:
+    return f"{headroom:.1f} doublings"

@@ -1,0 +1,39 @@
+"""What a Recorder is given, checked: what came, what was expected; and how it speaks up."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from gradilocks.eager import users_line
+from gradilocks.runfile import Header
+from gradilocks.runfile.writing import header_line
+
+__all__ = ["check_every", "first_line", "warn", "weakly"]
+
+
+def check_every(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def weakly(optimizer: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:
+        return lambda: optimizer
+
+
+def first_line(header: Header) -> str:
+    try:
+        return header_line(header)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"settings must be what JSON can hold: {error}.") from error
+
+
+def warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=users_line())
