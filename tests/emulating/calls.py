@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+import gradilocks
+from gradilocks.emulating.storage import Storage
 
 BITS = {torch.float16: 10, torch.bfloat16: 7}
 SMALLEST = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126}
@@ -63,6 +67,15 @@ def biased_convolutions(device: str = "cpu") -> dict[str, Call]:
             bias = torch.randn(channels, generator=source).to(device)
             found[name] = (function, [inputs, weight, bias])
     return found
+
+
+@contextmanager
+def taken_apart() -> Iterator[None]:
+    """Emulation that rounds nothing: what is left is how it takes operations apart."""
+    emulation = gradilocks.emulate("fp16")
+    emulation._storage = Storage(None, None)
+    with emulation:
+        yield
 
 
 def forward_and_backward(

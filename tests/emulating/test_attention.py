@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from calls import taken_apart
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,7 +37,7 @@ def attended(tensors, **options):
 
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_in_fp32_it_is_torchs_own_up_to_the_order_of_sums(name):
-    with gradilocks.emulate("fp32"):
+    with taken_apart():
         found = attended(three(), **OPTIONS[name])
     for mine, real in zip(found, attended(three(), **OPTIONS[name]), strict=True):
         torch.testing.assert_close(mine, real, rtol=1e-5, atol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from calls import taken_apart
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
@@ -55,7 +56,7 @@ def test_in_fp32_a_layer_is_torchs_own(kind, shape, rows):
     make, options = KINDS[kind]
     torch.manual_seed(0)
     module = make(6, 5, **options, **SHAPES[shape])
-    with gradilocks.emulate("fp32"):
+    with taken_apart():
         found = run(module, rows)
     for mine, real in zip(found, run(module, rows), strict=True):
         torch.testing.assert_close(mine, real, rtol=1e-5, atol=1e-6)
@@ -92,7 +93,7 @@ def test_outputs_and_states_are_values_of_the_format(kind, rows):
 def test_a_cell_is_torchs_own_in_fp32_and_stored_in_fp16(kind, bias):
     torch.manual_seed(0)
     cell, inputs = kind(6, 5, bias=bias), torch.randn(4, 6)
-    with gradilocks.emulate("fp32"):
+    with taken_apart():
         found = run(cell, inputs)
     for mine, real in zip(found, run(cell, inputs), strict=True):
         torch.testing.assert_close(mine, real, rtol=1e-6, atol=1e-7)

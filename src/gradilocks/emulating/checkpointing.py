@@ -7,6 +7,7 @@ the emulation along with the function that is to be called again.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,30 +28,30 @@ class Carrying:
         again: says which context the second computation needs.
     """
 
-    _NAMES = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
-
     def __init__(self, again: Again) -> None:
         self._again = again
         self._lock = threading.Lock()
         self._entered = 0
-        self._replaced: list[tuple[str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> None:
         with self._lock:
             self._entered += 1
             if self._entered > 1:
                 return
-            generator, function = (getattr(torch_checkpoint, name) for name in self._NAMES)
-            self._replaced = list(zip(self._NAMES, (generator, function), strict=True))
-            setattr(torch_checkpoint, self._NAMES[0], _Calling(generator, self._carried))
-            setattr(torch_checkpoint, self._NAMES[1], _Applying(function, self._carried))
+            for module in filter(None, (torch_checkpoint, sys.modules.get(_COMPOSABLE))):
+                for name, stand_in in _STAND_INS.items():
+                    if (original := getattr(module, name, None)) is not None:
+                        self._replaced.append((module, name, original))
+                        setattr(module, name, stand_in(original, self._carried))
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._entered -= 1
             if not self._entered:
-                for name, original in self._replaced:
-                    setattr(torch_checkpoint, name, original)
+                for module, name, original in self._replaced:
+                    setattr(module, name, original)
+                self._replaced = []
 
     def _carried(self, function: Callable[..., Any]) -> Callable[..., Any]:
         context = self._again()
@@ -81,3 +82,11 @@ class _Applying:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+_STAND_INS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
+    "_checkpoint_without_reentrant_generator": _Calling,
+    "CheckpointFunction": _Applying,
+}
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+"""Has the first of the two under a name of its own."""

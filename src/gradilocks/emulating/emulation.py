@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable
-from contextlib import ContextDecorator, ExitStack
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradilocks.emulating.checkpointing import Carrying
+from gradilocks.emulating.keeping import holding, modules_to_keep
 from gradilocks.emulating.operations import COMPOSED, OPERATIONS, concerns
 from gradilocks.emulating.rounding import rounding_to
 from gradilocks.emulating.storage import Storage
@@ -64,28 +65,24 @@ class Emulation(ContextDecorator):
     ) -> None:
         self.format = _format("format", format)
         self.backward = self.format if backward is None else _format("backward", backward)
-        self._kept = _modules(keep)
+        self._kept = modules_to_keep(keep)
         self._storage = Storage(rounding_to(self.format), rounding_to(self.backward))
-        self._entered: list[ExitStack] = []
+        self._idle = {self.format.name, self.backward.name} == {"fp32"}
+        self._entered = _Entered()
 
     def __enter__(self) -> Emulation:
-        refuse_autocast()
-        mode = _Mode(self, self._storage)
+        if not self._idle:
+            refuse_autocast()
+        mode = _Mode(self, self._storage, idle=self._idle)
         with ExitStack() as stack:
-            for module in self._kept:
-                before = module.register_forward_pre_hook(mode.hold, prepend=True)
-                after = module.register_forward_hook(mode.let_go, always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+            stack.enter_context(holding(self._kept, mode))
             stack.enter_context(_CARRYING)
-            if (
-                "torch._dynamo" in sys.modules
-            ):  # What is compiled would pass unseen, or not compile.
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if "torch._dynamo" in sys.modules:  # What is compiled would pass unseen, or break.
+                stack.enter_context(_uncompiled())
             _ON.modes.append(mode)
             stack.callback(_ON.modes.remove, mode)
             stack.enter_context(mode)
-            self._entered.append(stack.pop_all())
+            self._entered.stacks.append(stack.pop_all())
         return self
 
     def __exit__(
@@ -94,39 +91,67 @@ class Emulation(ContextDecorator):
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        self._entered.pop().close()
+        self._entered.stacks.pop().close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.format.name, self.backward.name, self._kept)
+
+
+def _made(format: str, backward: str, keep: tuple[torch.nn.Module, ...]) -> Emulation:
+    return Emulation(format, backward=backward, keep=keep)
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Compiled functions run as they were written; that holds for the whole process."""
+    refusal = GradilocksError(
+        "gradilocks.emulate was entered inside a compiled function, where operations cannot be "
+        "seen. Enter it around the call of the function."
+    )
+    if torch.compiler.is_compiling():  # So that the compiler does not look further.
+        raise refusal
+    try:
+        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    except RuntimeError as error:
+        raise refusal from error
+    return stance
+
+
+class _Entered(threading.local):
+    """What has to be undone, by thread: one object may be entered by several."""
+
+    def __init__(self) -> None:
+        self.stacks: list[ExitStack] = []
 
 
 class _Mode(TorchFunctionMode):
     """Stands in the way of every call of torch in this thread, for one `with`."""
 
-    def __init__(self, emulation: Emulation, storage: Storage) -> None:
+    def __init__(self, emulation: Emulation, storage: Storage, *, idle: bool) -> None:
         super().__init__()
         self.emulation = emulation
-        self._storage = storage
+        self._storage, self._idle = storage, idle
+        self.thread = threading.get_ident()
         self.held = 0
-
-    def hold(self, *_: Any) -> None:
-        """A module that is kept in float32 begins."""
-        self.held += 1
-
-    def let_go(self, *_: Any) -> None:
-        """It has ended."""
-        self.held -= 1
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if self.held or _ON.modes[-1] is not self:  # Of several, the innermost counts.
+        # Of several, the innermost counts.
+        if self._idle or self.held or _ON.modes[-1] is not self:
             return func(*args, **kwargs)
         if func in OPERATIONS:
             refuse_autocast()
             if concerns(func, args, kwargs):
                 return OPERATIONS[func](self._storage, func, args, kwargs)
-        if func in COMPOSED:
+        elif func in COMPOSED:
             with self:
                 return COMPOSED[func](*args, **kwargs)
+        elif type(func).__name__ == "FlexAttentionHOP":
+            raise GradilocksError(
+                "flex_attention is one kernel, and gradilocks.emulate cannot see into it. Use "
+                "scaled_dot_product_attention, or name its module in keep."
+            )
         return func(*args, **kwargs)
 
 
@@ -152,28 +177,19 @@ _CARRYING = Carrying(_again)
 
 def refuse_autocast() -> None:
     """Raises under torch.autocast: what it has cast already cannot be computed in float32."""
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            raise GradilocksError(
-                f"gradilocks.emulate and torch.autocast({device!r}) are both on. Use one of the "
-                "two: emulate stands for autocast; leave autocast out."
-            )
+    if torch._C._is_any_autocast_enabled():
+        devices = (each for each in _DEVICES if torch.is_autocast_enabled(each))
+        raise GradilocksError(
+            f"gradilocks.emulate and torch.autocast({next(devices, '...')!r}) are both on. Use one "
+            "of the two: emulate stands for autocast; leave autocast out."
+        )
+
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 
 
 def _format(argument: str, given: torch.dtype | str) -> Format:
     try:
         return format_named(str(given))
     except ValueError as error:
-        raise GradilocksError(f"{argument}: {error}") from error
-
-
-def _modules(keep: torch.nn.Module | Iterable[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
-    modules: list[torch.nn.Module] = []
-    each: object
-    for each in (keep,) if isinstance(keep, (torch.nn.Module, str)) else keep:
-        if not isinstance(each, torch.nn.Module):
-            raise GradilocksError(
-                f"keep must be modules, got {each!r}. For a name: model.get_submodule(name)."
-            )
-        modules.append(each)
-    return tuple(modules)
+        raise ValueError(f"{argument}: {error}") from None

@@ -45,59 +45,59 @@ def recurrent_cell(
 def recurrent_layer(
     storage: Storage, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Stands for ``lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu``, packed or not.
+    """Stands for ``lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu``, padded or packed.
 
-    torch's modules pass everything by position: (input, state, weights, ...) or, packed, (data,
-    sizes of the batches, state, weights, ...).
+    The two take other arguments: input, state, weights, ... or data, sizes of the batches, state,
+    weights, ...
     """
-    gates = LAYERS[function]
-    if isinstance(args[3], bool):
-        return _padded(storage, gates, *args, **kwargs)
-    return _packed(storage, gates, *args, **kwargs)
+    first, second = [*args, *kwargs.values()][:2]
+    if not first.numel():  # Nothing to round; what is wrong with it torch says.
+        return function(*args, **kwargs)
+    if isinstance(second, Tensor) and not second.is_floating_point():
+        return _packed(storage, LAYERS[function], *args, **kwargs)
+    return _padded(storage, LAYERS[function], *args, **kwargs)
 
 
 def _cell(
     storage: Storage,
     gates: Gates,
-    entering: Tensor,
-    state: Tensor | Sequence[Tensor],
+    input: Tensor,
+    hx: Tensor | Sequence[Tensor],
     w_ih: Tensor,
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Any:
     weights = _stored(storage, _Weights(w_ih, w_hh, b_ih, b_hh, None))
-    first = storage.store(
-        F.linear(storage.store(entering), weights.entering, weights.entering_bias)
-    )
-    after = _step(storage, gates, weights, first, _state(storage, state))
+    entered = _entered(storage, input, weights)
+    after = _step(storage, gates, weights, entered, _state(storage, hx))
     return after if len(after) > 1 else after[0]
 
 
 def _padded(
     storage: Storage,
     gates: Gates,
-    entering: Tensor,
-    state: Any,
-    weights: Sequence[Tensor],
-    biased: bool,
-    layers: int,
+    input: Tensor,
+    hx: Any,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
     dropout: float,
-    training: bool,
+    train: bool,
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
     if batch_first:
-        entering = entering.transpose(0, 1)
-    length, rows = entering.shape[:2]
+        input = input.transpose(0, 1)
+    length, rows = input.shape[:2]
     done, *states = _layers(
         storage,
         gates,
-        entering.flatten(0, 1),
+        input.flatten(0, 1),
         [rows] * length,
-        _state(storage, state),
-        _sorted(weights, biased, layers * (2 if bidirectional else 1)),
-        dropout if training else 0.0,
+        _state(storage, hx),
+        _sorted(params, has_biases, num_layers * (2 if bidirectional else 1)),
+        dropout if train else 0.0,
         bidirectional,
     )
     done = done.view(length, rows, -1)
@@ -108,23 +108,23 @@ def _packed(
     storage: Storage,
     gates: Gates,
     data: Tensor,
-    sizes: Tensor,
-    state: Any,
-    weights: Sequence[Tensor],
-    biased: bool,
-    layers: int,
+    batch_sizes: Tensor,
+    hx: Any,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
     dropout: float,
-    training: bool,
+    train: bool,
     bidirectional: bool,
 ) -> Any:
     return _layers(
         storage,
         gates,
         data,
-        sizes.tolist(),
-        _state(storage, state),
-        _sorted(weights, biased, layers * (2 if bidirectional else 1)),
-        dropout if training else 0.0,
+        batch_sizes.tolist(),
+        _state(storage, hx),
+        _sorted(params, has_biases, num_layers * (2 if bidirectional else 1)),
+        dropout if train else 0.0,
         bidirectional,
     )
 

@@ -2,18 +2,20 @@
 
 To nearest, ties to even, with subnormals; what is too large becomes inf, or the largest number
 where the format has no inf. fp4 is rounded under a scale a block, without which it holds nothing.
+What leaves is always a new tensor, never a view of what came.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from gradilocks.precision import Format
 
-__all__ = ["Rounding", "rounding_to"]
+__all__ = ["BLOCK", "Rounding", "rounding_to"]
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,23 +33,17 @@ def rounding_to(format: Format) -> Rounding | None:
         return _to_fp4_blocks
     dtype = getattr(torch, format.dtype)
     if format.infinite:
-        return _cast(dtype)
-    return _saturating_cast(dtype, format.largest)
+        return partial(_cast, dtype)
+    return partial(_saturating_cast, dtype, format.largest)
 
 
-def _cast(dtype: torch.dtype) -> Rounding:
-    def rounded(values: torch.Tensor) -> torch.Tensor:
-        return values.to(dtype).to(values.dtype)
-
-    return rounded
+def _cast(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
+    return values.to(dtype).to(values.dtype)
 
 
-def _saturating_cast(dtype: torch.dtype, largest: float) -> Rounding:
+def _saturating_cast(dtype: torch.dtype, largest: float, values: torch.Tensor) -> torch.Tensor:
     # torch before 2.13 makes NaN of what is too large; the clamp keeps to one rule for all.
-    def rounded(values: torch.Tensor) -> torch.Tensor:
-        return values.clamp(-largest, largest).to(dtype).to(values.dtype)
-
-    return rounded
+    return values.clamp(-largest, largest).to(dtype).to(values.dtype)
 
 
 def _to_tf32(values: torch.Tensor) -> torch.Tensor:
@@ -60,13 +56,13 @@ def _to_tf32(values: torch.Tensor) -> torch.Tensor:
 
 
 def _to_fp4_blocks(values: torch.Tensor) -> torch.Tensor:
-    """Rounds to fp4 times a power of two for every 32 values in a row, as the MX formats have it.
+    """Rounds to fp4 times a power of two for every 32 values in a row.
 
     The power brings the largest of the block to between 4 and 8, of which fp4 holds up to 6. A NaN
     or Inf makes the whole block NaN.
     """
     if not values.numel():
-        return values
+        return values.clone()
     row = values.reshape(-1) if values.dim() == 0 else values
     length = row.shape[-1]
     padded = torch.nn.functional.pad(row, (0, -length % BLOCK))
@@ -77,12 +73,14 @@ def _to_fp4_blocks(values: torch.Tensor) -> torch.Tensor:
     unit = torch.ldexp(torch.ones_like(largest), power)
     unit = torch.where(largest.isfinite(), unit, math.nan)
     rounded = _to_fp4(blocks / unit) * unit
-    return rounded.view(padded.shape)[..., :length].reshape(values.shape)
+    return rounded.view(padded.shape)[..., :length].reshape(values.shape).clone()
 
 
 def _to_fp4(values: torch.Tensor) -> torch.Tensor:
     """Rounds to 0, 0.5, 1, 1.5, 2, 3, 4 or 6 and their negatives."""
     size = values.abs()
-    quantum = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
+    quantum = torch.full_like(size, 2.0)
+    quantum = torch.where(size < 4.0, 1.0, quantum)
+    quantum = torch.where(size < 2.0, 0.5, quantum)
     rounded = ((size / quantum).round() * quantum).clamp(max=6.0)  # Halves go to even.
     return torch.where(values.isnan(), values, rounded.copysign(values))

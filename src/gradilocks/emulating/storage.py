@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from gradilocks.emulating.rounding import Rounding
 
@@ -25,14 +26,17 @@ class Storage:
 
     def store(self, values: torch.Tensor) -> torch.Tensor:
         """Rounds a float32 tensor now, and its gradient in the backward pass."""
-        return _stored(values, self._forward, self._backward)
+        forward = self._forward
+        if forward is None and self._backward is not None:
+            forward = torch.clone  # A view could not be written into.
+        return _stored(values, forward, self._backward)
 
     def store_values(self, values: torch.Tensor) -> torch.Tensor:
         """Rounds the tensor and lets its gradient pass as it is."""
         return _stored(values, self._forward, None)
 
     def store_gradient(self, values: torch.Tensor) -> torch.Tensor:
-        """Leaves the tensor as it is and rounds its gradient."""
+        """Leaves the tensor as it is and rounds its gradient. What leaves is a view of it."""
         return _stored(values, None, self._backward)
 
 
@@ -41,15 +45,13 @@ def _stored(
 ) -> torch.Tensor:
     if forward is None and backward is None:
         return values
-    if not (values.requires_grad and torch.is_grad_enabled()):
+    transformed = torch._C._are_functorch_transforms_active()
+    # In a transform, and with dual numbers, a derivative may flow that no flag tells of.
+    followed = transformed or forward_ad._current_level >= 0
+    if not followed and not (values.requires_grad and torch.is_grad_enabled()):
         return values if forward is None else forward(values)
-    inside = torch._C._are_functorch_transforms_active()
-    apply: Callable[..., torch.Tensor] = (_StoredInTransform if inside else _Stored).apply
+    apply: Callable[..., torch.Tensor] = (_StoredInTransform if transformed else _Stored).apply
     return apply(values, forward, backward)
-
-
-def _forward(values: torch.Tensor, forward: Rounding | None) -> torch.Tensor:
-    return values.view_as(values) if forward is None else forward(values)
 
 
 class _Stored(torch.autograd.Function):
@@ -59,12 +61,18 @@ class _Stored(torch.autograd.Function):
     def forward(
         ctx: Any, values: torch.Tensor, forward: Rounding | None, backward: Rounding | None
     ) -> torch.Tensor:
-        ctx.rounding = backward
+        ctx.roundings = forward, backward
         return _forward(values, forward)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _stored(gradients[0], ctx.rounding, ctx.rounding), None, None
+        rounding = ctx.roundings[1]
+        return _stored(gradients[0], rounding, rounding), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        forward = ctx.roundings[0]
+        return _stored(tangents[0], forward, None) if forward else tangents[0].view_as(tangents[0])
 
 
 class _StoredInTransform(torch.autograd.Function):
@@ -80,6 +88,11 @@ class _StoredInTransform(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.rounding = inputs[2]
+        ctx.roundings = inputs[1:]
 
     backward = _Stored.backward
+    jvp = _Stored.jvp
+
+
+def _forward(values: torch.Tensor, forward: Rounding | None) -> torch.Tensor:
+    return values.view_as(values) if forward is None else forward(values)

@@ -51,19 +51,19 @@ class Format:
         """The distance from 1 to the next larger number."""
         return math.ldexp(1.0, -self.mantissa_bits)
 
-    def round(self, value: float) -> float:
+    def round(self, value: float | Fraction) -> float:
         """The value as it is stored: to nearest, ties to even."""
-        if math.isnan(value) or value == 0.0:
-            return value
-        if math.isinf(value):
-            return self._too_large(value)
-        exponent = max(math.frexp(value)[1] - 1, 1 - self.bias)
+        if isinstance(value, float) and not math.isfinite(value):
+            return value if math.isnan(value) else self._too_large(value)
+        if value == 0:
+            return float(value)
+        exact = abs(Fraction(value))
+        exponent = max(_exponent(exact), 1 - self.bias)
         quantum = Fraction(2) ** (exponent - self.mantissa_bits)
-        steps = round(Fraction(value) / quantum)  # Python rounds halves to even.
-        stored = steps * quantum
-        if abs(stored) > Fraction(self.largest):
-            return self._too_large(value)
-        return math.copysign(float(stored), value)
+        stored = round(exact / quantum) * quantum  # Python rounds halves to even.
+        if stored > Fraction(self.largest):
+            return self._too_large(-1.0 if value < 0 else 1.0)
+        return math.copysign(float(stored), -1.0 if value < 0 else 1.0)
 
     def bits(self, stored: float) -> str:
         """A stored number as it lies in memory: sign, exponent and mantissa, apart by spaces."""
@@ -88,6 +88,12 @@ class Format:
 
     def _too_large(self, value: float) -> float:
         return math.copysign(math.inf if self.infinite else self.largest, value)
+
+
+def _exponent(exact: Fraction) -> int:
+    """The exponent of a positive number: the largest power of two that is not above it."""
+    exponent = exact.numerator.bit_length() - exact.denominator.bit_length()
+    return exponent if Fraction(2) ** exponent <= exact else exponent - 1
 
 
 FORMATS: dict[str, Format] = {
@@ -168,18 +174,29 @@ def describe(value: float, scale: float = 1.0) -> list[Stored]:
         >>> {s.format.name: s.back for s in describe(6e-8)}["fp16"]
         5.960464477539063e-08
     """
+    value, scale = _number("value", value), _number("scale", scale)
     if not math.isfinite(value):
         raise ValueError(f"value must be a finite number, got {value}.")
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}.")
-    scaled = value * scale
-    if not math.isfinite(scaled):
+    if not math.isfinite(value * scale):
         raise ValueError(f"{value} times {scale} is beyond every format. Take a smaller scale.")
+    scaled = Fraction(value) * Fraction(scale)  # Exact: rounded once, by the format.
     made = []
     for each in FORMATS.values():
-        stored = each.round(scaled)
+        # A product of zero keeps the sign of the value.
+        stored = each.round(scaled) if scaled else value
         made.append(Stored(each, value, scale, stored, each.bits(stored), stored / scale))
     return made
+
+
+def _number(name: str, given: float) -> float:
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(f"{name} must be a number, got {given!r}.")
+    try:
+        return float(given)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that float64 holds, got a larger one.") from None
 
 
 def format_named(name: str) -> Format:
@@ -190,7 +207,8 @@ def format_named(name: str) -> Format:
     """
     wanted = name.lower().removeprefix("torch.").replace("_", " ").strip()
     for each in FORMATS.values():
-        names = {each.name, each.dtype.replace("_", " "), each.name.split()[-1]}
+        dtype = each.dtype.replace("_", " ")
+        names = {each.name, dtype, each.name.split()[-1], dtype.split(" ")[-1]}
         names |= {"fp16": {"half"}, "fp4 e2m1": {"fp4"}}.get(each.name, set())
         if wanted in names - {""}:
             return each
