@@ -8,8 +8,8 @@ All contenders train a model of the same seed on the same batches, one step each
 process; a step is forward, backward, clip, AdamW. What counts is the median, over the rounds, of a
 contender's time over that of fp32 in the same round. `fp32 again` says how much of that is noise.
 On the CPU also real fp16 autocast takes part, with fewer rounds: it is what emulation stands for.
-The run ends with status 1 if fp32 and its emulation differ by a bit, or if fp16 emulated does not
-follow real fp16's loss.
+The run ends with status 1 if two runs in fp32 differ by a bit, or if fp16 emulated does not follow
+real fp16's loss.
 """
 
 from __future__ import annotations

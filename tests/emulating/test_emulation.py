@@ -421,9 +421,10 @@ class TestTogetherWith:
                 return torch.mm(values, torch.ones(1, 1))
 
         try:
-            assert inside(ODD).item() == 1.0
+            found = inside(ODD).item()
         except GradilocksError as error:
-            assert "Enter it around the call" in str(error)
+            found = str(error)
+        assert found == 1.0 or "Enter it around the call" in found
         assert stored() == ODD.item()
 
     def test_composable_checkpoints(self):
