@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -108,3 +109,33 @@ def test_what_is_no_format_or_no_number_is_refused():
             describe(1.0, bad)
     with pytest.raises(ValueError, match="beyond every format"):
         describe(1e300, 1e300)
+
+
+def test_a_value_times_a_scale_is_rounded_once():
+    """More than halfway by a hair that float64 does not hold."""
+    value, scale = 1.418226553292466, 0.7054502532950953
+    assert Fraction(value) * Fraction(scale) > Fraction(1) + Fraction(1, 2048)
+    assert value * scale == 1 + 1 / 2048
+    stored = {each.format.name: each.stored for each in describe(value, scale)}
+    assert stored["fp16"] == 1.0009765625
+
+
+@pytest.mark.parametrize(("value", "scale"), [("1", 1.0), (1.0, "2"), (None, 1.0), (True, 1.0)])
+def test_what_is_no_number_is_refused(value, scale):
+    with pytest.raises(TypeError, match="must be a number, got"):
+        describe(value, scale)
+
+
+def test_an_integer_beyond_float64_is_refused():
+    with pytest.raises(ValueError, match="float64"):
+        describe(10**400)
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"])
+def test_e4m3_has_torchs_name_too(name):
+    assert format_named(name).name == "fp8 e4m3"
+
+
+def test_no_name_is_no_format():
+    with pytest.raises(ValueError, match="there is no format ''"):
+        format_named("")
