@@ -42,10 +42,11 @@ def test_counts_are_those_of_the_cpu(dtype, scale):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_counting_waits_for_nothing_until_it_is_read():
     tally, gradient = Tally(), values().cuda()
+    scale = torch.tensor(1024.0, device="cuda")
     tally.add(gradient)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tally.add(gradient, scale=torch.tensor(1024.0, device="cuda"))
+        tally.add(gradient, scale=scale)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sum(read([tally])[0].counts) > 0
