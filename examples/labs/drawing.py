@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 BLUE, ORANGE, GREEN, RED, GREY = "#2f6db3", "#e08a1e", "#3a9464", "#c8372d", "#8a8f98"
 
 
@@ -32,6 +34,8 @@ def options(about: str | None) -> argparse.Namespace:
     )
     given = parser.parse_args()
     pyplot()
+    # The tensors of the labs are small: two threads would wait for each other most of the time.
+    torch.set_num_threads(1)
     try:
         given.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -46,7 +50,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        sys.exit("The labs draw with matplotlib, which is missing: pip install 'gradilocks[labs]'")
+        sys.exit("The labs draw with matplotlib, which is missing: pip install matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,12 +19,27 @@ NUMBERS: dict[str, Any] = {"ignore_unknown_options": True}  # -1e-8 is a number,
 
 def _number(text: str) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        raise typer.BadParameter(f"expected a number such as 6e-8, got {text!r}.") from None
+        value = _worked_out(text)
+    except (ValueError, ZeroDivisionError):
+        raise typer.BadParameter(
+            f"expected a number such as 6e-8, 2^-25 or 1/3, got {text!r}."
+        ) from None
+    except OverflowError:
+        raise typer.BadParameter(f"expected a finite number, got {text!r}.") from None
     if not math.isfinite(value):
         raise typer.BadParameter(f"expected a finite number, got {text!r}.")
     return value
+
+
+def _worked_out(text: str) -> float:
+    """A number, a power or a quotient of two."""
+    for sign, of in (("**", math.pow), ("^", math.pow), ("/", operator.truediv)):
+        left, found, right = text.partition(sign)
+        if found:
+            minus = left.startswith("-") and sign != "/"  # As people and Python read -2**4.
+            size = float(of(float(left.removeprefix("-") if minus else left), float(right)))
+            return -size if minus else size
+    return float(text)
 
 
 def _scale(text: str) -> float:
@@ -47,6 +63,7 @@ def explain(
     Examples:
       gradilocks explain 6e-8
       gradilocks explain 6e-8 --scale 32768
+      gradilocks explain 2^-25
       gradilocks explain -1e-9 --scale 65536 --json
     """
     forgive_encoding()
@@ -106,8 +123,8 @@ def _conclusion(shown: list[list[Stored]]) -> str:
     half, before = fates["fp16"], {each.format.name: each for each in shown[0]}["fp16"]
     if before.fate == "subnormal":
         first = (
-            "fp16 does not lose it, as is often said of numbers under 6.1e-5: it keeps "
-            f"{before.precision} of 11 bits."
+            f"Under 6.1e-5 fp16 loses precision, not the number: here it keeps {before.precision} "
+            "of 11 bits."
         )
     else:
         first = f"In fp16 it is {_told(before)}."

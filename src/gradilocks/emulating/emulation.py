@@ -93,6 +93,11 @@ class Emulation(ContextDecorator):
     ) -> None:
         self._entered.stacks.pop().close()
 
+    def __repr__(self) -> str:
+        backward = "" if self.backward == self.format else f", backward={self.backward.name!r}"
+        kept = f", keep={len(self._kept)} modules" if self._kept else ""
+        return f"emulate({self.format.name!r}{backward}{kept})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (self.format.name, self.backward.name, self._kept)
 

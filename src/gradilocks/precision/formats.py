@@ -212,4 +212,5 @@ def format_named(name: str) -> Format:
         names |= {"fp16": {"half"}, "fp4 e2m1": {"fp4"}}.get(each.name, set())
         if wanted in names - {""}:
             return each
-    raise ValueError(f"there is no format {name!r}. Known are {', '.join(FORMATS)}.")
+    known = ", ".join(FORMATS)
+    raise ValueError(f"there is no format {name!r}. Known are {known}; e5m2 alone will do.")

@@ -252,7 +252,7 @@ _KINDS = (
         lambda tensor: tensor.update,
         "Update-to-weight ratio, layer by layer",
         "How much a step changes a tensor, as a part of itself. Faint is the usual 0.001, orange "
-        "is faster, blue slower; a hole is a skipped step.",
+        "is faster, blue slower; a hole is a skipped step, or a tensor that was zero.",
         {"scale": "ratio"},
         "changed by %{customdata:.3g} of itself",
     ),

@@ -238,6 +238,7 @@
   const config = {
     responsive: true, displaylogo: false, doubleClick: "reset+autosize", typesetMath: false,
     modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
+    displayModeBar: window.innerWidth < 600 ? false : "hover", // Where it would lie on the legend.
     showLink: false, showSendToCloud: false, showEditInChartStudio: false, plotlyServerURL: "",
   };
 
