@@ -96,7 +96,7 @@ def test_without_matplotlib_a_lab_says_how_to_get_it_before_it_computes(tmp_path
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
-        "The labs draw with matplotlib, which is missing: pip install 'gradilocks[labs]'"
+        "The labs draw with matplotlib, which is missing: pip install matplotlib"
     ]
 
 

@@ -63,17 +63,23 @@ def _to_fp4_blocks(values: torch.Tensor) -> torch.Tensor:
     """
     if not values.numel():
         return values.clone()
-    row = values.reshape(-1) if values.dim() == 0 else values
-    length = row.shape[-1]
-    padded = torch.nn.functional.pad(row, (0, -length % BLOCK))
-    blocks = padded.view(*row.shape[:-1], -1, BLOCK)
+    if not values.dim():
+        return _to_fp4_block(values[None])[0].clone()
+    length = values.shape[-1]
+    if length <= BLOCK:
+        return _to_fp4_block(values)
+    padded = torch.nn.functional.pad(values, (0, -length % BLOCK))
+    blocks = padded.view(*values.shape[:-1], -1, BLOCK)
+    return _to_fp4_block(blocks).view(padded.shape)[..., :length].clone()
+
+
+def _to_fp4_block(blocks: torch.Tensor) -> torch.Tensor:
+    """The same where the last dimension is one block."""
     largest = blocks.abs().amax(-1, keepdim=True)
-    # No less than 2^-126, so that a block of zeros, or of subnormals, has a power too.
-    power = (torch.frexp(largest).exponent - 3).clamp(min=-126)
-    unit = torch.ldexp(torch.ones_like(largest), power)
-    unit = torch.where(largest.isfinite(), unit, math.nan)
-    rounded = _to_fp4(blocks / unit) * unit
-    return rounded.view(padded.shape)[..., :length].reshape(values.shape).clone()
+    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # The exponent alone.
+    # No less than 2^-126, so that a block of zeros, or of subnormals, has a unit too.
+    unit = torch.where(largest.isfinite(), (power / 4).clamp(min=2.0**-126), math.nan)
+    return _to_fp4(blocks / unit) * unit
 
 
 def _to_fp4(values: torch.Tensor) -> torch.Tensor:
