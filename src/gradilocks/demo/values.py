@@ -67,6 +67,7 @@ class Result:
         first_loss: the loss of the first step, before anything was learned.
         final_loss: the mean loss of the last ``window`` steps; NaN if one of them was not finite.
         window: a sixth of the steps, 50 at most.
+        first_nonfinite: the first step whose loss was not finite; None if all were.
         last_finite: the last step whose loss was finite; 0 if none was.
         least_loss: the least of all losses that were finite.
         largest_loss: the largest of them.
@@ -91,6 +92,7 @@ class Result:
     first_loss: float
     final_loss: float
     window: int
+    first_nonfinite: int | None
     last_finite: int
     least_loss: float
     largest_loss: float
@@ -110,7 +112,17 @@ class Result:
     @property
     def diverged(self) -> bool:
         """Whether it ended worse than it began, or as NaN or Inf."""
-        return not self.final_loss <= self.first_loss
+        return math.isnan(self.final_loss) or self.final_loss > self.first_loss
+
+    @property
+    def learned(self) -> bool:
+        """Whether it ended better than it began."""
+        return self.final_loss < self.first_loss
+
+    @property
+    def lost_for_good(self) -> bool:
+        """Whether a loss was not finite and none after it was."""
+        return self.first_nonfinite is not None and self.last_finite < self.first_nonfinite
 
     def to_plain(self) -> dict[str, Any]:
         """What ``json.dumps`` takes; a number that is not finite becomes None."""
@@ -124,7 +136,7 @@ class Result:
         """Returns the Result that ``to_plain`` was called on; None becomes NaN."""
         given: dict[str, Any] = dict(plain)
         for name, value in plain.items():
-            if value is None and name not in ("lost", "stopped"):
+            if value is None and name not in ("first_nonfinite", "lost", "stopped"):
                 given[name] = math.nan
         return cls(**given)
 
@@ -151,6 +163,7 @@ def summarize(
         first_loss=losses[0],
         final_loss=final if math.isfinite(final) else math.nan,
         window=window,
+        first_nonfinite=next((s.number for s in steps if not math.isfinite(s.loss)), None),
         last_finite=finite[-1].number if finite else 0,
         least_loss=min((step.loss for step in finite), default=math.nan),
         largest_loss=max((step.loss for step in finite), default=math.nan),
