@@ -45,6 +45,9 @@ def result(arm: str, seed: int = 0, **changes: Any) -> Result:
         "clipped": 2,
         "scale_first": 65536.0,
         "scale_last": 32768.0,
+        "rate_first": 0.002,
+        "rate_least": 0.001,
+        "rate_largest": 0.003,
         "norm_first": 0.93,
         "norm_median": 0.3,
         "norm_largest": 1.2,
@@ -179,7 +182,7 @@ def test_too_large_holds_for_a_loss_that_is_finite_and_above_its_start() -> None
 
 def test_too_large_counts_what_became_of_each_seed() -> None:
     assert larges(a={}, b=FINITE, c={"first_nonfinite": 9, "last_finite": 8}).endswith(
-        "the loss is not finite from steps 6 and 9 on in 2 of 3 seeds and ends at 2.600, no higher "
+        "the loss is not finite from step 6 or 9 on in 2 of 3 seeds and ends at 2.600, no higher "
         "than its start, in 1 of 3 seeds"
     )
     assert larges(a={}, b={}, c={}).endswith("is not finite from step 6 on in all 3 seeds")
@@ -252,10 +255,10 @@ def test_a_job_comes_back_the_same_from_json() -> None:
 
 def test_steps_are_summed_up() -> None:
     steps = [
-        Step(1, 5.0, 4.0, 3.0, True, False),
-        Step(2, 9.0, 4.0, 8.0, True, False),
-        Step(3, math.nan, 4.0, math.nan, True, True),
-        Step(4, math.inf, 2.0, 1.0, False, True),
+        Step(1, 5.0, 4.0, 3.0, True, False, 0.1),
+        Step(2, 9.0, 4.0, 8.0, True, False, 0.3),
+        Step(3, math.nan, 4.0, math.nan, True, True, 0.2),
+        Step(4, math.inf, 2.0, 1.0, False, True, 0.2),
     ]
     job = Job(arm_named("too-large"), 0, Setup(steps=4), "a.jsonl")
     one = sum_up(job, steps, lost=0.1, stopped=None, parameters=5, seconds=1.0)
@@ -264,6 +267,7 @@ def test_steps_are_summed_up() -> None:
     assert (one.first_nonfinite, one.last_finite) == (3, 2)
     assert (one.scale_first, one.scale_last) == (4.0, 2.0)
     assert (one.norm_first, one.norm_median, one.norm_largest) == (3.0, 3.0, 8.0)
+    assert (one.rate_first, one.rate_least, one.rate_largest) == (0.1, 0.1, 0.3)
     assert math.isnan(one.final_loss)
 
 

@@ -46,7 +46,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. ``norm`` is unscaled and before clipping; ``number`` counts from 1."""
+    """What one step did.
+
+    ``norm`` is unscaled and before clipping, ``rate`` the optimizer's; ``number`` counts from 1.
+    """
 
     number: int
     loss: float
@@ -54,6 +57,7 @@ class Step:
     norm: float
     clipped: bool
     skipped: bool
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,9 @@ class Result:
         clipped: steps whose gradients were made smaller.
         scale_first: the scale of the first step.
         scale_last: the scale of the last step.
+        rate_first: the learning rate of the first step.
+        rate_least: the least of all.
+        rate_largest: the largest of all.
         norm_first: the norm of all gradients at the first step.
         norm_median: its median, of the steps where it was finite; NaN if none was.
         norm_largest: its largest finite value.
@@ -100,6 +107,9 @@ class Result:
     clipped: int
     scale_first: float
     scale_last: float
+    rate_first: float
+    rate_least: float
+    rate_largest: float
     norm_first: float
     norm_median: float
     norm_largest: float
@@ -171,6 +181,9 @@ def summarize(
         clipped=sum(step.clipped for step in steps if not step.skipped),
         scale_first=steps[0].scale,
         scale_last=steps[-1].scale,
+        rate_first=steps[0].rate,
+        rate_least=min(step.rate for step in steps),
+        rate_largest=max(step.rate for step in steps),
         norm_first=steps[0].norm,
         norm_median=median(norms) if norms else math.nan,
         norm_largest=max(norms, default=math.nan),

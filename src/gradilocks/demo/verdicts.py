@@ -179,9 +179,8 @@ def _how_it_ends(larges: Sequence[Result]) -> str:
 def _steps(results: Sequence[Result]) -> str:
     """The steps at which the losses were first not finite."""
     found = sorted({one.first_nonfinite for one in results if one.first_nonfinite is not None})
-    if len(found) < 2:
-        return f"step {found[0]}" if found else ""
-    return f"steps {', '.join(map(str, found[:-1]))} and {found[-1]}"
+    before = ", ".join(map(str, found[:-1]))
+    return "step " + " or ".join(filter(None, [before, *map(str, found[-1:])]))
 
 
 def _mean(values: Sequence[float]) -> str:
