@@ -161,7 +161,7 @@ def test_settings_are_those_of_the_summary_and_no_others() -> None:
     for part in (
         "dynamic, from 2 10", "0.7", "AdamW at 0.003 Source of just-right.",
         "SGD at 0.003 Source of clipped.", "documentation, tales, character",
-        "ended early too large, seed 0, after step 60: 7 steps in a row.",
+        "ended early too large, seed 0 after step 60: 7 steps in a row.",
     ):  # fmt: skip
         assert part in words, part
     for part in ("2 16 none", "from 2 16", "SGD at 5", "0.25", "100 steps"):
@@ -173,6 +173,12 @@ def test_settings_of_arms_that_were_not_run_are_not_told() -> None:
     for part in ("SGD", "fp16", "dynamic", "DynamicScale", "ended early", "Clipping", "dashed"):
         assert part not in words, part
     assert "One arm, fp32: there is nothing to compare it with." in words
+
+
+def test_seeds_that_ended_early_for_one_reason_are_told_together() -> None:
+    words = words_of(summary(seeds=(0, 1)))
+    assert words.count("ended early") == 1
+    assert "too large, seed 0 after step 60, seed 1 after step 60: 7 steps in a row." in words
 
 
 def test_a_warm_up_is_told_if_the_rate_had_one() -> None:

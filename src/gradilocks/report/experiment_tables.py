@@ -105,14 +105,16 @@ def _facts(summary: Plain) -> list[tuple[str, str]]:
     )  # fmt: skip
     sources = {f"{arm['optimizer']} at {number(arm['rate'])}": arm["source"] for arm in arms}
     facts += sources.items()
-    ended = [
-        f"{arm['title']}, seed {run['seed']}, after step {run['steps']:,}: {run['stopped']}"
-        for arm in arms
-        for run in runs_of(summary, arm)
-        if run["stopped"] is not None
-    ]
-    if ended:
-        facts.append(("ended early", " ".join(ended)))
+    for arm in arms:
+        ended: dict[str, list[str]] = {}
+        for run in runs_of(summary, arm):
+            if run["stopped"] is not None:
+                told = f"seed {run['seed']} after step {run['steps']:,}"
+                ended.setdefault(run["stopped"], []).append(told)
+        facts += [
+            ("ended early", f"{arm['title']}, {', '.join(where)}: {why}")
+            for why, where in ended.items()
+        ]
     return facts
 
 
