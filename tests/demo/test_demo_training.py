@@ -76,6 +76,9 @@ def test_an_arm_takes_its_steps_and_leaves_a_run_file_that_tells_the_same(
     assert [step.norm for step in run.steps] == pytest.approx([step.norm for step in seen])
     assert (result.arm, result.steps, result.stopped) == (name, 3, None)
     assert result.first_loss == seen[0].loss
+    assert (result.rate_first, result.rate_least, result.rate_largest) == (
+        arm_named(name).rate,
+    ) * 3
     assert run.header.settings["made_by"] == "gradilocks demo"
     assert run.end is not None
     assert run.end.status == "finished"
@@ -88,6 +91,11 @@ def test_arms_of_a_comparison_differ_in_what_they_are_named_for_and_nothing_else
         fp32, name="", title=""
     )
     assert replace(clipped, name="", title="", clip=None) == replace(large, name="", title="")
+
+
+def test_the_rate_of_a_step_is_the_one_that_the_optimizer_had(tmp_path: Path) -> None:
+    _, seen = trained(tmp_path, replace(arm_named("clipped"), rate=0.125))
+    assert [step.rate for step in seen] == [0.125] * 3
 
 
 def test_training_is_a_function_of_arm_seed_and_setup_and_leaves_torch_as_it_was(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ def plain_run(arm: str, seed: int) -> dict[str, Any]:
     return {
         "arm": arm, "seed": seed, "steps": 60, "first_loss": 4.81, "window": 10, "skipped": 0,
         "final_loss": None if arm == "too-large" else 2.5 + seed, "clipped": 3, "lost": lost,
-        "scale_last": 65536.0, "norm_largest": 1.5, "seconds": 2.0, "parameters": 117_479,
+        "scale_first": 1024.0, "scale_last": 65536.0, "norm_largest": 1.5, "seconds": 2.0,
+        "rate_first": 0.003, "rate_least": 0.003, "rate_largest": 0.003, "parameters": 117_479,
+        "stopped": "7 steps in a row." if arm == "too-large" else None,
         "path": f"runs/demo/{arm}-{seed}.jsonl",
     }  # fmt: skip
 
@@ -45,13 +48,14 @@ def summary(
         "seeds": list(seeds),
         "setup": {
             "steps": 60, "layers": 2, "width": 64, "heads": 4, "length": 64,
-            "computed": "one micro-batch",
+            "computed": "one micro-batch", "text": "tales",
         },
         "arms": [
             {
                 "name": arm, "title": ARMS[arm], "format": "fp32" if arm == "fp32" else "fp16",
-                "scaled": arm not in ("fp32", "too-small"), "optimizer": "AdamW", "rate": 0.002,
-                "clip": None if arm == "too-large" else 0.25,
+                "scaled": arm not in ("fp32", "too-small"), "rate": 0.003,
+                "optimizer": "SGD" if arm in ("too-large", "clipped") else "AdamW",
+                "clip": None if arm == "too-large" else 0.7, "source": f"Source of {arm}.",
                 "final_loss": {"mean": 2.5, "deviation": 0.1, "seeds": len(seeds), "finite": 1},
             }
             for arm in arms
@@ -143,6 +147,73 @@ def test_some_arms_alone_are_a_page_too(chromium: Any, tmp_path: Path) -> None:
         assert seen.page.locator(".canvas").count() == 1
         assert "Not judged" in seen.page.locator(".bear").first.inner_text()
         assert seen.complaints == []
+
+
+def words_of(made: dict[str, Any], arms: tuple[str, ...] = tuple(ARMS)) -> str:
+    """The page without its markup, its styles and its scripts."""
+    page = experiment_page(made, drawn((0,), arms), pages={}, generator="gradilocks demo")
+    body = page[page.index("<body") :]
+    return " ".join(re.sub(r"<script.*?</script>|<[^>]+>", " ", body, flags=re.DOTALL).split())
+
+
+def test_settings_are_those_of_the_summary_and_no_others() -> None:
+    words = words_of(summary())
+    for part in (
+        "dynamic, from 2 10", "0.7", "AdamW at 0.003 Source of just-right.",
+        "SGD at 0.003 Source of clipped.", "documentation, tales, character",
+        "ended early too large, seed 0 after step 60: 7 steps in a row.",
+    ):  # fmt: skip
+        assert part in words, part
+    for part in ("2 16 none", "from 2 16", "SGD at 5", "0.25", "100 steps"):
+        assert part not in words, part
+
+
+def test_settings_of_arms_that_were_not_run_are_not_told() -> None:
+    words = words_of(summary(arms=("fp32",), holds=None), ("fp32",))
+    for part in ("SGD", "fp16", "dynamic", "DynamicScale", "ended early", "Clipping", "dashed"):
+        assert part not in words, part
+    assert "One arm, fp32: there is nothing to compare it with." in words
+
+
+def test_seeds_that_ended_early_for_one_reason_are_told_together() -> None:
+    words = words_of(summary(seeds=(0, 1)))
+    assert words.count("ended early") == 1
+    assert "too large, seed 0 after step 60, seed 1 after step 60: 7 steps in a row." in words
+
+
+def test_a_warm_up_is_told_if_the_rate_had_one() -> None:
+    made = summary(arms=("fp32", "just-right"))
+    assert words_of(made).count(" 0.003 none") == 2
+    made["runs"][1].update(rate_first=0.001, rate_least=0.001)
+    words = words_of(made)
+    assert words.count(" 0.003 none") == 1
+    assert "AdamW 0.001 – 0.003 from 0.001" in words
+
+
+@pytest.mark.parametrize("holds", [True, False, None])
+def test_nothing_beside_the_verdicts_claims_an_outcome(holds: bool | None) -> None:
+    told = words_of(summary(holds=holds)).partition("Scaling ")[2]
+    assert told.startswith(
+        "The same model, data, optimizer, learning rate and limit on the gradient norm. What "
+        "differs is the format that products are stored in and loss scale."
+    )
+    assert (
+        "Clipping The same model, data, format that products are stored in, loss scale, optimizer "
+        "and learning rate. What differs is the limit on the gradient norm."
+    ) in told
+    for claim in ("too small to hold", "should", "makes the next", "it happens"):
+        assert claim not in told
+
+
+def test_what_differs_is_worked_out_from_the_arms_that_were_run() -> None:
+    arms = ("too-small", "just-right")
+    assert "What differs is the loss scale." in words_of(summary(arms=arms), arms)
+
+
+def test_a_cross_is_explained_only_where_there_is_one() -> None:
+    arms = ("clipped",)
+    assert "A cross is" in words_of(summary())
+    assert "A cross is" not in words_of(summary(arms=arms), arms)
 
 
 def test_words_from_outside_are_escaped(tmp_path: Path) -> None:

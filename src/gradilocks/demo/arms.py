@@ -67,6 +67,7 @@ class Arm:
         clip: the largest norm of all gradients together, or None.
         optimizer: torch's class, with its own defaults but for the rate.
         rate: the learning rate, the same from the first step to the last: no warm-up.
+        source: where optimizer, rate and limit are from.
     """
 
     name: str
@@ -76,17 +77,21 @@ class Arm:
     clip: float | None
     optimizer: Literal["AdamW", "SGD"]
     rate: float
+    source: str
 
 
-# AdamW at 2e-3 with a limit of 1.0 is what small GPTs are trained with. Plain SGD at a rate of 5
-# with a limit of 0.25 is what PyTorch's own word language model example prescribes for its
-# Transformer (examples/word_language_model: --model Transformer --lr 5, --clip 0.25).
+_USUAL = "With this limit it is what GPTs of about this size are usually trained with."
+# --model Transformer --lr 5, and --clip 0.25, which is the example's own.
+_EXAMPLE = (
+    "The rate that PyTorch's own word language model example (examples/word_language_model) gives "
+    "for its Transformer; the example clips, and the limit, where there is one, is its own too."
+)
 ARMS = (
-    Arm("fp32", "fp32", "fp32", False, 1.0, "AdamW", 2e-3),
-    Arm("too-small", "too small", "fp16", False, 1.0, "AdamW", 2e-3),
-    Arm("just-right", "just right", "fp16", True, 1.0, "AdamW", 2e-3),
-    Arm("too-large", "too large", "fp16", True, None, "SGD", 5.0),
-    Arm("clipped", "too large, clipped", "fp16", True, 0.25, "SGD", 5.0),
+    Arm("fp32", "fp32", "fp32", False, 1.0, "AdamW", 2e-3, _USUAL),
+    Arm("too-small", "too small", "fp16", False, 1.0, "AdamW", 2e-3, _USUAL),
+    Arm("just-right", "just right", "fp16", True, 1.0, "AdamW", 2e-3, _USUAL),
+    Arm("too-large", "too large", "fp16", True, None, "SGD", 5.0, _EXAMPLE),
+    Arm("clipped", "too large, clipped", "fp16", True, 0.25, "SGD", 5.0, _EXAMPLE),
 )
 
 _COMPUTED = (

@@ -56,8 +56,9 @@ def _train(job: Job, on_step: Callable[[Step], None]) -> Result:
 
     try:
         with _recorder(job) as recorder:
+            optimizer = _optimizer(job, model)
             control = GradientControl(
-                _optimizer(job, model),
+                optimizer,
                 model=model,
                 scale="dynamic" if arm.scaled else None,
                 clip=arm.clip,
@@ -75,11 +76,11 @@ def _train(job: Job, on_step: Callable[[Step], None]) -> Result:
                 _on_the_way_back(loss, lambda gradient: gradient / setup.accumulation)
                 control.backward(loss)
                 _count_micro_batch(model, setup.accumulation)
-                value = loss.item()
+                value, rate = loss.item(), optimizer.param_groups[0]["lr"]
                 try:
                     outcome = control.step()
                 except NeverFinite:
-                    note(Step(number, value, steps[-1].scale, math.nan, False, True))
+                    note(Step(number, value, steps[-1].scale, math.nan, False, True, rate))
                     raise
                 control.zero_grad()
                 note(
@@ -90,6 +91,7 @@ def _train(job: Job, on_step: Callable[[Step], None]) -> Result:
                         norm=outcome.norm,
                         clipped=outcome.clipped,
                         skipped=outcome.skipped,
+                        rate=rate,
                     )
                 )
     except NeverFinite as error:

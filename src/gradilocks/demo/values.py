@@ -46,7 +46,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. ``norm`` is unscaled and before clipping; ``number`` counts from 1."""
+    """What one step did.
+
+    ``norm`` is unscaled and before clipping, ``rate`` the optimizer's; ``number`` counts from 1.
+    """
 
     number: int
     loss: float
@@ -54,6 +57,7 @@ class Step:
     norm: float
     clipped: bool
     skipped: bool
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Result:
         first_loss: the loss of the first step, before anything was learned.
         final_loss: the mean loss of the last ``window`` steps; NaN if one of them was not finite.
         window: a sixth of the steps, 50 at most.
+        first_nonfinite: the first step whose loss was not finite; None if all were.
         last_finite: the last step whose loss was finite; 0 if none was.
         least_loss: the least of all losses that were finite.
         largest_loss: the largest of them.
@@ -74,6 +79,9 @@ class Result:
         clipped: steps whose gradients were made smaller.
         scale_first: the scale of the first step.
         scale_last: the scale of the last step.
+        rate_first: the learning rate of the first step.
+        rate_least: the least of all.
+        rate_largest: the largest of all.
         norm_first: the norm of all gradients at the first step.
         norm_median: its median, of the steps where it was finite; NaN if none was.
         norm_largest: its largest finite value.
@@ -91,6 +99,7 @@ class Result:
     first_loss: float
     final_loss: float
     window: int
+    first_nonfinite: int | None
     last_finite: int
     least_loss: float
     largest_loss: float
@@ -98,6 +107,9 @@ class Result:
     clipped: int
     scale_first: float
     scale_last: float
+    rate_first: float
+    rate_least: float
+    rate_largest: float
     norm_first: float
     norm_median: float
     norm_largest: float
@@ -110,7 +122,17 @@ class Result:
     @property
     def diverged(self) -> bool:
         """Whether it ended worse than it began, or as NaN or Inf."""
-        return not self.final_loss <= self.first_loss
+        return math.isnan(self.final_loss) or self.final_loss > self.first_loss
+
+    @property
+    def learned(self) -> bool:
+        """Whether it ended better than it began."""
+        return self.final_loss < self.first_loss
+
+    @property
+    def lost_for_good(self) -> bool:
+        """Whether a loss was not finite and none after it was."""
+        return self.first_nonfinite is not None and self.last_finite < self.first_nonfinite
 
     def to_plain(self) -> dict[str, Any]:
         """What ``json.dumps`` takes; a number that is not finite becomes None."""
@@ -124,7 +146,7 @@ class Result:
         """Returns the Result that ``to_plain`` was called on; None becomes NaN."""
         given: dict[str, Any] = dict(plain)
         for name, value in plain.items():
-            if value is None and name not in ("lost", "stopped"):
+            if value is None and name not in ("first_nonfinite", "lost", "stopped"):
                 given[name] = math.nan
         return cls(**given)
 
@@ -151,6 +173,7 @@ def summarize(
         first_loss=losses[0],
         final_loss=final if math.isfinite(final) else math.nan,
         window=window,
+        first_nonfinite=next((s.number for s in steps if not math.isfinite(s.loss)), None),
         last_finite=finite[-1].number if finite else 0,
         least_loss=min((step.loss for step in finite), default=math.nan),
         largest_loss=max((step.loss for step in finite), default=math.nan),
@@ -158,6 +181,9 @@ def summarize(
         clipped=sum(step.clipped for step in steps if not step.skipped),
         scale_first=steps[0].scale,
         scale_last=steps[-1].scale,
+        rate_first=steps[0].rate,
+        rate_least=min(step.rate for step in steps),
+        rate_largest=max(step.rate for step in steps),
         norm_first=steps[0].norm,
         norm_median=median(norms) if norms else math.nan,
         norm_largest=max(norms, default=math.nan),

@@ -14,13 +14,16 @@ from typing import Any
 
 from gradilocks.demo.arms import arm_named
 from gradilocks.demo.values import Result
+from gradilocks.demo.wording import cases, counted, losses, norms, share
 
-__all__ = ["CLOSE_ENOUGH", "LITTLE", "Verdict", "judge"]
+__all__ = ["CLOSE_ENOUGH", "NEAR", "Verdict", "judge"]
 
 CLOSE_ENOUGH = 0.005
 """Just right: the final loss differs from fp32's by no more than this part of it."""
-LITTLE = 0.25
-"""Too small: the loss fell by no more than this part of what it fell by in fp32."""
+NEAR = 0.1
+"""Too small: the loss ends less than this part of fp32's fall from its start, up or down."""
+
+Pairs = Sequence[tuple[Result, Result]]
 
 
 @dataclass(frozen=True)
@@ -51,36 +54,69 @@ def judge(results: Sequence[Result]) -> list[Verdict]:
     return [_too_small(results), _too_large(results), _just_right(results)]
 
 
+_SMALL = {
+    "near": "ends near its start",
+    "fell": "falls all the same",
+    "rose": "rises above its start",
+    "lost": "is not finite at the end",
+    "idle": "shows nothing, for fp32 did not learn either,",
+}
+
+
 def _too_small(results: Sequence[Result]) -> Verdict:
     name = "too small"
-    claim = f"without a scale the loss falls by less than {LITTLE:.0%} of what fp32's does"
+    claim = (
+        f"without a scale the loss ends near its start, less than {NEAR:.0%} of what fp32's falls "
+        "by away from it"
+    )
     pairs = _pairs(results, "too-small", "fp32")
     if not pairs:
         return _not_run(name, claim, "too-small and fp32")
-    shares = {
-        small.seed: _ratio(
-            small.first_loss - small.final_loss, reference.first_loss - reference.final_loss
-        )
-        for small, reference in pairs
-    }
-    holds = all(share < LITTLE for share in shares.values())
-    small, reference = (_mean(side) for side in zip(*pairs, strict=True))
-    lost = fmean(one.lost for one, _ in pairs if one.lost is not None)
-    ends = "ends near where it began" if holds else "learns all the same"
+    moved = {small.seed: _moved(small, reference) for small, reference in pairs}
+    found = {small.seed: _case(small, reference) for small, reference in pairs}
+    kinds = list(found.values())
+    known = [small.lost for small, _ in pairs if small.lost is not None]
+    rounded = (
+        f"Without a scale fp16 rounds {fmean(known):.1%} of the gradients entering the last layer "
+        "to zero at the first step, and the loss "
+        if known
+        else "Without a scale the loss "
+    )
+    told = cases([(words, kinds.count(kind)) for kind, words in _SMALL.items()], len(pairs))
     return Verdict(
         name,
         claim,
-        holds,
-        f"Without a scale fp16 rounds {lost:.1%} of the gradients entering the last layer to zero "
-        f"at the first step, and the model {ends}: loss {small.first:.3f} at the start, "
-        f"{_loss(small.least)} at best, {_loss(small.final)} at the end; fp32 ends at "
-        f"{_loss(reference.final)}.",
+        all(kind == "near" for kind in kinds),
+        f"{rounded}{told.rstrip(',')}: {losses([small.first_loss for small, _ in pairs])} at the "
+        f"first step, {losses([small.least_loss for small, _ in pairs])} at best, "
+        f"{losses([small.final_loss for small, _ in pairs])} at the end; fp32 goes from "
+        f"{losses([reference.first_loss for _, reference in pairs])} to "
+        f"{losses([reference.final_loss for _, reference in pairs])}{_on_average(pairs)}.",
         {
-            "fell, as a part of what fp32's fell": _by_seed(shares),
-            "claimed less than": LITTLE,
-            "rounded to zero": _by_seed({one.seed: one.lost for one, _ in pairs}),
+            "fell, as a part of what fp32's fell": _by_seed(moved),
+            "claimed less than, up or down": NEAR,
+            "the loss": {str(seed): _SMALL[kind].rstrip(",") for seed, kind in found.items()},
+            "least loss": _by_seed({small.seed: small.least_loss for small, _ in pairs}),
+            "rounded to zero": _by_seed({small.seed: small.lost for small, _ in pairs}),
         },
     )
+
+
+def _case(small: Result, reference: Result) -> str:
+    if not reference.learned:
+        return "idle"
+    if not math.isfinite(small.final_loss):
+        return "lost"
+    part = _moved(small, reference)
+    return "near" if abs(part) < NEAR else "fell" if part > 0 else "rose"
+
+
+def _moved(small: Result, reference: Result) -> float:
+    """How much the loss fell, as a part of what the reference's did; NaN if that did not fall."""
+    if not reference.learned:
+        return math.nan
+    whole = reference.first_loss - reference.final_loss
+    return (small.first_loss - small.final_loss) / whole
 
 
 def _too_large(results: Sequence[Result]) -> Verdict:
@@ -89,29 +125,66 @@ def _too_large(results: Sequence[Result]) -> Verdict:
     pairs = _pairs(results, "too-large", "clipped")
     if not pairs:
         return _not_run(name, claim, "too-large and clipped")
-    diverged = [large for large, _ in pairs if large.diverged]
-    learned = [tamed for _, tamed in pairs if tamed.final_loss < tamed.first_loss]
-    large, tamed = (_mean(side) for side in zip(*pairs, strict=True))
-    limit = arm_named("clipped").clip
-    ends = f"the loss ends at {_loss(large.final)}"
-    lost = [one.last_finite for one, _ in pairs if math.isnan(one.final_loss)]
-    if len(lost) == len(pairs):
-        latest = " at the latest" if min(lost) < max(lost) else ""
-        ends = f"the loss is NaN from step {max(lost) + 1} on{latest}"
-    counted = "" if len(pairs) == 1 else f", in {len(diverged)} of {len(pairs)} seeds"
+    larges, tamed = ([pair[side] for pair in pairs] for side in (0, 1))
+    diverged = [one for one in larges if one.diverged]
+    learned = [one for one in tamed if one.learned]
+    idle = len(tamed) - len(learned)
+    clipped = (
+        f"goes from {losses([one.first_loss for one in tamed])} to "
+        f"{losses([one.final_loss for one in tamed])}"
+    )
+    if idle:
+        clipped += f", and does not fall{counted(idle, len(tamed))}"
     return Verdict(
         name,
         claim,
         len(diverged) == len(learned) == len(pairs),
-        f"Without a clip the gradient norm goes from {large.norm_first:.2f} to "
-        f"{large.norm_largest:.0f} and {ends}{counted}; clipped at {limit:g} the same training "
-        f"goes from {tamed.first:.3f} to {_loss(tamed.final)}.",
+        "Without a clip the gradient norm "
+        f"{norms([one.norm_first for one in larges], [one.norm_largest for one in larges])} and "
+        f"the loss {_how_it_ends(larges)}; clipped at {arm_named('clipped').clip:g} the loss of "
+        f"the same training {clipped}{_on_average(pairs)}.",
         {
-            "diverged": _by_seed({one.seed: one.diverged for one, _ in pairs}),
-            "final loss without a clip": _by_seed({one.seed: one.final_loss for one, _ in pairs}),
-            "final loss, clipped": _by_seed({one.seed: one.final_loss for _, one in pairs}),
+            "diverged": _by_seed({one.seed: one.diverged for one in larges}),
+            "first loss that is not finite, at step": _by_seed(
+                {one.seed: one.first_nonfinite for one in larges}
+            ),
+            "final loss without a clip": _by_seed({one.seed: one.final_loss for one in larges}),
+            "final loss, clipped": _by_seed({one.seed: one.final_loss for one in tamed}),
         },
     )
+
+
+def _how_it_ends(larges: Sequence[Result]) -> str:
+    lost = [one for one in larges if math.isnan(one.final_loss)]
+    for_good = [one for one in lost if one.lost_for_good]
+    returning = [one for one in lost if not one.lost_for_good]
+    finite = [one for one in larges if math.isfinite(one.final_loss)]
+    above = [one.final_loss for one in finite if one.diverged]
+    below = [one.final_loss for one in finite if not one.diverged]
+    return cases(
+        [
+            (f"is not finite from {_steps(for_good)} on", len(for_good)),
+            (
+                f"is first not finite at {_steps(returning)}, though not from there on, and its "
+                "final mean is NaN",
+                len(returning),
+            ),
+            (f"ends at {_mean(above)}, above its start,", len(above)),
+            (f"ends at {_mean(below)}, no higher than its start,", len(below)),
+        ],
+        len(larges),
+    ).rstrip(",")
+
+
+def _steps(results: Sequence[Result]) -> str:
+    """The steps at which the losses were first not finite."""
+    found = sorted({one.first_nonfinite for one in results if one.first_nonfinite is not None})
+    before = ", ".join(map(str, found[:-1]))
+    return "step " + " or ".join(filter(None, [before, *map(str, found[-1:])]))
+
+
+def _mean(values: Sequence[float]) -> str:
+    return losses(values) if values else ""
 
 
 def _just_right(results: Sequence[Result]) -> Verdict:
@@ -124,40 +197,30 @@ def _just_right(results: Sequence[Result]) -> Verdict:
         right.seed: _ratio(abs(right.final_loss - reference.final_loss), reference.final_loss)
         for right, reference in pairs
     }
+    parts = [part for part in apart.values() if math.isfinite(part)]
     holds = all(part <= CLOSE_ENOUGH for part in apart.values())
-    right, reference = (_mean(side) for side in zip(*pairs, strict=True))
-    worst = max(apart.values(), key=lambda part: math.inf if math.isnan(part) else part)
-    most = "" if len(pairs) == 1 else "at most "
-    within = f"within the {CLOSE_ENOUGH:.1%}" if holds else f"more than the {CLOSE_ENOUGH:.1%}"
+    told = []
+    if parts:
+        most = "" if len(parts) == 1 else "at most "
+        within = "within" if max(parts) <= CLOSE_ENOUGH else "more than"
+        told.append(f"{most}{share(max(parts))} apart, {within} the {CLOSE_ENOUGH:.1%} claimed")
+    if len(parts) < len(pairs):
+        lost = len(pairs) - len(parts)
+        told.append(f"a loss that is not finite has no distance{counted(lost, len(pairs))}")
+    idle = [reference for _, reference in pairs if not reference.learned]
+    if idle:
+        told.append(f"fp32 itself did not learn{counted(len(idle), len(pairs))}")
     return Verdict(
         name,
         claim,
         holds,
-        f"Scaled and clipped, fp16 ends at {_loss(right.final, 4)}, fp32 at "
-        f"{_loss(reference.final, 4)}: {most}{_share(worst)} apart, {within} claimed.",
+        f"Scaled and clipped, fp16 ends at {losses([right.final_loss for right, _ in pairs], 4)}, "
+        f"fp32 at {losses([reference.final_loss for _, reference in pairs], 4)}"
+        f"{_on_average(pairs)}: {'; '.join(told)}.",
         {
             "apart from fp32, as a part of it": _by_seed(apart),
             "claimed at most": CLOSE_ENOUGH,
         },
-    )
-
-
-@dataclass(frozen=True)
-class _Mean:
-    first: float
-    least: float
-    final: float
-    norm_first: float
-    norm_largest: float
-
-
-def _mean(results: Sequence[Result]) -> _Mean:
-    return _Mean(
-        first=fmean(one.first_loss for one in results),
-        least=fmean(one.least_loss for one in results),
-        final=fmean(one.final_loss for one in results),
-        norm_first=fmean(one.norm_first for one in results),
-        norm_largest=fmean(one.norm_largest for one in results),
     )
 
 
@@ -175,6 +238,10 @@ def _not_run(name: str, claim: str, arms: str) -> Verdict:
     return Verdict(name, claim, None, f"Not judged: that takes the arms {arms}.")
 
 
+def _on_average(pairs: Pairs) -> str:
+    return "" if len(pairs) == 1 else f" (means of {len(pairs)} seeds)"
+
+
 def _ratio(some: float, whole: float) -> float:
     return some / whole if whole else math.nan
 
@@ -185,14 +252,3 @@ def _by_seed(values: Mapping[int, Any]) -> dict[str, Any]:
         str(seed): None if isinstance(value, float) and not math.isfinite(value) else value
         for seed, value in values.items()
     }
-
-
-def _loss(value: float, digits: int = 3) -> str:
-    return "NaN" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def _share(value: float) -> str:
-    """A percentage in two digits, however small."""
-    if math.isnan(value):
-        return "NaN"
-    return f"{float(f'{value:.2g}') * 100:.6f}".rstrip("0").rstrip(".") + "%"

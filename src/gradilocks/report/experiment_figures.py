@@ -14,7 +14,7 @@ from gradilocks.report.figures import Figure
 from gradilocks.report.series import line
 from gradilocks.report.tracks import Track
 
-__all__ = ["Drawn", "clipping_figures", "place_of", "scaling_figures"]
+__all__ = ["CLIPPING", "SCALING", "Drawn", "clipping_figures", "place_of", "scaling_figures"]
 
 Plain = Mapping[str, Any]
 Trace = dict[str, Any]
@@ -55,7 +55,8 @@ def scaling_figures(drawn: Sequence[Drawn]) -> list[Figure]:
         Figure(
             "scaling-loss",
             "Loss",
-            "The broad band is fp32. Just right should lie on it; too small should not.",
+            "Of every step, before its update."
+            + (" The broad band is fp32." if any(one.arm == "fp32" for one in drawn) else ""),
             _plot(traces, {"title": "step"}, {"title": "loss"}),
             height=TALL,
             wide=True,
@@ -75,23 +76,23 @@ def clipping_figures(drawn: Sequence[Drawn]) -> list[Figure]:
     limits = {limit for one in pair for limit in one.track.limit if not math.isnan(limit)}
     if not losses:
         return []
+    crossed = any(trace["meta"]["role"] == "skip" for trace in losses)
     steps = {"title": "step", "type": "log", "dtick": "D2", "tickformat": "~g"}
     logarithmic = {"type": "log", "exponentformat": "power"}
     return [
         Figure(
             "clipping-loss",
             "Loss",
-            "A cross is the last finite loss: from there on it is NaN. Both axes are logarithmic, "
-            "for it happens within the first steps.",
+            "Both axes are logarithmic, so that the first steps can be told apart."
+            + (" A cross is the last loss that is finite." if crossed else ""),
             _plot(losses, steps, {"title": "loss", **logarithmic, **_decades(losses)}),
             height=TALL,
         ),
         Figure(
             "clipping-norm",
             "Gradient norm",
-            "Of all gradients together, before clipping; dashed the limit"
-            + (f" of {min(limits):g}" if limits else "")
-            + ". Without it each step makes the next gradient larger.",
+            "Of all gradients together, before clipping"
+            + (f"; dashed the limit of {min(limits):g}." if limits else "."),
             _plot(
                 [*norms, *_limit(pair)],
                 steps,
@@ -137,11 +138,11 @@ def _ends(one: Drawn, values: Sequence[float]) -> list[Trace]:
         {
             "type": "scatter",
             "mode": "markers",
-            "name": "NaN from here on",
+            "name": "the last that is finite",
             "x": [one.track.at[finite[-1]]],
             "y": [values[finite[-1]]],
             "showlegend": False,
-            "hovertemplate": "NaN from here on<extra></extra>",
+            "hovertemplate": "the last that is finite<extra></extra>",
             "meta": {"run": place_of(one.arm), "role": "skip"},
         }
     ]
