@@ -71,6 +71,7 @@ def conclude(console: Console, summary: Mapping[str, Any], folder: Path) -> None
     for what, where in (
         ("the page", str(folder / PAGE)),
         ("the numbers", str(folder / SUMMARY)),
-        ("one arm", f"{program()} report {summary['runs'][0]['path']}"),
+        ("each arm", ", ".join(sorted({f"{run['arm']}.html" for run in summary["runs"]}))),
+        ("compare", f"{program()} compare {folder}/*.jsonl"),
     ):
         console.print(f"{what:<11}  {where}", soft_wrap=True, markup=False)
