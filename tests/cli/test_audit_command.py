@@ -124,6 +124,84 @@ def test_a_loss_scale_is_divided_out_and_a_clip_is_not_seen(audited, loop, tmp_p
     assert found.modules == plain.modules
 
 
+TWO = """
+other = nn.Linear(6, 1)
+learns = torch.optim.SGD(other.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, enabled={})
+for number in range(40):
+    optimizer.zero_grad(), learns.zero_grad()
+    batch = torch.randn(16, 6)
+    torch.autograd.grad(model(batch).mean(), model[0].weight)
+    first, second = (scaler.scale(each(batch).square().mean()) for each in (model, other))
+    first.backward()
+    scaler.step(optimizer)
+    torch.autograd.grad(other(batch).mean(), other.weight)
+    second.backward()
+    scaler.step(learns)
+    scaler.update()
+"""
+
+
+def test_a_scale_belongs_to_the_loss_that_was_multiplied_whatever_comes_between(audited, tmp_path):
+    found = {}
+    for enabled in (True, False):
+        folder = tmp_path / str(enabled)
+        folder.mkdir()
+        done = audited(HEAD + TWO.format(enabled), "-n", "2", folder=folder)
+        assert done.returncode == 0, done.stderr
+        found[enabled] = found_in(folder)
+    assert found[True].modules == found[False].modules
+    assert (found[True].loss_scale, found[False].loss_scale) == (65536.0, 1.0)
+
+
+def test_a_loss_scaled_by_a_control_carries_its_scale_into_a_checkpoint(audited, tmp_path):
+    loop = """
+import gradilocks
+from torch.utils.checkpoint import checkpoint
+scale = gradilocks.StaticScale({})
+control = gradilocks.GradientControl(optimizer, model=model, scale=scale)
+for number in range(40):
+    batch = torch.randn(16, 6, requires_grad=True)
+    loss = control.scale_loss(checkpoint(model, batch, use_reentrant=True).square().mean())
+    torch.autograd.grad(model(batch).mean(), batch)
+    loss.backward()
+    control.step()
+    control.zero_grad()
+"""
+    found = []
+    for scale in (1.0, 4096.0):
+        folder = tmp_path / str(scale)
+        folder.mkdir()
+        done = audited(
+            HEAD.replace("inplace=True", "") + loop.format(scale), "-n", "2", folder=folder
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(found_in(folder).modules)
+    assert found[0] == found[1]
+
+
+def test_a_backward_that_returns_none_does_not_end_the_script(audited):
+    source = """
+class Blocked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+batch = torch.randn(16, 6)
+for number in range(3):
+    (model(batch).square().mean() + Blocked.apply(model[0](batch)).mean()).backward()
+    optimizer.step()
+print("to the end")
+"""
+    done = audited(HEAD + source)
+    assert (done.returncode, done.stderr.count("failed")) == (0, 0), done.stderr
+    assert "to the end" in done.stdout
+
+
 def test_gradients_accumulated_over_micro_batches_are_counted_each(audited, tmp_path):
     loop = """
 for number in range(40):

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradilocks.auditing.histogram import Histogram, Shares, shares_of
 from gradilocks.auditing.judging import Judgement, judge, prefer
-from gradilocks.auditing.modules import ModuleGradients
+from gradilocks.auditing.modules import ModuleGradients, Outputs
 from gradilocks.auditing.words import describe_format, explain
 from gradilocks.errors import BadRunFile, GradilocksError
 from gradilocks.precision import Format, format_named
@@ -81,12 +81,9 @@ class Audit:
         loss_scale: float = 1.0,
     ) -> Audit:
         """Judges histograms."""
-        seen = {module.name: module.together for module in modules}
         judged = [judge(format, modules) for format in formats]
         chosen = prefer(judged)
-        if not any(histogram.values for histogram in seen.values()):
-            chosen = None
-        words = explain(judged, chosen, seen, precision=precision, loss_scale=loss_scale)
+        words = explain(judged, chosen, modules, precision=precision, loss_scale=loss_scale)
         return cls(
             steps=steps,
             precision=precision,
@@ -246,6 +243,7 @@ class Audit:
             "type": module.kind,
             "parameters": plain(module.parameters),
             "activations": plain(module.activations),
+            "outputs": None if module.outputs is None else module.outputs.to_plain(),
             "fates": {
                 each.format.name: {
                     "unscaled": shares_of(module.together, each.format, 1.0).to_plain(),
@@ -316,7 +314,14 @@ def _format_of(plain: Mapping[str, Any]) -> FormatFinding:
 def _module_of(plain: Mapping[str, Any]) -> ModuleGradients:
     parts = (plain["parameters"], plain["activations"])
     parameters, activations = (None if p is None else Histogram.from_plain(p) for p in parts)
-    return ModuleGradients(plain["name"], plain["type"], parameters, activations)
+    outputs = plain.get("outputs")  # Not in the first audits.
+    return ModuleGradients(
+        plain["name"],
+        plain["type"],
+        parameters,
+        activations,
+        None if outputs is None else Outputs.from_plain(outputs),
+    )
 
 
 def _short(value: object) -> str:

@@ -78,8 +78,8 @@ def audit(
     listener = Listener()
     done = 0
     with unchanged(model), _eagerly(), torch.enable_grad():
-        listener.follow(model.modules())
         try:
+            listener.follow(model.modules())
             for batch in islice(_iterated(batches), steps):
                 loss = loss_fn(model, batch)
                 check_scalar_loss(loss)
@@ -96,7 +96,7 @@ def audit(
             listener.remove()
     if not done:
         raise ValueError("batches must hold at least one batch, got none.")
-    found = gather(listener, [model], steps=done, formats=chosen)
+    found = gather(listener, [model], steps=done, formats=chosen, reachable=True)
     _write(found, record)
     return found
 
