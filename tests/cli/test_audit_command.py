@@ -339,6 +339,38 @@ def test_a_script_that_steps_nothing_is_one_clear_line(audited, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_an_optimizer_that_no_gradient_reaches_is_one_clear_line(audited, tmp_path):
+    done = audited(HEAD + "for _ in range(20):\n    optimizer.step()\n", "-o", "a.jsonl")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "gradilocks: recorded in a.jsonl\n"
+        "gradilocks: train.py stepped an optimizer, but no gradient reached it, so there is nothing "
+        "to audit.\n"
+    )
+
+
+def test_what_was_found_is_shown_even_if_the_script_has_taken_the_place_of_a_file(
+    audited, tmp_path
+):
+    taken = "open('a.html', 'w').write('mine')\n"
+    done = audited(HEAD + taken + LOOP, "-n", "2", "--html", "a.html")
+    assert done.returncode == 1
+    assert "Take " in done.stdout
+    assert "gradilocks: recorded in runs/" in done.stderr
+    assert "a.html is already there and is no audit of train.py" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "a.html").read_text() == "mine"
+
+
+def test_a_loop_in_a_thread_is_stopped_without_a_traceback(audited):
+    body = "\n".join("    " + line for line in LOOP.splitlines())
+    threaded = f"import threading\ndef work():\n{body}\nthread = threading.Thread(target=work)\n"
+    done = audited(HEAD + threaded + "thread.start(), thread.join()\n", "-n", "2")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Take " in done.stdout
+
+
 def test_a_script_without_torch_is_one_clear_line_and_torch_is_not_imported_for_it(tmp_path):
     (tmp_path / "train.py").write_text(
         "import atexit, sys\natexit.register(lambda: print('torch' in sys.modules))"
@@ -380,6 +412,8 @@ def test_a_script_that_exits_by_itself_keeps_its_status(audited, tmp_path):
         (["audit", "--lr", "3", "train.py"], 2, "--lr is no option of gradilocks audit."),
         (["audit", "-o", "there.jsonl", "train.py"], 1, "there.jsonl is there already. Choose"),
         (["audit", "--json", "there.jsonl", "train.py"], 1, "--json there.jsonl is already there"),
+        (["audit", "--html", "there.jsonl", "train.py"], 1, "is already there and is no audit of"),
+        (["audit", "--html", "none/a.html", "train.py"], 1, "none/a.html cannot be written: No"),
     ],
 )
 def test_bad_input_is_one_clear_line_before_the_script_runs(words, status, said, tmp_path):

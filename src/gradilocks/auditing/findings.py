@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,6 +123,8 @@ class Audit:
             module: of this module alone; of all if it is None.
         """
         (chosen,) = formats_named([format], argument="format")
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise TypeError(f"scale must be a number, got {type(scale).__name__}.")
         if not 0.0 < scale < float("inf"):
             raise ValueError(f"scale must be positive and finite, got {scale}.")
         if module is None:
@@ -207,10 +209,20 @@ class Audit:
             raise BadRunFile(f"an audit that is not as it must be: {error!r}.") from error
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Writes `to_plain()` as a JSON file."""
+        """Writes `to_plain()` as a JSON file; an audit that is there is replaced, nothing else.
+
+        Raises:
+            GradilocksError: something else is there, or the place cannot be written.
+        """
         text = json.dumps(self.to_plain(), indent=1, allow_nan=False) + "\n"
+        place = Path(path)
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            if place.is_file() and not _is_audit(place):
+                raise GradilocksError(
+                    f"{path} is already there and is no audit; choose another name, or remove it "
+                    "first."
+                )
+            place.write_text(text, encoding="utf-8")
         except OSError as error:
             raise GradilocksError(f"{path} cannot be written: {error.strerror}.") from error
 
@@ -254,13 +266,13 @@ class Audit:
         }
 
 
-def formats_named(formats: Sequence[Any], *, argument: str = "formats") -> list[Format]:
+def formats_named(formats: Iterable[Any], *, argument: str = "formats") -> list[Format]:
     """Formats by name or dtype, each once.
 
     Raises:
         ValueError: there is none of a name, or no format at all.
     """
-    if isinstance(formats, str) or not isinstance(formats, Sequence):
+    if isinstance(formats, str) or not isinstance(formats, Iterable):
         formats = [formats]
     found = {each.name: each for each in map(_named, formats)}
     if not found:
@@ -322,6 +334,14 @@ def _module_of(plain: Mapping[str, Any]) -> ModuleGradients:
         activations,
         None if outputs is None else Outputs.from_plain(outputs),
     )
+
+
+def _is_audit(path: Path) -> bool:
+    try:
+        held = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(held, dict) and held.get("kind") == "audit"
 
 
 def _short(value: object) -> str:
