@@ -246,6 +246,20 @@ def test_gradients_that_are_not_finite_are_counted_and_named():
     assert "were NaN or Inf, in module 0 and module 1" in first
 
 
+def test_a_parameter_that_a_module_returns_as_it_is_counts_as_a_parameter_alone():
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self):
+            return self.weight
+
+    found = gradilocks.audit(Holding(), lambda m, x: (m() * x).sum(), [torch.ones(4)])
+    assert found.modules[0].parameters.values == 4
+    assert found.modules[0].activations is None
+
+
 class Blocked(torch.autograd.Function):
     """A function that hands no gradient on."""
 

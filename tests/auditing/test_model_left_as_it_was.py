@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -58,16 +59,19 @@ def test_random_numbers_go_on_as_if_nothing_had_been():
     model = model_with_everything().train()
     torch.manual_seed(3)
     random.seed(3)
-    expected = torch.rand(3), random.random()
+    numpy.random.seed(3)
+    expected = torch.rand(3), random.random(), numpy.random.random()
     torch.manual_seed(3)
     random.seed(3)
+    numpy.random.seed(3)
     gradilocks.audit(
         model,
-        lambda model, x: loss(model, x) * random.random() * torch.rand(()),
+        lambda model, x: loss(model, x) * random.random() * numpy.random.random() * torch.rand(()),
         [torch.randn(4, 6, generator=torch.Generator().manual_seed(0))],
     )
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
+    assert numpy.random.random() == expected[2]
 
 
 def test_no_hook_is_left_on_modules_or_parameters():

@@ -115,8 +115,8 @@ def test_a_refusal_tells_the_share_at_its_own_scale():
     quiet = [owner(f"quiet.{n}", {-40: 50, -30: 50}) for n in range(4)]
     said = words_of(*loud, *quiet)  # At 128 what is below 2**-32 is lost, at 1 all that is quiet.
     assert (
-        "at scale 128, the most that the largest allow, it loses 25 % of the gradients to zero, too "
-        "much in quiet.0, quiet.1, quiet.2 and quiet.3." in said
+        "at scale 128, the most that the largest allow, it loses 25 % of the gradients to zero, "
+        "too much in quiet.0, quiet.1, quiet.2 and quiet.3." in said
     )
 
 
