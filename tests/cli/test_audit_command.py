@@ -248,6 +248,14 @@ def test_a_script_without_torch_is_one_clear_line_and_torch_is_not_imported_for_
     assert not (tmp_path / "runs").exists()
 
 
+def test_an_interrupt_before_torch_is_there_is_not_taken_for_a_script_without_it(tmp_path):
+    (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
+    done = run("audit", "train.py", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "train.py was interrupted before it had imported torch" in done.stderr
+    assert "did not import" not in done.stderr
+
+
 def test_a_script_that_fails_shows_its_traceback_and_what_was_seen_before(audited, tmp_path):
     source = (HEAD + LOOP).replace("print(", "1 / (2 - number), print(", 1)
     done = audited(source)
