@@ -129,8 +129,10 @@ def _counted(values: Tensor, bits: Tensor) -> Tensor:
     made = torch.zeros(2, _CELLS, dtype=torch.int64)
     counts = torch.bincount(bits >> 23, minlength=256)
     made[0, 24:] = counts[1:]
-    powers = bits[bits & _MANTISSA == 0]  # Of a normal number; zeros and Inf are not looked at.
-    if len(powers):
+    mantissas = bits & _MANTISSA
+    # Few pieces have one: 0.3 ns a value to see that, 2 ns to pick them out.
+    if len(bits) and not mantissas.amin():
+        powers = bits[mantissas == 0]  # Zeros and Inf are among them, and not looked at.
         made[1, 24:_NONFINITE] = torch.bincount(powers >> 23, minlength=256)[1:255]
     if counts[0]:  # Zeros and subnormals.
         small = bits[bits < _NORMAL]
