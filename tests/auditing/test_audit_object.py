@@ -103,6 +103,36 @@ def test_json_that_cannot_be_written_is_one_clear_line(found, tmp_path):
         found.to_json(tmp_path)
 
 
+def test_an_audit_is_replaced_by_another_and_nothing_else_is(found, tmp_path):
+    found.to_json(tmp_path / "a.json")
+    found.to_json(tmp_path / "a.json")
+    for held in ("[1]", "dear diary"):
+        (tmp_path / "b.json").write_text(held)
+        with pytest.raises(GradilocksError, match="already there and is no audit; choose another"):
+            found.to_json(tmp_path / "b.json")
+        assert (tmp_path / "b.json").read_text() == held
+
+
+@pytest.mark.parametrize("there", ["hello\n", None], ids=["no run file", "a folder"])
+def test_a_run_file_that_cannot_be_is_refused_before_the_first_batch(tmp_path, there):
+    path = tmp_path / "a.jsonl"
+    path.mkdir() if there is None else path.write_text(there)
+    seen = []
+    with pytest.raises(BadRunFile):
+        gradilocks.audit(
+            nn.Linear(3, 1), lambda m, x: seen.append(x) or loss(m, x), [BATCH], record=path
+        )
+    assert seen == []
+
+
+def test_one_batch_that_reaches_nothing_does_not_end_an_audit():
+    def late(model, batch):
+        return loss(model, batch) if batch.mean() > 0 else (0 * batch).requires_grad_().sum()
+
+    found = gradilocks.audit(nn.Linear(3, 1), late, [-torch.ones(2, 3), torch.ones(2, 3)])
+    assert (found.steps, found.parameters.values) == (2, 4)
+
+
 def test_a_run_file_is_made_and_gone_on_with(tmp_path):
     path = tmp_path / "runs" / "a.jsonl"
     model = nn.Linear(3, 1)
@@ -141,6 +171,9 @@ def test_formats_are_taken_by_name_or_dtype_and_each_once():
         nn.Linear(3, 1), loss, [torch.randn(4, 3)], formats=[torch.float16, "fp16", "e4m3"]
     )
     assert [each.format.name for each in found.formats] == ["fp16", "fp8 e4m3"]
+    for formats in ({"fp16"}, (name for name in ["fp16"])):
+        found = gradilocks.audit(nn.Linear(3, 1), loss, [torch.randn(4, 3)], formats=formats)
+        assert [each.format.name for each in found.formats] == ["fp16"]
 
 
 BATCH = torch.randn(4, 3)
@@ -185,6 +218,8 @@ def test_an_unknown_module_or_scale_is_one_clear_line(found):
         found.shares("fp16", module="00")
     with pytest.raises(ValueError, match="scale must be positive and finite, got 0"):
         found.shares("fp16", 0.0)
+    with pytest.raises(TypeError, match="scale must be a number, got str"):
+        found.shares("fp16", "x")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import gradilocks
 from gradilocks.auditing import Audit, Histogram, ModuleGradients
 from gradilocks.auditing.findings import formats_named
-from gradilocks.auditing.judging import HEADROOM, LOST_MASS, breaks, judge, scale_for
+from gradilocks.auditing.judging import HEADROOM, LOST_MASS, faults, judge, scale_for
 from gradilocks.precision import FORMATS
 
 FP16, BF16 = FORMATS["fp16"], FORMATS["bf16"]
@@ -101,12 +101,12 @@ def test_many_small_values_that_carry_no_mass_do_no_harm():
 
 
 def test_a_module_breaks_by_mass_by_overflow_and_by_parameters_that_learn_nothing():
-    assert not breaks(module("a", -20, 0), FP16, 1.0)
-    assert breaks(module("a", -40, -30), FP16, 1.0)
-    assert breaks(module("a", 10, 16), FP16, 1.0)
+    assert not faults(module("a", -20, 0), FP16, 1.0)
+    assert faults(module("a", -40, -30), FP16, 1.0)
+    assert faults(module("a", 10, 16), FP16, 1.0)
     few_large = Histogram.of({-40: 10, 0: 90}, largest=1.5, smallest=2.0**-40)
-    assert not breaks(ModuleGradients("a", "Linear", None, few_large), FP16, 1.0)
-    assert breaks(ModuleGradients("a", "Linear", few_large, None), FP16, 1.0)
+    assert not faults(ModuleGradients("a", "Linear", None, few_large), FP16, 1.0)
+    assert faults(ModuleGradients("a", "Linear", few_large, None), FP16, 1.0)
     assert 0 < LOST_MASS < 0.1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -58,16 +59,19 @@ def test_random_numbers_go_on_as_if_nothing_had_been():
     model = model_with_everything().train()
     torch.manual_seed(3)
     random.seed(3)
-    expected = torch.rand(3), random.random()
+    numpy.random.seed(3)
+    expected = torch.rand(3), random.random(), numpy.random.random()
     torch.manual_seed(3)
     random.seed(3)
+    numpy.random.seed(3)
     gradilocks.audit(
         model,
-        lambda model, x: loss(model, x) * random.random() * torch.rand(()),
+        lambda model, x: loss(model, x) * random.random() * numpy.random.random() * torch.rand(()),
         [torch.randn(4, 6, generator=torch.Generator().manual_seed(0))],
     )
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
+    assert numpy.random.random() == expected[2]
 
 
 def test_no_hook_is_left_on_modules_or_parameters():
@@ -125,3 +129,26 @@ def test_an_audit_inside_no_grad_works():
         found = gradilocks.audit(nn.Linear(6, 2), loss, [torch.randn(4, 6)])
         assert not torch.is_grad_enabled()
     assert found.parameters.values
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_scripted_part_is_left_alone_and_no_hook_stays_behind():
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 1)))
+    found = gradilocks.audit(model, lambda m, x: m(x).mean(), [torch.randn(2, 4)])
+    assert [module.name for module in found.modules] == ["0", "1"]
+    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
+    assert not model[0].weight._backward_hooks
+
+
+def test_no_hook_stays_behind_if_one_cannot_be_put_on():
+    class Closed(nn.Linear):
+        def register_forward_hook(self, *args, **kwargs):
+            raise RuntimeError("no hooks here")
+
+    model = nn.Sequential(nn.Linear(4, 4), Closed(4, 1))
+    with pytest.raises(RuntimeError, match="no hooks here"):
+        gradilocks.audit(model, lambda m, x: m(x).mean(), [torch.randn(2, 4)])
+    assert not model[0]._forward_hooks
+    assert not model[1]._forward_pre_hooks
+    assert not model[0].weight._backward_hooks

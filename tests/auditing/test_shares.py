@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradilocks
 from gradilocks.auditing.counting import Tally, read
 from gradilocks.auditing.histogram import Histogram, shares_of
+from gradilocks.auditing.judging import lost_mass
 from gradilocks.emulating.rounding import rounding_to
 from gradilocks.precision import FORMATS
 
@@ -37,13 +39,10 @@ def test_shares_at_a_power_of_two_equal_real_rounding(name, drawn, exponent):
     stored = rounding_to(format)(scaled)
     shares, count = shares_of(histogram(values), format, scale), len(drawn)
 
-    # Exactly half the smallest subnormal rounds to zero; its bin counts as stored.
-    half = format.smallest_subnormal / 2
-    lost = int(((stored == 0) & (scaled != half)).sum())
-    assert shares.lost * count == pytest.approx(lost)
+    assert shares.lost * count == pytest.approx(int((stored == 0).sum()))
 
     # What rounds up to the smallest normal number counts by what it was.
-    small = int(((scaled < format.smallest_normal) & (scaled >= half)).sum())
+    small = int(((scaled < format.smallest_normal) & (stored != 0)).sum())
     assert shares.subnormal * count == pytest.approx(small)
 
     # Only the bin of the largest number lies across the border: there it is an estimate.
@@ -91,6 +90,26 @@ def test_without_values_there_are_no_shares():
     nothing = shares_of(histogram(torch.zeros(3)), FORMATS["fp16"], 1.0)
     assert (nothing.lost, nothing.subnormal, nothing.overflow) == (0.0, 0.0, 0.0)
     assert nothing.headroom is None
+
+
+def test_a_tie_with_the_smallest_number_is_lost_with_all_that_it_weighs():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    found = gradilocks.audit(model, lambda m, x: m(x).mean() / 4096, [torch.randn(8192, 4)])
+    seen = found.modules[0].activations
+    assert (seen.largest, seen.smallest) == (2.0**-25, 2.0**-25)
+    assert torch.tensor(seen.largest).half() == 0
+    assert shares_of(seen, FORMATS["fp16"], 1.0).lost == 1.0
+    assert lost_mass(seen, FORMATS["fp16"], 1.0) == 1.0
+    assert shares_of(seen, FORMATS["fp16"], 2.0).lost == 0.0
+    assert Histogram.from_plain(seen.to_plain()) == seen
+    assert shares_of(seen + histogram(torch.ones(8192)), FORMATS["fp16"], 1.0).lost == 0.5
+
+
+def test_a_histogram_written_before_powers_were_counted_is_still_read():
+    plain = histogram(torch.tensor([1.0, 3.0])).to_plain()
+    del plain["powers"]
+    assert Histogram.from_plain(plain).counts == (1, 1)
 
 
 def test_the_mass_below_a_bound_follows_the_values():

@@ -7,30 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from audited_scripts import HEAD, LOOP, found_in
 from cli_process import OnATerminal, run
 from forked import Server, serving
 
 import gradilocks
 from gradilocks.auditing import Audit
-
-HEAD = """
-import sys
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))
-optimizer = torch.optim.AdamW(model.parameters())
-"""
-LOOP = """
-for number in range(40):
-    optimizer.zero_grad()
-    loss = model(torch.randn(16, 6)).square().mean()
-    loss.backward()
-    optimizer.step()
-    print("stepped", number)
-print("to the end")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +30,6 @@ def audited(server, tmp_path):
         return server.run("audit", *options, "train.py", cwd=folder)
 
     return audited
-
-
-def found_in(folder: Path) -> Audit:
-    (path,) = (folder / "runs").glob("*.jsonl")
-    return Audit.from_plain(gradilocks.read_run(path).audit)
 
 
 def test_a_script_is_stopped_after_its_steps_and_the_recommendation_is_printed(tmp_path):
@@ -88,40 +65,6 @@ def test_what_is_counted_equals_the_function(audited, tmp_path):
     batch = torch.randn(16, 6)
     expected = gradilocks.audit(model, lambda m, x: m(x).square().mean(), [batch])
     assert found_in(tmp_path) == expected
-
-
-SCALED = """
-scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
-for number in range(40):
-    optimizer.zero_grad()
-    loss = model(torch.randn(16, 6)).square().mean()
-    (scaler.scale(loss) * 1.0).backward()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    scaler.step(optimizer)
-    scaler.update()
-"""
-CONTROLLED = """
-import gradilocks
-control = gradilocks.GradientControl(
-    optimizer, model=model, scale=gradilocks.StaticScale(4096.0), clip=1e-3
-)
-for number in range(40):
-    control.backward(model(torch.randn(16, 6)).square().mean())
-    control.step()
-    control.zero_grad()
-"""
-
-
-@pytest.mark.parametrize("loop", [SCALED, CONTROLLED], ids=["GradScaler", "GradientControl"])
-def test_a_loss_scale_is_divided_out_and_a_clip_is_not_seen(audited, loop, tmp_path):
-    (tmp_path / "plain").mkdir()
-    audited(HEAD + LOOP, "-n", "1", folder=tmp_path / "plain")
-    done = audited(HEAD + loop, "-n", "1")
-    assert done.returncode == 0, done.stderr
-    found, plain = found_in(tmp_path), found_in(tmp_path / "plain")
-    assert found.loss_scale == 4096.0
-    assert found.modules == plain.modules
 
 
 def test_gradients_accumulated_over_micro_batches_are_counted_each(audited, tmp_path):
@@ -261,6 +204,38 @@ def test_a_script_that_steps_nothing_is_one_clear_line(audited, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_an_optimizer_that_no_gradient_reaches_is_one_clear_line(audited, tmp_path):
+    done = audited(HEAD + "for _ in range(20):\n    optimizer.step()\n", "-o", "a.jsonl")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "gradilocks: recorded in a.jsonl\n"
+        "gradilocks: train.py stepped an optimizer, but no gradient reached it, so there is "
+        "nothing to audit.\n"
+    )
+
+
+def test_what_was_found_is_shown_even_if_the_script_has_taken_the_place_of_a_file(
+    audited, tmp_path
+):
+    taken = "open('a.html', 'w').write('mine')\n"
+    done = audited(HEAD + taken + LOOP, "-n", "2", "--html", "a.html")
+    assert done.returncode == 1
+    assert "Take " in done.stdout
+    assert "gradilocks: recorded in runs/" in done.stderr
+    assert "a.html is already there and is no audit of train.py" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "a.html").read_text() == "mine"
+
+
+def test_a_loop_in_a_thread_is_stopped_without_a_traceback(audited):
+    body = "\n".join("    " + line for line in LOOP.splitlines())
+    threaded = f"import threading\ndef work():\n{body}\nthread = threading.Thread(target=work)\n"
+    done = audited(HEAD + threaded + "thread.start(), thread.join()\n", "-n", "2")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Take " in done.stdout
+
+
 def test_a_script_without_torch_is_one_clear_line_and_torch_is_not_imported_for_it(tmp_path):
     (tmp_path / "train.py").write_text(
         "import atexit, sys\natexit.register(lambda: print('torch' in sys.modules))"
@@ -271,6 +246,14 @@ def test_a_script_without_torch_is_one_clear_line_and_torch_is_not_imported_for_
         "gradilocks: train.py did not import torch, so there is nothing to audit.\n"
     )
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_interrupt_before_torch_is_there_is_not_taken_for_a_script_without_it(tmp_path):
+    (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
+    done = run("audit", "train.py", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "train.py was interrupted before it had imported torch" in done.stderr
+    assert "did not import" not in done.stderr
 
 
 def test_a_script_that_fails_shows_its_traceback_and_what_was_seen_before(audited, tmp_path):
@@ -302,6 +285,8 @@ def test_a_script_that_exits_by_itself_keeps_its_status(audited, tmp_path):
         (["audit", "--lr", "3", "train.py"], 2, "--lr is no option of gradilocks audit."),
         (["audit", "-o", "there.jsonl", "train.py"], 1, "there.jsonl is there already. Choose"),
         (["audit", "--json", "there.jsonl", "train.py"], 1, "--json there.jsonl is already there"),
+        (["audit", "--html", "there.jsonl", "train.py"], 1, "is already there and is no audit of"),
+        (["audit", "--html", "none/a.html", "train.py"], 1, "none/a.html cannot be written: No"),
     ],
 )
 def test_bad_input_is_one_clear_line_before_the_script_runs(words, status, said, tmp_path):

@@ -185,6 +185,9 @@ def test_a_format_that_does_not_hold_is_no_good_news(plain: dict[str, Any]) -> N
     changed["formats"][0]["holds"] = False
     assert '<p class="verdict good">' in audit_page(plain, title="a")
     assert '<p class="verdict warning">' in audit_page(changed, title="a")
+    broken = copy.deepcopy(plain)
+    broken["total"]["activations"]["nonfinite"] = 3
+    assert '<p class="verdict warning">' in audit_page(broken, title="a")
 
 
 def test_staying_in_fp32_is_a_recommendation_too(plain: dict[str, Any]) -> None:
@@ -192,6 +195,7 @@ def test_staying_in_fp32_is_a_recommendation_too(plain: dict[str, Any]) -> None:
     fp32 = {"format": "fp32", "scale": 1.0, "keep": [], "words": words}
     page = audit_page({**plain, "recommendation": fp32}, title="a")
     assert f"<strong>{words[0]}</strong>" in page
+    assert '<p class="verdict warning">' in page
     silent = audit_page({**plain, "recommendation": {**fp32, "words": []}}, title="a")
     assert "<strong>fp32 without a loss scale.</strong>" in silent
     assert mentioned({**plain, "recommendation": fp32}) == "Audit: fp32 without a loss scale."

@@ -1,8 +1,9 @@
 """Which number format will hold the gradients? ``gradilocks.audit`` and ``gradilocks audit``.
 
 The folder reads along the data: ``listening`` (hooks on a model) → ``counting`` (values by their
-exponent, on the device) → ``gathering`` → ``histogram`` (what a format makes of them), ``modules``
-→ ``judging`` (format, scale, what to keep out) → ``words`` → ``findings`` (the Audit) → ``text``.
+exponent, on the device) and ``flowing`` (outputs, and who takes them) → ``gathering`` →
+``histogram`` (what a format makes of them), ``modules`` → ``judging`` (format, scale, what to keep
+out) → ``words`` → ``findings`` (the Audit) → ``text``.
 ``measuring`` does it for a model and batches, with ``unchanged`` around it; ``script`` and
 ``watching`` for a script that is run, which may want to be the first to import torch: so the names
 here are loaded on first use.

@@ -1,4 +1,5 @@
-"""Tensors enter, how many of their values have which exponent leaves.
+"""Tensors enter, how many of their values have which exponent leaves, and how many of these are
+powers of two: such a value may lie exactly on a format's border.
 
 Counted on the tensor's own device, in integers, from the bits of a float32. Nothing waits until
 `read` fetches all counts at once.
@@ -25,7 +26,11 @@ _CELLS = HIGHEST - LOWEST + 3  # The first is for zeros, the last for NaN and In
 _NONFINITE = _CELLS - 1
 _INF = 0x7F800000
 _NORMAL = 0x00800000  # The bits of the smallest normal float32.
-_MOST, _LEAST = _CELLS, _CELLS + 1  # Of a row: the bits of the largest and smallest magnitude.
+# A row: how many are in which cell, how many of them are powers of two, and the bits of the
+# largest and the smallest magnitude.
+_MOST, _LEAST = 2 * _CELLS, 2 * _CELLS + 1
+_ROW = 2 * _CELLS + 2
+_MANTISSA = 0x007FFFFF
 # On a CPU the passes over a piece find it in the cache: 4 ns a value instead of 24 (4 M values).
 _PIECE = 1 << 16
 _LARGE_PIECE = 1 << 24  # Elsewhere it bounds the memory: 30 bytes a value for a moment.
@@ -49,7 +54,7 @@ class Tally:
         home = values.device
         row = self.rows.get(home)
         if row is None:
-            row = self.rows[home] = torch.zeros(_CELLS + 2, dtype=torch.int64, device=home)
+            row = self.rows[home] = torch.zeros(_ROW, dtype=torch.int64, device=home)
             row[_LEAST] = _INF
         if isinstance(scale, Tensor):
             scale = scale.detach().to(home, non_blocking=True)
@@ -60,7 +65,7 @@ class Tally:
         if isinstance(scale, Tensor) or scale != 1.0:
             part = part / scale
         bits = _bits(part)
-        row[:_CELLS] += _counted(part, bits)
+        row[: 2 * _CELLS] += _counted(part, bits)
         least, most = _extremes(bits)
         row[_MOST] = torch.maximum(row[_MOST], most)
         row[_LEAST] = torch.minimum(row[_LEAST], least)
@@ -79,9 +84,11 @@ def read(tallies: Sequence[Tally]) -> list[Histogram]:
 
 def _histogram(row: Sequence[int]) -> Histogram:
     bins = {LOWEST + place: count for place, count in enumerate(row[1:_NONFINITE])}
+    powers = {LOWEST + place: count for place, count in enumerate(row[_CELLS + 1 : _MOST - 1])}
     some = any(bins.values())
     return Histogram.of(
         bins,
+        powers=powers,
         zeros=row[0],
         nonfinite=row[_NONFINITE],
         largest=_number(row[_MOST]) if some else None,
@@ -112,16 +119,38 @@ def _extremes(bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _counted(values: Tensor, bits: Tensor) -> Tensor:
+    """The counts of the cells, then those of the powers of two in them."""
     if values.dtype is torch.float64:
-        return _sum(_cells_of_doubles(values))
+        mantissas, _ = torch.frexp(values)
+        return _both(_cells_of_doubles(values), mantissas.abs() == 0.5)
     if values.device.type != "cpu":
-        return _sum(torch.where(bits < _NORMAL, _cells_of_small(bits), (bits >> 23) + 23))
+        cells = torch.where(bits < _NORMAL, _cells_of_small(bits), (bits >> 23) + 23)
+        return _both(cells, _are_powers(bits))
+    made = torch.zeros(2, _CELLS, dtype=torch.int64)
     counts = torch.bincount(bits >> 23, minlength=256)
-    made = torch.zeros(_CELLS, dtype=torch.int64)
-    made[24:] = counts[1:]
+    made[0, 24:] = counts[1:]
+    mantissas = bits & _MANTISSA
+    # Few pieces have one: 0.3 ns a value to see that, 2 ns to pick them out.
+    if len(bits) and not mantissas.amin():
+        powers = bits[mantissas == 0]  # Zeros and Inf are among them, and not looked at.
+        made[1, 24:_NONFINITE] = torch.bincount(powers >> 23, minlength=256)[1:255]
     if counts[0]:  # Zeros and subnormals.
-        made += _sum(_cells_of_small(bits[bits < _NORMAL]))
-    return made
+        small = bits[bits < _NORMAL]
+        made += _both(_cells_of_small(small), _are_powers(small)).view(2, _CELLS)
+    return made.view(-1)
+
+
+def _both(cells: Tensor, powers: Tensor) -> Tensor:
+    """Each cell twice: once for all, once for powers of two."""
+    counts = _sum(torch.where(powers, cells + _CELLS, cells)).view(2, _CELLS)
+    counts[0] += counts[1]
+    return counts.view(-1)
+
+
+def _are_powers(bits: Tensor) -> Tensor:
+    """Of a subnormal the bits are a number; of another the mantissa is zero. Inf is none."""
+    small = (bits & (bits - 1) == 0) & (bits > 0)
+    return torch.where(bits < _NORMAL, small, (bits & _MANTISSA == 0) & (bits < _INF))
 
 
 def _cells_of_small(bits: Tensor) -> Tensor:
@@ -139,12 +168,12 @@ def _cells_of_doubles(values: Tensor) -> Tensor:
 def _sum(cells: Tensor) -> Tensor:
     """How often each cell is named; integers, so that the order of the sum is of no matter."""
     if cells.device.type == "cpu":
-        return torch.bincount(cells, minlength=_CELLS)
+        return torch.bincount(cells, minlength=2 * _CELLS)
     return _spread_sum(cells)
 
 
 def _spread_sum(cells: Tensor) -> Tensor:
     lanes = torch.arange(cells.numel(), device=cells.device) % _LANES
-    counts = torch.zeros(_CELLS * _LANES, dtype=torch.int64, device=cells.device)
+    counts = torch.zeros(2 * _CELLS * _LANES, dtype=torch.int64, device=cells.device)
     one = torch.ones(1, dtype=torch.int64, device=cells.device).expand(cells.numel())
     return counts.index_add_(0, cells.to(torch.int64) * _LANES + lanes, one).view(-1, _LANES).sum(1)

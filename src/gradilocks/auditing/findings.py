@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from gradilocks.auditing.histogram import Histogram, Shares, shares_of
 from gradilocks.auditing.judging import Judgement, judge, prefer
-from gradilocks.auditing.modules import ModuleGradients
+from gradilocks.auditing.modules import ModuleGradients, Outputs
 from gradilocks.auditing.words import describe_format, explain
 from gradilocks.errors import BadRunFile, GradilocksError
 from gradilocks.precision import Format, format_named
@@ -81,12 +81,9 @@ class Audit:
         loss_scale: float = 1.0,
     ) -> Audit:
         """Judges histograms."""
-        seen = {module.name: module.together for module in modules}
         judged = [judge(format, modules) for format in formats]
         chosen = prefer(judged)
-        if not any(histogram.values for histogram in seen.values()):
-            chosen = None
-        words = explain(judged, chosen, seen, precision=precision, loss_scale=loss_scale)
+        words = explain(judged, chosen, modules, precision=precision, loss_scale=loss_scale)
         return cls(
             steps=steps,
             precision=precision,
@@ -126,6 +123,8 @@ class Audit:
             module: of this module alone; of all if it is None.
         """
         (chosen,) = formats_named([format], argument="format")
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise TypeError(f"scale must be a number, got {type(scale).__name__}.")
         if not 0.0 < scale < float("inf"):
             raise ValueError(f"scale must be positive and finite, got {scale}.")
         if module is None:
@@ -210,10 +209,20 @@ class Audit:
             raise BadRunFile(f"an audit that is not as it must be: {error!r}.") from error
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Writes `to_plain()` as a JSON file."""
+        """Writes `to_plain()` as a JSON file; an audit that is there is replaced, nothing else.
+
+        Raises:
+            GradilocksError: something else is there, or the place cannot be written.
+        """
         text = json.dumps(self.to_plain(), indent=1, allow_nan=False) + "\n"
+        place = Path(path)
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            if place.is_file() and not _is_audit(place):
+                raise GradilocksError(
+                    f"{path} is already there and is no audit; choose another name, or remove it "
+                    "first."
+                )
+            place.write_text(text, encoding="utf-8")
         except OSError as error:
             raise GradilocksError(f"{path} cannot be written: {error.strerror}.") from error
 
@@ -246,6 +255,7 @@ class Audit:
             "type": module.kind,
             "parameters": plain(module.parameters),
             "activations": plain(module.activations),
+            "outputs": None if module.outputs is None else module.outputs.to_plain(),
             "fates": {
                 each.format.name: {
                     "unscaled": shares_of(module.together, each.format, 1.0).to_plain(),
@@ -256,13 +266,13 @@ class Audit:
         }
 
 
-def formats_named(formats: Sequence[Any], *, argument: str = "formats") -> list[Format]:
+def formats_named(formats: Iterable[Any], *, argument: str = "formats") -> list[Format]:
     """Formats by name or dtype, each once.
 
     Raises:
         ValueError: there is none of a name, or no format at all.
     """
-    if isinstance(formats, str) or not isinstance(formats, Sequence):
+    if isinstance(formats, str) or not isinstance(formats, Iterable):
         formats = [formats]
     found = {each.name: each for each in map(_named, formats)}
     if not found:
@@ -316,7 +326,22 @@ def _format_of(plain: Mapping[str, Any]) -> FormatFinding:
 def _module_of(plain: Mapping[str, Any]) -> ModuleGradients:
     parts = (plain["parameters"], plain["activations"])
     parameters, activations = (None if p is None else Histogram.from_plain(p) for p in parts)
-    return ModuleGradients(plain["name"], plain["type"], parameters, activations)
+    outputs = plain.get("outputs")  # Not in the first audits.
+    return ModuleGradients(
+        plain["name"],
+        plain["type"],
+        parameters,
+        activations,
+        None if outputs is None else Outputs.from_plain(outputs),
+    )
+
+
+def _is_audit(path: Path) -> bool:
+    try:
+        held = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(held, dict) and held.get("kind") == "audit"
 
 
 def _short(value: object) -> str:

@@ -11,6 +11,7 @@ from gradilocks.auditing.counting import Tally, read
 from gradilocks.auditing.findings import Audit, ModuleGradients
 from gradilocks.auditing.histogram import Histogram
 from gradilocks.auditing.listening import Listener
+from gradilocks.auditing.modules import Outputs
 from gradilocks.precision import Format
 from gradilocks.running.naming import name_modules
 
@@ -24,6 +25,7 @@ def gather(
     steps: int,
     formats: Sequence[Format],
     others: Mapping[Tensor, str] | None = None,
+    reachable: bool = False,
 ) -> Audit:
     """Brings the counts to the host, once, and judges them.
 
@@ -33,43 +35,49 @@ def gather(
         steps: how many steps were seen.
         formats: to be judged.
         others: parameters that are in no module, with their names.
+        reachable: whether the one model's `get_submodule` must take the names.
     """
+    parts = {id(part): part for model in models for part in model.modules()}
     named = name_modules(models)
+    if reachable:
+        named = _reachable(models[0], named)
     outputs = {
-        named[id(module)]: (module, tally)
-        for ref, tally in listener.outputs.values()
-        if (module := ref()) is not None and id(module) in named
+        key: tally
+        for key, (ref, tally) in listener.outputs.items()
+        if key in parts and ref() is parts[key]
     }
-    owned: dict[str, list[Tally]] = {}
-    kinds = {name: type(module).__name__ for name, (module, _) in outputs.items()}
+    homes = _homes(models)
+    owned: dict[int, list[Tally]] = {}
     seen: set[int] = set()
-    for model in models:
-        for module in model.modules():
-            name = _owner(named[id(module)])
-            for param in module.parameters(recurse=False):
-                if id(param) not in seen and listener.knows(param):
-                    seen.add(id(param))
-                    owned.setdefault(name, []).append(listener.parameters[id(param)][1])
-                    kinds.setdefault(name, type(module).__name__)
+    for key, module in parts.items():
+        for param in module.parameters(recurse=False):
+            if id(param) not in seen and listener.knows(param):
+                seen.add(id(param))
+                owned.setdefault(homes[key], []).append(listener.parameters[id(param)][1])
     for other, name in (others or {}).items():
         if id(other) not in seen and listener.knows(other):
-            seen.add(id(other))
-            owned.setdefault(name, []).append(listener.parameters[id(other)][1])
-            kinds.setdefault(name, "Parameter")
-    names = list(dict.fromkeys([*outputs, *owned]))
-    flat = [outputs[name][1] for name in outputs] + [t for name in owned for t in owned[name]]
+            owned.setdefault(id(other), []).append(listener.parameters[id(other)][1])
+            named[id(other)] = name
+    keys = list(dict.fromkeys([*outputs, *owned, *(k for k in listener.flow.called if k in parts)]))
+    flat = [*outputs.values(), *(tally for tallies in owned.values() for tally in tallies)]
     histograms = iter(read(flat))
-    activations = {name: next(histograms) for name in outputs}
+    activations = {key: next(histograms) for key in outputs}
     parameters = {
-        name: Histogram.total([next(histograms) for _ in tallies])
-        for name, tallies in owned.items()
+        key: Histogram.total([next(histograms) for _ in tallies]) for key, tallies in owned.items()
     }
+    returned = _returned(listener, parts, named)
     modules = [
-        ModuleGradients(name, kinds[name], _any(parameters.get(name)), _any(activations.get(name)))
-        for name in names
+        ModuleGradients(
+            named[key],
+            type(parts[key]).__name__ if key in parts else "Parameter",
+            _any(parameters.get(key)),
+            _any(activations.get(key)),
+            returned.get(key),
+        )
+        for key in keys
     ]
     return Audit.of(
-        [m for m in modules if m.parameters is not None or m.activations is not None],
+        [module for module in modules if _matters(module, formats)],
         steps=steps,
         formats=formats,
         precision=_precision(listener),
@@ -77,9 +85,64 @@ def gather(
     )
 
 
-def _owner(name: str) -> str:
-    """The module that a parametrization belongs to."""
-    return name.split(".parametrizations.")[0].removesuffix(".parametrizations")
+def _reachable(model: nn.Module, named: Mapping[int, str]) -> dict[int, str]:
+    """The names that `model.get_submodule` takes: with the wrapper's part, where it needs one."""
+    found: dict[int, str] = {}
+    for real, module in model.named_modules():
+        plain = named[id(module)]
+        try:
+            found[id(module)] = plain if model.get_submodule(plain) is module else real
+        except (AttributeError, RuntimeError):  # The latter from a ScriptModule.
+            found[id(module)] = real
+    return found
+
+
+def _homes(models: Sequence[nn.Module]) -> dict[int, int]:
+    """By module, the one that computes with its parameters: itself, nearly always.
+
+    A parametrization makes the weight of the module that it is in, and an nn.MultiheadAttention
+    computes with its out_proj without calling it.
+    """
+    homes: dict[int, int] = {}
+
+    def visit(module: nn.Module, home: nn.Module) -> None:
+        if id(module) in homes:
+            return
+        homes[id(module)] = id(home)
+        within = home is not module or isinstance(module, nn.MultiheadAttention)
+        for name, child in module.named_children():
+            visit(child, home if within or name == "parametrizations" else child)
+
+    for model in models:
+        visit(model, model)
+    return homes
+
+
+def _returned(
+    listener: Listener, parts: Mapping[int, nn.Module], named: Mapping[int, str]
+) -> dict[int, Outputs]:
+    flow = listener.flow
+    found: dict[int, Outputs] = {}
+    for key, (largest, nonfinite) in flow.largest().items():
+        if key not in parts or flow.called[key]() is not parts[key]:
+            continue
+        takers = [one for one in flow.takers.get(key, ()) if one in parts and one != key]
+        # A module that hands its input on to a part of its own does not compute with it.
+        nearest = [one for one in takers if not _holds_one(parts[one], takers)]
+        found[key] = Outputs(largest, nonfinite, tuple(named[one] for one in nearest))
+    return found
+
+
+def _holds_one(module: nn.Module, takers: Sequence[int]) -> bool:
+    return any(id(part) in takers for part in module.modules() if part is not module)
+
+
+def _matters(module: ModuleGradients, formats: Sequence[Format]) -> bool:
+    """Whether it has gradients, or returns what one of the formats cannot hold."""
+    if module.parameters is not None or module.activations is not None:
+        return True
+    largest = module.outputs.largest if module.outputs is not None else 0.0
+    return any(largest > format.largest for format in formats)
 
 
 def _any(histogram: Histogram | None) -> Histogram | None:

@@ -39,6 +39,12 @@ class Histogram:
     """The largest magnitude; None if no value is finite and other than zero."""
     smallest: float | None = None
     """The smallest magnitude above zero."""
+    powers: tuple[int, ...] = ()
+    """`powers[i]` of the values in bin i are exactly 2**(first + i); empty if none was counted.
+
+    The mean over a batch of 8192 makes many such gradients, and half a format's smallest number is
+    a power of two: it rounds to zero, while what is above it does not.
+    """
 
     @classmethod
     def of(
@@ -49,6 +55,7 @@ class Histogram:
         nonfinite: int = 0,
         largest: float | None = None,
         smallest: float | None = None,
+        powers: Mapping[int, int] | None = None,
     ) -> Histogram:
         """Made of counts by exponent."""
         filled = [exponent for exponent, count in bins.items() if count]
@@ -56,7 +63,9 @@ class Histogram:
             return cls(zeros=zeros, nonfinite=nonfinite)
         first, last = min(filled), max(filled)
         counts = tuple(bins.get(exponent, 0) for exponent in range(first, last + 1))
-        return cls(first, counts, zeros, nonfinite, largest, smallest)
+        exact = tuple((powers or {}).get(exponent, 0) for exponent in range(first, last + 1))
+        exact = exact if any(exact) else ()
+        return cls(first, counts, zeros, nonfinite, largest, smallest, exact)
 
     @property
     def values(self) -> int:
@@ -71,8 +80,12 @@ class Histogram:
         together = dict(self.bins())
         for exponent, count in other.bins():
             together[exponent] = together.get(exponent, 0) + count
+        powers = dict(enumerate(self.powers, start=self.first))
+        for exponent, count in enumerate(other.powers, start=other.first):
+            powers[exponent] = powers.get(exponent, 0) + count
         return Histogram.of(
             together,
+            powers=powers,
             zeros=self.zeros + other.zeros,
             nonfinite=self.nonfinite + other.nonfinite,
             largest=_either(max, self.largest, other.largest),
@@ -89,13 +102,27 @@ class Histogram:
         place = math.log2(bound)
         return sum(count * _part(place, exponent) for exponent, count in self.bins())
 
+    def exactly(self, bound: float) -> int:
+        """How many values are `bound`, if that is a power of two."""
+        mantissa, exponent = math.frexp(bound)
+        place = exponent - 1 - self.first
+        return self.powers[place] if mantissa == 0.5 and 0 <= place < len(self.powers) else 0
+
     def mass(self, bound: float = math.inf) -> float:
-        """The sum of the magnitudes of the values smaller than `bound`, as the bins have it."""
+        """The sum of the magnitudes of the values up to `bound`, as the bins have it."""
         place = math.log2(bound) if bound < math.inf else math.inf
-        return sum(
-            count * _part(place, exponent) * _MEAN * 2.0**exponent
-            for exponent, count in self.bins()
+        below = sum(
+            (count - exact) * _part(place, exponent) * _MEAN * 2.0**exponent
+            for (exponent, count), exact in zip(self.bins(), self._exact(), strict=True)
         )
+        return below + sum(
+            exact * 2.0**exponent
+            for exponent, exact in enumerate(self.powers, start=self.first)
+            if exponent <= place
+        )
+
+    def _exact(self) -> tuple[int, ...]:
+        return self.powers or (0,) * len(self.counts)
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -106,6 +133,7 @@ class Histogram:
             "nonfinite": self.nonfinite,
             "largest": self.largest,
             "smallest": self.smallest,
+            "powers": list(self.powers),
         }
 
     @classmethod
@@ -118,6 +146,7 @@ class Histogram:
             int(plain["nonfinite"]),
             plain["largest"],
             plain["smallest"],
+            tuple(map(int, plain.get("powers", ()))),  # Not in the first audits.
         )
 
 
@@ -148,9 +177,10 @@ def shares_of(histogram: Histogram, format: Format, scale: float) -> Shares:
     total = histogram.values
     if not total or histogram.largest is None or histogram.smallest is None:
         return Shares(0.0, 0.0, 0.0, None)
-    # What is at most half the smallest subnormal is lost. That half itself, a single value of its
-    # bin, counts as subnormal, and so does what rounds up to the smallest normal number.
-    lost = histogram.below(format.smallest_subnormal / 2.0 / scale)
+    # What is at most half the smallest subnormal is lost: a tie goes to the even one, which is
+    # zero. What rounds up to the smallest normal number counts as subnormal.
+    half = format.smallest_subnormal / 2.0 / scale
+    lost = histogram.below(half) + histogram.exactly(half)
     small = histogram.below(format.smallest_normal / scale)
     over = total - histogram.below(_too_large(format) / scale)
     over = max(over, 1.0) if _overflows(format, histogram.largest, scale) else 0.0

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks.auditing.counting import Tally
+from gradilocks.auditing.flowing import Flow
 from gradilocks.tracing.magnitudes import tensors_in
 
 __all__ = ["Listener", "is_unit"]
@@ -27,12 +28,14 @@ class Listener:
     Attributes:
         outputs: by module: the gradients of what it returned, in the order of the first calls.
         parameters: by parameter: its gradients.
+        flow: what the forward passes show.
         scale: what the gradients of the coming backward passes are to be divided by.
     """
 
     def __init__(self) -> None:
         self.outputs: dict[int, tuple[weakref.ref[nn.Module], Tally]] = {}
         self.parameters: dict[int, tuple[weakref.ref[Tensor], Tally]] = {}
+        self.flow = Flow()
         self.scale: Tensor | float = 1.0
         self.divided: Tensor | float = 1.0
         """The last scale other than 1 that gradients carried."""
@@ -48,7 +51,9 @@ class Listener:
     def follow(self, modules: Iterable[nn.Module]) -> None:
         """Puts hooks on modules and their parameters."""
         for module in modules:
-            if is_unit(module):
+            if is_unit(module) and not isinstance(module, torch.jit.ScriptModule):
+                before = module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+                self._handles.append(before)
                 self._handles.append(module.register_forward_hook(self.after_forward))
             self.follow_parameters(module.parameters(recurse=False))
 
@@ -71,8 +76,7 @@ class Listener:
     def count(self, parameter: Tensor, *, scale: Tensor | float) -> None:
         """Counts the gradient that a parameter has, for one that had no hook in time."""
         if parameter.grad is not None:
-            self.dtypes.add(parameter.grad.dtype)
-            self.parameters[id(parameter)][1].add(parameter.grad, scale=scale)
+            self._add(self.parameters[id(parameter)][1], parameter.grad, scale)
 
     def knows(self, parameter: Tensor) -> bool:
         """Whether this parameter has a hook."""
@@ -86,10 +90,19 @@ class Listener:
             handle.remove()
         self._handles = []
 
+    def before_forward(self, module: nn.Module, given: Any) -> None:
+        """A unit is called."""
+        if not (self._done or torch.compiler.is_compiling()):
+            self.flow.entering(module, given)
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.before_forward(module, (args, kwargs))
+
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """A unit has returned: the gradients of its tensors will be counted."""
         if self._done or torch.compiler.is_compiling():
             return
+        self.flow.leaving(module, args, output)
         tensors = {id(t): t for _, t in tensors_in(output, "") if t.requires_grad}
         if not tensors:
             return
@@ -104,12 +117,15 @@ class Listener:
                 tensor.register_hook(self._counts(known[1]))  # type: ignore[no-untyped-call]
 
     def _counts(self, tally: Tally) -> Callable[[Tensor], None]:
-        def count(gradient: Tensor) -> None:
-            if not self._done:
-                self.dtypes.add(gradient.dtype)
-                self.guard(lambda: tally.add(gradient, scale=self.scale))
+        def count(gradient: Tensor | None) -> None:
+            if gradient is not None and not self._done:  # A backward of one's own may return None.
+                self.guard(lambda: self._add(tally, gradient, self.scale))
 
         return count
+
+    def _add(self, tally: Tally, gradient: Tensor, scale: Tensor | float) -> None:
+        self.dtypes.add(gradient.dtype)
+        tally.add(gradient, scale=scale)
 
 
 def _do(act: Callable[[], None]) -> None:

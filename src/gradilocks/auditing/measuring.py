@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from gradilocks.auditing.listening import Listener
 from gradilocks.auditing.unchanged import unchanged
 from gradilocks.errors import NoGradients
 from gradilocks.recording import Recorder
+from gradilocks.running.places import check_target
 
 __all__ = ["FORMATS", "audit"]
 
@@ -32,7 +34,7 @@ def audit(
     batches: Iterable[Any],
     *,
     steps: int | None = None,
-    formats: Sequence[Any] = FORMATS,
+    formats: Iterable[Any] = FORMATS,
     record: str | os.PathLike[str] | Recorder | None = None,
 ) -> Audit:
     """Says what each number format would lose of a model's gradients, and what to train with.
@@ -57,7 +59,9 @@ def audit(
 
     Raises:
         NoGradients: the loss reaches none of the model's parameters.
-        GradilocksError: `loss_fn` has changed the parameters.
+        GradilocksError: `loss_fn` has changed the parameters in a way that autograd notices; a
+            change through `.data` is not noticed, and stays.
+        BadRunFile: `record` names something that is no run file, or a place that cannot be written.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -69,34 +73,35 @@ def audit(
     _check_model(model)
     chosen = formats_named(formats)
     _check_steps(steps)
-    _check_record(record)
     if not callable(loss_fn):
         raise TypeError(
             "loss_fn must be a function of the model and a batch that returns the loss, got "
             f"{type(loss_fn).__name__}."
         )
+    _check_record(record)
     listener = Listener()
-    done = 0
+    done, reached = 0, False
     with unchanged(model), _eagerly(), torch.enable_grad():
-        listener.follow(model.modules())
         try:
+            listener.follow(model.modules())
             for batch in islice(_iterated(batches), steps):
                 loss = loss_fn(model, batch)
                 check_scalar_loss(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
                 del loss
-                if not done and all(p.grad is None for p in model.parameters()):
-                    raise NoGradients(
-                        "the loss reaches no parameter of the model, so there are no gradients to "
-                        "audit. Does loss_fn use the model that it is given?"
-                    )
+                reached = reached or any(p.grad is not None for p in model.parameters())
                 model.zero_grad(set_to_none=True)
                 done += 1
         finally:
             listener.remove()
     if not done:
         raise ValueError("batches must hold at least one batch, got none.")
-    found = gather(listener, [model], steps=done, formats=chosen)
+    if not reached:
+        raise NoGradients(
+            "the loss reaches no parameter of the model, so there are no gradients to audit. Does "
+            "loss_fn use the model that it is given?"
+        )
+    found = gather(listener, [model], steps=done, formats=chosen, reachable=True)
     _write(found, record)
     return found
 
@@ -159,6 +164,10 @@ def _check_record(record: object) -> None:
             "record must be a path such as 'runs/a.jsonl', a gradilocks.Recorder or None, got "
             f"{type(record).__name__}."
         )
+    if isinstance(record, (str, os.PathLike)):  # Now, and not after all batches.
+        path = Path(record)
+        ways = "Choose another name."
+        check_target(path, path, "append", rank=0, ways=ways)
 
 
 def _write(found: Audit, record: str | os.PathLike[str] | Recorder | None) -> None:

@@ -7,6 +7,7 @@ is stopped by an exception that `except Exception` does not catch.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Heard:
     path: Path
     """The run file, as it is to be typed from the folder in which the session began."""
     steps: int
+    recorded: bool
+    """Whether there is a run file."""
     torch: bool
     """Whether the script imported torch at all."""
     failed: bool
@@ -144,6 +147,7 @@ class _Session:
             recorder = watch.recorder
             if watch.steps and not watch.failed and self._main:
                 found = watch.gather(self._wishes.formats)
+                found = found if found.modules else None
         if recorder is not None:
             if found is not None:
                 recorder.audit(found.to_plain())
@@ -155,6 +159,7 @@ class _Session:
             audit=found,
             path=self._shown,
             steps=0 if watch is None else watch.steps,
+            recorded=recorder is not None and self._path.exists(),
             torch=self._imported,
             failed=watch is not None and watch.failed,
             main=self._main,
@@ -173,6 +178,8 @@ class _Session:
         self._raised += 1
         if self._raised > _PATIENCE:  # A bare `except` in a loop takes every exception.
             os._exit(0)
+        if threading.current_thread() is not threading.main_thread():
+            raise SystemExit(0)  # The only one that a thread ends with in silence.
         raise Stopped(0)
 
     def _recorder(self) -> Recorder:

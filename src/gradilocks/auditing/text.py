@@ -103,7 +103,7 @@ def footnotes(audit: Audit) -> list[str]:
     if len(audit.modules) > _MOST:
         more = len(audit.modules) - _MOST
         notes[0] += f" {more:,} more lose no more than these; JSON has all."
-    if any(each.keep for each in audit.formats):
+    if finding.keep:
         notes.append("* kept in float32.")
     return notes
 

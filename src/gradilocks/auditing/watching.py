@@ -7,7 +7,8 @@ by torch's global hooks. What belongs to no optimizer's model is left out in the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from gradilocks.running.hooks import Hooks
 from gradilocks.running.importing import when_imported
 from gradilocks.running.naming import owners_of
 from gradilocks.running.watching import Attempt, Watch
+from gradilocks.tracing.magnitudes import tensors_in
 
 __all__ = ["AuditHooks", "AuditWatch"]
 
@@ -60,7 +62,7 @@ class AuditWatch(Watch):
         self._counts: dict[int, int] = {}
         self._models: dict[int, nn.Module] = {}  # Held: a script may be done with them before us.
         self._params: dict[Tensor, str] = {}  # With the names of those that no model owns.
-        self._noted = False
+        self._coming: Tensor | float = 1.0
 
     @property
     def steps(self) -> int:
@@ -106,17 +108,36 @@ class AuditWatch(Watch):
     def count(self, whose: int) -> None:
         """A step is over."""
         self._counts[whose] = self._counts.get(whose, 0) + 1
-        self._noted = False
         self._stepped(self.steps)
 
-    def note_scale(self, scale: Tensor) -> None:
-        """A loss was multiplied by this."""
-        self.listener.carry(scale)
-        self._noted = True
+    def bind_scale(self, scaled: Any, scale: Tensor) -> None:
+        """These losses were multiplied by a scale: whenever they are run backward, it is carried.
+
+        The hook is the first thing that happens in a loss's own backward pass.
+        """
+        held = scale.detach().clone()
+        for _, loss in tensors_in(scaled, ""):
+            if loss.requires_grad:
+                loss.register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient: self.listener.carry(held)
+                )
+
+    @contextmanager
+    def with_scale(self, scale: Tensor) -> Iterator[None]:
+        """A backward pass inside carries this scale."""
+        self._coming = scale.detach().clone()
+        try:
+            yield
+        finally:
+            self._coming = 1.0
 
     def before_backward(self) -> None:
-        """A backward pass begins: without a scale, unless one was noted since the last step."""
-        if not self._noted:
+        """A backward pass begins; one within another, as of a checkpoint, changes nothing."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if isinstance(self._coming, Tensor):
+            self.listener.carry(self._coming)
+        else:
             self.listener.scale = 1.0
 
     def gather(self, formats: Sequence[Format]) -> Audit:
@@ -154,6 +175,7 @@ class AuditHooks(Hooks):
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward),
         ]
+        self._wrap(torch.autograd.grad, self._grad)
         when_imported("torch._dynamo", self._run_eagerly)
 
     def remove(self) -> None:
@@ -167,8 +189,12 @@ class AuditHooks(Hooks):
         self._stance = torch.compiler.set_stance("force_eager")
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if is_unit(module):
+            self._audit.safely(lambda: self._audit.listener.before_forward(module, args))
         met = self._met.get(id(module))
-        if torch.compiler.is_compiling() or (met is not None and met() is module):
+        if met is not None and met() is module:
             return
         for part in module.modules():
             self._met[id(part)] = weakref.ref(part)
@@ -182,12 +208,16 @@ class AuditHooks(Hooks):
         scaled = super()._scale(original, scaler, outputs)
         scale = getattr(scaler, "_scale", None)
         if scaler.is_enabled() and isinstance(scale, Tensor):
-            self._audit.safely(lambda: self._audit.note_scale(scale))
+            self._audit.safely(lambda: self._audit.bind_scale(scaled, scale))
         return scaled
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._audit.before_backward()
         return super()._backward(original, *args, **kwargs)
+
+    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._audit.before_backward()
+        return original(*args, **kwargs)
 
 
 class _AuditControls(Controls):
@@ -200,8 +230,12 @@ class _AuditControls(Controls):
     def calling(
         self, original: Callable[..., Any], control: GradientControl, *args: Any, **kwargs: Any
     ) -> Any:
-        self._audit.safely(lambda: self._audit.note_scale(control._judge.state.scale))
-        return super().calling(original, control, *args, **kwargs)
+        """Around `backward`, which runs the loss, and `scale_loss`, which returns it."""
+        scale = control._judge.state.scale.detach().clone()
+        with self._audit.with_scale(scale):
+            returned = super().calling(original, control, *args, **kwargs)
+        self._audit.safely(lambda: self._audit.bind_scale(returned, scale))
+        return returned
 
     def stepping(
         self, original: Callable[..., Any], control: GradientControl, *args: Any, **kwargs: Any

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gradilocks.auditing.histogram import Histogram
-from gradilocks.auditing.judging import Judgement
+from gradilocks.auditing.judging import HIGHEST, LOWEST, Judgement
+from gradilocks.auditing.modules import ModuleGradients
 
 __all__ = ["called", "describe_format", "explain", "listed", "percent", "scale_text"]
 
@@ -28,7 +29,9 @@ def describe_format(judged: Judgement) -> str:
     if shares.headroom < 0:
         room = ""
     if not judged.holds:
-        return f"{at} {lost}{over}{room}. It does not hold them."
+        said = f"{at} {lost}{over}{room}. It does not hold them."
+        forward = judged.with_fault("outputs")
+        return f"{said} Nor does it hold what {_returns(forward)}." if forward else said
     if judged.keep:
         rest = percent(judged.rest.lost)
         return f"{at} {lost}{over}{room}; without {listed(judged.keep)} it loses {rest}."
@@ -38,12 +41,13 @@ def describe_format(judged: Judgement) -> str:
 def explain(
     judged: Sequence[Judgement],
     chosen: Judgement | None,
-    seen: Mapping[str, Histogram],
+    modules: Sequence[ModuleGradients],
     *,
     precision: str,
     loss_scale: float,
 ) -> list[str]:
     """Why this format, in sentences."""
+    seen = {module.name: module.together for module in modules}
     total = Histogram.total(seen.values())
     words = [*_of_nonfinite(total, seen, loss_scale)]
     if not total.values:
@@ -55,18 +59,22 @@ def explain(
         else:
             words.append("No gradient is finite, so there is nothing to judge a format by.")
         return [*words, *_of_half(total, precision, loss_scale)]
-    words += _of_choice(judged, chosen, seen)
+    words += _of_choice(judged, chosen, {module.name: module for module in modules})
     return [*words, *_of_half(total, precision, loss_scale)]
 
 
 def _of_choice(
-    judged: Sequence[Judgement], chosen: Judgement | None, seen: Mapping[str, Histogram]
+    judged: Sequence[Judgement],
+    chosen: Judgement | None,
+    modules: Mapping[str, ModuleGradients],
 ) -> list[str]:
+    seen = {name: module.together for name, module in modules.items()}
     words = [
-        _refused(each)
+        sentence
         for each in judged
         if not each.holds
         and (chosen is None or each.format.mantissa_bits > chosen.format.mantissa_bits)
+        for sentence in _refused(each, modules)
     ]
     if chosen is None:
         return [*words, "None of the formats holds these gradients: stay with float32."]
@@ -85,7 +93,7 @@ def _of_choice(
         said += _of_headroom(chosen, seen)
     if name == "bf16" and any(each.format.name == "fp16" for each in judged):
         said.append("Its steps are 8 times as coarse as those of fp16.")
-    said += _of_kept(chosen, seen)
+    said += _of_kept(chosen, modules)
     return [*said, *words] if words else said
 
 
@@ -107,30 +115,105 @@ def _of_headroom(chosen: Judgement, seen: Mapping[str, Histogram]) -> list[str]:
     ]
 
 
-def _of_kept(chosen: Judgement, seen: Mapping[str, Histogram]) -> list[str]:
+def _of_kept(chosen: Judgement, modules: Mapping[str, ModuleGradients]) -> list[str]:
+    """Which modules to keep in float32, each with the one reason that weighs most."""
     words = []
-    quiet = [name for name in chosen.keep if name not in chosen.loud]
-    if chosen.loud:
-        largest = max(seen[name].largest or 0.0 for name in chosen.loud)
+    left = [name for name in chosen.keep if name not in chosen.takers]
+    loud, left = _parted(left, chosen.loud)
+    forward, left = _parted(left, chosen.with_fault("outputs"))
+    over, left = _parted(left, chosen.with_fault("overflow"))
+    mass, values = _parted(left, chosen.with_fault("mass"))
+    if loud:
         words.append(
-            f"Keep {listed(chosen.loud)} in float32: gradients up to {largest:.2g} there would "
-            "force a scale at which others are lost."
+            f"Keep {listed(loud)} in float32: gradients up to {_largest(modules, loud):.2g} there "
+            "would force a scale at which others are lost."
         )
-    if quiet:
+    if forward:
         words.append(
-            f"Keep {listed(quiet)} in float32: at this scale most of what counts there would be "
-            "lost to zero."
+            f"Keep {listed(forward)} in float32: {_too_much(chosen, modules, forward)}, which no "
+            "loss scale changes."
+        )
+    if over:
+        words.append(
+            f"Keep {listed(over)} in float32: gradients up to {_largest(modules, over):.2g} there "
+            "overflow at this scale."
+        )
+    if mass:
+        words.append(
+            f"Keep {listed(mass)} in float32: at this scale too much of what counts there would "
+            "be lost to zero."
+        )
+    if values:
+        words.append(
+            f"Keep {listed(values)} in float32: at this scale too many of the parameters there "
+            "would have their gradients rounded to zero."
+        )
+    if chosen.takers:
+        words.append(
+            f"Keep {listed(chosen.takers)} as well: what is returned there goes in here, and its "
+            "gradient comes from here."
         )
     return words
 
 
-def _refused(judged: Judgement) -> str:
-    shares = judged.scaled
-    return (
-        f"{judged.format.name} does not hold them: at scale {scale_text(judged.scale)}, the most "
-        f"that the largest allow, it loses {percent(shares.lost)} of the gradients to zero, too "
-        f"much in {listed(judged.broken)}."
-    )
+def _refused(judged: Judgement, modules: Mapping[str, ModuleGradients]) -> list[str]:
+    """Why a format does not hold them: what it loses, what overflows, what is returned."""
+    name, shares, words = judged.format.name, judged.scaled, []
+    forward = judged.with_fault("outputs")
+    if forward:
+        words.append(
+            f"{name} does not hold what {_returns(forward)}: "
+            f"{_too_much(judged, modules, forward)}, which no loss scale changes."
+        )
+    over, lost = judged.with_fault("overflow"), judged.with_fault("mass", "values")
+    reasons = []
+    if over:
+        reasons.append(
+            f"{percent(shares.overflow)} of the gradients overflow, up to "
+            f"{_largest(modules, over):.2g} in {listed(over)}"
+        )
+    if lost:
+        reasons.append(
+            f"it loses {percent(shares.lost)} of the gradients to zero, too much in {listed(lost)}"
+        )
+    if reasons:
+        words.append(f"{name} does not hold them: {_at_most(judged)}{', and '.join(reasons)}.")
+    return words
+
+
+def _at_most(judged: Judgement) -> str:
+    """At which scale, and why at no better one."""
+    scale = f"at scale {scale_text(judged.scale)}"
+    if judged.format.exponent_bits >= 8:
+        return ""
+    if judged.scale == HIGHEST:
+        return f"{scale}, the largest that a DynamicScale takes, "
+    if judged.scale == LOWEST:
+        return f"even {scale}, the smallest that a DynamicScale takes, "
+    return f"{scale}, the most that the largest allow, "
+
+
+def _too_much(
+    judged: Judgement, modules: Mapping[str, ModuleGradients], names: Sequence[str]
+) -> str:
+    outputs = [modules[name].outputs for name in names]
+    largest = max(each.largest for each in outputs if each is not None)
+    verb = "returns" if len(names) == 1 else "return"
+    name = judged.format.name
+    it = "it" if len(names) == 1 else "they"
+    return f"{it} {verb} values up to {largest:.2g}, and {name} ends at {judged.format.largest:g}"
+
+
+def _returns(names: Sequence[str]) -> str:
+    return f"{listed(names)} return{'s' if len(names) == 1 else ''}"
+
+
+def _largest(modules: Mapping[str, ModuleGradients], names: Iterable[str]) -> float:
+    return max(modules[name].together.largest or 0.0 for name in names)
+
+
+def _parted(names: Sequence[str], some: Sequence[str]) -> tuple[list[str], list[str]]:
+    return [name for name in names if name in some], [name for name in names if name not in some]
 
 
 def _of_nonfinite(total: Histogram, seen: Mapping[str, Histogram], loss_scale: float) -> list[str]:

@@ -115,6 +115,10 @@ def audit(
     if target is not None:
         _check_new(target)
     what = Program(module or given[0], tuple(given[module is None :]), module=module is not None)
+    if html is not None:
+        from gradilocks.report.audit import check_audit_page
+
+        check_audit_page(html, title=what.name)
     wishes = Wishes(
         steps=steps,
         formats=tuple(chosen.values()),
@@ -154,11 +158,6 @@ def _hand_out(
 ) -> None:
     found = heard.audit
     assert found is not None
-    if target is not None:
-        _check_new(target)  # The script may have made it meanwhile.
-        found.to_json(target)
-    if html is not None:
-        found.save_picture(html, title=name)
     if to_stdout:
         print(json.dumps(found.to_plain(), indent=1, allow_nan=False), flush=True)
     elif not quiet:
@@ -166,10 +165,16 @@ def _hand_out(
 
         show(found, name)
     if not quiet:
-        if html is not None:
-            _say(f"the histograms are in {html}")
         _say(f"recorded in {heard.path}")
         _say(f"to see it: {caller} report {shlex.quote(str(heard.path))}")
+    # Files last: whatever the script has done to their places meanwhile, the rest has been said.
+    if target is not None:
+        _check_new(target)
+        found.to_json(target)
+    if html is not None:
+        found.save_picture(html, title=name)
+        if not quiet:
+            _say(f"the histograms are in {html}")
 
 
 def _leave(heard: Heard, name: str) -> None:
@@ -179,10 +184,16 @@ def _leave(heard: Heard, name: str) -> None:
     if heard.audit is None:
         if heard.failed:
             why = "could not be audited, for the reason given above."
+        elif heard.steps:
+            why = "stepped an optimizer, but no gradient reached it, so there is nothing to audit."
         elif heard.torch:
             why = "stepped no optimizer, so there is nothing to audit."
+        elif heard.ending.status == "interrupted":
+            why = "was interrupted before it had imported torch, so there is nothing to audit."
         else:
             why = "did not import torch, so there is nothing to audit."
+        if heard.recorded:
+            _say(f"recorded in {heard.path}")
         if heard.ending.exit:
             _say(f"{name} {why}")
             raise SystemExit(heard.ending.exit)

@@ -14,10 +14,12 @@ from gradilocks.errors import GradilocksError
 from gradilocks.report.audit_panel import SCRIPTS, STYLES, panel_of
 from gradilocks.report.audited import UnreadableAudit, audited
 from gradilocks.report.document import GENERATOR, document, headed
-from gradilocks.report.output import write
+from gradilocks.report.output import check, write
 from gradilocks.report.words import clean
 
-__all__ = ["audit_page", "write_audit_page"]
+__all__ = ["audit_page", "check_audit_page", "write_audit_page"]
+
+_WAY_OUT = "choose another name, or remove it first"
 
 
 def write_audit_page(
@@ -43,7 +45,22 @@ def write_audit_page(
         force=force,
         what=f"audit of {clean(title)}",
         option="--html",
-        way_out="choose another name, or remove it first",
+        way_out=_WAY_OUT,
+    )
+
+
+def check_audit_page(path: Path, *, title: str) -> None:
+    """Says beforehand what would keep the page from being written.
+
+    Raises:
+        GradilocksError: something else is there, or the place cannot be written.
+    """
+    check(
+        path,
+        identity=_identity(title),
+        what=f"audit of {clean(title)}",
+        option="--html",
+        way_out=_WAY_OUT,
     )
 
 

@@ -84,8 +84,7 @@ def panel_of(audit: Audit, *, key: str, heading: str = "") -> Panel:
 
 
 def _recommendation(audit: Audit) -> str:
-    holds = audit.first.holds or audit.first.name != audit.chosen
-    kind, mark = ("good", "✓") if holds else ("warning", "!")
+    kind, mark = ("good", "✓") if audit.is_good_news else ("warning", "!")
     first, *others = audit.words or (f"{audit.in_short}.",)
     said = " ".join(map(_said, others))
     return (

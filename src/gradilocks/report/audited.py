@@ -137,6 +137,13 @@ class Audit:
         return next((each for each in self.formats if each.name == self.chosen), self.formats[0])
 
     @property
+    def is_good_news(self) -> bool:
+        """Whether a format was found that holds all there was."""
+        seen = [each for each in (self.parameters, self.activations) if each is not None]
+        found = self.first.name == self.chosen and self.first.holds
+        return found and not any(each.nonfinite for each in seen)
+
+    @property
     def in_short(self) -> str:
         """The recommendation in half a line."""
         kept = f", with {listed(self.keep)} in higher precision" if self.keep else ""

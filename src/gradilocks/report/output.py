@@ -11,7 +11,7 @@ from gradilocks.errors import GradilocksError
 from gradilocks.report.document import GENERATOR
 from gradilocks.report.places import settled
 
-__all__ = ["choose", "labels", "write"]
+__all__ = ["check", "choose", "labels", "write"]
 
 # The marks of a page stand in its first lines.
 HEAD_BYTES = 2048
@@ -68,11 +68,8 @@ def write(
     Raises:
         GradilocksError: something else is there, or the place cannot be written.
     """
-    page, given = settled(page, option=option), page
-    if page.is_dir():
-        raise GradilocksError(f"{page} is a folder; give the path of a page, as {page / 'a.html'}.")
-    if page.exists() and not force and not _own(page, identity):
-        raise GradilocksError(f"{page} is already there and is no {what}; {way_out}.")
+    given = page
+    page = _free(page, identity, force, what=what, option=option, way_out=way_out)
     beside = page.with_name(f".{page.name}.{os.getpid()}.part")
     try:
         with beside.open("x", encoding="utf-8") as file:
@@ -82,6 +79,32 @@ def write(
         raise GradilocksError(f"{given} cannot be written: {error.strerror or error}.") from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def check(page: Path, *, identity: str, what: str, option: str, way_out: str) -> None:
+    """Tries a place before the page is there, as `write` will find it.
+
+    Raises:
+        GradilocksError: something else is there, or the place cannot be written.
+    """
+    given = page
+    page = _free(page, identity, False, what=what, option=option, way_out=way_out)
+    beside = page.with_name(f".{page.name}.{os.getpid()}.part")
+    try:
+        beside.open("x").close()
+    except OSError as error:
+        raise GradilocksError(f"{given} cannot be written: {error.strerror or error}.") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _free(page: Path, identity: str, force: bool, *, what: str, option: str, way_out: str) -> Path:
+    page = settled(page, option=option)
+    if page.is_dir():
+        raise GradilocksError(f"{page} is a folder; give the path of a page, as {page / 'a.html'}.")
+    if page.exists() and not force and not _own(page, identity):
+        raise GradilocksError(f"{page} is already there and is no {what}; {way_out}.")
+    return page
 
 
 def _own(page: Path, identity: str) -> bool:

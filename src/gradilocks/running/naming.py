@@ -89,9 +89,22 @@ def name_modules(roots: Sequence[nn.Module]) -> dict[int, str]:
     for root, prefix in zip(roots, _prefixes(roots), strict=True):
         for name, module in root.named_modules():
             # A wrapper and what it wraps have one name: the wrapper has no parameters of its own.
-            shown = plain_name(f"{name}.x").removesuffix("x").removesuffix(".")
-            names.setdefault(id(module), (prefix + shown).removesuffix("."))
+            names.setdefault(id(module), (prefix + _unwrapped(root, name)).removesuffix("."))
     return names
+
+
+def _unwrapped(root: nn.Module, name: str) -> str:
+    """A module's name without wrappers; a part that the user has called `module` is none."""
+    kept: list[str] = []
+    parent: nn.Module = root
+    for part in name.split(".") if name else ():
+        wraps = part in _WRAPPERS - {"module"} or (
+            part == "module"
+            and isinstance(parent, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+        )
+        kept += [] if wraps else [part]
+        parent = parent._modules[part]  # type: ignore[assignment]
+    return ".".join(kept)
 
 
 def _climb(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Module]:
