@@ -325,3 +325,15 @@ def test_a_module_under_vmap_is_counted_and_its_output_is_not_read():
     )
     assert found.parameters.values == 20
     assert found.modules[0].outputs is None
+
+
+def test_under_emulation_it_says_what_was_emulated():
+    model = torch.nn.Linear(8, 4)
+
+    def loss(model, batch):
+        with gradilocks.emulate("fp16"):
+            return model(batch).square().mean() * 1e-6
+
+    found = gradilocks.audit(model, loss, [torch.randn(16, 8)])
+    assert found.precision == "float16, emulated"
+    assert "shows only as zeros" in " ".join(found.recommendation.words)

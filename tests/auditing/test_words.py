@@ -54,7 +54,8 @@ blocks.6     979  1.2e-06     29.1 %  8.1 %      27.7
 head          75       12        0 %    0 %       4.4
 
 The modules are shown in fp16 at scale 256.
-* kept in float32."""
+* fp16 holds if embed stays in float32.
+* fp8 e4m3 holds if embed and head stay in float32."""
 SAID = [
     "At scale 256 fp16 loses 7.9 % of the gradients to zero (28.4 % at scale 1); 4.4 doublings of "
     "headroom are left; without embed it loses 7.3 %.",
@@ -190,3 +191,27 @@ def test_a_format_without_a_value_to_judge_it_by_does_not_hold(nothing):
     found = audited(ModuleGradients("a", "Linear", nothing, None))
     assert [each.holds for each in found.formats] == [False, False]
     assert "yes" not in str(found)
+
+
+def test_what_is_as_wide_as_float32_holds_and_is_said_to():
+    found = audited(owner("a", {-20: 5}), formats=("tf32", "fp32"))
+    (sentence,) = found.recommendation.words
+    assert sentence.startswith("Of what was asked for, tf32 and fp32 hold these gradients")
+    assert "Ask for fp16 or bf16" in sentence
+
+
+def test_gradients_that_are_too_large_are_the_reason_for_a_scale_below_one():
+    words = " ".join(audited(owner("a", {18: 5, 2: 5}), formats=("fp16",)).recommendation.words)
+    assert "At scale 1 50 % of the gradients would overflow in fp16; at " in words
+    assert "0 %, and 0 % are lost to zero." in words
+
+
+def test_a_scale_that_nothing_needs_yet_says_what_it_is_for():
+    words = " ".join(audited(owner("a", {-10: 5, -16: 15}), formats=("fp16",)).recommendation.words)
+    assert "At scale 1 fp16 would lose none of them either, and store 75 % with fewer bits" in words
+    assert "makes room for smaller ones to come." in words
+
+
+def test_fp4_is_refused_for_it_has_a_scale_a_block():
+    with pytest.raises(ValueError, match=r"fp4 .* every block .* gradilocks\.emulate\('fp4'\)"):
+        formats_named(["fp16", "fp4"])

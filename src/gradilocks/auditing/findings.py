@@ -18,7 +18,14 @@ from gradilocks.auditing.words import describe_format, explain
 from gradilocks.errors import BadRunFile, GradilocksError
 from gradilocks.precision import Format, format_named
 
-__all__ = ["Audit", "FormatFinding", "ModuleGradients", "Recommendation", "formats_named"]
+__all__ = [
+    "Audit",
+    "FormatFinding",
+    "ModuleGradients",
+    "Recommendation",
+    "formats_named",
+    "refuse_blocks",
+]
 
 
 @dataclass(frozen=True)
@@ -277,7 +284,18 @@ def formats_named(formats: Iterable[Any], *, argument: str = "formats") -> list[
     found = {each.name: each for each in map(_named, formats)}
     if not found:
         raise ValueError(f"{argument} must name at least one format, got none.")
+    if argument == "formats":
+        refuse_blocks(found)
     return list(found.values())
+
+
+def refuse_blocks(names: Iterable[str]) -> None:
+    """fp4 lives under a scale for every block, which one loss scale says nothing about."""
+    if "fp4 e2m1" in names:
+        raise ValueError(
+            "fp4 is stored with a scale for every block of values, so what one loss scale would "
+            "lose says nothing about it. Train under gradilocks.emulate('fp4') to find out."
+        )
 
 
 def _named(format: Any) -> Format:

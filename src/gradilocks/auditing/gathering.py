@@ -154,6 +154,8 @@ def _any(histogram: Histogram | None) -> Histogram | None:
 def _precision(listener: Listener) -> str:
     if listener.autocast:
         return f"{_joined(listener.autocast)} autocast"
+    if listener.emulated:
+        return f"{' and '.join(sorted(listener.emulated))}, emulated"
     return _joined(listener.dtypes) or "float32"
 
 

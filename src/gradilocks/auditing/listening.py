@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gradilocks.auditing.counting import Tally
 from gradilocks.auditing.flowing import Flow
+from gradilocks.emulating import emulated_format
 from gradilocks.tracing.magnitudes import tensors_in
 
 __all__ = ["Listener", "is_unit"]
@@ -41,6 +42,8 @@ class Listener:
         """The last scale other than 1 that gradients carried."""
         self.autocast: set[torch.dtype] = set()
         """What torch.autocast computed in, if it was on in a forward pass."""
+        self.emulated: set[str] = set()
+        """The same of `gradilocks.emulate`."""
         self.dtypes: set[torch.dtype] = set()
         """Of the gradients that came."""
         self.guard: Callable[[Callable[[], None]], None] = _do
@@ -113,6 +116,8 @@ class Listener:
             kind = tensor.device.type
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                 self.autocast.add(torch.get_autocast_dtype(kind))
+            if (format := emulated_format()) is not None:
+                self.emulated.add(format.dtype or format.name)
             if not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
                 tensor.register_hook(self._counts(known[1]))  # type: ignore[no-untyped-call]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gradilocks.auditing.histogram import Shares
-from gradilocks.auditing.words import called, percent, scale_text
+from gradilocks.auditing.words import called, listed, percent, scale_text
 
 if TYPE_CHECKING:
     from gradilocks.auditing.findings import Audit, FormatFinding
@@ -103,8 +103,12 @@ def footnotes(audit: Audit) -> list[str]:
     if len(audit.modules) > _MOST:
         more = len(audit.modules) - _MOST
         notes[0] += f" {more:,} more lose no more than these; JSON has all."
-    if finding.keep:
-        notes.append("* kept in float32.")
+    notes += [
+        f"* {each.format.name} holds if {listed(each.keep)} "
+        f"stay{'s' if len(each.keep) == 1 else ''} in float32."
+        for each in audit.formats
+        if each.holds and each.keep
+    ]
     return notes
 
 

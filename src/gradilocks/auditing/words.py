@@ -77,6 +77,12 @@ def _of_choice(
         for sentence in _refused(each, modules)
     ]
     if chosen is None:
+        wide = [each.format.name for each in judged if each.holds]
+        if wide and not words:
+            return [
+                f"Of what was asked for, {' and '.join(wide)} hold these gradients; that saves no "
+                "room over float32. Ask for fp16 or bf16 to find out what fewer bits would lose."
+            ]
         return [*words, "None of the formats holds these gradients: stay with float32."]
     name, scale = chosen.format.name, chosen.scale
     first = f"Take {name}"
@@ -86,15 +92,32 @@ def _of_choice(
         first += f" with an initial loss scale of {scale_text(scale)}."
     said = [first]
     if chosen.format.exponent_bits < 8:
-        said.append(
-            f"At scale 1 {name} would round {percent(chosen.unscaled.lost)} of the gradients to "
-            f"zero; at {scale_text(scale)} {percent(chosen.rest.lost)}{_of_mass(chosen)}."
-        )
-        said += _of_headroom(chosen, seen)
+        said += [_of_scale(chosen), *_of_headroom(chosen, seen)]
     if name == "bf16" and any(each.format.name == "fp16" for each in judged):
         said.append("Its steps are 8 times as coarse as those of fp16.")
     said += _of_kept(chosen, modules)
     return [*said, *words] if words else said
+
+
+def _of_scale(chosen: Judgement) -> str:
+    """What the scale is for."""
+    name, scale = chosen.format.name, scale_text(chosen.scale)
+    before, after = chosen.unscaled, chosen.rest
+    if before.overflow:
+        return (
+            f"At scale 1 {percent(before.overflow)} of the gradients would overflow in {name}; at "
+            f"{scale} {percent(after.overflow)}, and {percent(after.lost)} are lost to zero."
+        )
+    if before.lost == after.lost == 0.0:
+        return (
+            f"At scale 1 {name} would lose none of them either, and store "
+            f"{percent(before.subnormal)} with fewer bits; {scale} makes room for smaller ones to "
+            "come."
+        )
+    return (
+        f"At scale 1 {name} would round {percent(before.lost)} of the gradients to zero; at "
+        f"{scale} {percent(after.lost)}{_of_mass(chosen)}."
+    )
 
 
 def _of_mass(chosen: Judgement) -> str:
@@ -232,7 +255,7 @@ def _of_nonfinite(total: Histogram, seen: Mapping[str, Histogram], loss_scale: f
 
 
 def _of_half(total: Histogram, precision: str, loss_scale: float) -> list[str]:
-    if "float16" not in precision.replace("bfloat16", ""):
+    if "float16" not in precision.replace("bfloat16", "") and "float8" not in precision:
         return []
     every = total.values + total.zeros
     share = percent(total.zeros / every) if every else percent(0.0)

@@ -103,12 +103,14 @@ def audit(
     given = list(script or ())
     if module is None and not given:
         raise typer.BadParameter("expected a script, as in 'gradilocks audit train.py'.")
+    from gradilocks.auditing.findings import refuse_blocks
     from gradilocks.auditing.script import Wishes, audit_script
     from gradilocks.precision import format_named
     from gradilocks.running import Program
 
     try:
         chosen = {each.name: each for each in map(format_named, format or FORMATS)}
+        refuse_blocks(chosen)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--format'") from error
     target = None if json_path in (None, "-") else Path(str(json_path))

@@ -6,6 +6,6 @@ of torch store in the format, and how), with ``attention`` and ``recurrent`` for
 than one product, and ``emulation`` (the context that puts itself in their way).
 """
 
-from gradilocks.emulating.emulation import Emulation, emulate
+from gradilocks.emulating.emulation import Emulation, emulate, emulated_format
 
-__all__ = ["Emulation", "emulate"]
+__all__ = ["Emulation", "emulate", "emulated_format"]

@@ -20,7 +20,7 @@ from gradilocks.emulating.storage import Storage
 from gradilocks.errors import GradilocksError
 from gradilocks.precision import Format, format_named
 
-__all__ = ["Emulation", "emulate"]
+__all__ = ["Emulation", "emulate", "emulated_format"]
 
 
 def emulate(
@@ -168,6 +168,13 @@ class _On(threading.local):
 
 
 _ON = _On()
+
+
+def emulated_format() -> Format | None:
+    """The format of the gradients that are computed now, in this thread; None without emulation."""
+    if not _ON.modes or _ON.modes[-1].held or _ON.modes[-1].emulation.backward.name == "fp32":
+        return None
+    return _ON.modes[-1].emulation.backward
 
 
 def _again() -> Emulation | None:

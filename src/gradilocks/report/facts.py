@@ -150,6 +150,8 @@ def _ended(run: Run) -> str:
         "interrupted": "interrupted",
         "exit": f"with exit status {run.end.exit}",
     }
+    if run.end.status == "finished" and run.header.settings.get("audited"):
+        return "by itself, or by the audit after its steps"
     return words.get(run.end.status, clean(run.end.status))
 
 
