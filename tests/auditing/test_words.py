@@ -215,3 +215,10 @@ def test_a_scale_that_nothing_needs_yet_says_what_it_is_for():
 def test_fp4_is_refused_for_it_has_a_scale_a_block():
     with pytest.raises(ValueError, match=r"fp4 .* every block .* gradilocks\.emulate\('fp4'\)"):
         formats_named(["fp16", "fp4"])
+
+
+def test_zeros_beside_nan_are_not_called_all():
+    nothing = Histogram.of({}, zeros=7, nonfinite=3)
+    words = audited(ModuleGradients("a", "Linear", nothing, None)).recommendation.words
+    assert "Every gradient is zero, NaN or Inf" in " ".join(words)
+    assert "gradients are zero" not in " ".join(words)

@@ -51,7 +51,11 @@ def explain(
     total = Histogram.total(seen.values())
     words = [*_of_nonfinite(total, seen, loss_scale)]
     if not total.values:
-        if total.zeros:
+        if total.zeros and total.nonfinite:
+            words.append(
+                "Every gradient is zero, NaN or Inf, so there is nothing to judge a format by."
+            )
+        elif total.zeros:
             words.append(
                 f"All {total.zeros:,} gradients are zero, so there is nothing to judge a format by."
                 " Does the loss depend on the parameters?"
