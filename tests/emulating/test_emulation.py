@@ -412,6 +412,35 @@ class TestTogetherWith:
         assert not torch.equal(found, plain)
         assert torch.equal(compiled(inputs), plain)
 
+    def test_threads_that_leave_in_another_order_leave_torch_as_it_was(self):
+        calls = []
+
+        def backend(graph, inputs):
+            calls.append(graph)
+            return graph.forward
+
+        torch.compiler.reset()
+        compiled = torch.compile(nn.Linear(2, 2), backend=backend)
+        first, second = gradilocks.emulate("fp16"), gradilocks.emulate("bf16")
+        entered, left = threading.Event(), threading.Event()
+
+        def other():
+            with second:
+                entered.set()
+                assert left.wait(20)
+
+        thread = threading.Thread(target=other)
+        with first:
+            thread.start()
+            assert entered.wait(20)
+            compiled(torch.ones(1, 2))
+        compiled(torch.ones(1, 2))
+        assert not calls  # The other thread is still inside.
+        left.set()
+        thread.join()
+        compiled(torch.ones(1, 2))
+        assert calls
+
     def test_a_compiled_function_that_enters_it_is_refused_or_right(self):
         """torch decides whether it compiles a function with a context in it or gives up."""
 
