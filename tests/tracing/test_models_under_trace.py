@@ -236,3 +236,22 @@ def test_a_policy_that_rejects_finite_gradients_arms_nothing():
         control.zero_grad()
         assert not tracer.armed
         assert outcome.rejected == (number == 35)
+
+
+def test_a_trace_that_ends_inside_an_emulation_leaves_torch_as_it_was():
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model = torch.compile(model_with(), backend=backend)
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        with gradilocks.emulate("bf16"):
+            tracer.disarm()
+            model(torch.ones(1, 4))
+        assert not calls
+    model(torch.ones(1, 4))
+    assert calls

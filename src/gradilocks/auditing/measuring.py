@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from gradilocks.auditing.findings import Audit, formats_named
 from gradilocks.auditing.gathering import gather
 from gradilocks.auditing.listening import Listener
 from gradilocks.auditing.unchanged import unchanged
+from gradilocks.eager import UNCOMPILED
 from gradilocks.errors import NoGradients
 from gradilocks.recording import Recorder
 from gradilocks.running.places import check_target
@@ -81,7 +80,8 @@ def audit(
     _check_record(record)
     listener = Listener()
     done, reached = 0, False
-    with unchanged(model), _eagerly(), torch.enable_grad():
+    # Compiled code would run past the hooks.
+    with unchanged(model), UNCOMPILED, torch.enable_grad():
         try:
             listener.follow(model.modules())
             for batch in islice(_iterated(batches), steps):
@@ -104,16 +104,6 @@ def audit(
     found = gather(listener, [model], steps=done, formats=chosen, reachable=True)
     _write(found, record)
     return found
-
-
-@contextmanager
-def _eagerly() -> Iterator[None]:
-    """Compiled code would run past the hooks."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _iterated(batches: Any) -> Iterator[Any]:

@@ -22,6 +22,7 @@ from gradilocks.auditing.findings import Audit
 from gradilocks.auditing.gathering import gather
 from gradilocks.auditing.listening import Listener, is_unit
 from gradilocks.control import GradientControl
+from gradilocks.eager import UNCOMPILED
 from gradilocks.gradients import every_parameter
 from gradilocks.precision import Format
 from gradilocks.recording import Recorder
@@ -167,7 +168,7 @@ class AuditHooks(Hooks):
         self._audit = watch
         self._controls = _AuditControls(watch)
         self._met: dict[int, weakref.ref[nn.Module]] = {}
-        self._stance: Any = None
+        self._uncompiled = False
 
     def install(self) -> None:
         super().install()
@@ -180,13 +181,14 @@ class AuditHooks(Hooks):
 
     def remove(self) -> None:
         super().remove()
-        stance, self._stance = self._stance, None
-        if stance is not None:
-            stance.__exit__(None, None, None)
+        if self._uncompiled:
+            UNCOMPILED.__exit__()
+            self._uncompiled = False
 
     def _run_eagerly(self) -> None:
         """Compiled code would run past the hooks."""
-        self._stance = torch.compiler.set_stance("force_eager")
+        UNCOMPILED.__enter__()
+        self._uncompiled = True
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():

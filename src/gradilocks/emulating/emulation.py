@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack
+from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gradilocks.eager import UNCOMPILED
 from gradilocks.emulating.checkpointing import Carrying
 from gradilocks.emulating.keeping import holding, modules_to_keep
 from gradilocks.emulating.operations import COMPOSED, OPERATIONS, concerns
@@ -77,7 +77,7 @@ class Emulation(ContextDecorator):
         with ExitStack() as stack:
             stack.enter_context(holding(self._kept, mode))
             stack.enter_context(_CARRYING)
-            stack.enter_context(_UNCOMPILED)  # What is compiled would pass unseen, or break.
+            stack.enter_context(UNCOMPILED)  # What is compiled would pass unseen, or break.
             _ON.modes.append(mode)
             stack.callback(_ON.modes.remove, mode)
             stack.enter_context(mode)
@@ -103,50 +103,6 @@ class Emulation(ContextDecorator):
 
 def _made(format: str, backward: str, keep: tuple[torch.nn.Module, ...]) -> Emulation:
     return Emulation(format, backward=backward, keep=keep)
-
-
-class _Uncompiled:
-    """While it is entered, by any thread, compiled functions run as they were written.
-
-    torch has one stance for the whole process. So the first to enter sets it and the last to leave
-    puts back what was there, in whatever order they leave.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entered = 0
-        self._stance: AbstractContextManager[Any] | None = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if "torch._dynamo" in sys.modules and self._stance is None:
-                self._stance = _force_eager()
-            self._entered += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._entered -= 1
-            if not self._entered and self._stance is not None:
-                self._stance.__exit__(None, None, None)
-                self._stance = None
-
-
-_UNCOMPILED = _Uncompiled()
-_INSIDE = (
-    "gradilocks.emulate was entered inside a compiled function, where operations cannot be seen. "
-    "Enter it around the call of the function."
-)
-
-
-def _force_eager() -> AbstractContextManager[Any]:
-    if torch.compiler.is_compiling():  # So that the compiler does not look further.
-        raise GradilocksError(_INSIDE)
-    try:
-        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    except RuntimeError as error:
-        raise GradilocksError(_INSIDE) from error
-    stance.__enter__()
-    return stance
 
 
 class _Entered(threading.local):

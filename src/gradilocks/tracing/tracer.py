@@ -7,15 +7,14 @@ the device, until something non-finite is found or a step is taken.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import weakref
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from gradilocks.eager import UNCOMPILED
 from gradilocks.runfile import Trace
 from gradilocks.schedule import Flag, Listeners
 from gradilocks.tracing.finding import Finding
@@ -50,7 +49,6 @@ class Tracer:
         self._flags: list[Flag] = []
         self._steps = 0
         self._step_hook: Any = None
-        self._stance: Any = None
         self._closed = False
         self._began = time.perf_counter()
 
@@ -70,21 +68,18 @@ class Tracer:
 
         self._following = Following(model, self._found)
         self._step_hook = register_optimizer_step_pre_hook(self._stepping)
-        if "torch._dynamo" in sys.modules:  # Compiled code would run past the hooks.
-            self._stance = torch.compiler.set_stance("force_eager")
+        UNCOMPILED.__enter__()  # Compiled code would run past the hooks.
 
     def disarm(self) -> None:
         """Takes the hooks away; the tracer stays ready."""
         following, self._following = self._following, None
         if following is not None:
+            UNCOMPILED.__exit__()
             following.settle()
             following.remove()
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
 
     def close(self) -> None:
         """Takes the hooks away for good."""
