@@ -7,11 +7,13 @@ that is not finite, or an error, undoes the whole step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradilocks.own_step import inner_optimizers
 
 __all__ = ["step_with_closure"]
 
@@ -62,25 +64,33 @@ def step_with_closure(
 
 
 class _Snapshot:
-    """An optimizer's parameters and state, kept so that a step can be undone.
+    """An optimizer's parameters and state, and that of those inside it, so that a step is undone.
 
     Only a step with a closure needs one: by the time a later evaluation turns out non-finite, the
     optimizer has moved the parameters already. It costs a copy of both.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
         self._params = [
             (param, param.detach().clone())
             for group in optimizer.param_groups
             for param in group["params"]
         ]
-        self._state = {param: copy.deepcopy(state) for param, state in optimizer.state.items()}
+        # What an optimizer inside a wrapper remembers is its own, unless the wrapper forwards it.
+        self._states: list[tuple[Any, dict[Any, Any]]] = []
+        seen: set[int] = set()
+        for holder in (optimizer, *inner_optimizers(optimizer)):
+            state = getattr(holder, "state", None)
+            if isinstance(state, MutableMapping) and id(state) not in seen:
+                seen.add(id(state))
+                kept = {param: copy.deepcopy(entry) for param, entry in state.items()}
+                self._states.append((holder, kept))
 
     def restore(self) -> None:
         """Puts everything back bit for bit."""
         with torch.no_grad():
             for param, before in self._params:
                 param.copy_(before)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
+        for holder, kept in self._states:
+            holder.state.clear()
+            holder.state.update(kept)

@@ -20,6 +20,7 @@ from gradilocks.clip import ClipByNorm, ClipPolicy, NoClip
 from gradilocks.kernels.captured import capturing, keep_if_captured
 from gradilocks.kernels.located import ORDERS
 from gradilocks.kernels.table import send
+from gradilocks.own_step import is_ours
 from gradilocks.roll import Called, Roll
 from gradilocks.scale import DynamicScale, NoScale, ScalePolicy, StaticScale
 from gradilocks.values import Decision, ScaleState, StepRecord
@@ -54,7 +55,7 @@ class Express:
             return None
         if type(clip) is not NoClip and (type(clip) is not ClipByNorm or clip.order not in ORDERS):
             return None
-        if len(optimizers) == 1 and isinstance(getattr(optimizers[0], "_roll", None), Roll):
+        if len(optimizers) == 1 and is_ours(optimizers[0]):
             called = optimizers[0].gradients()  # The optimizer's step will want the same.
             return called if isinstance(called, Called) else None
         groups = []

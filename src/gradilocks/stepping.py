@@ -25,6 +25,7 @@ from gradilocks.gradients import (
 )
 from gradilocks.judge import Judge, Verdict
 from gradilocks.order import CallOrder
+from gradilocks.own_step import is_ours
 from gradilocks.record import Outcome, nonfinite
 from gradilocks.recording.journal import NoJournal
 from gradilocks.roll import Called, ends_of, split
@@ -98,7 +99,7 @@ class Stepping:
         if not update.takes_directly(self._optimizers):
             verdict = self._judge.settle(called, unscaled=unscaled)
             for optimizer in self._optimizers:
-                if getattr(type(optimizer), "is_ours", False):
+                if is_ours(optimizer):
                     optimizer.hold(called if len(self._optimizers) == 1 else None)
             return self._conclude(self._updated(verdict, split(called.grads, called.ends)))
         (optimizer,) = self._optimizers

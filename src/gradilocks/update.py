@@ -1,8 +1,9 @@
 """A Decision in; an optimizer stepped, or left exactly as it was, comes out.
 
 An optimizer that can take the decision inside its own pass gets `grad_scale` and `found_inf`, and
-unscaling and clipping cost no pass of their own. Any other gets its gradients multiplied in place
-and is stepped or not, which the host has to know: one of the two places where it waits.
+unscaling and clipping cost no pass of their own. Any other, and whatever wraps one, gets its
+gradients multiplied in place and is stepped or not, which the host has to know: one of the two
+places where it waits.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
+from gradilocks.own_step import (
+    has_torchs_step,
+    is_ours,
+    reads_decision,
+    says_so_itself,
+    why_not_itself,
+)
 from gradilocks.values import Decision, moved
 
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -133,32 +141,45 @@ def check_unscaling_in_place(
             raise ValueError(
                 f"Attempting to unscale FP16 gradients. {name(param)} is float16, and dividing its "
                 "gradient by the scale in float16 would round small values to zero again. Keep the "
-                "parameters in float32 and run the forward pass under torch.autocast; or give the "
-                f"optimizer fused=True, as in {type(optimizer).__name__}(..., fused=True), which "
-                "unscales in float32; or use scale=None."
+                "parameters in float32 and run the forward pass under torch.autocast; or use an "
+                "optimizer with fused=True, which unscales in float32; or use scale=None."
+                f"{why_not_itself(optimizer)}"
             )
 
 
 def takes_decision(optimizer: Any) -> bool:
-    """Whether `step` reads `grad_scale` and `found_inf` off the optimizer, as torch's fused do."""
+    """Whether `step` reads `grad_scale` and `found_inf` off the optimizer, as torch's fused do.
+
+    Only if that is proven (see `own_step.reads_decision`). A wrapper never does: its gradients are
+    multiplied in place, and the host decides whether its step is called.
+    """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if not reads_decision(optimizer):
         return False
     # A checkpoint of an unfused optimizer brings fused=None into the groups of a fused one, and
     # torch's own step then goes by the groups.
-    by_groups = getattr(type(optimizer).step, "__module__", "").startswith("torch.optim")
-    if by_groups and any("fused" in g and not g["fused"] for g in optimizer.param_groups):
+    if has_torchs_step(optimizer) and any(
+        "fused" in group and not group["fused"] for group in optimizer.param_groups
+    ):
         return False
-    return not takes_scaler(optimizer)
+    return not _names_scaler(optimizer)
 
 
 def takes_directly(optimizers: Sequence[Any]) -> bool:
     """Whether there is one optimizer, and it takes the decision without a call of `step`."""
-    ours = len(optimizers) == 1 and getattr(type(optimizers[0]), "is_ours", False)
-    return ours and bool(optimizers[0].is_direct())
+    return len(optimizers) == 1 and is_ours(optimizers[0]) and bool(optimizers[0].is_direct())
 
 
 def takes_scaler(optimizer: Any) -> bool:
-    """Whether `step` has a parameter `grad_scaler`, the older contract of apex and others."""
+    """Whether `step` has a parameter `grad_scaler`, the older contract of apex and others.
+
+    And whether who steps says so itself: a wrapper may have such a parameter and hand nothing on.
+    """
+    return _names_scaler(optimizer) and says_so_itself(optimizer)
+
+
+def _names_scaler(optimizer: Any) -> bool:
     step = getattr(optimizer.step, "__func__", optimizer.step)
     known = _takes_scaler.get(step)
     if known is None:
@@ -179,11 +200,11 @@ def must_skip_on_host(optimizer: Any, skip: Tensor, multiplier: Tensor) -> bool:
     parameters only, which torch's fused SGD cannot handle, the others get theirs here.
 
     Args:
-        optimizer: takes the decision inside its own pass.
+        optimizer: takes the decision inside its own pass (`takes_decision`).
         skip: the step's flag.
         multiplier: what the gradients will be multiplied by.
     """
-    if not isinstance(optimizer, torch.optim.SGD) or getattr(type(optimizer), "is_ours", False):
+    if not isinstance(optimizer, torch.optim.SGD) or is_ours(optimizer):
         return False
     lacking = [
         (group, fresh) for group in optimizer.param_groups if (fresh := _fresh(optimizer, group))

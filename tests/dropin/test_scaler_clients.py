@@ -220,7 +220,8 @@ def test_the_optimizers_step_is_looked_up_when_it_is_called(scaler_class, param,
     param.grad[0] = math.inf
     optimizer.step = patched
     scaler.step(optimizer, None)
-    assert len(called) == (2 if fused else 1)
+    # Ours does not call what it does not know on a skipped step, so accelerate learns of the skip.
+    assert len(called) == (2 if fused and scaler_class is torch.amp.GradScaler else 1)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.gradients import Gradients, Names, collect
+from gradilocks.own_step import why_not_itself
 from gradilocks.record import Findings
 from gradilocks.values import Statistics, moved
 
@@ -84,5 +85,6 @@ def gradients_of(optimizer: Any, names: Names, *, allow_fp16: bool) -> Gradients
                     f"Attempting to unscale FP16 gradients. {names(param)} is float16: keep the "
                     "parameters in float32 and run the forward pass under torch.autocast, or use "
                     "an optimizer with fused=True and let scaler.step() unscale inside it."
+                    f"{why_not_itself(optimizer)}"
                 )
     return found

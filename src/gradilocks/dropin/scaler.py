@@ -173,8 +173,7 @@ class GradScaler(Saving):
             raise RuntimeError("step() has already been called since the last update().")
         if self._clips is not None:
             self._clip(optimizer, state)
-        supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if supports and (takes_decision(optimizer) or takes_scaler(optimizer)):
+        if takes_decision(optimizer) or takes_scaler(optimizer):
             returned = self._step_fused(optimizer, state, args, kwargs)
         else:
             if state["stage"] is OptState.READY:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -24,6 +23,7 @@ from gradilocks.optim.bytorch import step_by_torch
 from gradilocks.optim.checks import check_group
 from gradilocks.optim.plan import Plan
 from gradilocks.optim.watched import Changes, States, plain
+from gradilocks.own_step import register_ours
 from gradilocks.roll import Called, Roll
 from gradilocks.update import handing_over
 
@@ -37,8 +37,6 @@ class Stepper(torch.optim.Optimizer):
     """What `kernels.launches` calls its kernel."""
     columns: ClassVar[tuple[str, ...]] = ()
     """The names of the state tensors, in the order in which the kernel wants their addresses."""
-    is_ours: ClassVar[bool] = True
-    """For `control`, which must not take somebody's own `hold` or `take` for these."""
     _step_supports_amp_scaling = True
 
     def _prepare(self, master_weights: bool | None = None) -> None:
@@ -52,7 +50,6 @@ class Stepper(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._held: Called | None = None
         self._looked_at: Called | None = None
-        self._known_step: Any = None
         self._step_supports_amp_scaling = True
         self.marks: masters.Marks = {}
         if master_weights is not None:
@@ -143,15 +140,11 @@ class Stepper(torch.optim.Optimizer):
 
     def hold(self, called: Called | None) -> None:
         """Hands the next step gradients that were found a moment ago, so it need not look."""
-        may_change = (
-            self._optimizer_step_pre_hooks
-            or _global_optimizer_pre_hooks
-            or inspect.unwrap(self.step) is not inspect.unwrap(Stepper.step)
-        )
+        may_change = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         self._held = None if may_change else called
 
     def is_direct(self) -> bool:
-        """Whether `ready` and `take` do all that `step` would do: nobody listens or has changed it.
+        """Whether `ready` and `take` do all that this class's `step` would do: nobody listens.
 
         They save what torch does around every step, a third of the host's time for a small model.
         """
@@ -161,15 +154,7 @@ class Stepper(torch.optim.Optimizer):
         for name in ("grad_scale", "found_inf"):
             if self.__dict__.get(name) is not None:
                 return False
-        if _profiler_enabled():
-            return False
-        step = type(self).step
-        if step is not self._known_step:
-            if inspect.unwrap(step) is not inspect.unwrap(Stepper.step):
-                return False
-            self._known_step = step
-        mine = self.__dict__.get("step")
-        return mine is None or _is_a_schedulers(mine, step)
+        return not _profiler_enabled()
 
     def ready(self, called: Called) -> tuple[str, tuple[Tensor, ...]] | None:
         """Before `take`: raises what there is to raise, and has everything sent.
@@ -291,14 +276,10 @@ class Stepper(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+register_ours(Stepper.step)
+
+
 def _be_fused(group: dict[str, Any]) -> None:
     # torch's own step goes by the groups, and a checkpoint of an unfused optimizer brings None;
     # only the fused one takes `grad_scale` and `found_inf`.
     group["fused"], group["foreach"] = True, False
-
-
-def _is_a_schedulers(mine: Any, step: Any) -> bool:
-    """Whether an optimizer's own `step` is what an LR scheduler of torch has put there."""
-    code = getattr(mine, "__code__", None)
-    file = "" if code is None else code.co_filename.replace("\\", "/")
-    return file.endswith("torch/optim/lr_scheduler.py") and getattr(mine, "__wrapped__", 0) is step
