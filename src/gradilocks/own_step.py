@@ -1,7 +1,7 @@
-"""Which function runs when `optimizer.step()` is called, on whom, and what it reads.
+"""Whose function runs when `optimizer.step()` is called, and what it reads.
 
-An optimizer enters; the function that steps it leaves, or None where that is not known. What takes
-the decision inside its own pass reads `grad_scale` and `found_inf` off itself, and whoever sets
+An optimizer enters; what is known of the step that it runs itself leaves, or None. What takes the
+decision inside its own pass reads `grad_scale` and `found_inf` off itself, and whoever sets
 them must know that they arrive. A wrapper (Lightning's, Fabric's, a user's) forwards reads of
 `_step_supports_amp_scaling` to the optimizer inside it, keeps for itself what is set on it, and may
 even be an instance of that optimizer's class: it would step with the scale still in.
@@ -12,15 +12,15 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 __all__ = [
-    "has_torchs_step",
+    "OwnStep",
     "inner_optimizers",
     "is_ours",
     "own_step",
-    "reads_decision",
     "register_ours",
     "says_so_itself",
     "why_not_itself",
@@ -32,15 +32,32 @@ _SET: Any = object.__setattr__
 _GET: Any = object.__getattribute__
 
 
-def own_step(optimizer: Any) -> FunctionType | None:
-    """The function that `optimizer.step()` runs with `optimizer` as its `self`.
+@dataclass(frozen=True)
+class OwnStep:
+    """What is known of the function that `optimizer.step()` runs with `optimizer` as its `self`."""
 
-    Decorators of torch's own (profiler and step hooks, `no_grad`, an LR scheduler's note that a
-    step was taken) are looked through: they call what they wrap, on the same object.
+    reads_decision: bool
+    """Whether it reads `grad_scale` and `found_inf` off the optimizer.
 
-    Returns:
-        None if it is not known: attributes of the object are forwarded or kept elsewhere, it has no
-        `step` of its own, or another function has been put in its place.
+    True if it is that of `gradilocks.optim`, or names both in its code or in that of a method of
+    the same class which it names, as torch's fused optimizers do and others that keep torch's
+    contract. Nothing else is a proof: not the flag, which wrappers forward or copy; not the class,
+    which they imitate; not that a subclass calls the step of its base, for it may look at gradients
+    before and write weights after.
+    """
+    is_torchs: bool
+    """Whether it is torch's code, which goes by `fused` in the groups."""
+    is_ours: bool
+    """Whether it is that of `gradilocks.optim`."""
+
+
+def own_step(optimizer: Any) -> OwnStep | None:
+    """The step that `optimizer` runs itself, or None if it is not known to run one itself.
+
+    It is not known if attributes of the object are forwarded or kept elsewhere, if it has no `step`
+    of its own, or if another function has been put in its place. Decorators of torch's own
+    (profiler and step hooks, `no_grad`, an LR scheduler's note that a step was taken) are looked
+    through: they call what they wrap, on the same object.
     """
     kind: Any = type(optimizer)
     if kind.__setattr__ is not _SET or kind.__getattribute__ is not _GET:
@@ -54,50 +71,25 @@ def own_step(optimizer: Any) -> FunctionType | None:
         step = getattr(kind, "step", None)
     elif isinstance(step, MethodType):  # As accelerate leaves it after a step.
         step = step.__func__ if step.__self__ is optimizer else None
-    elif not _is_a_schedulers(step, optimizer):
+    else:
+        step = _inside_a_schedulers(step, optimizer)
+    if not isinstance(step, FunctionType):
         return None
-    return _undecorated(step)
-
-
-def reads_decision(optimizer: Any) -> bool:
-    """Whether what is set on `optimizer` as `grad_scale` and `found_inf` is read by its step.
-
-    True if its own step is one of `gradilocks.optim`, or names both in its code or in that of a
-    method of the same class which it names, as torch's fused optimizers do and those of others that
-    keep torch's contract. Nothing else is a proof: not the flag, which wrappers forward or copy;
-    not the class, which they imitate; not a subclass whose step calls that of its base, and may
-    look at gradients before it or write weights after it.
-    """
-    step = own_step(optimizer)
-    if step is None:
-        return False
-    known = _reads.get(step)
+    known = _known.get(step)
     if known is None:
-        names = set(_names_in(step.__code__))
-        for helper in names & set(home := _home_of(step, type(optimizer))):
-            method = _undecorated(home[helper])
-            if method is not None:
-                names.update(_names_in(method.__code__))
-        known = _reads[step] = step in _ours or names >= _HANDED_OVER
+        known = _known[step] = _examined(step, kind)
     return known
 
 
 def is_ours(optimizer: Any) -> bool:
     """Whether it is stepped by `gradilocks.optim`, and not by a wrapper or a subclass of it."""
-    return own_step(optimizer) in _ours
+    step = own_step(optimizer)
+    return step is not None and step.is_ours
 
 
 def register_ours(step: Any) -> None:
     """For `gradilocks.optim`, whose step reads the decision where its code does not show it."""
-    function = _undecorated(step)
-    assert function is not None
-    _ours.add(function)
-
-
-def has_torchs_step(optimizer: Any) -> bool:
-    """Whether torch's own code steps it, and not that of a subclass."""
-    step = own_step(optimizer)
-    return step is not None and _is_torchs(step)
+    _ours.add(_undecorated(step))
 
 
 def says_so_itself(optimizer: Any) -> bool:
@@ -133,7 +125,8 @@ def why_not_itself(optimizer: Any) -> str:
             f" This {name} wraps an optimizer and is not known to hand the scale on, fused or not: "
             f"use the {type(inside[-1]).__name__} inside it."
         )
-    if getattr(optimizer, _FLAG, False) and not reads_decision(optimizer):
+    step = own_step(optimizer)
+    if getattr(optimizer, _FLAG, False) and (step is None or not step.reads_decision):
         return (
             f" The step of this {name} is not the one that its fused class brings and is not known "
             "to unscale: use the class's own step."
@@ -142,36 +135,54 @@ def why_not_itself(optimizer: Any) -> str:
 
 
 # By function, and only as long as it lives.
-_reads: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[FunctionType, OwnStep] = weakref.WeakKeyDictionary()
 _ours: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 
 
-def _undecorated(step: object) -> FunctionType | None:
+def _examined(step: FunctionType, kind: type) -> OwnStep:
+    function = _undecorated(step)
+    names = set(_names_in(function.__code__))
+    home = _home_of(function, kind)
+    for method in [home[name] for name in names if isinstance(home.get(name), FunctionType)]:
+        names.update(_names_in(_undecorated(method).__code__))
+    ours = function in _ours
+    # One that takes the whole scaler has the older contract, and reads nothing else.
+    older = "grad_scaler" in inspect.signature(function).parameters
+    return OwnStep(
+        reads_decision=ours or (names >= _HANDED_OVER and not older),
+        is_torchs=_is_torchs(function),
+        is_ours=ours,
+    )
+
+
+def _undecorated(function: FunctionType) -> FunctionType:
     """The function inside torch's decorators; `functools.wraps` of others proves nothing."""
-    while isinstance(step, FunctionType) and _is_torchs(step):
-        inner = step.__dict__.get("__wrapped__")
-        if inner is None:
+    while _is_torchs(function):
+        inner = function.__dict__.get("__wrapped__")
+        if not isinstance(inner, FunctionType):
             break
-        step = inner
-    return step if isinstance(step, FunctionType) else None
+        function = inner
+    return function
 
 
 def _is_torchs(function: FunctionType) -> bool:
     # Not `__module__` and not `__name__`, which `functools.wraps` copies.
-    return str(function.__globals__.get("__name__", "")).startswith("torch.")
+    return str(function.__globals__.get("__name__")).startswith("torch.")
 
 
-def _is_a_schedulers(step: object, optimizer: Any) -> bool:
-    """Whether `step` is what an LR scheduler of torch has put on this very optimizer.
+def _inside_a_schedulers(step: object, optimizer: Any) -> object:
+    """What an LR scheduler of torch has wrapped for this very optimizer; None if it is not that.
 
     A copy of the optimizer's attributes brings it to an object that it does not step.
     """
     if not isinstance(step, FunctionType):
-        return False
+        return None
     if step.__globals__.get("__name__") != "torch.optim.lr_scheduler":
-        return False
-    kept = [cell.cell_contents for cell in step.__closure__ or ()]
-    return any(isinstance(each, weakref.ref) and each() is optimizer for each in kept)
+        return None
+    for cell in step.__closure__ or ():
+        if isinstance(cell.cell_contents, weakref.ref) and cell.cell_contents() is optimizer:
+            return step.__dict__.get("__wrapped__")
+    return None
 
 
 def _home_of(step: FunctionType, kind: type) -> dict[str, Any]:
@@ -179,8 +190,12 @@ def _home_of(step: FunctionType, kind: type) -> dict[str, Any]:
 
     The last one in line: torch also puts its decorated copy on the classes below.
     """
-    homes = [base for base in kind.__mro__ if _undecorated(vars(base).get("step")) is step]
-    return dict(vars(homes[-1])) if homes else {}
+    home: dict[str, Any] = {}
+    for base in kind.__mro__:
+        candidate = vars(base).get("step")
+        if isinstance(candidate, FunctionType) and _undecorated(candidate) is step:
+            home = dict(vars(base))
+    return home
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

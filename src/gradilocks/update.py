@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.own_step import (
-    has_torchs_step,
-    is_ours,
-    reads_decision,
-    says_so_itself,
-    why_not_itself,
-)
+from gradilocks.own_step import is_ours, own_step, says_so_itself, why_not_itself
 from gradilocks.values import Decision, moved
 
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -150,20 +144,18 @@ def check_unscaling_in_place(
 def takes_decision(optimizer: Any) -> bool:
     """Whether `step` reads `grad_scale` and `found_inf` off the optimizer, as torch's fused do.
 
-    Only if that is proven (see `own_step.reads_decision`). A wrapper never does: its gradients are
-    multiplied in place, and the host decides whether its step is called.
+    Only if that is proven (`own_step.OwnStep.reads_decision`), and so never for a wrapper: its
+    gradients are multiplied in place, and the host decides whether its step is called.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    if not reads_decision(optimizer):
+    step = own_step(optimizer)
+    if step is None or not step.reads_decision:
         return False
     # A checkpoint of an unfused optimizer brings fused=None into the groups of a fused one, and
     # torch's own step then goes by the groups.
-    if has_torchs_step(optimizer) and any(
-        "fused" in group and not group["fused"] for group in optimizer.param_groups
-    ):
-        return False
-    return not _names_scaler(optimizer)
+    groups = optimizer.param_groups if step.is_torchs else ()
+    return not any("fused" in group and not group["fused"] for group in groups)
 
 
 def takes_directly(optimizers: Sequence[Any]) -> bool:
@@ -176,15 +168,13 @@ def takes_scaler(optimizer: Any) -> bool:
 
     And whether who steps says so itself: a wrapper may have such a parameter and hand nothing on.
     """
-    return _names_scaler(optimizer) and says_so_itself(optimizer)
-
-
-def _names_scaler(optimizer: Any) -> bool:
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
     step = getattr(optimizer.step, "__func__", optimizer.step)
     known = _takes_scaler.get(step)
     if known is None:
         known = _takes_scaler[step] = "grad_scaler" in inspect.signature(step).parameters
-    return known
+    return known and says_so_itself(optimizer)
 
 
 # By function, and only as long as it lives: a step that wraps its optimizer must not keep it alive.
