@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "own_step",
     "register_ours",
     "says_so_itself",
+    "weakly",
     "why_not_itself",
 ]
 
@@ -132,6 +133,14 @@ def why_not_itself(optimizer: Any) -> str:
             "to unscale: use the class's own step."
         )
     return ""
+
+
+def weakly(optimizer: Any) -> Callable[[], Any]:
+    """What returns the optimizer without keeping it alive, unless its class admits nothing else."""
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:  # A class with slots and none for references.
+        return lambda: optimizer
 
 
 # By function, and only as long as it lives.

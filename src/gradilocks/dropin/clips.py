@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from gradilocks.eager import users_line
 from gradilocks.errors import BadState
 from gradilocks.gradients import Gradients, Names, every_parameter
 from gradilocks.judge import Judge, Verdict
+from gradilocks.own_step import weakly
 from gradilocks.plain import describe, plain, read_memory, rebuild
 from gradilocks.scale import NoScale
 
@@ -45,7 +46,7 @@ class Clips:
 
     def __init__(self, policy: Any, model: Any) -> None:
         self.policy = policy
-        self._judges: list[tuple[weakref.ref[Any], Judge]] = []
+        self._judges: list[tuple[Callable[[], Any], Judge]] = []
         self._loaded: list[dict[str, Any]] = []
         self.pending: dict[int, tuple[Judge, Verdict]] = {}
         """By optimizer: what was decided of a step that has not been taken yet."""
@@ -143,13 +144,17 @@ class Clips:
         for ref, judge in self._judges:
             if ref() is optimizer:
                 return judge
-        weak = names.of_optimizers((weakref.proxy(optimizer),))  # Must not keep it alive.
+        try:  # Must not keep it alive.
+            shown = weakref.proxy(optimizer)
+        except TypeError:  # A class with slots and none for references.
+            shown = optimizer
+        weak = names.of_optimizers((shown,))
         judge = Judge(NoScale(), self.policy, names=weak, give_up_after=None, process_group=None)
         place = self._place(_signature(optimizer, names)) if self._loaded else None
         if place is not None:
             judge.recall(self._loaded[place]["memory"])
             del self._loaded[place]
-        self._judges.append((weakref.ref(optimizer), judge))
+        self._judges.append((weakly(optimizer), judge))
         return judge
 
     def _place(self, mine: dict[str, list[Any]]) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.gradients import Gradients, Names, collect
-from gradilocks.own_step import why_not_itself
+from gradilocks.own_step import weakly, why_not_itself
 from gradilocks.record import Findings
 from gradilocks.values import Statistics, moved
 
@@ -47,7 +47,7 @@ class Looked:
 
     def findings(self, optimizer: Any, *, skip: Tensor, scale: Tensor, model: Any) -> Findings:
         """What to tell of the step."""
-        owner: Callable[[], Any] = weakref.ref(optimizer)
+        owner = weakly(optimizer)
         home = scale.device
 
         def names() -> list[tuple[int, str]]:

@@ -269,13 +269,18 @@ class GradScaler(Saving):
             )
         self._clip(optimizer, {"stage": OptState.READY})
         clipped = self._clipped.pop(id(optimizer), None)
+        returned: float | None = None
         if clipped is None or clipped.rejected is None:
-            returned: float | None = optimizer.step(**kwargs)
+            returned = optimizer.step(**kwargs)
         else:
             self._outcome = Looked.nothing(skip=clipped.skip + clipped.rejected)
             if takes_decision(optimizer):
-                with handing_over(optimizer, grad_scale=None, found_inf=clipped.skip, consume=True):
-                    returned = optimizer.step(**kwargs)
+                one = torch.ones_like(clipped.skip)
+                if not must_skip_on_host(optimizer, clipped.skip, one):
+                    with handing_over(
+                        optimizer, grad_scale=None, found_inf=clipped.skip, consume=True
+                    ):
+                        returned = optimizer.step(**kwargs)
             else:
                 asked = {"found_inf_per_device": {clipped.skip.device: clipped.skip}}
                 returned = self._maybe_opt_step(optimizer, asked, **kwargs)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable
-from typing import Any
 
 from gradilocks.eager import users_line
 from gradilocks.runfile import Header
 from gradilocks.runfile.writing import header_line
 
-__all__ = ["check_every", "first_line", "warn", "weakly"]
+__all__ = ["check_every", "first_line", "warn"]
 
 
 def check_every(name: str, value: object) -> None:
@@ -19,13 +16,6 @@ def check_every(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}.")
-
-
-def weakly(optimizer: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(optimizer)
-    except TypeError:
-        return lambda: optimizer
 
 
 def first_line(header: Header) -> str:

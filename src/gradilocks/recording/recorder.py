@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradilocks.own_step import weakly
 from gradilocks.recording.batch import Batch, Held
 from gradilocks.recording.ending import closed_at_exit, how_it_ended, refuse_capture
 from gradilocks.recording.environment import (
@@ -29,7 +30,7 @@ from gradilocks.recording.environment import (
     versions_here,
 )
 from gradilocks.recording.file import EXISTS, RunFile, Unwritable
-from gradilocks.recording.given import check_every, first_line, warn, weakly
+from gradilocks.recording.given import check_every, first_line, warn
 from gradilocks.recording.roster import info_of, order_of
 from gradilocks.recording.rows import Known, step_of
 from gradilocks.recording.sample import Sample

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gradilocks.gradients import every_parameter
 from gradilocks.kernels.captured import capturing
+from gradilocks.own_step import weakly
 from gradilocks.recording import Recorder, Sample
 from gradilocks.recording.weights import Weights
 from gradilocks.running.clips import Clips
@@ -40,7 +41,7 @@ _Result = TypeVar("_Result")
 class _Known:
     """An optimizer that has been seen."""
 
-    optimizer: weakref.ref[Any]
+    optimizer: Callable[[], Any]
     index: int
     params: list[weakref.ref[Tensor]]
     """Weakly: a script that trains one model after another needs their memory."""
@@ -290,7 +291,7 @@ class Watch:
             return known
         index = self.recorder_now().add_optimizer(optimizer, names=name_parameters(params))
         refs = [weakref.ref(param) for param in params]
-        known = _Known(weakref.ref(optimizer), index, refs)
+        known = _Known(weakly(optimizer), index, refs)
         self._known[id(optimizer)] = known
         self._place.update((id(param), index) for param in params)
         return known
