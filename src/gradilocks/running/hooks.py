@@ -97,8 +97,11 @@ class Hooks:
         if watch.is_driven(optimizer):
             return None
         frame = _caller()
-        running = watch.attempt_of(optimizer)
-        if running is not None and running.frame is None:  # A scaler steps it.
+        around = watch.attempt_around(optimizer)
+        running = watch.attempt_of(optimizer) if around is None else around
+        if around is not None and around.frame is not None:
+            return None  # Not the first of several inside what a scaler steps.
+        if running is not None and running.frame is None:  # A scaler steps it, or its wrapper.
             running.frame = frame
             watch.safely(lambda: watch.weigh(running))
             return None

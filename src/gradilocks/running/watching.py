@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -96,7 +96,7 @@ class Watch:
         """How many steps have come by."""
         self._known: dict[int, _Known] = {}
         self._running: dict[int, Attempt] = {}  # By optimizer: steps that have begun.
-        self._driven: set[int] = set()  # Optimizers that a control of ours steps.
+        self._driven: tuple[Any, ...] = ()  # Optimizers that a control of ours steps.
         self._place: dict[int, int] = {}  # By parameter: its optimizer's index.
         self._tracers: dict[int, list[Tracer]] = {}  # By an optimizer's first parameter.
         self._tracer_of: WeakKeyDictionary[nn.Module, Tracer] = WeakKeyDictionary()
@@ -132,7 +132,7 @@ class Watch:
     @contextmanager
     def driving(self, optimizers: Sequence[Any]) -> Iterator[None]:
         """Inside, a GradientControl steps these optimizers and tells of it itself."""
-        before, self._driven = self._driven, self._driven | {id(each) for each in optimizers}
+        before, self._driven = self._driven, (*self._driven, *optimizers)
         try:
             yield
         finally:
@@ -140,8 +140,10 @@ class Watch:
             self.losses.start()
 
     def is_driven(self, optimizer: Any) -> bool:
-        """Whether a GradientControl steps it, which tells of its steps itself."""
-        return id(optimizer) in self._driven
+        """Whether a GradientControl steps it, or what wraps it, and tells of the step itself."""
+        if any(each is optimizer for each in self._driven):
+            return True
+        return bool(self._driven) and _shares(optimizer, every_parameter(self._driven))
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -196,6 +198,14 @@ class Watch:
     def attempt_of(self, optimizer: Any) -> Attempt | None:
         """The step of `optimizer` that has begun and not ended."""
         return self._running.get(id(optimizer))
+
+    def attempt_around(self, optimizer: Any) -> Attempt | None:
+        """The step that a scaler has begun of what wraps `optimizer`."""
+        for running in self._running.values():
+            mine = running.known.optimizer() is optimizer
+            if running.scaled and not mine and _shares(optimizer, running.params):
+                return running
+        return None
 
     def drop(self, attempt: Attempt) -> None:
         """The step raised: it is none."""
@@ -317,3 +327,9 @@ class Watch:
         for tracers in self._tracers.values():
             for tracer in tracers:
                 tracer.close()
+
+
+def _shares(optimizer: Any, params: Iterable[Tensor]) -> bool:
+    """Whether the first parameter of `optimizer` is one of these."""
+    first = next(every_parameter([optimizer]), None)
+    return first is not None and any(param is first for param in params)
