@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ __all__ = [
     "ClipLimit",
     "Decision",
     "Measurement",
+    "Meeting",
     "ScaleState",
     "Scene",
     "Statistics",
@@ -87,6 +89,18 @@ class Measurement:
     """float32, 0-d: exactly 1 if any element of any gradient is NaN or Inf, else exactly 0."""
     scene: Scene | None = None
     """Whose gradients they are, where somebody knows."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that bring their numbers together, and how they reach each other."""
+
+    ranks: tuple[int, ...]
+    """Their numbers in the default group, ascending."""
+    groups: tuple[Any, ...]
+    """The process groups to go through, one after the other; None is the default group."""
+    device: torch.device
+    """Where the collectives run: a device that the groups have a backend for."""
 
 
 @dataclass(frozen=True)

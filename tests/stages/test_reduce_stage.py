@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from gradilocks.measure import measure
 from gradilocks.reduce import reduce
+from gradilocks.values import Meeting
 
 CPU = torch.device("cpu")
 
 
-def reduced(ranks, *, order=2.0, replicas=None):
+def reduced(ranks, *, order=2.0, counts=None):
     """What each rank's `reduce` returns; `ranks` holds each one's list of gradients."""
     measured = [measure([torch.tensor(g) for g in rank], home=CPU, order=order) for rank in ranks]
     sent = []
@@ -23,8 +24,10 @@ def reduced(ranks, *, order=2.0, replicas=None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "get_world_size", lambda group=None: len(ranks))
             patch.setattr(dist, "all_gather", collective)
-            held = replicas or [None] * len(ranks)
-            return [reduce(m, replicas=h) for m, h in zip(measured, held, strict=True)]
+            meeting = Meeting(tuple(range(len(ranks))), (None,), CPU)
+            counting = counts or [None] * len(ranks)
+            pairs = zip(measured, counting, strict=True)
+            return [reduce(m, meeting=meeting, counts=each)[0] for m, each in pairs]
 
     def receive(outputs, mine, group=None):
         for output, theirs in zip(outputs, sent, strict=True):
@@ -36,7 +39,7 @@ def reduced(ranks, *, order=2.0, replicas=None):
 
 def test_tensor_parallel_shards_and_a_replicated_tensor():
     ranks = [[[3.0], [12.0]], [[4.0], [12.0]]]
-    for found in reduced(ranks, replicas=[[1, 2], [1, 2]]):
+    for found in reduced(ranks, counts=[[True, True], [True, False]]):
         assert found.norm.item() == pytest.approx(13.0, rel=1e-12)
 
 
@@ -47,7 +50,7 @@ def test_experts_on_their_own_ranks():
 
 def test_the_largest_element_counts_however_often_it_is_held():
     ranks = [[[3.0], [12.0]], [[4.0], [12.0]]]
-    for found in reduced(ranks, order=math.inf, replicas=[[1, 2], [1, 2]]):
+    for found in reduced(ranks, order=math.inf, counts=[[True, True], [True, False]]):
         assert found.norm.item() == 12.0
 
 

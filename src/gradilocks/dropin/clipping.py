@@ -26,6 +26,7 @@ from gradilocks.dropin.total import any_double, by_device, measured
 from gradilocks.eager import eager, users_line
 from gradilocks.gradients import Gradients, collect
 from gradilocks.order import refuse_scaled
+from gradilocks.ranks import meetings_of
 from gradilocks.values import moved, wide
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
@@ -72,7 +73,8 @@ def clip_grad_norm_(
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
     devices, double = by_device(found.tensors), any_double(found.tensors)
-    measurement = measured(found, order, devices, double=double, reuse=True)
+    meetings = meetings_of(params)
+    measurement = measured(found, order, devices, double=double, meetings=meetings, reuse=True)
     norm = checked(measurement.norm, double)
     if found.tensors:
         coefficient = clip_coefficient(measurement.norm, bound, measurement.nonfinite)
@@ -136,7 +138,7 @@ def get_total_norm(
     _check_foreach(foreach, found.tensors)
     devices, double = by_device(found.tensors), any_double(found.tensors)
     order = _order(norm_type)
-    norm = measured(found, order, devices, double=double).norm
+    norm = measured(found, order, devices, double=double, meetings=meetings_of(given)).norm
     return _checked_norm(norm, order, double, error_if_nonfinite)
 
 

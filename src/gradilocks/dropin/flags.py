@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.values import moved
+from gradilocks.reduce import largest_of_all
+from gradilocks.values import Meeting, moved, wide
 
 __all__ = [
     "agree_across_ranks",
@@ -32,16 +33,32 @@ def any_flag(flags: Sequence[Tensor]) -> Tensor:
     return (largest_flag(flags) > 0).to(torch.float32)
 
 
-def agree_across_ranks(flags: dict[torch.device, Tensor], found_inf: Tensor, *, group: Any) -> None:
-    """Sets every flag if any rank of the group has one set; a rank without gradients takes part."""
-    import torch.distributed as dist
+def agree_across_ranks(
+    flags: dict[torch.device, Tensor],
+    found_inf: Tensor,
+    meetings: Sequence[Meeting],
+    beside: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """Sets every flag if a rank of the meetings has one set; one without gradients takes part.
 
+    Args:
+        flags: this rank's, a device; changed in place.
+        found_inf: what a rank without gradients says.
+        meetings: the ranks that hold gradients together with this one.
+        beside: 0-d numbers that travel along.
+
+    Returns:
+        The largest on any rank of each number that travelled along.
+    """
     if not flags:
         flags[found_inf.device] = found_inf.clone()
-    together = any_flag(list(flags.values()))
-    dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
+    mine = any_flag(list(flags.values()))
+    home = wide(mine.device)
+    numbers = [mine.to(home), *(moved(each, mine.device).to(home) for each in beside)]
+    together = largest_of_all(torch.stack(numbers), meetings)
     for device in flags:
-        flags[device] = moved(together, device)
+        flags[device] = moved(together[0].float(), device)
+    return list(together[1:].unbind())
 
 
 def has_gradients(optimizer: Any) -> bool:

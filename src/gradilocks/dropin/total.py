@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gradilocks import kernels
 from gradilocks.dropin import known
-from gradilocks.gradients import Gradients, replicas_of
+from gradilocks.gradients import Gradients
 from gradilocks.measure import summarize
-from gradilocks.reduce import reduce
-from gradilocks.values import Measurement, Statistics, moved, wide
+from gradilocks.reduce import reduce_apart
+from gradilocks.values import Measurement, Meeting, Statistics, moved, wide
 
 __all__ = ["any_double", "by_device", "measured", "total"]
 
@@ -39,6 +39,7 @@ def measured(
     devices: dict[torch.device, list[Tensor]],
     *,
     double: bool,
+    meetings: Sequence[Meeting],
     reuse: bool = False,
 ) -> Measurement:
     """Measures all gradients together; waits only to bring a device's numbers to the CPU.
@@ -48,13 +49,13 @@ def measured(
         order: the p of the norm.
         devices: their tensors, by device.
         double: whether one of them is float64.
+        meetings: the ranks that hold some of them together with this one.
         reuse: read only those whose norm is not `known`.
 
     Returns:
         The Measurement, on the first tensor's device; its entries are in any order.
     """
-    replicas = replicas_of([found])
-    reuse = reuse and order == 2.0 and replicas is None
+    reuse = reuse and order == 2.0 and not meetings
     parts = [
         known.measured(tensors)
         if reuse
@@ -62,10 +63,15 @@ def measured(
         for device, tensors in devices.items()
     ]
     statistics = _joined(parts, next(iter(devices), torch.device("cpu")))
-    if replicas is not None:
-        held = list(zip(found.tensors, replicas, strict=True))
-        replicas = [many for device in devices for t, many in held if t.device == device]
-        return reduce(summarize(statistics, order=order), replicas=replicas)
+    if meetings:
+        every = list(zip(found.tensors, found.layouts or [None] * len(found.tensors), strict=True))
+        layouts = [layout for device in devices for t, layout in every if t.device == device]
+        return reduce_apart(
+            summarize(statistics, order=order),
+            meetings=meetings,
+            ranks=[None if layout is None else layout.ranks for layout in layouts],
+            counts=[layout is None or layout.counts for layout in layouts],
+        )
     return total(statistics, order, double)
 
 

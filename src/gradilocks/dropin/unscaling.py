@@ -21,7 +21,8 @@ from gradilocks.dropin.governed import Governed
 from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce, writing_ourselves
 from gradilocks.dropin.shortly import looked_shortly
-from gradilocks.gradients import Names, any_distributed, every_parameter
+from gradilocks.gradients import Names, every_parameter
+from gradilocks.ranks import any_distributed, covers_world, meetings_of
 from gradilocks.values import Statistics, moved
 
 __all__ = ["Unscaling"]
@@ -70,14 +71,24 @@ class Unscaling(torch.amp.GradScaler):
                 flags[device] = torch.maximum(broken, moved(found_inf, device))
                 looked.add([found.params[place] for place in places], _telling(statistics))
                 seen.append((tensors, statistics))
-        if self._process_group is not None or any_distributed(every_parameter([optimizer])):
-            agree_across_ranks(flags, found_inf, group=self._process_group)
+        self._agree(optimizer, flags, found_inf)
         if multiply:
             with torch.no_grad():
                 for tensors, statistics in seen:  # After the collective, which `known` counts.
                     known.remember(tensors, _telling(statistics))
             self._once.mark(found.params)
         return flags
+
+    def _agree(self, optimizer: Any, flags: dict[torch.device, Tensor], found_inf: Tensor) -> None:
+        """Brings flags, and what the scale policy asks for, together where ranks hold parts."""
+        params = list(every_parameter([optimizer]))
+        meetings = meetings_of(params, group=self._process_group)
+        if meetings:
+            governed = self._governed
+            beside = [] if governed is None else governed.noted(found_inf.device)
+            told = agree_across_ranks(flags, found_inf, meetings, beside)
+            if governed is not None:
+                governed.hear(told, of_all=any(map(covers_world, meetings)))
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._governed is not None:
@@ -92,7 +103,8 @@ class Unscaling(torch.amp.GradScaler):
         assert self._clips is not None
         names = Names(self._model, (optimizer,))
         found = gradients_of(optimizer, names, allow_fp16=True)
-        if found.tensors:
+        # A rank without gradients takes part where others hold parts of the same tensors.
+        if found.tensors or any_distributed(every_parameter([optimizer])):
             with torch.no_grad(), writing_ourselves(found.params):
                 self._clipped[id(optimizer)] = self._clips.now(optimizer, found, names)
 
