@@ -283,34 +283,30 @@ class Judge:
     ) -> Measurement:
         """The measurement of all ranks; raises on all of them if it is not known who holds what."""
         policy, meeting = self.clip_policy, team.meeting
-        apart = (
-            "" if scene is None or not getattr(policy, "apart", False) else type(policy).__name__
-        )
-        if apart and (team.parts or getattr(policy, "by_unit", False)):
-            raise ValueError(
-                f"{apart} bounds gradients apart from each other, and ranks hold parts of them "
-                "here that are not known to belong together. Use ClipByNorm, or another policy "
-                "that bounds the norm of all."
-            )
+        apart = type(policy).__name__ if scene and getattr(policy, "apart", False) else ""
         norms = mine.tensors.norms
         layouts = [each for part in found for each in part.layouts or [None] * len(part.params)]
         plain = [place for place, layout in enumerate(layouts) if layout is None]
         beside = norms[:0]
         if plain and not team.parts:
             beside = norms.index_select(0, moved(torch.tensor(plain, device="cpu"), norms.device))
-        mine_to_tell = torch.tensor(team.notes(), dtype=norms.dtype, device="cpu")
-        notes = [total_norm(beside, mine.order), *moved(mine_to_tell, norms.device).unbind()]
+        told = torch.tensor(team.notes(), dtype=norms.dtype, device="cpu")
+        notes = [total_norm(beside, mine.order), *moved(told, norms.device).unbind()]
         counts = team.counts(layouts)
         whole, every = reduce(mine, meeting=meeting, counts=counts, notes=notes)
         if self._company.is_new(team):
-            broken, *numbers = fetch(
-                torch.cat([whole.nonfinite.reshape(1), notes_of_all.flatten()])
-            )
+            broken, *numbers = fetch(torch.cat([whole.nonfinite.reshape(1), every.flatten()]))
             rows = [numbers[at : at + len(notes)] for at in range(0, len(numbers), len(notes))]
             self._company.meet(team, rows, finite=not broken, apart=apart, name=self.names)
         if not apart:
             return whole
         assert scene is not None
+        if team.parts or getattr(policy, "by_unit", False):
+            raise ValueError(
+                f"{apart} bounds gradients apart from each other, and ranks hold parts of them "
+                "here that are not known to belong together. Use ClipByNorm, or another policy "
+                "that bounds the norm of all."
+            )
         return reduce_each(
             whole, meeting=meeting, counts=counts, places=scene.places, count=scene.count
         )
