@@ -43,6 +43,7 @@ def _programs() -> list[Callable[[int], Any]]:
         a_mesh_without_a_group_of_its_own,
         uneven_and_empty_shards,
         a_nan_on_each_rank_in_turn,
+        an_overflow_by_unscaling,
         a_group_beside_the_meshes,
         headroom_of_distributed_gradients,
         headroom_beside_copies,
@@ -686,6 +687,31 @@ def a_nan_on_each_rank_in_turn(rank: int) -> list[Any]:
 def test_a_nan_on_any_rank_of_a_grid_stops_every_rank(returned: Returned) -> None:
     for seen in returned["a_nan_on_each_rank_in_turn"]:
         assert seen == [[2.0, [0.0], [0.0]]] * 8
+
+
+def an_overflow_by_unscaling(rank: int) -> list[Any]:
+    """Finite on all ranks; on rank 3 it is not once a scale below 1 has been divided out."""
+    from torch.distributed.tensor import Shard
+
+    seen = []
+    for group in (None, dist.group.WORLD):
+        param = _on(_mesh(), [1.0] * 4, Shard(0)) if group is None else _plain([1.0])
+        optimizer = torch.optim.AdamW([param], lr=1.0, weight_decay=0.0, fused=True)
+        scaler = gradilocks.GradScaler("cpu", init_scale=0.25, process_group=group)
+        scaler.scale(torch.ones(()))
+        local: Any = param.grad if group is not None else param.grad.to_local()  # type: ignore[union-attr]
+        if rank == 3:
+            local.fill_(3e38)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append([scaler.get_scale(), _local(param)])
+    return seen
+
+
+def test_ranks_skip_together_what_overflows_on_one_of_them_when_unscaled(
+    returned: Returned,
+) -> None:
+    assert returned["an_overflow_by_unscaling"] == [[[0.125, [0.0]]] * 2] * 4
 
 
 def a_group_beside_the_meshes(rank: int) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,9 @@ def has_gradients(optimizer: Any) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def refuse_overflow(flags: dict[torch.device, Tensor], optimizer: Any, scale: Tensor) -> None:
+def refuse_overflow(
+    flags: dict[torch.device, Tensor], tensors: Iterable[Tensor], scale: Tensor
+) -> None:
     """Sets the flag where finite gradients, divided by a scale below 1, are finite no longer.
 
     A fused optimizer divides where nobody looks. Looked at on the CPU alone, where it costs
@@ -76,10 +78,7 @@ def refuse_overflow(flags: dict[torch.device, Tensor], optimizer: Any, scale: Te
     if scale.device != cpu or cpu not in flags or bool(scale >= 1.0):
         return
     roof = torch.finfo(torch.float32).max * scale.double()
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is not None and grad.device == cpu and grad.layout is torch.strided:
-                over = grad.numel() > 0 and grad.dtype is not torch.float64
-                if over and bool(grad.abs().max().double() > roof):
-                    flags[cpu] = torch.ones_like(flags[cpu])
+    for tensor in tensors:
+        over = tensor.device == cpu and tensor.numel() > 0 and tensor.dtype is not torch.float64
+        if over and bool(tensor.abs().max().double() > roof):
+            flags[cpu] = torch.ones_like(flags[cpu])

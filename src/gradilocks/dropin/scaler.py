@@ -19,11 +19,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from gradilocks.clip import resolve_clip
 from gradilocks.dropin import known
 from gradilocks.dropin.clips import Clipped, Clips
-from gradilocks.dropin.flags import (
-    has_gradients,
-    largest_flag,
-    refuse_overflow,
-)
+from gradilocks.dropin.flags import has_gradients, largest_flag
 from gradilocks.dropin.governed import Governed, governed
 from gradilocks.dropin.looked import Looked
 from gradilocks.dropin.once import UnscaledOnce
@@ -304,7 +300,6 @@ class GradScaler(Saving):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self._once.refuse_twice(params, names)
             self._check_inf_per_device(optimizer)
-            refuse_overflow(state["found_inf_per_device"], optimizer, scale)
         flags = list(state["found_inf_per_device"].values())
         if not flags and has_gradients(optimizer):
             raise AssertionError(

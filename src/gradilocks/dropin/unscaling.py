@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import OptState
 from gradilocks import kernels
 from gradilocks.dropin import known
 from gradilocks.dropin.clips import Clipped, Clips
-from gradilocks.dropin.flags import agree_across_ranks, any_flag
+from gradilocks.dropin.flags import agree_across_ranks, any_flag, refuse_overflow
 from gradilocks.dropin.governed import Governed
 from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce, writing_ourselves
@@ -71,6 +71,8 @@ class Unscaling(torch.amp.GradScaler):
                 flags[device] = torch.maximum(broken, moved(found_inf, device))
                 looked.add([found.params[place] for place in places], _telling(statistics))
                 seen.append((tensors, statistics))
+        if not multiply and self._scale is not None:  # Before the ranks agree on what is done.
+            refuse_overflow(flags, found.tensors, self._scale)
         self._agree(optimizer, flags, found_inf)
         if multiply:
             with torch.no_grad():
@@ -133,7 +135,10 @@ class Unscaling(torch.amp.GradScaler):
         if multiplier is not None:
             known.remember(look.tensors, look.found, look.seen)
             self._once.mark(look.params)
-        return {look.device: look.flag}
+        flags = {look.device: look.flag}
+        if multiplier is None and self._scale is not None:
+            refuse_overflow(flags, look.tensors, self._scale)
+        return flags
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
         """Looks at the gradients and leaves them as they are; a flag a device."""
