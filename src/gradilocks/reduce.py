@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks.total import rounded
 from gradilocks.values import Measurement, moved
 
 __all__ = ["agreed", "reduce", "reduce_each"]
@@ -53,7 +54,7 @@ def reduce(
     dist.all_gather(list(gathered.unbind(0)), mine, group=group)
     return replace(
         measurement,
-        norm=_total(gathered, order),
+        norm=rounded(_total(gathered, order), double=measurement.double),
         nonfinite=gathered[:, 3].amax().to(torch.float32),
     )
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from gradilocks import kernels
-from gradilocks.dropin import known
 from gradilocks.dropin.clips import Clipped, Clips
 from gradilocks.dropin.flags import agree_across_ranks, any_flag
 from gradilocks.dropin.governed import Governed
@@ -22,7 +21,7 @@ from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce, writing_ourselves
 from gradilocks.dropin.shortly import looked_shortly
 from gradilocks.gradients import Names, any_distributed, every_parameter
-from gradilocks.values import Statistics, moved
+from gradilocks.values import NonFinite, moved
 
 __all__ = ["Unscaling"]
 
@@ -60,22 +59,17 @@ class Unscaling(torch.amp.GradScaler):
         self._held[id(optimizer)] = optimizer
         flags: dict[torch.device, Tensor] = {}
         looked = self._found[id(optimizer)] = Looked()
-        seen: list[tuple[list[Tensor], Statistics]] = []
         with torch.no_grad():
             for device, places in kernels.by_device(found.tensors).items():
                 tensors = [found.tensors[place] for place in places]
                 factor = moved(inv_scale, device) if multiply else None
-                statistics = kernels.for_device(device).multiply_and_check_(tensors, factor)
-                broken = (statistics.nan + statistics.inf).any()
+                counted = kernels.for_device(device).multiply_and_check_(tensors, factor)
+                broken = (counted.nan + counted.inf).any()
                 flags[device] = torch.maximum(broken, moved(found_inf, device))
-                looked.add([found.params[place] for place in places], _telling(statistics))
-                seen.append((tensors, statistics))
+                looked.add([found.params[place] for place in places], _telling(counted))
         if self._process_group is not None or any_distributed(every_parameter([optimizer])):
             agree_across_ranks(flags, found_inf, group=self._process_group)
         if multiply:
-            with torch.no_grad():
-                for tensors, statistics in seen:  # After the collective, which `known` counts.
-                    known.remember(tensors, _telling(statistics))
             self._once.mark(found.params)
         return flags
 
@@ -117,9 +111,8 @@ class Unscaling(torch.amp.GradScaler):
             return None
         self._held[id(optimizer)] = optimizer
         looked = self._found[id(optimizer)] = Looked()
-        looked.add(look.params, look.found)
+        looked.add(look.params, look.counted)
         if multiplier is not None:
-            known.remember(look.tensors, look.found, look.seen)
             self._once.mark(look.params)
         return {look.device: look.flag}
 
@@ -134,5 +127,5 @@ class Unscaling(torch.amp.GradScaler):
         return flags  # type: ignore[no-any-return]
 
 
-def _telling(statistics: Statistics) -> Callable[[], Statistics]:
-    return lambda: statistics
+def _telling(counted: NonFinite) -> Callable[[], NonFinite]:
+    return lambda: counted
