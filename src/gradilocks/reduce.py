@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks.total import rounded
 from gradilocks.values import Measurement, Meeting, moved
 
 __all__ = ["agreed", "largest_of_all", "reduce", "reduce_apart", "reduce_each"]
 
-_ROW = ("largest", "unit", "share", "nonfinite")
+_ROW = ("largest", "unit", "share", "nonfinite", "double")
 """What a rank tells of a list of tensors: the largest of their norms, the unit (that norm, or 1
-where it cannot be one), the sum of their p-th powers in that unit, the skip flag."""
-_FLAG = _ROW.index("nonfinite")
+where it cannot be one), the sum of their p-th powers in that unit, the skip flag, and whether one
+is float64: the norm is rounded alike on all ranks, also on those that hold none."""
 
 
 def reduce(
@@ -46,13 +47,12 @@ def reduce(
         And every rank's notes, a row a rank.
     """
     norms, order = measurement.tensors.norms, measurement.order
-    mine = _row(norms, order, counts, measurement.nonfinite)
+    mine = _row(norms, order, counts, measurement.nonfinite, double=measurement.double)
     told = torch.cat([mine, *(note.to(mine.dtype).reshape(1) for note in notes)])
     (group,) = meeting.groups
     gathered = _gathered(told, group, meeting.device)
     together = _combined(gathered[:, : len(_ROW)], order)
-    whole = replace(measurement, norm=_norm(together, order), nonfinite=together[_FLAG].float())
-    return whole, gathered[:, len(_ROW) :]
+    return _whole(measurement, together), gathered[:, len(_ROW) :]
 
 
 def reduce_each(
@@ -122,17 +122,17 @@ def reduce_apart(
         at = [place for place, each in enumerate(ranks) if each == theirs]
         places = torch.tensor(at, dtype=torch.int64, device="cpu")
         chosen = norms.index_select(0, moved(places, norms.device))
-        return _row(chosen, order, [counts[place] for place in at], flag)
+        own = [counts[place] for place in at]
+        return _row(chosen, order, own, flag, double=measurement.double)
 
     rows = [row_of(None)]
     for meeting in meetings:
         row = row_of(meeting.ranks)
         for group in meeting.groups:
             row = _combined(_gathered(row, group, meeting.device), order)
-        flag = row[_FLAG]
+        flag = row[_ROW.index("nonfinite")]
         rows.append(row)
-    together = _combined(torch.stack(rows), order)
-    return replace(measurement, norm=_norm(together, order), nonfinite=together[_FLAG].float())
+    return _whole(measurement, _combined(torch.stack(rows), order))
 
 
 def largest_of_all(numbers: Tensor, meetings: Sequence[Meeting]) -> Tensor:
@@ -177,7 +177,14 @@ def agreed(
     return both[0], both[1] if of_all else None
 
 
-def _row(norms: Tensor, order: float, counts: Sequence[bool] | None, nonfinite: Tensor) -> Tensor:
+def _row(
+    norms: Tensor,
+    order: float,
+    counts: Sequence[bool] | None,
+    nonfinite: Tensor,
+    *,
+    double: bool,
+) -> Tensor:
     largest = norms.amax() if norms.numel() else norms.new_zeros(())
     unit = _unit(largest)
     share = norms.new_zeros(())
@@ -186,7 +193,8 @@ def _row(norms: Tensor, order: float, counts: Sequence[bool] | None, nonfinite: 
         if counts is not None:
             powers = torch.where(_mask(counts, norms), powers, torch.zeros_like(powers))
         share = powers.sum()
-    return torch.stack([largest, unit, share, nonfinite.to(norms.dtype)])
+    wider = torch.full_like(largest, float(double))
+    return torch.stack([largest, unit, share, nonfinite.to(norms.dtype), wider])
 
 
 def _mask(counts: Sequence[bool], norms: Tensor) -> Tensor:
@@ -210,19 +218,22 @@ def _gathered(mine: Tensor, group: Any, device: torch.device) -> Tensor:
 
 def _combined(rows: Tensor, order: float) -> Tensor:
     """One row from several."""
-    norms, units, shares, flags = rows.unbind(dim=1)
+    norms, units, shares, flags, double = rows.unbind(dim=1)
     largest = norms.amax()
     unit = _unit(largest)
     share = torch.zeros_like(largest)
     if order != math.inf:
         # A row of nothing but zeros has unit 1 and share 0: it adds nothing, whatever the unit.
         share = torch.where(shares > 0, shares * (units / unit) ** order, 0.0).sum()
-    return torch.stack([largest, unit, share, flags.amax()])
+    return torch.stack([largest, unit, share, flags.amax(), double.amax()])
 
 
-def _norm(row: Tensor, order: float) -> Tensor:
-    largest, unit, share, _ = row.unbind()
-    if order == math.inf:
-        return largest
-    usable = (largest > 0) & torch.isfinite(largest)
-    return torch.where(usable, unit * share ** (1.0 / order), largest)
+def _whole(measurement: Measurement, row: Tensor) -> Measurement:
+    """The Measurement with the norm and the flag of all ranks."""
+    largest, unit, share, flag, double = row.unbind()
+    norm = largest
+    if measurement.order != math.inf:
+        usable = (largest > 0) & torch.isfinite(largest)
+        norm = torch.where(usable, unit * share ** (1.0 / measurement.order), largest)
+    norm = torch.where(double > 0, norm, rounded(norm))
+    return replace(measurement, norm=norm, nonfinite=flag.to(torch.float32))

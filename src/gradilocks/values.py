@@ -20,6 +20,7 @@ __all__ = [
     "Decision",
     "Measurement",
     "Meeting",
+    "NonFinite",
     "ScaleState",
     "Scene",
     "Statistics",
@@ -60,6 +61,16 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class NonFinite:
+    """How many elements of each tensor are not finite; one entry a tensor, on their device."""
+
+    nan: Tensor
+    """int64: how many are NaN."""
+    inf: Tensor
+    """int64: how many are Inf or -Inf."""
+
+
+@dataclass(frozen=True)
 class Scene:
     """Whose gradients were measured, for policies that look further than at norms."""
 
@@ -84,9 +95,11 @@ class Measurement:
     order: float
     tensors: Statistics
     norm: Tensor
-    """0-d: the norm over all tensors, as if they were one vector."""
+    """0-d: the norm over all tensors, as if they were one vector, rounded once to float32."""
     nonfinite: Tensor
     """float32, 0-d: exactly 1 if any element of any gradient is NaN or Inf, else exactly 0."""
+    double: bool = False
+    """Whether a gradient is float64; `norm` is not rounded to float32 then."""
     scene: Scene | None = None
     """Whose gradients they are, where somebody knows."""
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from gradilocks import clip_grad_norm_, kernels
-from gradilocks.dropin import known
 from gradilocks.kernels import table
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
@@ -47,7 +46,6 @@ def device(request, monkeypatch):
         monkeypatch.setattr(fused, "TILE", 128)
         monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
         monkeypatch.setattr(fused, "CHANGE_TILE", 32)
-    known.forget()
     limiting._desks.clear()
     yield request.param
     table._layouts.clear()

@@ -15,9 +15,10 @@ from gradilocks.values import Meeting
 CPU = torch.device("cpu")
 
 
-def reduced(ranks, *, order=2.0, counts=None):
+def reduced(ranks, *, order=2.0, counts=None, dtype=torch.float32):
     """What each rank's `reduce` returns; `ranks` holds each one's list of gradients."""
-    measured = [measure([torch.tensor(g) for g in rank], home=CPU, order=order) for rank in ranks]
+    gradients = [[torch.tensor(g, dtype=dtype) for g in rank] for rank in ranks]
+    measured = [measure(each, home=CPU, order=order) for each in gradients]
     sent = []
 
     def run(collective):
@@ -57,6 +58,15 @@ def test_the_largest_element_counts_however_often_it_is_held():
 def test_a_rank_without_gradients_takes_part():
     for found in reduced([[[3.0, 4.0]], []]):
         assert (found.norm.item(), found.nonfinite.item()) == (5.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rank_without_gradients_rounds_the_norm_as_the_others_do(dtype):
+    one, two, three = reduced([[[1.0, 3.0]], [], [[5.0]]], dtype=dtype)
+    assert one.norm.item() == two.norm.item() == three.norm.item()
+    exact = math.sqrt(35.0)
+    assert (one.norm.item() == torch.tensor(exact).item()) == (dtype is torch.float32)
+    assert one.norm.item() == pytest.approx(exact, rel=1e-15 if dtype is torch.float64 else 1e-7)
 
 
 def test_no_rank_has_a_gradient():

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradilocks.clip import resolve_clip
-from gradilocks.dropin import known
 from gradilocks.dropin.clips import Clipped, Clips
 from gradilocks.dropin.flags import has_gradients, largest_flag
 from gradilocks.dropin.governed import Governed, governed
@@ -188,7 +187,6 @@ class GradScaler(Saving):
         state["stage"] = OptState.STEPPED
         if self._clips is not None:
             self._clips.learn(optimizer)
-        known.forget()
         return returned
 
     @eager
@@ -252,7 +250,6 @@ class GradScaler(Saving):
         self._held: dict[int, Any] = {}  # Alive until `update`: no id means two optimizers.
         self._once = UnscaledOnce()
         self._only_looking: Tensor | None = None
-        known.forget()
 
     def _step_disabled(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
         """Without scale and check, as torch has it; a clip policy is obeyed."""

@@ -1,7 +1,6 @@
 """Gradients in, one Measurement out, for the clip functions: few reads and few launches.
 
-Beside `measure` this knows what `unscale_` has measured already, and what is short where no
-gradient is float64.
+As `measure`, shorter where no gradient is float64.
 """
 
 from __future__ import annotations
@@ -13,24 +12,19 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.dropin import known
 from gradilocks.gradients import Gradients
 from gradilocks.measure import summarize
 from gradilocks.reduce import reduce_apart
+from gradilocks.total import rounded
 from gradilocks.values import Measurement, Meeting, Statistics, moved, wide
 
-__all__ = ["any_double", "by_device", "measured", "total"]
+__all__ = ["by_device", "measured", "total"]
 
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
     """The tensors device by device, the first one's device first."""
     devices = kernels.by_device(tensors)
     return {device: [tensors[place] for place in places] for device, places in devices.items()}
-
-
-def any_double(tensors: Sequence[Tensor]) -> bool:
-    """Whether the norm of `tensors` is float64."""
-    return not {tensor.dtype for tensor in tensors}.isdisjoint((torch.float64, torch.complex128))
 
 
 def measured(
@@ -40,7 +34,6 @@ def measured(
     *,
     double: bool,
     meetings: Sequence[Meeting],
-    reuse: bool = False,
 ) -> Measurement:
     """Measures all gradients together; waits only to bring a device's numbers to the CPU.
 
@@ -50,16 +43,12 @@ def measured(
         devices: their tensors, by device.
         double: whether one of them is float64.
         meetings: the ranks that hold some of them together with this one.
-        reuse: read only those whose norm is not `known`.
 
     Returns:
         The Measurement, on the first tensor's device; its entries are in any order.
     """
-    reuse = reuse and order == 2.0 and not meetings
     parts = [
-        known.measured(tensors)
-        if reuse
-        else kernels.for_device(device).measure(tensors, order=order)
+        kernels.for_device(device).measure(tensors, order=order)
         for device, tensors in devices.items()
     ]
     statistics = _joined(parts, next(iter(devices), torch.device("cpu")))
@@ -67,7 +56,7 @@ def measured(
         every = list(zip(found.tensors, found.layouts or [None] * len(found.tensors), strict=True))
         layouts = [layout for device in devices for t, layout in every if t.device == device]
         return reduce_apart(
-            summarize(statistics, order=order),
+            summarize(statistics, order=order, double=double),
             meetings=meetings,
             ranks=[None if layout is None else layout.ranks for layout in layouts],
             counts=[layout is None or layout.counts for layout in layouts],
@@ -91,13 +80,13 @@ def _joined(parts: Sequence[Statistics], home: torch.device) -> Statistics:
 
 
 def total(statistics: Statistics, order: float, double: bool) -> Measurement:
-    """As `summarize`, in 4 launches where that takes some 20, if no gradient is float64.
+    """As `summarize`, in 8 launches where that takes some 20, if no gradient is float64.
 
     The square of a float32 norm is far from the ends of float64, so the sum needs no care, and it
     is finite just when every element is.
     """
     if order != 2.0 or double or statistics.norms.dtype is not torch.float64:
-        return summarize(statistics, order=order)
-    norm = torch.linalg.vector_norm(statistics.norms)
+        return summarize(statistics, order=order, double=double)
+    norm = rounded(torch.linalg.vector_norm(statistics.norms))
     nonfinite = torch.logical_not(norm < math.inf).to(torch.float32)
     return Measurement(order=2.0, tensors=statistics, norm=norm, nonfinite=nonfinite)

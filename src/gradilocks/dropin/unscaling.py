@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from gradilocks import kernels
-from gradilocks.dropin import known
 from gradilocks.dropin.clips import Clipped, Clips
 from gradilocks.dropin.flags import agree_across_ranks, any_flag, refuse_overflow
 from gradilocks.dropin.governed import Governed
@@ -23,7 +22,7 @@ from gradilocks.dropin.once import UnscaledOnce, writing_ourselves
 from gradilocks.dropin.shortly import looked_shortly
 from gradilocks.gradients import Names, every_parameter
 from gradilocks.ranks import any_distributed, covers_world, meetings_of
-from gradilocks.values import Statistics, moved
+from gradilocks.values import NonFinite, moved
 
 __all__ = ["Unscaling"]
 
@@ -61,23 +60,18 @@ class Unscaling(torch.amp.GradScaler):
         self._held[id(optimizer)] = optimizer
         flags: dict[torch.device, Tensor] = {}
         looked = self._found[id(optimizer)] = Looked()
-        seen: list[tuple[list[Tensor], Statistics]] = []
         with torch.no_grad():
             for device, places in kernels.by_device(found.tensors).items():
                 tensors = [found.tensors[place] for place in places]
                 factor = moved(inv_scale, device) if multiply else None
-                statistics = kernels.for_device(device).multiply_and_check_(tensors, factor)
-                broken = (statistics.nan + statistics.inf).any()
+                counted = kernels.for_device(device).multiply_and_check_(tensors, factor)
+                broken = (counted.nan + counted.inf).any()
                 flags[device] = torch.maximum(broken, moved(found_inf, device))
-                looked.add([found.params[place] for place in places], _telling(statistics))
-                seen.append((tensors, statistics))
+                looked.add([found.params[place] for place in places], _telling(counted))
         if not multiply and self._scale is not None:  # Before the ranks agree on what is done.
             refuse_overflow(flags, found.tensors, self._scale)
         self._agree(optimizer, flags, found_inf)
         if multiply:
-            with torch.no_grad():
-                for tensors, statistics in seen:  # After the collective, which `known` counts.
-                    known.remember(tensors, _telling(statistics))
             self._once.mark(found.params)
         return flags
 
@@ -131,13 +125,13 @@ class Unscaling(torch.amp.GradScaler):
             return None
         self._held[id(optimizer)] = optimizer
         looked = self._found[id(optimizer)] = Looked()
-        looked.add(look.params, look.found)
+        looked.add(look.params, look.counted)
         if multiplier is not None:
-            known.remember(look.tensors, look.found, look.seen)
             self._once.mark(look.params)
         flags = {look.device: look.flag}
         if multiplier is None and self._scale is not None:
-            refuse_overflow(flags, look.tensors, self._scale)
+            grads = [param.grad for param in look.params if param.grad is not None]
+            refuse_overflow(flags, grads, self._scale)
         return flags
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
@@ -151,5 +145,5 @@ class Unscaling(torch.amp.GradScaler):
         return flags  # type: ignore[no-any-return]
 
 
-def _telling(statistics: Statistics) -> Callable[[], Statistics]:
-    return lambda: statistics
+def _telling(counted: NonFinite) -> Callable[[], NonFinite]:
+    return lambda: counted
