@@ -39,6 +39,7 @@ from gradilocks.values import (
     ClipLimit,
     Decision,
     Measurement,
+    Meeting,
     ScaleState,
     Scene,
     StepRecord,
@@ -96,13 +97,13 @@ class Judge:
         self.memory: dict[str, Tensor] | None = None
         """What the clip policy remembers."""
         self._whose: list[weakref.ref[Tensor]] = []  # The parameters that it knows, in order.
-        self._team: Team | None = None  # The ranks that the step being judged was measured over.
+        self._meeting: Meeting | None = None  # The ranks that the latest step was measured over.
         self._company = Company()
         self.losses = Losses()
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references and process groups do not travel.
-        return {**self.__dict__, "_whose": [], "_team": None}
+        return {**self.__dict__, "_whose": [], "_meeting": None}
 
     @property
     def scales(self) -> bool:
@@ -132,7 +133,7 @@ class Judge:
         measurement = measure(
             tensors, home=home, order=float(policy.order), detail=policy.needs_largest or asking
         )
-        self._team = team
+        self._meeting = None if team is None else team.meeting
         scene = None if type(policy) in _SIMPLE else self._scene(found)
         if team is not None:
             measurement = self._over_ranks(measurement, found, scene, team)
@@ -236,7 +237,7 @@ class Judge:
         if verdict.unscaled:
             peak = peak * self.state.scale
         broken = record.row[ROW.index("loss_nonfinite")]
-        told = agreed(peak, broken, meeting=None if self._team is None else self._team.meeting)
+        told = agreed(peak, broken, meeting=self._meeting)
         policy.advance(self.state, record.skip, largest=told[0], loss_nonfinite=told[1])
 
     def saved(self) -> dict[str, Any]:
@@ -297,7 +298,7 @@ class Judge:
         if self._company.is_new(team):
             broken, *numbers = fetch(torch.cat([whole.nonfinite.reshape(1), every.flatten()]))
             rows = [numbers[at : at + len(notes)] for at in range(0, len(numbers), len(notes))]
-            self._company.meet(team, rows, finite=not broken, apart=apart, name=self.names)
+            self._company.meet(team, rows, finite=not broken, apart=apart, names=self.names.of)
         if not apart:
             return whole
         assert scene is not None

@@ -38,6 +38,7 @@ _COPIES_DIFFER = 1e-3
 """By how much the norms of copies may differ: kernels that add in any order, in half precision."""
 
 _Name = Callable[[Tensor], str]
+_Names = Callable[[Sequence[Tensor]], Sequence[str]]
 
 
 class Layout(NamedTuple):
@@ -126,10 +127,10 @@ def meetings_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[Meeting
         The meetings in an order that all of their ranks keep. Meshes of one shape come after each
         other, so that going through all meetings once reaches every rank of a regular grid.
     """
-    by_ranks: dict[tuple[int, ...], list[Any]] = {}
-    for mesh, _ in _meshes_of(tensors):
+    by_ranks: dict[tuple[int, ...], list[tuple[Any, Tensor]]] = {}
+    for mesh, tensor in _meshes_of(tensors):
         if mesh.get_coordinate() is not None:  # Else this rank holds nothing of it.
-            by_ranks.setdefault(_ranks_on(mesh), []).append(mesh)
+            by_ranks.setdefault(_ranks_on(mesh), []).append((mesh, tensor))
     found = {ranks: _meeting(ranks, meshes) for ranks, meshes in by_ranks.items()}
     if group is not None:
         ranks = _ranks_in(group)
@@ -182,14 +183,16 @@ def team_of(params: Sequence[Tensor], *, group: Any, name: _Name) -> Team | None
     import torch.distributed as dist
 
     ranks = tuple(range(dist.get_world_size())) if group is None else _ranks_in(group)
-    fitting = [mesh for mesh, _ in meshes if _ranks_on(mesh) == ranks]
+    fitting = [(mesh, param) for mesh, param in meshes if _ranks_on(mesh) == ranks]
     if group is None and not fitting:
         raise ValueError(_part_of_the_world(*meshes[0], name))
     strangers = [(mesh, param) for mesh, param in meshes if _ranks_on(mesh) != ranks]
     unknown = None
     if strangers:
         unknown = _other_ranks(*strangers[0], name, ranks, named=group is not None)
-    wanted = params[0].device if not fitting else _device_of(fitting[0], params[0].device)
+    wanted = params[0].device
+    if fitting:
+        wanted = _device_of(fitting[0][0], fitting[0][1].device)
     plain = [p for p in params if p.requires_grad and not is_distributed(p)] if meshes else []
     return Team(
         meeting=Meeting(ranks, (group,), _reached(group, wanted)),
@@ -212,7 +215,13 @@ class Company:
         return self._known != team.listing
 
     def meet(
-        self, team: Team, notes: Sequence[Sequence[float]], *, finite: bool, apart: str, name: Any
+        self,
+        team: Team,
+        notes: Sequence[Sequence[float]],
+        *,
+        finite: bool,
+        apart: str,
+        names: _Names,
     ) -> None:
         """Raises, on every rank alike, if the ranks do not hold one model in a way that is known.
 
@@ -221,7 +230,7 @@ class Company:
             notes: of each rank: the norm of its plain tensors, then `Team.notes`.
             finite: whether all gradients are finite on all ranks.
             apart: the policy that needs the same parameters in the same order everywhere, or "".
-            name: tells the names of parameters.
+            names: tells the names of parameters.
         """
         norms, unknown, parts, listings, plain = zip(*notes, strict=True)
         if any(unknown):
@@ -235,7 +244,7 @@ class Company:
                 "another policy that bounds the norm of all."
             )
         if finite and not any(parts) and max(norms) - min(norms) > _COPIES_DIFFER * max(norms):
-            raise ValueError(_no_copies(team, norms, name))
+            raise ValueError(_no_copies(team, norms, names))
         # As long as plain tensors have shown no gradient they may still turn out to be no copies.
         if any(parts) or not any(plain) or (finite and max(norms) > 0.0):
             self._known = team.listing
@@ -268,17 +277,15 @@ def _ranks_in(group: Any) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
-def _meeting(ranks: tuple[int, ...], meshes: Sequence[Any]) -> Meeting:
+def _meeting(ranks: tuple[int, ...], meshes: Sequence[tuple[Any, Tensor]]) -> Meeting:
     """By one process group where torch has one for all of these ranks, else one a dimension."""
     import torch.distributed as dist
 
-    flat = next((mesh for mesh in meshes if mesh.ndim == 1), None)
-    mesh = meshes[0] if flat is None else flat
+    mesh, tensor = min(meshes, key=lambda pair: int(pair[0].ndim))
     groups = tuple(mesh.get_all_groups())
-    if flat is None and len(ranks) == dist.get_world_size() and _reaches(None, mesh.device_type):
+    if mesh.ndim > 1 and len(ranks) == dist.get_world_size() and _reaches(None, mesh.device_type):
         groups = (None,)
-    device = _device_of(mesh, torch.device("cpu"))
-    return Meeting(ranks, groups, _reached(groups[0], device))
+    return Meeting(ranks, groups, _reached(groups[0], _device_of(mesh, tensor.device)))
 
 
 def _in_order(meeting: Meeting) -> tuple[Any, ...]:
@@ -369,8 +376,8 @@ _UNLIKE = (
 )
 
 
-def _no_copies(team: Team, norms: Sequence[float], name: Any) -> str:
-    shown = ", ".join(name.of(team.plain[:3])) + (", ..." if len(team.plain) > 3 else "")
+def _no_copies(team: Team, norms: Sequence[float], names: _Names) -> str:
+    shown = ", ".join(names(team.plain[:3])) + (", ..." if len(team.plain) > 3 else "")
     seen = _few([f"{norm:.6g}" for norm in norms])
     return (
         "plain tensors beside DTensors count once if every rank holds the same ones, and here the "

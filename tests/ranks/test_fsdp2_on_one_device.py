@@ -28,8 +28,11 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = request.param
-    backend = "gloo" if kind == "cpu" else "nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if kind == "cuda":
+        torch.zeros(1, device="cuda")  # A mesh warns if nobody has chosen the device before it.
+        alone["device_id"] = torch.device("cuda", 0)
+    dist.init_process_group("gloo" if kind == "cpu" else "nccl", **alone)
     try:
         yield init_device_mesh(kind, (1,))
     finally:

@@ -27,6 +27,7 @@ def _programs() -> list[Callable[[int], Any]]:
         tensor_parallel_inside_data_parallel,
         a_norm_outside_the_plan,
         a_scaler_over_fsdp2,
+        a_control_over_fsdp2,
         experts_on_a_mesh_of_their_own,
         half_of_the_ranks,
         a_mesh_seen_from_outside,
@@ -45,6 +46,7 @@ def _programs() -> list[Callable[[int], Any]]:
         a_nan_on_each_rank_in_turn,
         an_overflow_by_unscaling,
         a_group_beside_the_meshes,
+        a_group_without_this_rank,
         headroom_of_distributed_gradients,
         headroom_beside_copies,
         a_clip_policy_in_a_scaler,
@@ -275,6 +277,41 @@ def test_a_scaler_over_fsdp2_trains_as_over_the_whole_model(returned: Returned) 
     for shards, whole in returned["a_scaler_over_fsdp2"]:
         assert shards[2] == whole[2] == math.inf
         assert shards == pytest.approx(whole, rel=1e-3)
+
+
+def a_control_over_fsdp2(rank: int) -> list[list[float]]:
+    """Ten steps with an overflow on one rank, sharded, sharded with copies, and whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for mesh in (_mesh(), _mesh((2, 2), ("replicate", "shard")), None):
+        model = _block()
+        if mesh is not None:
+            fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        control = gradilocks.GradientControl(optimizer, model=model, clip=1.0)
+        trail: list[float] = []
+        for step in range(10):
+            control.backward(_loss(model))
+            if step == 4:
+                bias: Any = model.down.bias.grad
+                if mesh is None:
+                    bias.fill_(math.inf)
+                elif rank == 1:
+                    bias.to_local().fill_(math.inf)
+            outcome = control.step()
+            trail += [outcome.norm, float(outcome.skipped), control.scale]
+            control.zero_grad()
+        trail.append(_loss(model).item())
+        found.append(trail)
+    return found
+
+
+def test_a_control_over_fsdp2_trains_as_over_the_whole_model(returned: Returned) -> None:
+    for *sharded, whole in returned["a_control_over_fsdp2"]:
+        assert whole[12:15] == [math.inf, 1.0, 2.0**15]
+        for found in sharded:
+            assert found == pytest.approx(whole, rel=1e-3)
 
 
 # Experts.
@@ -732,6 +769,18 @@ def a_group_beside_the_meshes(rank: int) -> list[float]:
 
 def test_flags_travel_over_the_meshes_and_over_the_group_that_was_named(returned: Returned) -> None:
     assert returned["a_group_beside_the_meshes"] == [[2.0, 0.0]] * 4
+
+
+def a_group_without_this_rank(rank: int) -> str:
+    group = dist.new_group([0, 1])
+    param = _plain([3.0 + rank])
+    return _refusal(lambda: _control_norm([param], process_group=group))
+
+
+def test_a_group_that_a_rank_is_not_in_is_refused_there_alone(returned: Returned) -> None:
+    first, second, *others = returned["a_group_without_this_rank"]
+    assert first == second == ""
+    assert all("process_group= names ranks of which this one is none" in told for told in others)
 
 
 def headroom_of_distributed_gradients(rank: int) -> list[Any]:

@@ -67,13 +67,13 @@ def clip_grad_norm_(
     def checked(norm: Tensor, double: bool) -> Tensor:
         return _checked_norm(norm, order, double, error_if_nonfinite)
 
-    short = clipped_shortly(params, bound, order, checked)
+    meetings = meetings_of(params)
+    short = None if meetings else clipped_shortly(params, bound, order, checked)
     if short is not None:
         return short
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
     devices, double = by_device(found.tensors), any_double(found.tensors)
-    meetings = meetings_of(params)
     measurement = measured(found, order, devices, double=double, meetings=meetings)
     norm = checked(measurement.norm, double)
     if found.tensors:
