@@ -47,7 +47,8 @@ def clip_grad_norm_(
     """Shortens the gradients of `parameters` in place so that their norm is at most `max_norm`.
 
     The gradients are measured as they are now, whatever was measured before; if nothing is to be
-    clipped, they are not written.
+    clipped, they are not written. A distributed gradient is measured whole, over the ranks of its
+    own mesh, all of which must call this; a plain one is this rank's.
 
     Args:
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped.

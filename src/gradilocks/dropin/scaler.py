@@ -48,7 +48,8 @@ class GradScaler(Saving):
         min_scale: the floor under the scale; by default the smallest normal float32.
         max_scale: the ceiling; a growth that would pass it is not taken.
         model: the module that names the parameters in `outcome` and in error messages.
-        process_group: the ranks that must skip together when gradients are sharded plain tensors.
+        process_group: the ranks that must skip together when gradients are sharded plain tensors,
+            besides those that share a mesh of DTensors.
         policy: a scale policy in place of torch's rule and its numbers, such as HeadroomScale().
         clip: a number or a clip policy; `step` unscales and clips each optimizer's gradients, and
             with `enabled=False` it clips them as they are.
