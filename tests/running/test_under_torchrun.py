@@ -26,8 +26,8 @@ for _ in range(5):
 total = sum(p.double().sum().item() for p in model.parameters())
 with open(f"rank{dist.get_rank()}.txt", "w") as file:
     print(total, torch.rand(1).item(), file=file)
-# Where a DistributedDataParallel (a cycle of references) outlives its group, torch itself aborts now
-# and then as the process ends, with everything done: 9 of 30 on a busy machine, collected 0 of 32.
+# Where a DistributedDataParallel (a cycle of references) outlives its group, torch itself aborts
+# now and then as the process ends, with all done: 9 of 30 on a busy machine, collected 0 of 32.
 dist.barrier()
 del model, optimizer
 gc.collect()
