@@ -23,7 +23,8 @@ MEETING_PLACES = {
 }
 # Reading a number off a tensor waits for its device. These may: the two named places, and the
 # reference kernels, whose CPU paths have nothing to wait for.
-MAY_READ = {"record.py", "update.py", "kernels/reference.py", "kernels/norms.py", "dropin/known.py"}
+MAY_READ = {"record.py", "update.py", "kernels/reference.py", "kernels/norms.py"}
+MAY_READ |= {"ranks.py"}  # The ranks of a device mesh lie on the CPU.
 MAY_READ |= {"auditing/counting.py", "auditing/flowing.py"}  # Once, when an audit is over.
 MAY_READ |= {"optim/sgd.py"}  # Asks, for a checkpoint, which buffers have been filled.
 MAY_READ |= {"emulating/recurrent.py"}  # The sizes of a packed sequence lie on the CPU anyway.

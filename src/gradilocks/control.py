@@ -65,8 +65,9 @@ class GradientControl(Stepping):
         on_nonfinite: "skip" leaves parameters as they were and goes on; "raise" does the same and
             then raises NonFiniteGradient, which waits for the device at every step.
         give_up_after: so many non-finite steps in a row raise NeverFinite; None for never.
-        process_group: the ranks that together hold the model, when its plain tensors are shards.
-            Data-parallel training needs none; DTensors bring their own.
+        process_group: the ranks that together hold one whole model, when its plain tensors are
+            parts of it, or when it lies as DTensors on some of the ranks only. Data-parallel
+            training needs none; DTensors on all ranks need none.
         record: a path for a run file, a Recorder, or None. It changes no number.
 
     Example:
@@ -104,8 +105,8 @@ class GradientControl(Stepping):
             *policies,
             names=self._names,
             give_up_after=give_up_after,
-            process_group=process_group,
         )
+        self._team()  # Refuses, now rather than at the first step, what no rank can know.
         self._schedulers = Listeners()
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)

@@ -7,7 +7,6 @@ a healthy step pays nothing for them.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +17,14 @@ from torch import Tensor, nn
 
 from gradilocks.errors import SharedParameter
 from gradilocks.kernels.located import DTYPES
+from gradilocks.ranks import Layout, is_distributed, layout_of
 
 __all__ = [
     "Gradients",
     "Names",
-    "any_distributed",
     "collect",
     "every_parameter",
     "parameters_of",
-    "replicas_of",
     "roof_of",
 ]
 
@@ -37,12 +35,8 @@ class Gradients:
 
     params: tuple[Tensor, ...]
     tensors: tuple[Tensor, ...]
-    replicas: tuple[int, ...] | None = None
-    """How many ranks hold the same elements, per tensor; None if no gradient is distributed."""
-
-
-EVERYWHERE = 0
-"""In `replicas`: a plain tensor, which beside distributed ones is on every rank."""
+    layouts: tuple[Layout | None, ...] = ()
+    """How each lies on the ranks: None for a plain tensor; () if no gradient is distributed."""
 
 
 def collect(params: Iterable[Tensor], *, name: Callable[[Tensor], str]) -> Gradients:
@@ -60,7 +54,8 @@ def collect(params: Iterable[Tensor], *, name: Callable[[Tensor], str]) -> Gradi
     seen: set[int] = set()
     having: list[Tensor] = []
     tensors: list[Tensor] = []
-    replicas: dict[int, int] = {}
+    layouts: dict[int, Layout] = {}
+    known: dict[tuple[int, Any], Layout] = {}
     for param in params:
         grad = param.grad
         if grad is None or id(param) in seen:
@@ -71,11 +66,11 @@ def collect(params: Iterable[Tensor], *, name: Callable[[Tensor], str]) -> Gradi
             having.append(param)
             tensors.append(grad)
             continue
-        held = EVERYWHERE
+        layout = None
         if grad.layout is not torch.strided:
             grad = _sparse_values(param, grad, name)
         elif type(grad) is not Tensor and is_distributed(grad):
-            held = _replicas(param, grad, name)
+            layout = layout_of(param, grad, name, known)
             grad = cast("Tensor", cast("Any", grad).to_local())
         if grad.is_meta:
             raise ValueError(
@@ -90,10 +85,10 @@ def collect(params: Iterable[Tensor], *, name: Callable[[Tensor], str]) -> Gradi
             )
         having.append(param)
         tensors.append(grad)
-        if held != EVERYWHERE:
-            replicas[len(tensors) - 1] = held
-    every = [replicas.get(place, EVERYWHERE) for place in range(len(tensors))] if replicas else None
-    return Gradients(tuple(having), tuple(tensors), None if every is None else tuple(every))
+        if layout is not None:
+            layouts[len(tensors) - 1] = layout
+    every = [layouts.get(place) for place in range(len(tensors))] if layouts else []
+    return Gradients(tuple(having), tuple(tensors), tuple(every))
 
 
 def _sparse_values(param: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -> Tensor:
@@ -106,54 +101,6 @@ def _sparse_values(param: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -
         grad = grad.coalesce()
         param.grad = grad
     return grad._values()
-
-
-def is_distributed(tensor: Tensor) -> bool:
-    """Whether `tensor` is a DTensor; does not import torch.distributed to find out."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _replicas(param: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -> int:
-    held = 1
-    mesh = cast("Any", grad).device_mesh
-    for dim, placement in enumerate(cast("Any", grad).placements):
-        if placement.is_partial():
-            raise ValueError(
-                f"the gradient of {name(param)} is a DTensor with a Partial placement: its ranks "
-                "hold summands, not elements. Redistribute it to Replicate() or Shard() first."
-            )
-        if placement.is_replicate():
-            held *= int(mesh.size(dim))
-    return held
-
-
-def any_distributed(params: Iterable[Tensor]) -> bool:
-    """Whether ranks hold parts of these parameters, so that all of them must take part.
-
-    Asked of the parameters, not of the gradients: a rank without gradients must not stay away.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None:
-        return False
-    return any(issubclass(kind, module.DTensor) for kind in set(map(type, params)))
-
-
-def replicas_of(found: Sequence[Gradients]) -> list[int] | None:
-    """How many ranks hold each tensor; None if none is distributed.
-
-    A plain tensor beside distributed ones is taken to be on every rank.
-    """
-    if all(part.replicas is None for part in found):
-        return None
-    import torch.distributed as dist
-
-    everywhere = dist.get_world_size()
-    return [
-        held or everywhere
-        for part in found
-        for held in (part.replicas or [EVERYWHERE] * len(part.params))
-    ]
 
 
 def roof_of(tensors: Sequence[Tensor]) -> float:

@@ -22,21 +22,24 @@ from gradilocks.decide import decide
 from gradilocks.diagnose import never_finite
 from gradilocks.errors import NeverFinite
 from gradilocks.express import Express
-from gradilocks.gradients import Gradients, Names, every_parameter, replicas_of, roof_of
+from gradilocks.gradients import Gradients, Names, every_parameter, roof_of
 from gradilocks.kernels.captured import capturing
 from gradilocks.losses import Losses
 from gradilocks.measure import measure
 from gradilocks.memory import remapped, same
 from gradilocks.plain import read_memory, refill
+from gradilocks.ranks import Company, Team
 from gradilocks.record import Outcome, Streak, fetch
 from gradilocks.reduce import agreed, reduce, reduce_each
 from gradilocks.roll import Called
 from gradilocks.scale import NoScale, ScalePolicy, scale_loss
+from gradilocks.total import total_norm
 from gradilocks.values import (
     ROW,
     ClipLimit,
     Decision,
     Measurement,
+    Meeting,
     ScaleState,
     Scene,
     StepRecord,
@@ -81,7 +84,6 @@ class Judge:
         *,
         names: Names,
         give_up_after: int | None,
-        process_group: Any,
     ) -> None:
         self.scale_policy, self.clip_policy = scale, clip
         self.state = scale.start(torch.device("cpu"))
@@ -92,15 +94,16 @@ class Judge:
         self.detail = False
         """Whether largest magnitudes and zeros are wanted of the next step, at whatever price."""
         self.names = names
-        self._process_group = process_group
         self.memory: dict[str, Tensor] | None = None
         """What the clip policy remembers."""
         self._whose: list[weakref.ref[Tensor]] = []  # The parameters that it knows, in order.
-        self._has_ranks = False
+        self._meeting: Meeting | None = None  # The ranks that the latest step was measured over.
+        self._company = Company()
         self.losses = Losses()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_whose": []}  # Weak references do not travel.
+        # Weak references and process groups do not travel.
+        return {**self.__dict__, "_whose": [], "_meeting": None}
 
     @property
     def scales(self) -> bool:
@@ -113,8 +116,16 @@ class Judge:
         self.losses.note(loss, self.state.scale.device)
         return scale_loss(loss, self.state.scale) if self.scales else loss
 
-    def judge(self, found: Sequence[Gradients], *, unscaled: bool, has_ranks: bool) -> Verdict:
-        """Measures all gradients together and decides, by the stages. Changes nothing."""
+    def judge(
+        self, found: Sequence[Gradients], *, unscaled: bool, team: Team | None = None
+    ) -> Verdict:
+        """Measures all gradients together and decides, by the stages. Changes nothing.
+
+        Args:
+            found: the gradients, of each optimizer.
+            unscaled: whether they have lost the scale already.
+            team: the ranks that hold the model together; None if each holds all of it.
+        """
         tensors = [tensor for part in found for tensor in part.tensors]
         home = self.state.scale.device
         policy = self.clip_policy
@@ -122,10 +133,10 @@ class Judge:
         measurement = measure(
             tensors, home=home, order=float(policy.order), detail=policy.needs_largest or asking
         )
-        self._has_ranks = has_ranks
+        self._meeting = None if team is None else team.meeting
         scene = None if type(policy) in _SIMPLE else self._scene(found)
-        if has_ranks:
-            measurement = self._over_ranks(measurement, replicas_of(found), scene)
+        if team is not None:
+            measurement = self._over_ranks(measurement, found, scene, team)
         scale = self.state.scale
         if unscaled:
             scale = torch.ones_like(scale)
@@ -226,7 +237,7 @@ class Judge:
         if verdict.unscaled:
             peak = peak * self.state.scale
         broken = record.row[ROW.index("loss_nonfinite")]
-        told = agreed(peak, broken, group=self._process_group, ranks=self._has_ranks)
+        told = agreed(peak, broken, meeting=self._meeting)
         policy.advance(self.state, record.skip, largest=told[0], loss_nonfinite=told[1])
 
     def saved(self) -> dict[str, Any]:
@@ -269,19 +280,37 @@ class Judge:
         self._whose = []
 
     def _over_ranks(
-        self, mine: Measurement, replicas: Sequence[int] | None, scene: Scene | None
+        self, mine: Measurement, found: Sequence[Gradients], scene: Scene | None, team: Team
     ) -> Measurement:
-        policy = self.clip_policy
-        if scene is None or not getattr(policy, "apart", False):
-            return reduce(mine, group=self._process_group, replicas=replicas)
-        if replicas is None or self._process_group is not None or getattr(policy, "by_unit", False):
+        """The measurement of all ranks; raises on all of them if it is not known who holds what."""
+        policy, meeting = self.clip_policy, team.meeting
+        apart = type(policy).__name__ if scene and getattr(policy, "apart", False) else ""
+        norms = mine.tensors.norms
+        layouts = [each for part in found for each in part.layouts or [None] * len(part.params)]
+        plain = [place for place, layout in enumerate(layouts) if layout is None]
+        beside = norms[:0]
+        if plain and not team.parts:
+            beside = norms.index_select(0, moved(torch.tensor(plain, device="cpu"), norms.device))
+        told = torch.tensor(team.notes(), dtype=norms.dtype, device="cpu")
+        notes = [total_norm(beside, mine.order), *moved(told, norms.device).unbind()]
+        counts = team.counts(layouts)
+        whole, every = reduce(mine, meeting=meeting, counts=counts, notes=notes)
+        if self._company.is_new(team):
+            broken, *numbers = fetch(torch.cat([whole.nonfinite.reshape(1), every.flatten()]))
+            rows = [numbers[at : at + len(notes)] for at in range(0, len(numbers), len(notes))]
+            self._company.meet(team, rows, finite=not broken, apart=apart, names=self.names.of)
+        if not apart:
+            return whole
+        assert scene is not None
+        if team.parts or getattr(policy, "by_unit", False):
             raise ValueError(
-                f"{type(policy).__name__} bounds gradients apart from each other, and ranks hold "
-                "parts of them here that are not known to belong together. Use ClipByNorm, or "
-                "another policy that bounds the norm of all."
+                f"{apart} bounds gradients apart from each other, and ranks hold parts of them "
+                "here that are not known to belong together. Use ClipByNorm, or another policy "
+                "that bounds the norm of all."
             )
-        places, count = scene.places, scene.count
-        return reduce_each(mine, replicas=replicas, places=places, count=count)
+        return reduce_each(
+            whole, meeting=meeting, counts=counts, places=scene.places, count=scene.count
+        )
 
     def _memory_on(self, home: torch.device) -> dict[str, Tensor] | None:
         """What the clip policy remembers, if it is one that learns."""

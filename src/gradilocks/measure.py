@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.total import total_norm
+from gradilocks.total import any_double, rounded, total_norm
 from gradilocks.values import Measurement, Statistics, moved
 
 __all__ = ["measure", "summarize"]
@@ -31,11 +31,11 @@ def measure(
     Returns:
         The Measurement, on `home`; nothing waits.
     """
-    places = kernels.by_device(tensors)
+    places, double = kernels.by_device(tensors), any_double(tensors)
     if len(places) == 1:
         (device,) = places
         found = kernels.for_device(device).measure(tensors, order=order, detail=detail)
-        return summarize(_moved(found, home), order=order)
+        return summarize(_moved(found, home), order=order, double=double)
     parts = [
         _moved(
             kernels.for_device(device).measure(
@@ -46,17 +46,19 @@ def measure(
         for device, indices in places.items()
     ]
     order_of_parts = [i for indices in places.values() for i in indices]
-    return summarize(_merged(parts, order_of_parts, home=home, detail=detail), order=order)
+    merged = _merged(parts, order_of_parts, home=home, detail=detail)
+    return summarize(merged, order=order, double=double)
 
 
-def summarize(statistics: Statistics, *, order: float) -> Measurement:
-    """The Measurement of tensors whose statistics are known."""
+def summarize(statistics: Statistics, *, order: float, double: bool) -> Measurement:
+    """The Measurement of tensors whose statistics are known; `double` if one is float64."""
     broken = (statistics.nan + statistics.inf).sum() > 0
     return Measurement(
         order=order,
         tensors=statistics,
-        norm=total_norm(statistics.norms, order),
+        norm=rounded(total_norm(statistics.norms, order), double=double),
         nonfinite=broken.to(torch.float32),
+        double=double,
     )
 
 

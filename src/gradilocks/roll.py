@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gradilocks import kernels
-from gradilocks.gradients import is_distributed, roof_of
+from gradilocks.gradients import roof_of
 from gradilocks.kernels.captured import capturing, keep_if_captured
 from gradilocks.kernels.located import DTYPES, Located, all_aligned, kinds_of, placed
 from gradilocks.kernels.table import send
+from gradilocks.ranks import is_distributed
 
 __all__ = ["Called", "Roll", "ends_of", "split"]
 

@@ -18,7 +18,6 @@ from gradilocks.errors import NoGradients
 from gradilocks.gradients import (
     Gradients,
     Names,
-    any_distributed,
     collect,
     every_parameter,
     parameters_of,
@@ -26,6 +25,7 @@ from gradilocks.gradients import (
 from gradilocks.judge import Judge, Verdict
 from gradilocks.order import CallOrder
 from gradilocks.own_step import is_ours
+from gradilocks.ranks import Team, any_distributed, team_of
 from gradilocks.record import Outcome, nonfinite
 from gradilocks.recording.journal import NoJournal
 from gradilocks.roll import Called, ends_of, split
@@ -131,7 +131,10 @@ class Stepping:
         return verdict
 
     def _judge_by_stages(self, found: Sequence[Gradients]) -> Verdict:
-        return self._judge.judge(found, unscaled=self._order.unscaled, has_ranks=self._has_ranks())
+        first = next(self._parameters(), None)
+        if first is not None and not self._judge.scales:
+            self._judge.move_to(first.device)  # No loss was scaled, which would have brought it.
+        return self._judge.judge(found, unscaled=self._order.unscaled, team=self._team())
 
     def _after_a_failed_update(self, verdict: Verdict) -> None:
         """As if nothing had been decided; several optimizers are not to be stepped twice."""
@@ -184,6 +187,10 @@ class Stepping:
     def _check_unscaling(self, optimizer: Any, part: Gradients, *, in_place: bool) -> None:
         if in_place and self._judge.scales:
             update.check_unscaling_in_place(optimizer, part.params, part.tensors, self._names)
+
+    def _team(self) -> Team | None:
+        """The ranks that hold the model together; raises if they are not known."""
+        return team_of(list(self._parameters()), group=self._process_group, name=self._names)
 
     def _has_ranks(self) -> bool:
         return self._process_group is not None or any_distributed(self._parameters())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ __all__ = [
     "ClipLimit",
     "Decision",
     "Measurement",
+    "Meeting",
+    "NonFinite",
     "ScaleState",
     "Scene",
     "Statistics",
@@ -58,6 +61,16 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class NonFinite:
+    """How many elements of each tensor are not finite; one entry a tensor, on their device."""
+
+    nan: Tensor
+    """int64: how many are NaN."""
+    inf: Tensor
+    """int64: how many are Inf or -Inf."""
+
+
+@dataclass(frozen=True)
 class Scene:
     """Whose gradients were measured, for policies that look further than at norms."""
 
@@ -82,11 +95,25 @@ class Measurement:
     order: float
     tensors: Statistics
     norm: Tensor
-    """0-d: the norm over all tensors, as if they were one vector."""
+    """0-d: the norm over all tensors, as if they were one vector, rounded once to float32."""
     nonfinite: Tensor
     """float32, 0-d: exactly 1 if any element of any gradient is NaN or Inf, else exactly 0."""
+    double: bool = False
+    """Whether a gradient is float64; `norm` is not rounded to float32 then."""
     scene: Scene | None = None
     """Whose gradients they are, where somebody knows."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that bring their numbers together, and how they reach each other."""
+
+    ranks: tuple[int, ...]
+    """Their numbers in the default group, ascending."""
+    groups: tuple[Any, ...]
+    """The process groups to go through, one after the other; None is the default group."""
+    device: torch.device
+    """Where the collectives run: a device that the groups have a backend for."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from gradilocks import clip_grad_norm_, kernels
-from gradilocks.dropin import known
 from gradilocks.kernels import table
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
@@ -47,7 +46,6 @@ def device(request, monkeypatch):
         monkeypatch.setattr(fused, "TILE", 128)
         monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
         monkeypatch.setattr(fused, "CHANGE_TILE", 32)
-    known.forget()
     limiting._desks.clear()
     yield request.param
     table._layouts.clear()
@@ -211,3 +209,24 @@ def test_two_streams_clip_at_once():
     for place, params in enumerate(sets):
         exact = torch.cat([p.grad.double() for p in params]).norm().item()
         assert [n.item() for n in norms[place::2]] == pytest.approx([exact] * 20, rel=1e-6)
+
+
+def test_a_rank_whose_distributed_parameters_have_no_gradient_takes_part(device, monkeypatch):
+    """The plain gradients that it has could be taken shortly, and others would wait for it."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    met, plain = [], parameters("float32", device)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(device, (1,))
+        shards = nn.Parameter(distribute_tensor(torch.ones(6, device=device), mesh, [Shard(0)]))
+        expected = clip_grad_norm_(plain, math.inf)
+        gather = dist.all_gather
+        monkeypatch.setattr(dist, "all_gather", lambda *a, **k: met.append(a) or gather(*a, **k))
+        found = clip_grad_norm_([*plain, shards], math.inf)
+    finally:
+        dist.destroy_process_group()
+    assert len(met) == 1
+    assert torch.equal(found, expected)

@@ -1,18 +1,14 @@
 """The clip functions: numbers worked out by hand, torch's contract, torch's faults, the reuse."""
 
-import gc
 import inspect
 import math
 import re
-import weakref
 
 import pytest
 import torch
 
 import gradilocks
 from gradilocks import GradScaler
-from gradilocks.dropin import known as kept
-from gradilocks.kernels import reference
 
 THEIRS = torch.nn.utils
 OURS = gradilocks
@@ -452,23 +448,9 @@ def test_a_tensor_listed_twice_in_a_norm_is_two_vectors(name):
     assert clip.get_total_norm([tensor, tensor]).item() == pytest.approx(math.sqrt(50.0))
 
 
-# --- the norm that unscale_ measured ----------------------------------------------------------
+# --- between unscale_ and the clip ------------------------------------------------------------
 
 LARGE, SMALL = 70_000, 100
-
-
-class Reads:
-    """Counts the elements that `measure` is given."""
-
-    def __init__(self, monkeypatch):
-        self.elements = 0
-        measure = reference.measure
-
-        def counting(tensors, **options):
-            self.elements += sum(t.numel() for t in tensors)
-            return measure(tensors, **options)
-
-        monkeypatch.setattr(reference, "measure", counting)
 
 
 def unscaled(scaler_class, *sizes):
@@ -482,36 +464,6 @@ def unscaled(scaler_class, *sizes):
     return params, scaler, optimizer
 
 
-def test_nothing_is_read_again_when_nothing_wrote(monkeypatch):
-    params, _, _ = unscaled(GradScaler, LARGE, 3 * LARGE)
-    expected = torch.linalg.vector_norm(torch.cat([p.grad for p in params]).double()).item()
-    reads = Reads(monkeypatch)
-    norm = OURS.clip_grad_norm_(params, 1.0)
-    assert reads.elements == 0
-    assert norm.item() == pytest.approx(expected, rel=1e-6)
-    assert torch.cat([p.grad for p in params]).norm().item() == pytest.approx(1.0, rel=1e-4)
-
-
-def test_only_what_is_small_is_read_again(monkeypatch):
-    params, _, _ = unscaled(GradScaler, LARGE, SMALL)
-    reads = Reads(monkeypatch)
-    OURS.clip_grad_norm_(params, 1.0)
-    assert reads.elements == SMALL
-
-
-def test_the_norms_of_several_optimizers_are_all_kept(monkeypatch):
-    first, second = (torch.nn.Parameter(torch.ones(LARGE)) for _ in range(2))
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.scale(first.sum() + second.sum()).backward()
-    optimizers = [torch.optim.SGD([param], lr=0.1) for param in (first, second)]
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    reads = Reads(monkeypatch)
-    norm = OURS.clip_grad_norm_([first, second], 1.0)
-    assert reads.elements == 0
-    assert norm.item() == pytest.approx(math.sqrt(2 * LARGE), rel=1e-6)
-
-
 def test_a_clip_that_does_nothing_does_not_write():
     params, _, _ = unscaled(GradScaler, LARGE, SMALL)
     versions = [p.grad._version for p in params]
@@ -519,48 +471,11 @@ def test_a_clip_that_does_nothing_does_not_write():
     assert [p.grad._version for p in params] == versions
 
 
-def test_another_order_is_measured(monkeypatch):
-    params, _, _ = unscaled(GradScaler, LARGE)
-    reads = Reads(monkeypatch)
-    norm = OURS.clip_grad_norm_(params, math.inf, norm_type=1.0)
-    assert reads.elements == LARGE
-    assert norm.item() == pytest.approx(params[0].grad.double().abs().sum().item(), rel=1e-6)
-
-
 def test_a_second_clip_sees_the_first():
     params, _, _ = unscaled(GradScaler, LARGE, SMALL)
     OURS.clip_grad_norm_(params, 1.0)
     assert OURS.clip_grad_norm_(params, 0.5).item() == pytest.approx(1.0, rel=1e-5)
     assert OURS.clip_grad_norm_(params, 0.5).item() == pytest.approx(0.5, rel=1e-5)
-
-
-def test_after_the_step_nothing_is_kept(monkeypatch):
-    params, scaler, optimizer = unscaled(GradScaler, LARGE)
-    scaler.step(optimizer)
-    reads = Reads(monkeypatch)
-    OURS.clip_grad_norm_(params, 1.0)
-    assert reads.elements == LARGE
-
-
-def test_the_kept_norms_do_not_keep_the_gradients_alive():
-    params, scaler, optimizer = unscaled(GradScaler, LARGE)
-    gradient = weakref.ref(params[0].grad)
-    optimizer.zero_grad()
-    gc.collect()
-    assert gradient() is None
-    assert scaler.is_enabled()
-
-
-def test_the_kept_norms_do_not_pile_up_in_a_loop_that_steps_by_itself():
-    kept.forget()
-    params = []
-    for _ in range(5):
-        (param,), scaler, optimizer = unscaled(GradScaler, LARGE)
-        OURS.clip_grad_norm_([param], 1.0)
-        optimizer.step()
-        scaler.update()
-        params.append(param)  # Alive, so that each has an identity of its own.
-    assert len(kept._norms) <= 1
 
 
 def _in_place(param):
@@ -667,12 +582,6 @@ def test_a_hidden_write_to_a_few_elements_of_a_small_gradient_is_seen(write):
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.xfail(
-    reason="a documented limit (docs/numerics.md): torch's version counter does not see the write, "
-    "the sample misses it, and comparing every element costs what keeping the norm saves",
-    raises=AssertionError,
-    strict=True,
-)
 @pytest.mark.parametrize("write", HIDDEN.values(), ids=HIDDEN)
 def test_a_hidden_write_to_a_few_elements_of_a_large_gradient_is_seen(write):
     results = []

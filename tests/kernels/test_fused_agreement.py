@@ -116,7 +116,6 @@ def test_multiplying_writes_the_reference_s_bits(dtype, factor, device):
     wanted = reference.measure(theirs)
     assert found.nan.tolist() == wanted.nan.tolist()
     assert found.inf.tolist() == wanted.inf.tolist()
-    torch.testing.assert_close(found.norms.cpu(), wanted.norms, rtol=1e-6, atol=0, equal_nan=True)
 
 
 @on_each_device

@@ -54,18 +54,9 @@ def test_multiplying_and_checking_writes_the_bits_that_multiplying_writes(dtype,
     reference.multiply_(other, scalar(factor))
     for a, b in zip(one, other, strict=True):
         assert torch.equal(a, b), a.numel()
-    compare(found, reference.measure(other))
-
-
-def compare(found, measured):
-    assert found.nan.tolist() == measured.nan.tolist()
-    assert found.inf.tolist() == measured.inf.tolist()
-    for norm, wanted, nan in zip(
-        found.norms.tolist(), measured.norms.tolist(), found.nan.tolist(), strict=True
-    ):
-        if not math.isnan(norm) or nan:  # NaN without one in the tensor: not known.
-            # The pieces that are written are smaller than those that are only read.
-            assert norm == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+    counted = reference.measure(other)
+    assert found.nan.tolist() == counted.nan.tolist()
+    assert found.inf.tolist() == counted.inf.tolist()
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])

@@ -68,12 +68,12 @@ class Standing:
 
 
 def by_the_stages(tensors, policy, clip, loss, unscaled, standing):
-    judge = Judge(policy, clip, names=Names(None, ()), give_up_after=None, process_group=None)
+    judge = Judge(policy, clip, names=Names(None, ()), give_up_after=None)
     judge.state, judge.steps, judge.streak.count = standing.state, standing.steps, standing.streak
     if loss is not None:
         judge.losses.note(loss, torch.device(loss.device))
     found = [Gradients(tuple(parameters_of(tensors)), tuple(tensors))]
-    verdict = judge.judge(found, unscaled=unscaled, has_ranks=False)
+    verdict = judge.judge(found, unscaled=unscaled)
     judge.conclude(verdict)
     return verdict.decision, verdict.record
 

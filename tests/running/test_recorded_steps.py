@@ -107,6 +107,43 @@ def test_detail_tells_weights_and_how_far_they_moved(recorded):
     assert run.header.settings["detail_every"] == 2
 
 
+UNSEEN = {
+    "nothing": ("pass", 2.0),
+    "halved through .data": ("p.grad.data /= 2", 0.25),
+    "halved through NumPy": ("p.grad.numpy()[...] /= 2", 0.25),
+    "one NaN through .data": ("p.grad.data[0] = float('nan')", None),
+    "halved in place": ("p.grad.mul_(0.5)", 0.25),
+    "replaced": ("p.grad = p.grad / 2", 0.25),
+}
+
+
+@pytest.mark.parametrize(("write_it", "norm"), UNSEEN.values(), ids=UNSEEN)
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_what_is_written_after_a_clip_is_recorded(tmp_path, write_it, norm, clip):
+    """Before the clip the norm is 2, after it 0.5; a norm that is not finite is None."""
+    call = {"norm": "clip_grad_norm_([p], 0.5)", "value": "clip_grad_value_([p], 0.25)"}[clip]
+    write(
+        tmp_path,
+        "train.py",
+        f"""
+import torch
+p = torch.nn.Parameter(torch.zeros(4))
+optimizer = torch.optim.SGD([p], lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    p.sum().backward()
+    torch.nn.utils.{call}
+    {write_it}
+    optimizer.step()
+""",
+    )
+    shown = watched("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert shown.status == 0, shown.err
+    first = read_run(tmp_path / "a.jsonl").steps[0]
+    assert first.norm == (None if norm is None else pytest.approx(norm, rel=1e-5))
+    assert bool(first.culprits) == (norm is None)
+
+
 def test_a_model_that_is_done_with_is_let_go(tmp_path):
     write(
         tmp_path,

@@ -28,7 +28,7 @@ def test_only_parameters_with_a_gradient_are_collected_in_their_order():
     found = collect([p, q, r], name=name)
     assert [x is y for x, y in zip(found.params, (p, r), strict=True)] == [True, True]
     assert found.tensors[0] is p.grad
-    assert found.replicas is None
+    assert found.layouts == ()
 
 
 def test_a_parameter_listed_twice_is_collected_once():

@@ -91,5 +91,6 @@ def test_statistics_known_already_are_summarized_without_reading_the_gradients()
             inf=torch.tensor([0, 0]),
         ),
         order=2.0,
+        double=False,
     )
     assert (found.norm.item(), found.nonfinite.item(), found.order) == (5.0, 0.0, 2.0)

@@ -10,21 +10,25 @@ from hypothesis import strategies as st
 
 from gradilocks.measure import measure
 from gradilocks.reduce import reduce
+from gradilocks.values import Meeting
 
 CPU = torch.device("cpu")
 
 
-def reduced(ranks, *, order=2.0, replicas=None):
+def reduced(ranks, *, order=2.0, counts=None, dtype=torch.float32):
     """What each rank's `reduce` returns; `ranks` holds each one's list of gradients."""
-    measured = [measure([torch.tensor(g) for g in rank], home=CPU, order=order) for rank in ranks]
+    gradients = [[torch.tensor(g, dtype=dtype) for g in rank] for rank in ranks]
+    measured = [measure(each, home=CPU, order=order) for each in gradients]
     sent = []
 
     def run(collective):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "get_world_size", lambda group=None: len(ranks))
             patch.setattr(dist, "all_gather", collective)
-            held = replicas or [None] * len(ranks)
-            return [reduce(m, replicas=h) for m, h in zip(measured, held, strict=True)]
+            meeting = Meeting(tuple(range(len(ranks))), (None,), CPU)
+            counting = counts or [None] * len(ranks)
+            pairs = zip(measured, counting, strict=True)
+            return [reduce(m, meeting=meeting, counts=each)[0] for m, each in pairs]
 
     def receive(outputs, mine, group=None):
         for output, theirs in zip(outputs, sent, strict=True):
@@ -36,7 +40,7 @@ def reduced(ranks, *, order=2.0, replicas=None):
 
 def test_tensor_parallel_shards_and_a_replicated_tensor():
     ranks = [[[3.0], [12.0]], [[4.0], [12.0]]]
-    for found in reduced(ranks, replicas=[[1, 2], [1, 2]]):
+    for found in reduced(ranks, counts=[[True, True], [True, False]]):
         assert found.norm.item() == pytest.approx(13.0, rel=1e-12)
 
 
@@ -47,13 +51,22 @@ def test_experts_on_their_own_ranks():
 
 def test_the_largest_element_counts_however_often_it_is_held():
     ranks = [[[3.0], [12.0]], [[4.0], [12.0]]]
-    for found in reduced(ranks, order=math.inf, replicas=[[1, 2], [1, 2]]):
+    for found in reduced(ranks, order=math.inf, counts=[[True, True], [True, False]]):
         assert found.norm.item() == 12.0
 
 
 def test_a_rank_without_gradients_takes_part():
     for found in reduced([[[3.0, 4.0]], []]):
         assert (found.norm.item(), found.nonfinite.item()) == (5.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rank_without_gradients_rounds_the_norm_as_the_others_do(dtype):
+    one, two, three = reduced([[[1.0, 3.0]], [], [[5.0]]], dtype=dtype)
+    assert one.norm.item() == two.norm.item() == three.norm.item()
+    exact = math.sqrt(35.0)
+    assert (one.norm.item() == torch.tensor(exact).item()) == (dtype is torch.float32)
+    assert one.norm.item() == pytest.approx(exact, rel=1e-15 if dtype is torch.float64 else 1e-7)
 
 
 def test_no_rank_has_a_gradient():

@@ -22,10 +22,12 @@ from gradilocks import kernels
 from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.dropin.once import writing_ourselves
 from gradilocks.dropin.shortly import clipped_shortly
-from gradilocks.dropin.total import any_double, by_device, measured
+from gradilocks.dropin.total import by_device, measured
 from gradilocks.eager import eager, users_line
 from gradilocks.gradients import Gradients, collect
 from gradilocks.order import refuse_scaled
+from gradilocks.ranks import meetings_of
+from gradilocks.total import any_double
 from gradilocks.values import moved, wide
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
@@ -44,9 +46,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Shortens the gradients of `parameters` in place so that their norm is at most `max_norm`.
 
-    If `GradScaler.unscale_` has just measured these gradients and nothing has written to them
-    since, that norm is used and they are not read again; if nothing is to be clipped, they are not
-    read or written at all.
+    The gradients are measured as they are now, whatever was measured before; if nothing is to be
+    clipped, they are not written. A distributed gradient is measured whole, over the ranks of its
+    own mesh, all of which must call this; a plain one is this rank's.
 
     Args:
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
@@ -66,13 +68,14 @@ def clip_grad_norm_(
     def checked(norm: Tensor, double: bool) -> Tensor:
         return _checked_norm(norm, order, double, error_if_nonfinite)
 
-    short = clipped_shortly(params, bound, order, checked)
+    meetings = meetings_of(params)
+    short = None if meetings else clipped_shortly(params, bound, order, checked)
     if short is not None:
         return short
     found = collect(params, name=_place(params))
     _check_foreach(foreach, found.tensors)
     devices, double = by_device(found.tensors), any_double(found.tensors)
-    measurement = measured(found, order, devices, double=double, reuse=True)
+    measurement = measured(found, order, devices, double=double, meetings=meetings)
     norm = checked(measurement.norm, double)
     if found.tensors:
         coefficient = clip_coefficient(measurement.norm, bound, measurement.nonfinite)
@@ -136,7 +139,7 @@ def get_total_norm(
     _check_foreach(foreach, found.tensors)
     devices, double = by_device(found.tensors), any_double(found.tensors)
     order = _order(norm_type)
-    norm = measured(found, order, devices, double=double).norm
+    norm = measured(found, order, devices, double=double, meetings=meetings_of(given)).norm
     return _checked_norm(norm, order, double, error_if_nonfinite)
 
 

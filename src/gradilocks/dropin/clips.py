@@ -22,6 +22,7 @@ from gradilocks.gradients import Gradients, Names, every_parameter
 from gradilocks.judge import Judge, Verdict
 from gradilocks.own_step import weakly
 from gradilocks.plain import describe, plain, read_memory, rebuild
+from gradilocks.ranks import team_of
 from gradilocks.scale import NoScale
 
 __all__ = ["Clipped", "Clips"]
@@ -69,8 +70,10 @@ class Clips:
     def now(self, optimizer: Any, found: Gradients, names: Names) -> Clipped:
         """Clips unscaled gradients in place."""
         judge = self._judge_of(optimizer, names)
-        judge.move_to(found.tensors[0].device)
-        verdict = judge.judge([found], unscaled=False, has_ranks=found.replicas is not None)
+        params = list(every_parameter([optimizer]))
+        judge.move_to((found.tensors or params)[0].device)
+        team = team_of(params, group=None, name=names)
+        verdict = judge.judge([found], unscaled=False, team=team)
         decision = verdict.decision
         update.apply_factors(decision, found.tensors)
         update.apply_bound(decision, found.tensors)
@@ -149,7 +152,7 @@ class Clips:
         except TypeError:  # A class with slots and none for references.
             shown = optimizer
         weak = names.of_optimizers((shown,))
-        judge = Judge(NoScale(), self.policy, names=weak, give_up_after=None, process_group=None)
+        judge = Judge(NoScale(), self.policy, names=weak, give_up_after=None)
         place = self._place(_signature(optimizer, names)) if self._loaded else None
         if place is not None:
             judge.recall(self._loaded[place]["memory"])

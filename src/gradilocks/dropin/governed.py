@@ -6,7 +6,6 @@ with it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from gradilocks import kernels
 from gradilocks.errors import BadState
 from gradilocks.foreign import Foreign
 from gradilocks.plain import load_scale, rebuild, refill, save_scale, with_settings
+from gradilocks.ranks import in_company
 from gradilocks.scale import DynamicScale, NoScale, resolve_scale
 from gradilocks.values import ScaleState, moved
 
@@ -42,9 +42,10 @@ class Governed:
         self.state: ScaleState | None = None
         self._largest: Tensor | None = None
         self._loss: Tensor | None = None
+        self._loss_anywhere: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_largest": None, "_loss": None}
+        return {**self.__dict__, "_largest": None, "_loss": None, "_loss_anywhere": None}
 
     @property
     def _asks(self) -> bool:
@@ -80,6 +81,24 @@ class Governed:
                 assert found is not None
                 self._largest = _larger(self._largest, found.amax())
 
+    def noted(self, home: torch.device) -> list[Tensor]:
+        """What the ranks that hold these gradients together must know: the peak, and the loss."""
+        if not self._asks:
+            return []
+        nothing = torch.zeros((), dtype=torch.float32, device=home)
+        return [nothing if each is None else each for each in (self._largest, self._loss)]
+
+    def hear(self, numbers: Sequence[Tensor], *, of_all: bool) -> None:
+        """The same of all those ranks.
+
+        Args:
+            numbers: as `noted` returned them, the largest of each.
+            of_all: whether those are all the ranks that there are.
+        """
+        if numbers:
+            self._largest, loss = numbers
+            self._loss_anywhere = loss if of_all else self._loss_anywhere
+
     def advance(self, skip: Tensor) -> None:
         """Moves the scale on."""
         assert self.state is not None
@@ -87,7 +106,7 @@ class Governed:
             home = self.state.scale.device
             seen = {"largest": self._largest, "loss_nonfinite": self._loss}
             if in_company():  # A loss is a rank's own, and the ranks' scales must not part.
-                seen["loss_nonfinite"] = None
+                seen["loss_nonfinite"] = self._loss_anywhere
             given = {name: moved(t, home) for name, t in seen.items() if t is not None}
             self.policy.advance(self.state, skip, **given)
         else:
@@ -96,7 +115,7 @@ class Governed:
 
     def forget(self) -> None:
         """A new iteration begins."""
-        self._largest = self._loss = None
+        self._largest = self._loss = self._loss_anywhere = None
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint needs besides torch's five numbers."""
@@ -144,14 +163,6 @@ class Governed:
             self.state = fresh
         else:
             refill(self.state, fresh)
-
-
-def in_company() -> bool:
-    """Whether other ranks train along."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return False
-    return int(dist.get_world_size()) > 1
 
 
 def _larger(before: Tensor | None, now: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradilocks.gradients import Gradients, Names, collect
 from gradilocks.own_step import weakly, why_not_itself
 from gradilocks.record import Findings
-from gradilocks.values import Statistics, moved
+from gradilocks.values import NonFinite, moved
 
 __all__ = ["Looked", "gradients_of"]
 
@@ -22,7 +22,7 @@ class Looked:
 
     def __init__(self) -> None:
         self._params: list[weakref.ref[Tensor]] = []
-        self._parts: list[Callable[[], Statistics]] = []
+        self._parts: list[Callable[[], NonFinite]] = []
 
     @staticmethod
     def nothing(*, skip: Tensor | None = None) -> Findings:
@@ -36,10 +36,10 @@ class Looked:
             names=list,
         )
 
-    def add(self, params: Sequence[Tensor], found: Callable[[], Statistics]) -> None:
+    def add(self, params: Sequence[Tensor], counted: Callable[[], NonFinite]) -> None:
         """Takes in the numbers of one device's gradients, to be asked for only if they are read."""
         self._params += map(weakref.ref, params)
-        self._parts.append(found)
+        self._parts.append(counted)
 
     def params(self) -> list[Tensor]:
         """The parameters that are still there."""

@@ -17,13 +17,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradilocks.clip import resolve_clip
-from gradilocks.dropin import known
 from gradilocks.dropin.clips import Clipped, Clips
-from gradilocks.dropin.flags import (
-    has_gradients,
-    largest_flag,
-    refuse_overflow,
-)
+from gradilocks.dropin.flags import has_gradients, largest_flag
 from gradilocks.dropin.governed import Governed, governed
 from gradilocks.dropin.looked import Looked
 from gradilocks.dropin.once import UnscaledOnce
@@ -53,7 +48,8 @@ class GradScaler(Saving):
         min_scale: the floor under the scale; by default the smallest normal float32.
         max_scale: the ceiling; a growth that would pass it is not taken.
         model: the module that names the parameters in `outcome` and in error messages.
-        process_group: the ranks that must skip together when gradients are sharded plain tensors.
+        process_group: the ranks that must skip together when gradients are sharded plain tensors,
+            besides those that share a mesh of DTensors.
         policy: a scale policy in place of torch's rule and its numbers, such as HeadroomScale().
         clip: a number or a clip policy; `step` unscales and clips each optimizer's gradients, and
             with `enabled=False` it clips them as they are.
@@ -191,7 +187,6 @@ class GradScaler(Saving):
         state["stage"] = OptState.STEPPED
         if self._clips is not None:
             self._clips.learn(optimizer)
-        known.forget()
         return returned
 
     @eager
@@ -255,7 +250,6 @@ class GradScaler(Saving):
         self._held: dict[int, Any] = {}  # Alive until `update`: no id means two optimizers.
         self._once = UnscaledOnce()
         self._only_looking: Tensor | None = None
-        known.forget()
 
     def _step_disabled(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
         """Without scale and check, as torch has it; a clip policy is obeyed."""
@@ -308,7 +302,6 @@ class GradScaler(Saving):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self._once.refuse_twice(params, names)
             self._check_inf_per_device(optimizer)
-            refuse_overflow(state["found_inf_per_device"], optimizer, scale)
         flags = list(state["found_inf_per_device"].values())
         if not flags and has_gradients(optimizer):
             raise AssertionError(

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.clip import clip_coefficient
-from gradilocks.dropin import known
 from gradilocks.dropin.once import writing_ourselves
-from gradilocks.dropin.total import total
 from gradilocks.kernels.located import ORDERS
-from gradilocks.values import Statistics, moved
+from gradilocks.values import NonFinite, moved
 
 __all__ = ["clipped_shortly", "looked_shortly"]
 
@@ -46,15 +43,8 @@ def clipped_shortly(
     if plain is None:
         return None
     double = torch.float64 in plain.dtypes
-    there = known.recalled(plain.tensors) if order == 2.0 else None
     try:
-        if there is None:
-            norm, coefficient = limiting.limit(plain, bound, order)
-        elif there.seen is not None:
-            norm, coefficient = limiting.limit_again(there.seen, bound)
-        else:
-            found = total(there.statistics, order, double)
-            norm, coefficient = found.norm, clip_coefficient(found.norm, bound, found.nonfinite)
+        norm, coefficient = limiting.limit(plain, bound, order)
         norm = check(norm, double)
         with writing_ourselves(params):
             limiting.multiply_(plain, coefficient)
@@ -68,11 +58,9 @@ class Look(NamedTuple):
 
     device: torch.device
     params: list[Tensor]
-    tensors: list[Tensor]
     flag: Tensor
     """float32, 0-d: exactly 1 if an element is NaN or Inf, else exactly 0."""
-    found: Callable[[], Statistics]
-    seen: Any
+    counted: Callable[[], NonFinite]
 
 
 def looked_shortly(
@@ -95,5 +83,5 @@ def looked_shortly(
     except kernels.KernelFailed:  # Which has been said, and nothing has been written.
         return None
     having = [param for param in params if param.grad is not None]
-    found = functools.partial(limiting.statistics_of, seen.found)
-    return Look(plain.device, having, plain.tensors, seen.skip, found, seen)
+    counted = functools.partial(limiting.nonfinite_of, seen.found)
+    return Look(plain.device, having, seen.skip, counted)

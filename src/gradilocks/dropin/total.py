@@ -1,7 +1,6 @@
 """Gradients in, one Measurement out, for the clip functions: few reads and few launches.
 
-Beside `measure` this knows what `unscale_` has measured already, and what is short where no
-gradient is float64.
+As `measure`, shorter where no gradient is float64.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.dropin import known
-from gradilocks.gradients import Gradients, replicas_of
+from gradilocks.gradients import Gradients
 from gradilocks.measure import summarize
-from gradilocks.reduce import reduce
-from gradilocks.values import Measurement, Statistics, moved, wide
+from gradilocks.reduce import reduce_apart
+from gradilocks.total import rounded
+from gradilocks.values import Measurement, Meeting, Statistics, moved, wide
 
-__all__ = ["any_double", "by_device", "measured", "total"]
+__all__ = ["by_device", "measured", "total"]
 
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
@@ -28,18 +27,13 @@ def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
     return {device: [tensors[place] for place in places] for device, places in devices.items()}
 
 
-def any_double(tensors: Sequence[Tensor]) -> bool:
-    """Whether the norm of `tensors` is float64."""
-    return not {tensor.dtype for tensor in tensors}.isdisjoint((torch.float64, torch.complex128))
-
-
 def measured(
     found: Gradients,
     order: float,
     devices: dict[torch.device, list[Tensor]],
     *,
     double: bool,
-    reuse: bool = False,
+    meetings: Sequence[Meeting],
 ) -> Measurement:
     """Measures all gradients together; waits only to bring a device's numbers to the CPU.
 
@@ -48,24 +42,25 @@ def measured(
         order: the p of the norm.
         devices: their tensors, by device.
         double: whether one of them is float64.
-        reuse: read only those whose norm is not `known`.
+        meetings: the ranks that hold some of them together with this one.
 
     Returns:
         The Measurement, on the first tensor's device; its entries are in any order.
     """
-    replicas = replicas_of([found])
-    reuse = reuse and order == 2.0 and replicas is None
     parts = [
-        known.measured(tensors)
-        if reuse
-        else kernels.for_device(device).measure(tensors, order=order)
+        kernels.for_device(device).measure(tensors, order=order)
         for device, tensors in devices.items()
     ]
     statistics = _joined(parts, next(iter(devices), torch.device("cpu")))
-    if replicas is not None:
-        held = list(zip(found.tensors, replicas, strict=True))
-        replicas = [many for device in devices for t, many in held if t.device == device]
-        return reduce(summarize(statistics, order=order), replicas=replicas)
+    if meetings:
+        every = list(zip(found.tensors, found.layouts or [None] * len(found.tensors), strict=True))
+        layouts = [layout for device in devices for t, layout in every if t.device == device]
+        return reduce_apart(
+            summarize(statistics, order=order, double=double),
+            meetings=meetings,
+            ranks=[None if layout is None else layout.ranks for layout in layouts],
+            counts=[layout is None or layout.counts for layout in layouts],
+        )
     return total(statistics, order, double)
 
 
@@ -85,13 +80,13 @@ def _joined(parts: Sequence[Statistics], home: torch.device) -> Statistics:
 
 
 def total(statistics: Statistics, order: float, double: bool) -> Measurement:
-    """As `summarize`, in 4 launches where that takes some 20, if no gradient is float64.
+    """As `summarize`, in 8 launches where that takes some 20, if no gradient is float64.
 
     The square of a float32 norm is far from the ends of float64, so the sum needs no care, and it
     is finite just when every element is.
     """
     if order != 2.0 or double or statistics.norms.dtype is not torch.float64:
-        return summarize(statistics, order=order)
-    norm = torch.linalg.vector_norm(statistics.norms)
+        return summarize(statistics, order=order, double=double)
+    norm = rounded(torch.linalg.vector_norm(statistics.norms))
     nonfinite = torch.logical_not(norm < math.inf).to(torch.float32)
     return Measurement(order=2.0, tensors=statistics, norm=norm, nonfinite=nonfinite)

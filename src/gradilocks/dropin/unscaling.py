@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from gradilocks import kernels
-from gradilocks.dropin import known
 from gradilocks.dropin.clips import Clipped, Clips
-from gradilocks.dropin.flags import agree_across_ranks, any_flag
+from gradilocks.dropin.flags import agree_across_ranks, any_flag, refuse_overflow
 from gradilocks.dropin.governed import Governed
 from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce, writing_ourselves
 from gradilocks.dropin.shortly import looked_shortly
-from gradilocks.gradients import Names, any_distributed, every_parameter
-from gradilocks.values import Statistics, moved
+from gradilocks.gradients import Names, every_parameter
+from gradilocks.ranks import any_distributed, covers_world, meetings_of
+from gradilocks.values import NonFinite, moved
 
 __all__ = ["Unscaling"]
 
@@ -60,24 +60,31 @@ class Unscaling(torch.amp.GradScaler):
         self._held[id(optimizer)] = optimizer
         flags: dict[torch.device, Tensor] = {}
         looked = self._found[id(optimizer)] = Looked()
-        seen: list[tuple[list[Tensor], Statistics]] = []
         with torch.no_grad():
             for device, places in kernels.by_device(found.tensors).items():
                 tensors = [found.tensors[place] for place in places]
                 factor = moved(inv_scale, device) if multiply else None
-                statistics = kernels.for_device(device).multiply_and_check_(tensors, factor)
-                broken = (statistics.nan + statistics.inf).any()
+                counted = kernels.for_device(device).multiply_and_check_(tensors, factor)
+                broken = (counted.nan + counted.inf).any()
                 flags[device] = torch.maximum(broken, moved(found_inf, device))
-                looked.add([found.params[place] for place in places], _telling(statistics))
-                seen.append((tensors, statistics))
-        if self._process_group is not None or any_distributed(every_parameter([optimizer])):
-            agree_across_ranks(flags, found_inf, group=self._process_group)
+                looked.add([found.params[place] for place in places], _telling(counted))
+        if not multiply and self._scale is not None:  # Before the ranks agree on what is done.
+            refuse_overflow(flags, found.tensors, self._scale)
+        self._agree(optimizer, flags, found_inf)
         if multiply:
-            with torch.no_grad():
-                for tensors, statistics in seen:  # After the collective, which `known` counts.
-                    known.remember(tensors, _telling(statistics))
             self._once.mark(found.params)
         return flags
+
+    def _agree(self, optimizer: Any, flags: dict[torch.device, Tensor], found_inf: Tensor) -> None:
+        """Brings flags, and what the scale policy asks for, together where ranks hold parts."""
+        params = list(every_parameter([optimizer]))
+        meetings = meetings_of(params, group=self._process_group)
+        if meetings:
+            governed = self._governed
+            beside = [] if governed is None else governed.noted(found_inf.device)
+            told = agree_across_ranks(flags, found_inf, meetings, beside)
+            if governed is not None:
+                governed.hear(told, of_all=any(map(covers_world, meetings)))
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._governed is not None:
@@ -92,7 +99,8 @@ class Unscaling(torch.amp.GradScaler):
         assert self._clips is not None
         names = Names(self._model, (optimizer,))
         found = gradients_of(optimizer, names, allow_fp16=True)
-        if found.tensors:
+        # A rank without gradients takes part where others hold parts of the same tensors.
+        if found.tensors or any_distributed(every_parameter([optimizer])):
             with torch.no_grad(), writing_ourselves(found.params):
                 self._clipped[id(optimizer)] = self._clips.now(optimizer, found, names)
 
@@ -117,11 +125,14 @@ class Unscaling(torch.amp.GradScaler):
             return None
         self._held[id(optimizer)] = optimizer
         looked = self._found[id(optimizer)] = Looked()
-        looked.add(look.params, look.found)
+        looked.add(look.params, look.counted)
         if multiplier is not None:
-            known.remember(look.tensors, look.found, look.seen)
             self._once.mark(look.params)
-        return {look.device: look.flag}
+        flags = {look.device: look.flag}
+        if multiplier is None and self._scale is not None:
+            grads = [param.grad for param in look.params if param.grad is not None]
+            refuse_overflow(flags, grads, self._scale)
+        return flags
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
         """Looks at the gradients and leaves them as they are; a flag a device."""
@@ -134,5 +145,5 @@ class Unscaling(torch.amp.GradScaler):
         return flags  # type: ignore[no-any-return]
 
 
-def _telling(statistics: Statistics) -> Callable[[], Statistics]:
-    return lambda: statistics
+def _telling(counted: NonFinite) -> Callable[[], NonFinite]:
+    return lambda: counted

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradilocks.eager import users_line
 from gradilocks.kernels import reference
 from gradilocks.kernels.captured import capturing
-from gradilocks.values import Statistics
+from gradilocks.values import NonFinite, Statistics
 
 __all__ = ["KernelFailed", "Kernels", "by_device", "describe", "for_device", "give_up", "is_fused"]
 
@@ -44,8 +44,8 @@ class Kernels(Protocol):
 
     def multiply_and_check_(
         self, tensors: Sequence[Tensor], multiplier: Tensor | None
-    ) -> Statistics:
-        """Multiplies every tensor in place and says what is in the result; norms where known."""
+    ) -> NonFinite:
+        """Multiplies every tensor in place and says how much of the result is NaN or Inf."""
 
     def clamp_(self, tensors: Sequence[Tensor], bound: Tensor) -> None:
         """Bounds the magnitude of every element in place; NaN stays NaN."""

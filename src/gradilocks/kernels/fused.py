@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton.language as tl
@@ -23,7 +23,7 @@ from gradilocks.kernels.located import Located, locate
 from gradilocks.kernels.programs import change_kernel, gather_kernel, measure_kernel
 from gradilocks.kernels.settling import settle_kernel
 from gradilocks.kernels.table import Layout
-from gradilocks.values import Statistics
+from gradilocks.values import NonFinite, Statistics
 
 __all__ = [
     "change_located",
@@ -33,13 +33,16 @@ __all__ = [
     "multiply_",
     "multiply_and_check_",
     "multiply_each_",
+    "nonfinite_of",
     "scratch_for",
     "settle",
     "statistics_of",
     "try_out",
 ]
 
-TILE, WARPS = 2048, 8
+TILE, WARPS = 1024, 8
+"""Reading 1.1 B on an H200, sums in float64: float32 0.98 ms, bfloat16 0.53; with tiles of 2,048
+0.99 and 0.66. Sums in float32 took 0.98 and 0.54."""
 CHANGE_CHUNK, CHANGE_TILE, CHANGE_WARPS = 1 << 13, 4096, 16
 """Multiplying 1.1 B float32 in place on an H200: 2.13 ms, and 2.22 in chunks as for measuring."""
 LANES = 1024
@@ -61,10 +64,11 @@ def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = Fal
         return reference.measure(tensors, order=order, detail=True)
 
 
-def multiply_and_check_(tensors: Sequence[Tensor], multiplier: Tensor | None) -> Statistics:
-    """As `reference.multiply_and_check_`; every norm is known."""
+def multiply_and_check_(tensors: Sequence[Tensor], multiplier: Tensor | None) -> NonFinite:
+    """As `reference.multiply_and_check_`."""
     try:
-        return _measured(tensors, multiplier, 2.0)
+        found = _measured(tensors, multiplier, 2.0)
+        return NonFinite(found.nan, found.inf)
     except KernelFailed:
         return reference.multiply_and_check_(tensors, multiplier)
 
@@ -195,6 +199,7 @@ def settle(
         launch = launch_for(
             settle_kernel, 4, key[5], ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
             UNSCALED=unscaled, LOSS=loss is not None, BLOCK=_lanes(layout),
+            DOUBLE=any(kind[0] is torch.float64 for kind in cast("Any", layout.kinds) if kind),
             RATES=0 if rating is None else {"adam": 1, "sgd": 2}[rating[0]],
         )  # fmt: skip
         launch.prepare(located.device, *args)
@@ -217,7 +222,7 @@ def _measuring(kind: Any, chunk: int, power: int, multiplier: Tensor | None) -> 
     return launch_for(
         measure_kernel, WARPS, None if multiplier is None else multiplier.dtype,
         MULTIPLY=multiplier is not None, ORDER=power, DTYPE=TYPES[dtype],
-        SUM=_sum_type(dtype), CHUNK=chunk, TILE=min(TILE, chunk), ALIGN=align,
+        WORK=_work_type(dtype), CHUNK=chunk, TILE=min(TILE, chunk), ALIGN=align,
     )  # fmt: skip
 
 
@@ -251,6 +256,12 @@ def statistics_of(found: Tensor) -> Statistics:
     """The Statistics in what `gather_kernel` leaves."""
     counts = found[2:].to(torch.int64)
     return Statistics(found[0], counts[1], counts[2], largest=found[1], zeros=counts[0])
+
+
+def nonfinite_of(found: Tensor) -> NonFinite:
+    """The counts of NaN and Inf in what `gather_kernel` leaves."""
+    counts = found[3:].to(torch.int64)
+    return NonFinite(counts[0], counts[1])
 
 
 def _fill_in(
@@ -308,7 +319,7 @@ def _changing(kind: Any, chunk: int, number: Tensor, clamp: bool) -> Launch:
     dtype, align = kind
     return launch_for(
         change_kernel, CHANGE_WARPS, number.dtype, CLAMP=clamp, EACH=number.dim() == 1,
-        DTYPE=TYPES[dtype], SUM=_sum_type(dtype), CHUNK=chunk, TILE=min(CHANGE_TILE, chunk),
+        DTYPE=TYPES[dtype], WORK=_work_type(dtype), CHUNK=chunk, TILE=min(CHANGE_TILE, chunk),
         ALIGN=align,
     )  # fmt: skip
 
@@ -321,5 +332,5 @@ def _lanes(layout: Layout) -> int:
     return lanes
 
 
-def _sum_type(dtype: torch.dtype) -> Any:
+def _work_type(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype is torch.float64 else tl.float32

@@ -21,9 +21,9 @@ from gradilocks.kernels.fused import (
     Standing,
     change_located,
     measure_located,
+    nonfinite_of,
     scratch_for,
     settle,
-    statistics_of,
 )
 from gradilocks.kernels.located import DTYPES, Located, all_aligned, kinds_of, placed
 from gradilocks.kernels.table import rules_for, stream_of
@@ -32,11 +32,10 @@ __all__ = [
     "Plain",
     "Seen",
     "limit",
-    "limit_again",
     "look",
     "multiply_",
+    "nonfinite_of",
     "plain_gradients",
-    "statistics_of",
 ]
 
 _BASE = torch._C.TensorBase
@@ -157,11 +156,6 @@ def limit(plain: Plain, bound: float, order: float) -> tuple[Tensor, Tensor]:
     seen = Seen(located, scratch_for(located), found, found)
     measure_located(located, seen.scratch, order=order)
     return _settled(seen, order, bound)
-
-
-def limit_again(seen: Seen, bound: float) -> tuple[Tensor, Tensor]:
-    """As `limit` with order 2, of gradients that have been looked at and are as they were."""
-    return _settled(seen, 2.0, bound)
 
 
 def _settled(

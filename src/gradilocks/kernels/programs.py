@@ -1,7 +1,8 @@
 """The kernels themselves: what one program does with one chunk of one tensor.
 
-A program finds its tensor through a table of pointers (`table`). Offsets are int64; sums are
-float32, or float64 for float64 tensors. Full chunks are read without a mask, so that 16 bytes are
+A program finds its tensor through a table of pointers (`table`). Offsets are int64; arithmetic is
+float32, or float64 for float64 tensors (WORK); sums are float64, so that a norm does not depend on
+how its elements are spread over chunks. Full chunks are read without a mask, so that 16 bytes are
 loaded at once.
 """
 
@@ -32,13 +33,13 @@ def settled(function):
 @triton.jit
 def _sweep(
     base, start, left, multiplier,
-    MULTIPLY: tl.constexpr, POWER: tl.constexpr, DTYPE: tl.constexpr, SUM: tl.constexpr,
+    MULTIPLY: tl.constexpr, POWER: tl.constexpr, DTYPE: tl.constexpr, WORK: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """sum |x|^p, max |x| and the count of zeros of one chunk; NaN and Inf spoil the sum."""
     lanes = tl.arange(0, TILE)
-    sums = tl.zeros([TILE], SUM)
-    peaks = tl.zeros([TILE], SUM)
+    sums = tl.zeros([TILE], tl.float64)
+    peaks = tl.zeros([TILE], WORK)
     zeros = tl.zeros([TILE], tl.int32)
     for offset in range(0, CHUNK if FULL else left, TILE):
         at = base + (start + offset + lanes)
@@ -48,21 +49,21 @@ def _sweep(
         else:
             x = tl.load(at, mask=inside, other=0.0)
         if MULTIPLY:
-            x = (x.to(SUM) * multiplier).to(DTYPE)
+            x = (x.to(WORK) * multiplier).to(DTYPE)
             if FULL:
                 tl.store(at, x)
             else:
                 tl.store(at, x, mask=inside)
-        wide = x.to(SUM)
-        size = tl.abs(wide)
+        size = tl.abs(x.to(WORK))
         if FULL:
-            zeros += (wide == 0.0).to(tl.int32)
+            zeros += (size == 0.0).to(tl.int32)
         else:
-            zeros += ((wide == 0.0) & inside).to(tl.int32)
+            zeros += ((size == 0.0) & inside).to(tl.int32)
+        wide = size.to(tl.float64)
         if POWER == 2:
             sums += wide * wide
         else:
-            sums += size
+            sums += wide
         peaks = tl.maximum(peaks, size)
     return tl.sum(sums), tl.max(peaks), tl.sum(zeros)
 
@@ -71,14 +72,14 @@ def _sweep(
 def measure_kernel(
     pointers_ptr, sizes_ptr, owner_ptr, index_ptr, multiplier_ptr, reals_ptr, counts_ptr,
     first, chunks,
-    MULTIPLY: tl.constexpr, ORDER: tl.constexpr, DTYPE: tl.constexpr, SUM: tl.constexpr,
+    MULTIPLY: tl.constexpr, ORDER: tl.constexpr, DTYPE: tl.constexpr, WORK: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """norm = (sum |x|^p)^(1/p), largest = max |x|, and how many are 0, NaN and Inf, of one chunk.
 
     ORDER is 1, 2, or 0 for the largest magnitude; with MULTIPLY, x is multiplied first and written
-    back. A chunk whose sum is NaN, inf or too small to be trusted is read again, in float64 and in
-    units of its largest magnitude.
+    back. A chunk whose sum is NaN, inf or too small to be trusted is read again, in units of its
+    largest magnitude.
     """
     program = first + tl.program_id(0)
     owner = tl.load(owner_ptr + program)
@@ -86,23 +87,23 @@ def measure_kernel(
     base = tl.multiple_of(tl.load(pointers_ptr + owner).to(tl.pointer_type(DTYPE)), ALIGN)
     size = tl.load(sizes_ptr + owner)
     left = tl.minimum(size - start, CHUNK).to(tl.int32)
-    multiplier = tl.load(multiplier_ptr).to(SUM) if MULTIPLY else 1.0
+    multiplier = tl.load(multiplier_ptr).to(WORK) if MULTIPLY else 1.0
     POWER: tl.constexpr = 1 if ORDER == 1 else 2
     if start + CHUNK <= size:
         total, peak, zeros = _sweep(
-            base, start, left, multiplier, MULTIPLY, POWER, DTYPE, SUM, CHUNK, TILE, True
+            base, start, left, multiplier, MULTIPLY, POWER, DTYPE, WORK, CHUNK, TILE, True
         )
     else:
         total, peak, zeros = _sweep(
-            base, start, left, multiplier, MULTIPLY, POWER, DTYPE, SUM, CHUNK, TILE, False
+            base, start, left, multiplier, MULTIPLY, POWER, DTYPE, WORK, CHUNK, TILE, False
         )
     largest = peak.to(tl.float64)
-    norm = total.to(tl.float64)
+    norm = total
     if ORDER == 2:
         norm = tl.sqrt(norm)
     nan = 0
     inf = 0
-    trusted = (total < float("inf")) & (total >= left * 1.2e-31)
+    trusted = (total < float("inf")) & (total >= left * 1e-290)  # Squares of float64 may vanish.
     if trusted | ((total == 0.0) & (peak == 0.0)):  # All zero, as an idle expert's gradient is.
         pass
     else:
@@ -212,7 +213,7 @@ def gather(
 def change_kernel(
     pointers_ptr, sizes_ptr, owner_ptr, index_ptr, number_ptr,
     first,
-    CLAMP: tl.constexpr, EACH: tl.constexpr, DTYPE: tl.constexpr, SUM: tl.constexpr,
+    CLAMP: tl.constexpr, EACH: tl.constexpr, DTYPE: tl.constexpr, WORK: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """x = x * number, or x = min(max(x, -number), number); reads nothing if nothing changes.
@@ -222,7 +223,7 @@ def change_kernel(
     program = first + tl.program_id(0)
     if EACH:
         number_ptr += tl.load(owner_ptr + program)
-    number = tl.load(number_ptr).to(SUM)
+    number = tl.load(number_ptr).to(WORK)
     idle = number == float("inf") if CLAMP else number == 1.0
     if idle:
         return
@@ -235,7 +236,7 @@ def change_kernel(
     if start + CHUNK <= size:
         for offset in range(0, CHUNK, TILE):
             at = base + (start + offset + lanes)
-            x = tl.load(at).to(SUM)
+            x = tl.load(at).to(WORK)
             if CLAMP:
                 y = tl.where(x > number, number, tl.where(x < -number, -number, x))
             else:
@@ -245,7 +246,7 @@ def change_kernel(
         for offset in range(0, left, TILE):
             at = base + (start + offset + lanes)
             inside = lanes < left - offset
-            x = tl.load(at, mask=inside, other=0.0).to(SUM)
+            x = tl.load(at, mask=inside, other=0.0).to(WORK)
             if CLAMP:
                 y = tl.where(x > number, number, tl.where(x < -number, -number, x))
             else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels import norms, pieces
-from gradilocks.values import Statistics, wide
+from gradilocks.values import NonFinite, Statistics, wide
 
 __all__ = ["clamp_", "measure", "multiply_", "multiply_and_check_", "multiply_each_"]
 
@@ -95,7 +95,7 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
             tensor.mul_(_factor(tensor, factor))
 
 
-def multiply_and_check_(tensors: Sequence[Tensor], multiplier: Tensor | None) -> Statistics:
+def multiply_and_check_(tensors: Sequence[Tensor], multiplier: Tensor | None) -> NonFinite:
     """Multiplies every tensor in place and looks at the result while it is still in the cache.
 
     Args:
@@ -103,23 +103,22 @@ def multiply_and_check_(tensors: Sequence[Tensor], multiplier: Tensor | None) ->
         multiplier: 0-d, on that device; None to look without multiplying.
 
     Returns:
-        As `measure` of the tensors after the multiplication, but for the 2-norm of a small tensor,
-        which may be NaN: not known. It costs more than the check and is easily had later.
+        How many elements of each are NaN and Inf after the multiplication.
     """
     if tensors[0].device.type != "cpu":
         if multiplier is not None:
             _multiply_on_device_(tensors, multiplier)
-        return measure(tensors)
+        nan = torch.stack([torch.isnan(tensor).sum() for tensor in tensors])
+        return NonFinite(nan, torch.stack([torch.isinf(tensor).sum() for tensor in tensors]))
     factor = None if multiplier is None else multiplier.item()
     small, _ = _by_size(tensors)
-    found: dict[int, norms.Found] = {}
+    found: dict[int, tuple[int, int]] = {}
     if small:
-        if _multiply_small_(small, 1.0 if factor is None else factor):
-            found = {id(tensor): (math.nan, 0, 0) for tensor in small}
-        else:
-            again = norms.find_all(small, 2.0)
-            found = {id(tensor): each for tensor, each in zip(small, again, strict=True)}
-    return _statistics([found.get(id(t)) or _multiply_large_(t, factor) for t in tensors])
+        fine = _multiply_small_(small, 1.0 if factor is None else factor)
+        found = {id(each): (0, 0) if fine else norms.count_nonfinite(each) for each in small}
+    counts = [found.get(id(tensor)) or _multiply_large_(tensor, factor) for tensor in tensors]
+    nan, inf = torch.tensor(counts, dtype=torch.int64, device="cpu").unbind(1)
+    return NonFinite(nan, inf)
 
 
 def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
@@ -165,16 +164,18 @@ def _multiply_small_(tensors: list[Tensor], factor: float) -> bool:
     return not flag.item()
 
 
-def _multiply_large_(tensor: Tensor, factor: float | None) -> norms.Found:
-    """Multiplies piece by piece and measures each piece before it leaves the cache."""
-    if factor is None or factor == 1.0:
-        return norms.find(tensor, 2.0)
-    by = _factor(tensor, factor)
-    if not pieces.is_dense(tensor):
+def _multiply_large_(tensor: Tensor, factor: float | None) -> tuple[int, int]:
+    """Multiplies piece by piece and looks at each piece before it leaves the cache."""
+    by = None if factor is None or factor == 1.0 else _factor(tensor, factor)
+    if by is not None and not pieces.is_dense(tensor):
         tensor.mul_(by)
-        return norms.find(tensor, 2.0)
-    multiplied = (piece.mul_(by) for piece in pieces.of(tensor, pieces.WRITE))
-    return norms.find(tensor, 2.0, norms.partials(multiplied, 2.0))
+        by = None
+    fine = True
+    for piece in pieces.of(tensor, pieces.WRITE):
+        if by is not None:
+            piece.mul_(by)
+        fine = fine and norms.is_finite(piece)
+    return (0, 0) if fine else norms.count_nonfinite(tensor)
 
 
 def _statistics(found: list[norms.Found]) -> Statistics:

@@ -28,7 +28,7 @@ def settle_kernel(
     own_ptr, groups_ptr, settings_ptr, rates_ptr,
     chunks, tensors,
     ORDER: tl.constexpr, CLIP: tl.constexpr, DYNAMIC: tl.constexpr, UNSCALED: tl.constexpr,
-    LOSS: tl.constexpr, RATES: tl.constexpr, BLOCK: tl.constexpr,
+    LOSS: tl.constexpr, DOUBLE: tl.constexpr, RATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds up each tensor, a program a tensor; the program that is last decides the step.
 
@@ -44,7 +44,7 @@ def settle_kernel(
         skipped = _settle(
             found_ptr, rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr,
             loss_ptr, skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
-            ORDER, CLIP, DYNAMIC, UNSCALED, LOSS, BLOCK,
+            ORDER, CLIP, DYNAMIC, UNSCALED, LOSS, DOUBLE, BLOCK,
         )  # fmt: skip
         if skipped == 0:
             lanes = tl.arange(0, BLOCK)
@@ -61,7 +61,7 @@ def _settle(
     scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
     skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
     ORDER: tl.constexpr, CLIP: tl.constexpr, DYNAMIC: tl.constexpr, UNSCALED: tl.constexpr,
-    LOSS: tl.constexpr, BLOCK: tl.constexpr,
+    LOSS: tl.constexpr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Decides one step and moves the scale on; returns whether it is skipped.
 
@@ -97,6 +97,9 @@ def _settle(
     norm = tl.where(usable, norm * unit, largest)
     if ORDER == 0:
         norm = largest
+    if DOUBLE == 0:  # Rounded once, as `total.rounded` does it.
+        fits = (norm >= 1.1754943508222875e-38) & (norm <= 3.4028234663852886e38)
+        norm = tl.where(fits, norm.to(tl.float32).to(tl.float64), norm)
     norm = tl.where(nan > 0.0, float("nan"), norm)
     broken = (nan + inf) > 0.0
 

@@ -85,6 +85,8 @@ class Layout:
         self.chunks = first
         self.longest = int(counts.max()) if len(sizes) else 0
         """Chunks of the tensor that has most of them."""
+        self.kinds = frozenset(kinds)
+        """The kinds that there are, those of empty tensors too."""
         self.buckets = tuple(buckets)
         self.sizes = send(torch.tensor(sizes, dtype=torch.int64, device="cpu"), device)
         self.owner = send(torch.cat(owners or nothing).to(torch.int32), device)

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradilocks.gradients import Names, collect, every_parameter, is_distributed
+from gradilocks.gradients import Names, collect, every_parameter
 from gradilocks.measure import measure
+from gradilocks.ranks import is_distributed
 from gradilocks.recording.ending import refuse_capture
 from gradilocks.recording.recorder import Recorder
 from gradilocks.recording.sample import Sample

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.gradients import is_distributed
 from gradilocks.kernels import pieces
+from gradilocks.ranks import is_distributed
 from gradilocks.values import moved
 
 __all__ = ["MOST", "Weights"]

@@ -1,7 +1,10 @@
 """An optimizer's gradients enter, their statistics leave; nothing that the script sees changes.
 
-A gradient is read once: when it is clipped, because clipping can spread one NaN to all, else when
-the step comes. What was read at the clip is used at the step if nothing but the clip has written.
+Gradients are recorded as they were before they were clipped, because clipping can spread one NaN to
+all. So they are measured before a clip, after it, and again when the step comes: if they are to the
+bit what the clip has left, what was found before it is told, else what the step finds. All three
+are reads. Whether somebody has written in between cannot be asked of torch: its counter of versions
+does not see `p.grad.data /= world_size`, a collective on `.data`, or NumPy.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks.measure import measure
+from gradilocks.total import any_double
 from gradilocks.values import Statistics
 
 __all__ = ["Look", "Looks", "elements"]
@@ -33,23 +37,25 @@ class Look:
     """Of those; None if there was none."""
     elements: list[int]
     """How many elements each has."""
+    double: bool
+    """Whether one of them is float64."""
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """A gradient that was measured before it was clipped."""
+    """A gradient that was measured before and after it was clipped."""
 
     gradient: weakref.ref[Tensor]
-    version: int
-    """Its version after the clip."""
-    statistics: Statistics
     row: int
-    elements: int
+    """Its place in both Statistics."""
+    before: Statistics
+    after: Statistics | None = None
 
     def serves(self, gradient: Tensor, *, detail: bool) -> bool:
-        """Whether it is still what `gradient` was before its clip."""
-        same = self.gradient() is gradient and self.version == gradient._version
-        return same and not (detail and self.statistics.zeros is None)
+        """Whether it is of this gradient, clipped, and in as much detail as is wanted."""
+        if self.gradient() is not gradient or self.after is None:
+            return False
+        return not detail or self.before.zeros is not None
 
 
 class Looks:
@@ -64,51 +70,73 @@ class Looks:
         gradients, tensors = _gradients(params)
         if not tensors:
             return None
-        statistics = _measured(tensors, detail=detail)
+        found = _measured(tensors, detail=detail)
         for row, gradient in enumerate(gradients):
-            size = tensors[row].numel()
-            self._seen[id(gradient)] = _Seen(weakref.ref(gradient), -1, statistics, row, size)
+            self._seen[id(gradient)] = _Seen(weakref.ref(gradient), row, found)
         return gradients
 
     def clipped(self, gradients: Sequence[Tensor]) -> None:
-        """The clip is done: what it wrote does not count as a change."""
-        for gradient in gradients:
-            seen = self._seen[id(gradient)]
-            self._seen[id(gradient)] = replace(seen, version=gradient._version)
+        """The clip is done: measures what it has left."""
+        tensors = [inner for gradient in gradients if (inner := elements(gradient)) is not None]
+        if tensors and len(tensors) == len(gradients):
+            after = _measured(tensors, detail=False)
+            for gradient in gradients:
+                self._seen[id(gradient)] = replace(self._seen[id(gradient)], after=after)
 
     def largest(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """The largest magnitudes among gradients that were measured before a clip, in detail."""
-        return self._seen[id(gradients[0])].statistics.largest if gradients else None
+        return self._seen[id(gradients[0])].before.largest if gradients else None
 
     def look(self, params: Sequence[Tensor], *, detail: bool) -> Look:
-        """Measures the gradients of `params`, those that were clipped as they were before."""
-        places = [place for place, param in enumerate(params) if param.grad is not None]
-        found: list[tuple[int, Statistics, int, int]] = []
-        fresh: list[int] = []
+        """Measures the gradients of `params`; those that a clip has left tell of before it."""
+        places: list[int] = []
         tensors: list[Tensor] = []
-        for place in places:
-            gradient = cast("Tensor", params[place].grad)
+        clipped: list[tuple[int, _Seen]] = []
+        for place, param in enumerate(params):
+            gradient = param.grad
+            inner = None if gradient is None else elements(gradient)
+            if gradient is None or inner is None:
+                continue
             seen = self._seen.get(id(gradient))
             if seen is not None and seen.serves(gradient, detail=detail):
-                found.append((place, seen.statistics, seen.row, seen.elements))
-                continue
-            inner = elements(gradient)
-            if inner is not None:
-                fresh.append(place)
-                tensors.append(inner)
-        if tensors:
-            statistics = _measured(tensors, detail=detail)
-            if not found:
-                return Look(fresh, statistics, [tensor.numel() for tensor in tensors])
-            found += [
-                (place, statistics, row, tensors[row].numel()) for row, place in enumerate(fresh)
-            ]
-        if not found:
-            return Look([], None, [])
-        found.sort(key=lambda entry: entry[0])
-        rows = [(statistics, row) for _, statistics, row, _ in found]
-        sizes = [size for *_, size in found]
-        return Look([place for place, *_ in found], _gathered(rows, detail=detail), sizes)
+                clipped.append((len(places), seen))
+            places.append(place)
+            tensors.append(inner)
+        if not tensors:
+            return Look([], None, [], double=False)
+        now = _measured(tensors, detail=detail)
+        sizes = [tensor.numel() for tensor in tensors]
+        found = _unclipped(now, clipped, detail=detail) if clipped else now
+        return Look(places, found, sizes, double=any_double(tensors))
+
+
+def _unclipped(
+    now: Statistics, clipped: Sequence[tuple[int, _Seen]], *, detail: bool
+) -> Statistics:
+    """What was found before a clip where the gradient is as the clip has left it, else `now`."""
+    home = now.norms.device
+    rows = torch.tensor([row for row, _ in clipped], device="cpu").to(home, non_blocking=True)
+    before = _gathered([(seen.before, seen.row) for _, seen in clipped], home)
+    after = _gathered([(cast("Statistics", seen.after), seen.row) for _, seen in clipped], home)
+    norms = now.norms[rows]
+    same = (norms == after.norms) | (torch.isnan(norms) & torch.isnan(after.norms))
+    same = same & (now.nan[rows] == after.nan) & (now.inf[rows] == after.inf)
+
+    def chosen(column: Tensor, old: Tensor) -> Tensor:
+        return column.index_copy(0, rows, torch.where(same, old, column[rows]))
+
+    largest, zeros = now.largest, now.zeros
+    if largest is not None and zeros is not None and detail:
+        assert before.largest is not None
+        assert before.zeros is not None
+        largest, zeros = chosen(largest, before.largest), chosen(zeros, before.zeros)
+    return Statistics(
+        norms=chosen(now.norms, before.norms),
+        nan=chosen(now.nan, before.nan),
+        inf=chosen(now.inf, before.inf),
+        largest=largest if detail else None,
+        zeros=zeros if detail else None,
+    )
 
 
 def elements(gradient: Tensor) -> Tensor | None:
@@ -145,14 +173,9 @@ def _measured(tensors: Sequence[Tensor], *, detail: bool) -> Statistics:
     return measure(tensors, home=tensors[0].device, detail=detail).tensors
 
 
-def _gathered(found: Sequence[tuple[Statistics, int]], *, detail: bool) -> Statistics:
-    """Rows of several Statistics as one; untouched if they are one, in its own order."""
+def _gathered(found: Sequence[tuple[Statistics, int]], home: torch.device) -> Statistics:
+    """Rows of several Statistics as one, on `home`."""
     sources = list({id(statistics): statistics for statistics, _ in found}.values())
-    if len(sources) == 1:
-        rows = [row for _, row in found]
-        if rows == list(range(len(sources[0].norms))):
-            return sources[0]
-    home = sources[0].norms.device
     offsets, begin = {}, 0
     for source in sources:
         offsets[id(source)] = begin
@@ -169,6 +192,6 @@ def _gathered(found: Sequence[tuple[Statistics, int]], *, detail: bool) -> Stati
         norms=cast("Tensor", gather([s.norms for s in sources])),
         nan=cast("Tensor", gather([s.nan for s in sources])),
         inf=cast("Tensor", gather([s.inf for s in sources])),
-        largest=gather([s.largest for s in sources]) if detail else None,
-        zeros=gather([s.zeros for s in sources]) if detail else None,
+        largest=gather([s.largest for s in sources]),
+        zeros=gather([s.zeros for s in sources]),
     )

@@ -28,7 +28,7 @@ from gradilocks.running.ending import Held
 from gradilocks.running.looking import Look, Looks
 from gradilocks.running.losses import Losses
 from gradilocks.running.naming import name_parameters, owners_of
-from gradilocks.total import total_norm
+from gradilocks.total import rounded, total_norm
 from gradilocks.tracing import Tracer
 from gradilocks.values import moved
 
@@ -226,7 +226,7 @@ class Watch:
         known, found = attempt.known, attempt.look.statistics
         norm = weight = update = None
         if found is not None:
-            norm = total_norm(found.norms, 2.0)
+            norm = rounded(total_norm(found.norms, 2.0), double=attempt.look.double)
             if isinstance(attempt.carried, Tensor):
                 norm = norm / moved(attempt.carried.detach(), norm.device)
         if attempt.detail:

@@ -1,4 +1,4 @@
-"""On a device, what `unscale_` measured serves the clip that follows, unless somebody wrote.
+"""The clip that follows `unscale_` sees every write in between, also those that torch does not see.
 
 The tests run twice: with Triton's interpreter on the CPU, which then counts as a device, and with
 `-m gpu` on CUDA.
@@ -6,21 +6,18 @@ The tests run twice: with Triton's interpreter on the CPU, which then counts as 
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 
 import pytest
 import torch
 
 import gradilocks
 from gradilocks import GradScaler, clip_grad_norm_, clip_grad_value_
-from gradilocks.dropin import kept, known
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
 from gradilocks import kernels
-from gradilocks.kernels import fused, limiting
+from gradilocks.kernels import fused
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -38,34 +35,9 @@ SIZES = (5, 300, 1, 70)
 
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
-    """Where the fused kernels serve, and nothing may be looked at by the host."""
+    """Where the fused kernels serve."""
     monkeypatch.setitem(kernels._chosen, request.param, (fused, "for this test"))
-    known.forget()
-    yield request.param
-    known.forget()
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """How many tensors were given to each call that measures."""
-    if COMPILED:
-        kernels.for_device(torch.device("cuda"))  # Tries the kernels out the first time.
-    calls = []
-    measure = fused.measure
-
-    def counting(tensors, **options):
-        calls.append(len(tensors))
-        return measure(tensors, **options)
-
-    monkeypatch.setattr(fused, "measure", counting)
-    limit = limiting.limit
-
-    def counting_too(plain, *args):
-        calls.append(len(plain.tensors))
-        return limit(plain, *args)
-
-    monkeypatch.setattr(limiting, "limit", counting_too)
-    return calls
+    return request.param
 
 
 def parameters(device, sizes=SIZES):
@@ -100,85 +72,65 @@ def check_clip(params, *, max_norm=1.0):
         torch.testing.assert_close(param.grad, grad * coefficient, rtol=1e-5, atol=1e-9)
 
 
-def test_nothing_is_read_again_when_nothing_wrote(device, reads):
-    params, _, _ = unscaled(device)
-    check_clip(params)
-    assert reads == []
-
-
-def test_nothing_is_read_again_when_nothing_is_to_be_clipped(device, reads):
-    params, _, _ = unscaled(device)
-    check_clip(params, max_norm=1e9)
-    assert reads == []
-
-
 @pytest.mark.parametrize("order", [[3, 0, 2, 1], [3, 2, 1, 0]], ids=str)
-def test_another_order_of_parameters_has_the_same_norm(device, reads, order):
+def test_another_order_of_parameters_has_the_same_norm(device, order):
     params, _, _ = unscaled(device)
     check_clip([params[place] for place in order])
-    assert reads == []
 
 
 @pytest.mark.parametrize("some", [[0], [3], [1, 2], [2, 1], [0, 3], [3, 1], [0, 1, 3]], ids=str)
-def test_some_of_the_parameters_have_their_own_norm(device, reads, some):
+def test_some_of_the_parameters_have_their_own_norm(device, some):
     params, _, _ = unscaled(device)
     check_clip([params[place] for place in some])
-    assert reads == []
 
 
 @pytest.mark.parametrize("groups", [2, 3, 4])
-def test_several_optimizers_are_clipped_together(device, reads, groups):
+def test_several_optimizers_are_clipped_together(device, groups):
     params, _, _ = unscaled(device, groups=groups)
     check_clip(params)
-    assert reads == []
 
 
-def test_several_optimizers_are_clipped_one_by_one(device, reads):
+def test_several_optimizers_are_clipped_one_by_one(device):
     params, scaler, optimizers = unscaled(device, groups=2)
     check_clip(params[0::2])
     check_clip(params[1::2], max_norm=0.5)
-    assert reads == []
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
 
 
-def test_a_parameter_that_is_listed_twice_counts_once(device, reads):
+def test_a_parameter_that_is_listed_twice_counts_once(device):
     params, _, _ = unscaled(device)
     expected = norm_of(params)
     assert clip_grad_norm_([*params, params[1]], 1.0).item() == pytest.approx(expected, rel=1e-6)
-    assert reads == []
 
 
-def test_a_parameter_that_was_not_unscaled_is_measured_with_all_the_others(device, reads):
+def test_a_parameter_that_was_not_unscaled_is_measured_with_all_the_others(device):
     params, _, _ = unscaled(device)
     (more,) = parameters(device, (9,))
     more.grad = torch.full((9,), 7.0, device=device)
     check_clip([*params, more])
-    assert reads == [len(params) + 1]
 
 
 @pytest.mark.parametrize("order", [1.0, math.inf, 3.0])
-def test_another_norm_is_measured(device, reads, order):
+def test_another_norm_is_measured(device, order):
     params, _, _ = unscaled(device)
     flat = torch.cat([p.grad.flatten().double() for p in params])
     expected = torch.linalg.vector_norm(flat, order).item()
     norm = clip_grad_norm_(params, math.inf, norm_type=order)
     assert norm.item() == pytest.approx(expected, rel=1e-6)
-    assert reads == [len(params)]
 
 
 @pytest.mark.parametrize("first", [1.0, 1e9], ids=["clips", "changes nothing"])
-def test_a_second_clip_does_not_use_the_norm_from_before_the_first(device, reads, first):
+def test_a_second_clip_does_not_use_the_norm_from_before_the_first(device, first):
     params, _, _ = unscaled(device)
     check_clip(params, max_norm=first)
     check_clip(params, max_norm=0.25)
     check_clip(params, max_norm=0.25)
-    assert reads == [len(params)] * 2
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_nonfinite_gradient_is_known_as_one(device, reads, value):
+def test_a_nonfinite_gradient_has_no_finite_norm_and_is_left_alone(device, value):
     params, _, _ = unscaled(device)
     params[2].grad.fill_(value)
     scaler, optimizer = GradScaler(device, init_scale=2.0), torch.optim.SGD(params, lr=0.1)
@@ -187,7 +139,6 @@ def test_a_nonfinite_gradient_is_known_as_one(device, reads, value):
     before = [p.grad.clone() for p in params]
     norm = clip_grad_norm_(params, 1e-3).item()
     assert math.isnan(norm) if math.isnan(value) else norm == math.inf
-    assert reads == []
     for param, grad in zip(params, before, strict=True):
         torch.testing.assert_close(param.grad, grad, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(RuntimeError, match="non-finite"):
@@ -199,7 +150,7 @@ def test_a_nonfinite_gradient_is_known_as_one(device, reads, value):
 
 
 @pytest.mark.parametrize("value", [math.nan, 1e200], ids=["nan", "huge"])
-def test_float64_gradients_of_several_optimizers_are_known_by_their_counts(device, reads, value):
+def test_float64_gradients_of_several_optimizers_are_clipped_together(device, value):
     params = [torch.nn.Parameter(torch.ones(4, dtype=torch.float64, device=device)) for _ in "ab"]
     params[0].grad, params[1].grad = (torch.full_like(p, 1e200) for p in params)
     params[1].grad.fill_(value)
@@ -208,7 +159,7 @@ def test_float64_gradients_of_several_optimizers_are_known_by_their_counts(devic
     for param in params:
         scaler.unscale_(torch.optim.SGD([param], lr=0.1))
     norm = clip_grad_norm_(params, 1.0)
-    assert (norm.dtype, reads) == (torch.float64, [])
+    assert norm.dtype == torch.float64
     if math.isnan(value):
         assert math.isnan(norm.item())
         assert params[0].grad.tolist() == [1e200] * 4
@@ -297,6 +248,32 @@ def _clipped_by_torch(param):
     torch.nn.utils.clip_grad_norm_([param], 0.1)
 
 
+def _through_data(param):
+    param.grad.data.mul_(0.5)
+
+
+def _averaged_by_hand(param):
+    param.grad.data /= 4
+
+
+def _one_element_through_data(param):
+    param.grad.data[0] = 1000.0
+
+
+def _through_dlpack(param):
+    torch.from_dlpack(param.grad.detach()).mul_(0.5)
+
+
+def _through_its_storage(param):
+    alias = torch.empty(0, device=param.device).set_(param.grad.untyped_storage(), 0, param.shape)
+    alias.mul_(0.5)
+
+
+def _through_a_tensor_over_its_memory(param):
+    with torch.autograd._unsafe_preserve_version_counter(param.grad):
+        param.grad.mul_(0.5)
+
+
 def _multiplied_by_our_kernel(param):
     half = torch.full((), 0.5, device=param.device)
     fused.multiply_([param.grad], half)
@@ -321,39 +298,24 @@ WRITES = [
     _clipped_by_value,
     _clipped_by_ours,
     _clipped_by_torch,
+    _through_data,
+    _averaged_by_hand,
+    _one_element_through_data,
+    _through_dlpack,
+    _through_its_storage,
+    _through_a_tensor_over_its_memory,
     _multiplied_by_our_kernel,
 ]
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__.strip("_"))
-def test_a_write_after_unscale_is_seen(device, reads, write):
+def test_a_write_after_unscale_is_seen(device, write):
     params, _, _ = unscaled(device)
     write(params[1])
-    reads.clear()
-    check_clip(params)
-    assert reads == [len(params)]
-
-
-def test_the_others_are_still_known_when_one_is_replaced_and_left_out(device, reads):
-    params, _, _ = unscaled(device)
-    _in_place(params[1])
-    check_clip([params[0], params[2], params[3]])
-    assert reads == []
-
-
-@pytest.mark.xfail(
-    reason="a documented limit (docs/numerics.md): torch's version counter does not see the write, "
-    "and looking at the gradient would wait for the device",
-    raises=AssertionError,
-    strict=True,
-)
-def test_a_write_through_data_is_seen(device):
-    params, _, _ = unscaled(device)
-    params[1].grad.data.mul_(0.5)
     check_clip(params)
 
 
-def test_a_collective_writes_without_the_counter_and_is_seen(device, reads):
+def test_a_collective_on_the_gradient_or_its_data_is_seen(device):
     import torch.distributed as dist
 
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -363,40 +325,36 @@ def test_a_collective_writes_without_the_counter_and_is_seen(device, reads):
         dist.init_process_group("nccl", **alone, device_id=torch.device("cuda", 0))
     try:
         params, _, _ = unscaled(device)
-        check_clip(params)
-        assert reads == []
-        params, _, _ = unscaled(device)
         versions = [p.grad._version for p in params]
         for param in params:
+            param.grad.data *= 3.0  # As a sum over three ranks would be.
             dist.all_reduce(param.grad)
+            dist.all_reduce(param.grad.data)
         assert [p.grad._version for p in params] == versions
         check_clip(params)
-        assert reads == [len(params)]
     finally:
         dist.destroy_process_group()
 
 
-def test_a_gradient_that_two_parameters_share_counts_twice(device, reads):
+def test_a_gradient_that_two_parameters_share_counts_twice(device):
     params, _, _ = unscaled(device, sizes=(6, 6))
     sharing = torch.nn.Parameter(torch.zeros(6, device=device))
     sharing.grad = params[0].grad
     expected = math.sqrt(2.0) * norm_of(params[:1])
     norm = clip_grad_norm_([params[0], sharing], math.inf)
     assert norm.item() == pytest.approx(expected, rel=1e-6)
-    assert reads == []
 
 
-def test_sparse_gradients_are_measured_again(device, reads):
+def test_sparse_gradients_are_measured(device):
     table = torch.nn.Embedding(10, 3, sparse=True, device=device)
     scaler, optimizer = GradScaler(device), torch.optim.SparseAdam(list(table.parameters()))
     scaler.scale(table(torch.tensor([1, 1, 7], device=device)).sum()).backward()
     scaler.unscale_(optimizer)
     norm = clip_grad_norm_(table.parameters(), 1.0)
     assert norm.item() == pytest.approx(math.sqrt(3 * 4 + 3), rel=1e-6)
-    assert reads == [1]
 
 
-def test_gradients_unscaled_again_after_another_backward_are_known_as_they_are_now(device, reads):
+def test_gradients_unscaled_again_after_another_backward_are_clipped_as_they_are_now(device):
     params = parameters(device)
     scaler = GradScaler(device, init_scale=1024.0)
     one, two = (torch.optim.SGD(params, lr=0.1) for _ in range(2))
@@ -406,17 +364,9 @@ def test_gradients_unscaled_again_after_another_backward_are_known_as_they_are_n
     sum(losses[len(params) :]).backward()
     scaler.unscale_(two)
     check_clip(params)
-    assert reads == []
 
 
-def test_after_the_step_nothing_is_known(device, reads):
-    params, scaler, (optimizer,) = unscaled(device)
-    scaler.step(optimizer)
-    check_clip(params)
-    assert reads == [len(params)]
-
-
-def test_the_gradients_of_the_next_iteration_are_not_taken_for_the_last_ones(device, reads):
+def test_the_gradients_of_the_next_iteration_are_not_taken_for_the_last_ones(device):
     params, scaler, (optimizer,) = unscaled(device)
     check_clip(params)
     scaler.step(optimizer)
@@ -429,31 +379,9 @@ def test_the_gradients_of_the_next_iteration_are_not_taken_for_the_last_ones(dev
         check_clip(params)
         scaler.step(optimizer)
         scaler.update()
-    assert reads == [len(params)] * 2
 
 
-def test_what_is_known_does_not_keep_the_gradients_alive(device):
-    params, scaler, (optimizer,) = unscaled(device)
-    gradients = [weakref.ref(p.grad) for p in params]
-    optimizer.zero_grad()
-    gc.collect()
-    assert [gradient() for gradient in gradients] == [None] * len(params)
-    assert scaler.is_enabled()
-
-
-def test_what_is_known_does_not_pile_up(device):
-    alive = []
-    for _ in range(4):
-        alive.append(unscaled(device))
-        assert sum(len(lists) for lists in known._lists.values()) == 1
-        params, scaler, (optimizer,) = alive[-1]
-        clip_grad_norm_(params, 1.0)
-        optimizer.step()
-        scaler.update()
-    assert not known._lists
-
-
-def test_a_loop_with_the_drop_ins_trains_as_torchs_does(device, reads):
+def test_a_loop_with_the_drop_ins_trains_as_torchs_does(device):
     trained = []
     for library, clip in ((torch.amp, torch.nn.utils), (gradilocks, gradilocks)):
         params = parameters(device)
@@ -469,7 +397,6 @@ def test_a_loop_with_the_drop_ins_trains_as_torchs_does(device, reads):
             optimizer.zero_grad()
         trained.append([*(p.detach() for p in params), torch.tensor(scaler.get_scale())])
     torch.testing.assert_close(trained[1], trained[0], rtol=1e-5, atol=1e-7)
-    assert reads == []
 
 
 # --- on a GPU -----------------------------------------------------------------------------------
@@ -503,7 +430,7 @@ def steps(model, optimizers, scaler, number=1):
 @quiet
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [1, 2])
-def test_an_unchanged_loop_never_waits_and_reads_once(reads, groups, request):
+def test_an_unchanged_loop_never_waits(groups, request):
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 4)).cuda()
     params = list(model.parameters())
     optimizers = [torch.optim.AdamW(params[k::groups], fused=True) for k in range(groups)]
@@ -511,7 +438,6 @@ def test_an_unchanged_loop_never_waits_and_reads_once(reads, groups, request):
     steps(model, optimizers, scaler, 3)  # These compile kernels and make tables.
     request.getfixturevalue("no_wait")
     steps(model, optimizers, scaler, 3)
-    assert reads == []
 
 
 @quiet
@@ -535,19 +461,8 @@ def test_no_clip_function_waits(request):
     clip_all_ways()
 
 
-@quiet
 @pytest.mark.gpu
-def test_choosing_some_of_the_norms_does_not_wait(request, reads):
-    for again in (False, True):
-        params, _, _ = unscaled("cuda")
-        if again:
-            request.getfixturevalue("no_wait")
-        clip_grad_norm_([params[0], params[3]], 1.0)
-    assert reads == []
-
-
-@pytest.mark.gpu
-def test_gradients_of_two_devices_are_each_known_by_their_own_rule(reads):
+def test_gradients_of_two_devices_are_clipped_together():
     here = [torch.nn.Parameter(torch.randn(70_000)) for _ in range(2)]
     there = parameters("cuda")
     params = [there[0], here[0], *there[1:], here[1]]
@@ -559,34 +474,17 @@ def test_gradients_of_two_devices_are_each_known_by_their_own_rule(reads):
     norm = clip_grad_norm_(params, 1.0)
     assert norm.device.type == "cuda"
     assert norm.item() == pytest.approx(expected, rel=1e-6)
-    assert reads == []
     after = torch.cat([p.grad.flatten().double().cpu() for p in params]).norm().item()
     assert after == pytest.approx(1.0, rel=1e-4)
 
 
 @pytest.mark.gpu
-def test_another_stream_measures_for_itself(reads):
-    params, _, _ = unscaled("cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        clip_grad_norm_(params, 1.0)
-    torch.cuda.synchronize()
-    assert reads == [len(params)]
-
-
-@pytest.mark.gpu
-def test_a_graph_that_is_captured_measures_at_every_replay(reads):
+def test_a_graph_that_is_captured_measures_at_every_replay():
     params, _, _ = unscaled("cuda")
     clip_grad_norm_(params, math.inf)  # Compiles the kernels and makes the tables.
-    gradients = [p.grad for p in params]
-    known.remember(gradients, lambda: fused.measure(gradients))
-    assert kept.recall(gradients, known._lists[gradients[0].device])
-    reads.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         norm = clip_grad_norm_(params, math.inf)
-    assert reads == [len(params)]
     for factor in (1.0, 3.0):
         for param in params:
             param.grad.mul_(factor)

@@ -1,0 +1,213 @@
+"""FSDP2 on a mesh of one device trains as the whole model does.
+
+NCCL has no backend for the CPU, so nothing that ranks tell each other may lie there when they meet.
+On a machine without a GPU the same runs over gloo, which has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradilocks
+from gradilocks import ranks
+
+STEPS = 5
+OVERFLOW_AT = 2
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A mesh of one device, over the backend that this device usually has."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = request.param
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if kind == "cuda":
+        torch.zeros(1, device="cuda")  # A mesh warns if nobody has chosen the device before it.
+        alone["device_id"] = torch.device("cuda", 0)
+    dist.init_process_group("gloo" if kind == "cpu" else "nccl", **alone)
+    try:
+        yield init_device_mesh(kind, (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def _model(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4), nn.Tanh()
+    return nn.Sequential(*layers).to(device)
+
+
+def _loss(model: nn.Module, step: int, device: str) -> Tensor:
+    data = torch.linspace(-1.0, 1.0, 32, device=device).reshape(4, 8) + step
+    return (model(data) * 3.0).square().sum()  # type: ignore[no-any-return]
+
+
+def _spoil(model: nn.Module, step: int) -> None:
+    if step == OVERFLOW_AT:
+        grad: Any = next(model.parameters()).grad
+        (grad.to_local() if ranks.is_distributed(grad) else grad).view(-1)[0] = math.inf
+
+
+def _by_control(model: nn.Module, device: str, *, backward: bool, **given: Any) -> list[float]:
+    """The norms and scales of a few steps under a control."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    control = gradilocks.GradientControl(optimizer, model=model, **given)
+    seen = []
+    for step in range(STEPS):
+        loss = _loss(model, step, device)
+        control.backward(loss) if backward else loss.backward()  # type: ignore[no-untyped-call]
+        _spoil(model, step)
+        outcome = control.step()
+        seen += [outcome.norm, control.scale, float(outcome.skipped)]
+        control.zero_grad()
+    return seen
+
+
+def _by_scaler(
+    model: nn.Module, device: str, *, max_norm: float | None, fused: bool = False, **given: Any
+) -> list[float]:
+    """The norms and scales of a few steps in torch's loop."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler = gradilocks.GradScaler(device, model=model, **given)
+    seen = []
+    for step in range(STEPS):
+        scaler.scale(_loss(model, step, device)).backward()
+        _spoil(model, step)
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
+            seen.append(gradilocks.get_total_norm(grads).item())
+            seen.append(gradilocks.clip_grad_norm_(model.parameters(), max_norm).item())
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+        optimizer.zero_grad()
+    return seen
+
+
+WAYS: dict[str, Callable[[nn.Module, str], list[float]]] = {
+    "a control, the user's backward": lambda model, device: _by_control(
+        model, device, backward=False, scale=None, clip=1.0
+    ),
+    "a control without a scale": lambda model, device: _by_control(
+        model, device, backward=True, scale=None, clip=1.0
+    ),
+    "a control": lambda model, device: _by_control(model, device, backward=True, clip=1.0),
+    "a control, headroom": lambda model, device: _by_control(
+        model, device, backward=True, scale=gradilocks.HeadroomScale(), clip=1.0
+    ),
+    "a control, tensors apart": lambda model, device: _by_control(
+        model, device, backward=False, scale=None, clip=gradilocks.ClipPerTensor(0.1)
+    ),
+    "a scaler": lambda model, device: _by_scaler(model, device, max_norm=1.0),
+    "a scaler, fused": lambda model, device: _by_scaler(model, device, max_norm=1.0, fused=True),
+    "a scaler, unscaled in the step": lambda model, device: _by_scaler(
+        model, device, max_norm=None, fused=True
+    ),
+    "a scaler, headroom": lambda model, device: _by_scaler(
+        model, device, max_norm=1.0, policy=gradilocks.HeadroomScale()
+    ),
+    "a scaler, its own clip": lambda model, device: _by_scaler(
+        model, device, max_norm=None, clip=gradilocks.ClipByNorm(1.0)
+    ),
+}
+
+
+def _whole(param: Tensor) -> Tensor:
+    local: Any = param.detach()
+    return (local.to_local() if ranks.is_distributed(local) else local).cpu()
+
+
+def _compare(mesh: Any, way: str, **how: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    device = mesh.device_type
+    whole, sharded = _model(device), _model(device)
+    fully_shard(sharded, mesh=mesh, **how)
+    expected, found = WAYS[way](whole, device), WAYS[way](sharded, device)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for ours, theirs in zip(sharded.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(_whole(ours), _whole(theirs), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sharded_model_trains_as_the_whole_one(mesh: Any, way: str) -> None:
+    _compare(mesh, way)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mesh", ["cuda"], indirect=True)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sharded_model_that_is_offloaded_trains_as_the_whole_one(mesh: Any, way: str) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    _compare(mesh, way, offload_policy=CPUOffloadPolicy())
+
+
+def test_plain_gradients_on_the_host_are_measured_over_a_group_of_devices(mesh: Any) -> None:
+    param = nn.Parameter(torch.zeros(2))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD([param], lr=1.0), scale=None, clip=1.0, process_group=dist.group.WORLD
+    )
+    param.sum().mul(3.0).backward()
+    assert control.step().norm == pytest.approx(math.sqrt(18.0))
+    scaler = gradilocks.GradScaler("cpu", process_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    param.grad = None
+    scaler.scale(param.sum()).backward()
+    param.grad[0] = math.nan  # type: ignore[index]
+    before = param.tolist()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (param.tolist(), scaler.get_scale()) == (before, 2.0**15)
+
+
+class _Group:
+    """A process group as far as anybody asks here: for which devices it has backends."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._device_types = [torch.device(kind) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted", "chosen"),
+    [
+        (("cpu",), "cpu", "cpu"),
+        (("cuda", "cpu"), "cpu", "cpu"),
+        (("cpu", "cuda"), "cuda:1", "cuda:1"),
+        (("cuda",), "cuda:1", "cuda:1"),
+        (("cuda",), "cpu", "cuda:3"),
+        (("cpu",), "cuda:1", "cpu"),
+        ((), "cuda:1", "cuda:1"),
+    ],
+)
+def test_a_collective_runs_where_its_group_has_a_backend(
+    monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...], wanted: str, chosen: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert ranks._reached(_Group(*kinds), torch.device(wanted)) == torch.device(chosen)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a group for CUDA is made, and not used")
+def test_a_group_for_cuda_alone_is_never_handed_numbers_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As NCCL under CPU offload: the parameters are on the CPU, and the group is not."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        param = nn.Parameter(torch.zeros(2))
+        team = ranks.team_of([param], group=dist.group.WORLD, name=str)
+        (meeting,) = ranks.meetings_of([param], group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    assert team is not None
+    assert team.meeting.device == meeting.device == torch.device("cuda:0")
