@@ -212,7 +212,7 @@ class Hooks:
         **kwargs: Any,
     ) -> Any:
         given = grad_tensors if grad_tensors is not None else kwargs.get("grad_variables")
-        self._watch.safely(lambda: self._watch.before_backward(tensors, given))
+        self._watch.safely(lambda: self._watch.backward_begins(tensors, given))
         return original(tensors, grad_tensors, *args, **kwargs)
 
     def _zero_grad(

@@ -252,7 +252,7 @@ class Watch:
 
     # --- losses --------------------------------------------------------------------------------
 
-    def before_backward(self, tensors: Any, gradients: Any) -> None:
+    def backward_begins(self, tensors: Any, gradients: Any) -> None:
         """`torch.autograd.backward(tensors, gradients)` is about to run."""
         if not self.losses.waiting and len(self._known) > 1:
             self._grads_then = {id(p): _GradThen.of(p) for p in self._known_params()}
@@ -265,7 +265,7 @@ class Watch:
         those losses too: such have changed since the first of them was run backward.
         """
         if isinstance(owner, nn.Module):
-            cleared = list(owner.parameters())
+            cleared: list[Tensor] = list(owner.parameters())
         else:
             cleared = list(every_parameter([owner]))
         if all(param.grad is None for param in cleared):
