@@ -393,12 +393,15 @@ def test_the_file_is_written_as_batches_fill(tmp_path):
 
 def test_an_existing_file_is_refused_with_the_way_out(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text("mine\n")
+    with Recorder(path) as recorder:
+        recorded(recorder, steps=3)
+    before = path.read_bytes()
     with pytest.raises(BadRunFile, match=r"exists already.*exists='append'.*exists='replace'"):
         Recorder(path)
-    assert path.read_text() == "mine\n"
+    assert path.read_bytes() == before
     Recorder(path, exists="replace").close()
     assert read_run(path).end.status == "finished"
+    assert read_run(path).steps == []
 
 
 def test_going_on_counts_on(tmp_path):

@@ -64,7 +64,8 @@ class Recorder:
         path: the run file; its folder is made.
         flush_every: so many steps reach the host and the file together. A kill loses at most these.
         detail_every: every so many steps are recorded tensor by tensor, from the first; None: none.
-        exists: what to do if the file is there: "refuse", "append" or "replace".
+        exists: what to do if the file is there: "refuse", "append" or "replace". What is no run
+            file is neither continued nor overwritten.
         settings: what else the header is to tell; anything that JSON can hold.
         command: what ran; by default this process's command line.
         sinks: objects that hear of the run too, as they are in `gradilocks.recording.Sink`.
@@ -72,7 +73,7 @@ class Recorder:
         all_ranks: whether the other ranks write too, to `a.rank1.jsonl` and so on.
 
     Raises:
-        BadRunFile: the file is there already, or is a folder. One that cannot be written, for want
+        BadRunFile: the file is there already, or is a folder or no run file. One that cannot be written, for want
             of room or permission, is a warning: training goes on unrecorded.
 
     Example:
