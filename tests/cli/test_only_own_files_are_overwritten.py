@@ -1,4 +1,4 @@
-"""Whatever `--force` says, only what Gradilocks wrote is overwritten: never a script, never data."""
+"""Whatever `--force` says, only what Gradilocks wrote is overwritten: no script and no data."""
 
 from __future__ import annotations
 

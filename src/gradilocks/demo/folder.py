@@ -96,7 +96,7 @@ def _left(folder: Path) -> Iterator[Path]:
 
 
 def _other_of_gradilocks(path: Path) -> bool:
-    """Whether it is a run file, or nothing: a page of any of Gradilocks' commands counts as ours."""
+    """Whether it is a run file or empty; pages of all of Gradilocks' commands count as ours."""
     if not path.stat().st_size:
         return True
     if path.suffix != ".jsonl":

@@ -73,8 +73,8 @@ class Recorder:
         all_ranks: whether the other ranks write too, to `a.rank1.jsonl` and so on.
 
     Raises:
-        BadRunFile: the file is there already, or is a folder or no run file. One that cannot be written, for want
-            of room or permission, is a warning: training goes on unrecorded.
+        BadRunFile: the file is there already, or is a folder or no run file. One that cannot be
+            written, for want of room or permission, is a warning: training goes on unrecorded.
 
     Example:
         >>> with Recorder("runs/a.jsonl", flush_every=10) as recorder:
