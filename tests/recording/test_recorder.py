@@ -380,7 +380,7 @@ def test_samples_by_hand_reach_the_file(tmp_path):
 
 
 def test_the_file_is_written_as_batches_fill(tmp_path):
-    recorder = Recorder(tmp_path / "a", flush_every=4)
+    recorder = Recorder(tmp_path / "a", flush_every=4, flush_seconds=3600)
     control, model = recorded(recorder, steps=3)
     assert recorder.steps == 0
     train(control, model, steps=2)
@@ -452,6 +452,9 @@ def test_a_record_of_another_kind_is_a_type_error(record):
     [
         ({"flush_every": 0}, ValueError, "flush_every must be at least 1, got 0"),
         ({"flush_every": 1.5}, TypeError, "flush_every must be an int, got float"),
+        ({"flush_seconds": 0}, ValueError, "flush_seconds must be more than 0 and finite, got 0"),
+        ({"flush_seconds": INF}, ValueError, "flush_seconds must be more than 0 and finite"),
+        ({"flush_seconds": "5"}, TypeError, "flush_seconds must be a number of seconds, got str"),
         ({"detail_every": 0}, ValueError, "detail_every must be at least 1, got 0"),
         ({"exists": "maybe"}, ValueError, "exists must be one of refuse, append, replace"),
         ({"settings": {"x": object()}}, TypeError, "settings must be what JSON can hold"),

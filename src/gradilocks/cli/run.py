@@ -96,7 +96,9 @@ def run(
     flush_every: Annotated[
         int,
         typer.Option(
-            parser=whole_number(smallest=1), metavar="N", help="Write to the file every N steps."
+            parser=whole_number(smallest=1),
+            metavar="N",
+            help="Write to the file every N steps, and every 5 seconds.",
         ),
     ] = "50",  # type: ignore[assignment]
     trace: Annotated[
