@@ -72,7 +72,8 @@ def test_no_command_overwrites_what_is_somebody_elses(folder, refused, name):
         assert "Only a run file is ever overwritten or gone on in: choose another name." in said
     assert "Only a run file" in refused("run", "-o", name, "a.py")
     said = refused("report", "run.jsonl", "--force", "-o", name)
-    assert f"{name} is already there and was not written by gradilocks, so it is never" in said
+    assert f"{name} is already there and is no report on these runs, nor another page" in said
+    assert "so it is never overwritten" in said
     for to in ("csv", "parquet"):
         said = refused("export", "run.jsonl", "--to", to, "--force", "-o", name)
         assert f"{name} is already there and was not written by gradilocks export" in said

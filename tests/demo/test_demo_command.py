@@ -98,8 +98,8 @@ def test_a_file_of_somebody_else_is_never_replaced(tmp_path: Path) -> None:
             done = run("demo", *SHORT, *force, "-o", tmp_path)
             assert (done.returncode, done.stdout) == (1, "")
             assert done.stderr == (
-                f"gradilocks: {path} is there and was not written by gradilocks, so it is never "
-                "overwritten; choose another folder with -o.\n"
+                f"gradilocks: {path} is there and was not written by the demo; choose another "
+                "folder with -o.\n"
             )
             assert left(tmp_path) == {name}
         path.unlink()

@@ -58,15 +58,13 @@ def prepare(folder: Path, *, arms: Sequence[Arm], seeds: Sequence[int], force: b
     for arm in arms:
         wanted += [page_of(folder, arm), *(run_of(folder, arm, seed) for seed in seeds)]
     for path in wanted:
-        if path.is_dir() or (path.exists() and not (_ours(path) or _other_of_gradilocks(path))):
+        if not path.exists() or (path.is_file() and _ours(path)):
+            continue
+        may = path.is_file() and _other_of_gradilocks(path)
+        if not may or not force:
             raise GradilocksError(
-                f"{path} is there and was not written by gradilocks, so it is never overwritten; "
-                "choose another folder with -o."
-            )
-        if path.exists() and not force and not _ours(path):
-            raise GradilocksError(
-                f"{path} is there and was not written by the demo; choose another folder with -o, "
-                "or replace it with --force."
+                f"{path} is there and was not written by the demo; choose another folder with -o"
+                + (", or replace it with --force." if may else ".")
             )
     for path in _left(folder):
         path.unlink(missing_ok=True)

@@ -111,8 +111,8 @@ def _free(page: Path, identity: str, force: bool, *, what: str, option: str, way
     head = _head(page)
     if head.strip() and not any(mark in head for mark in _MARKS):
         raise GradilocksError(
-            f"{page} is already there and was not written by gradilocks, so it is never "
-            f"overwritten; give another path with {option}, or remove it first."
+            f"{page} is already there and is no {what}, nor another page of gradilocks, so it is "
+            f"never overwritten; give another path with {option}, or remove it first."
         )
     if not force and not _own(head, identity):
         raise GradilocksError(f"{page} is already there and is no {what}; {way_out}.")
