@@ -26,6 +26,7 @@ from gradilocks.record import fetch
 __all__ = ["Flag", "Listeners", "Scheduler"]
 
 _logger = logging.getLogger("gradilocks")
+_PENDING = "gradilocks"
 
 
 class Flag:
@@ -104,6 +105,10 @@ class Scheduler:
         self._waiting: deque[list[Flag]] = deque()
         self._owed = 0
         self._replayed = False
+        if _PENDING in getattr(scheduler, "__dict__", ()):  # It has loaded a state of ours.
+            _, pending = _parted(scheduler.state_dict())
+            self._resume(*_checked(pending))
+            del scheduler.__dict__[_PENDING]
 
     @property
     def ahead(self) -> int:
@@ -138,33 +143,31 @@ class Scheduler:
             self._waiting.append(flags)  # Not known yet: taken, until we hear otherwise.
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's, how far it is ahead, and what it has not counted yet.
+        """The scheduler's own, which a bare scheduler loads as well; waits for steps on their way.
 
-        Waits for steps that are on their way.
+        If the schedule is ahead, or a step has not been counted yet, that is said under the key
+        "gradilocks", which torch's schedulers carry along and do not look at.
         """
         self._settle(wait=True)
         told = [flag.skipped(wait=True) for flag in self._since]
         since = None if not told else "skipped" if all(told) else "taken"
-        return {"scheduler": self._scheduler.state_dict(), "ahead": self._owed, "since": since}
+        saved = dict(self._scheduler.state_dict())
+        if self._owed or since is not None:
+            saved[_PENDING] = {"ahead": self._owed, "since": since, "at": _counters(saved)}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from `state_dict()`, or from that of the scheduler itself."""
-        ahead: Any = 0
-        since: Any = None
-        inner: Any = state_dict
-        if {"scheduler", "ahead"} <= set(state_dict):
-            ahead, since, inner = (state_dict.get(key) for key in ("ahead", "since", "scheduler"))
-        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
-            raise BadState(f"ahead in the state_dict must be 0 or more, got {ahead!r}.")
-        if since not in (None, "taken", "skipped"):
-            raise BadState(
-                f"since in the state_dict must be 'taken', 'skipped' or None, got {since!r}."
-            )
+        inner, pending = _parted(state_dict)
         if not isinstance(inner, Mapping) or not set(inner) & set(self._scheduler.state_dict()):
             raise BadState(
                 f"the state_dict is none of {type(self._scheduler).__name__}: {inner!r:.80}."
             )
+        ahead, since = _checked(pending)
         self._scheduler.load_state_dict(inner)
+        self._resume(ahead, since)
+
+    def _resume(self, ahead: int, since: str | None) -> None:
         self._owed = ahead
         self._since = [] if since is None else [Flag(None, known=float(since == "skipped"))]
         self._waiting = deque()
@@ -241,3 +244,35 @@ def _optimizers(scheduler: Any) -> list[Any]:
     inner = [each for s in getattr(scheduler, "_schedulers", ()) for each in _optimizers(s)]
     optimizer = getattr(scheduler, "optimizer", None)
     return inner if optimizer is None else [optimizer, *inner]
+
+
+def _counters(state: Mapping[str, Any]) -> list[Any]:
+    """Where a schedule stands, and those that it is made of."""
+    inner = [each for s in state.get("_schedulers", ()) for each in _counters(s)]
+    return [state.get("last_epoch"), state.get("_step_count"), *inner]
+
+
+def _parted(state: Any) -> tuple[Any, Mapping[str, Any]]:
+    """A state of ours or of torch's → that of the scheduler itself, and what we said beside it."""
+    if not isinstance(state, Mapping):
+        return state, {}
+    if set(state) in ({"scheduler", "ahead"}, {"scheduler", "ahead", "since"}):
+        return state["scheduler"], state  # As version 0.1.0 saved it.
+    inner = {key: value for key, value in state.items() if key != _PENDING}
+    pending = state.get(_PENDING, {})
+    if not isinstance(pending, Mapping):
+        raise BadState(f"{_PENDING} in the state_dict must be a dict, got {pending!r:.80}.")
+    if pending.get("at") != _counters(inner):
+        pending = {}  # A bare scheduler has loaded it, stepped, and saved it again.
+    return inner, pending
+
+
+def _checked(pending: Mapping[str, Any]) -> tuple[int, str | None]:
+    ahead, since = pending.get("ahead", 0), pending.get("since")
+    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+        raise BadState(f"ahead in the state_dict must be 0 or more, got {ahead!r}.")
+    if since not in (None, "taken", "skipped"):
+        raise BadState(
+            f"since in the state_dict must be 'taken', 'skipped' or None, got {since!r}."
+        )
+    return ahead, since

@@ -43,12 +43,15 @@ def test_a_link_stays_a_link_and_its_target_is_written(path, tmp_path, words):
     assert run(*words, path, "-o", link).returncode == 0  # there is no target yet
     assert link.is_symlink()
     assert target.stat().st_size > 100
-    target.write_text("mine")
+    target.write_text("")
     assert run(*words, path, "-o", link).returncode == 1
-    assert target.read_text() == "mine"
+    assert target.read_text() == ""
     assert run(*words, path, "-o", link, "--force").returncode == 0
     assert link.is_symlink()
     assert target.stat().st_size > 100
+    target.write_text("mine")
+    assert run(*words, path, "-o", link, "--force").returncode == 1
+    assert target.read_text() == "mine"
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)

@@ -90,21 +90,33 @@ def test_a_second_run_replaces_its_own_files_and_leaves_all_others(tmp_path: Pat
     assert json.loads((tmp_path / "summary.json").read_text())["setup"]["steps"] == 1
 
 
-def test_a_file_of_somebody_else_is_not_replaced_unless_forced(tmp_path: Path) -> None:
+def test_a_file_of_somebody_else_is_never_replaced(tmp_path: Path) -> None:
     for name in ("summary.json", "report.html", "fp32-0.jsonl", "fp32.html"):
         path = tmp_path / name
         path.write_text('{"mine": true}\n')
-        done = run("demo", *SHORT, "-o", tmp_path)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == (
-            f"gradilocks: {path} is there and was not written by the demo; choose another folder "
-            "with -o, or replace it with --force.\n"
-        )
-        assert left(tmp_path) == {name}
+        for force in ((), ("--force",)):
+            done = run("demo", *SHORT, *force, "-o", tmp_path)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr == (
+                f"gradilocks: {path} is there and was not written by the demo; choose another "
+                "folder with -o.\n"
+            )
+            assert left(tmp_path) == {name}
         path.unlink()
-    path.write_text("mine")
+
+
+def test_another_run_file_is_not_replaced_unless_forced(tmp_path: Path) -> None:
+    path = tmp_path / "fp32-0.jsonl"
+    gradilocks.Recorder(path, command=["mine"]).close()
+    done = run("demo", *SHORT, "-o", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"gradilocks: {path} is there and was not written by the demo; choose another folder "
+        "with -o, or replace it with --force.\n"
+    )
+    assert gradilocks.read_run(path).header.command == ("mine",)
     assert run("demo", *SHORT, "--quiet", "--force", "-o", tmp_path).returncode == 0
-    assert "mine" not in path.read_text()[:10]
+    assert gradilocks.read_run(path).header.command != ("mine",)
 
 
 def test_a_folder_that_is_none_or_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:

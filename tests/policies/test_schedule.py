@@ -145,18 +145,20 @@ def test_a_skip_that_is_learned_of_late_is_made_up_for(late, caplog):
     assert rates == [1.0, 2.0, 3.0, 4.0, 4.0, 5.0]
     assert "a step ahead" in caplog.text
     late[-1].arrived = True
-    assert plan.state_dict()["ahead"] == 0
+    assert "gradilocks" not in plan.state_dict()
+    assert plan.ahead == 0
 
 
 def test_its_state_says_how_far_it_is_ahead(late):
     _, plan, _ = trained(MAKERS["LambdaLR"], OPTIMIZERS["SGD"], {8})
     saved = plan.state_dict()
-    assert saved["ahead"] == 1
+    assert saved["gradilocks"]["ahead"] == 1
     _, other, optimizer = trained(MAKERS["LambdaLR"], OPTIMIZERS["SGD"], set(), steps=1)
     other.load_state_dict(saved)
     assert other.ahead == 1
     assert other.state_dict() == saved
-    other.load_state_dict(saved["scheduler"])  # That of torch's own is taken as well.
+    own = {key: value for key, value in saved.items() if key != "gradilocks"}
+    other.load_state_dict(own)  # That of torch's own is taken as well.
     assert other.ahead == 0
     assert optimizer.param_groups[0]["lr"] is not None
 
@@ -198,7 +200,8 @@ def test_on_a_gpu_it_never_waits_and_ends_where_it_should(kind):
             control.zero_grad()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert plan.last_epoch - plan.state_dict()["ahead"] == 18
+    plan.state_dict()  # Waits for the last flag.
+    assert plan.last_epoch - plan.ahead == 18
 
 
 def test_two_calls_for_one_step_count_once():
@@ -229,14 +232,16 @@ def test_steps_that_were_not_counted_yet_are_saved():
             if number < 2:
                 plan.step()
         saved = plan.state_dict()
-        assert saved["since"] == since
+        assert saved["gradilocks"]["since"] == since
         other = control.scheduler(lr.LambdaLR(optimizer, lambda k: 1.0 + k))
         other.load_state_dict(saved)
         before = other.last_epoch
         other.step()
         assert other.last_epoch == before + moved
     with pytest.raises(BadState, match="since in the state_dict must be 'taken', 'skipped' or"):
-        plan.load_state_dict({**saved, "since": 3})
+        plan.load_state_dict({**saved, "gradilocks": {**saved["gradilocks"], "since": 3}})
+    with pytest.raises(BadState, match="gradilocks in the state_dict must be a dict, got 3"):
+        plan.load_state_dict({**saved, "gradilocks": 3})
 
 
 def test_an_epoch_of_many_steps_holds_few_flags(late):

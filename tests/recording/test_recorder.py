@@ -380,7 +380,7 @@ def test_samples_by_hand_reach_the_file(tmp_path):
 
 
 def test_the_file_is_written_as_batches_fill(tmp_path):
-    recorder = Recorder(tmp_path / "a", flush_every=4)
+    recorder = Recorder(tmp_path / "a", flush_every=4, flush_seconds=3600)
     control, model = recorded(recorder, steps=3)
     assert recorder.steps == 0
     train(control, model, steps=2)
@@ -393,12 +393,15 @@ def test_the_file_is_written_as_batches_fill(tmp_path):
 
 def test_an_existing_file_is_refused_with_the_way_out(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text("mine\n")
+    with Recorder(path) as recorder:
+        recorded(recorder, steps=3)
+    before = path.read_bytes()
     with pytest.raises(BadRunFile, match=r"exists already.*exists='append'.*exists='replace'"):
         Recorder(path)
-    assert path.read_text() == "mine\n"
+    assert path.read_bytes() == before
     Recorder(path, exists="replace").close()
     assert read_run(path).end.status == "finished"
+    assert read_run(path).steps == []
 
 
 def test_going_on_counts_on(tmp_path):
@@ -449,6 +452,9 @@ def test_a_record_of_another_kind_is_a_type_error(record):
     [
         ({"flush_every": 0}, ValueError, "flush_every must be at least 1, got 0"),
         ({"flush_every": 1.5}, TypeError, "flush_every must be an int, got float"),
+        ({"flush_seconds": 0}, ValueError, "flush_seconds must be more than 0 and finite, got 0"),
+        ({"flush_seconds": INF}, ValueError, "flush_seconds must be more than 0 and finite"),
+        ({"flush_seconds": "5"}, TypeError, "flush_seconds must be a number of seconds, got str"),
         ({"detail_every": 0}, ValueError, "detail_every must be at least 1, got 0"),
         ({"exists": "maybe"}, ValueError, "exists must be one of refuse, append, replace"),
         ({"settings": {"x": object()}}, TypeError, "settings must be what JSON can hold"),

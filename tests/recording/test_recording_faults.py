@@ -36,7 +36,7 @@ def largest_file(size):
 
 def test_a_full_disk_is_one_warning_and_the_file_stays_whole(tmp_path):
     path = tmp_path / "a"
-    made = Recorder(path, flush_every=2)
+    made = Recorder(path, flush_every=2, flush_seconds=3600)
     control, model = recorded(made, steps=4)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

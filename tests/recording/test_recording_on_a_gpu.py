@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from recorded import INF, recorded, small_model, train
@@ -124,4 +126,43 @@ def test_recording_inside_a_capture_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="cannot be recorded while a CUDA graph is captured"):
         capture()
     control.recorder.close()
+    assert len(read_run(tmp_path / "a").steps) == 3
+
+
+def test_what_was_sent_is_written_while_training_stands_still(tmp_path):
+    path = tmp_path / "a"
+    recorder = Recorder(path, flush_every=4, flush_seconds=0.05, detail_every=2)
+    control, model = recorded(recorder, steps=0, device="cuda")
+    recorder._underway._seconds = 3600.0  # By their number alone, so that all of them are sent.
+    train(control, model, steps=4, bad={3: INF})
+    end = time.monotonic() + 60.0
+    while len(read_run(path).steps) < 4:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    train(control, model, steps=2, start=5)  # Not sent: they stay until they are.
+    time.sleep(0.5)
+    assert len(read_run(path).steps) == 4
+    recorder.close()
+    alone, _ = recorded(tmp_path / "b", steps=6, bad={3: INF}, device="cuda")
+    alone.recorder.close()
+    seen = [
+        [(s.step, s.loss, s.norm, s.skipped, s.culprits) for s in read_run(tmp_path / name).steps]
+        for name in "ab"
+    ]
+    assert seen[0] == seen[1]
+
+
+def test_late_writes_do_not_disturb_a_capture(tmp_path):
+    recorder = Recorder(tmp_path / "a", flush_every=1, flush_seconds=0.001)
+    recorded(recorder, steps=3, device="cuda")
+    static = torch.zeros(1 << 20, device="cuda")
+    for _ in range(20):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            for _ in range(50):
+                static.add_(1.0)
+                time.sleep(0.0005)
+        graph.replay()
+    assert static[0].item() == 1000.0
+    recorder.close()
     assert len(read_run(tmp_path / "a").steps) == 3

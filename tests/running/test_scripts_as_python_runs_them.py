@@ -165,7 +165,7 @@ def test_a_mistake_in_the_command_is_one_line_and_status_2(words, said, folder):
 
 
 def test_a_run_file_that_is_there_is_refused_before_the_script_starts(folder):
-    write(folder, "a.jsonl", "something\n")
+    write(folder, "a.jsonl", "")
     write(folder, "train.py", "print('started')")
     shown = watched("-o", "a.jsonl", "train.py", cwd=folder)
     assert (shown.status, shown.out) == (1, "")

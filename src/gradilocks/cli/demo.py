@@ -57,7 +57,7 @@ def demo(
     ] = Path("runs/demo"),
     force: Annotated[
         bool,
-        typer.Option("--force", help="Replace files of the same names that are no demo's."),
+        typer.Option("--force", help="Replace run files of the same names that are no demo's."),
     ] = False,
     open_page: Annotated[
         bool, typer.Option("--open", help="Open the page in the browser at the end.")

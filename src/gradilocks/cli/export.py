@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -19,6 +19,7 @@ from gradilocks.report.places import settled
 from gradilocks.report.tables import (
     DETAIL_COLUMNS,
     STEP_COLUMNS,
+    csv_columns,
     detail_rows,
     step_rows,
     write_csv,
@@ -67,7 +68,7 @@ def export(
             "file's name and stands beside it.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an earlier export.")] = False,
 ) -> None:
     """Export a run to CSV, Parquet or TensorBoard.
 
@@ -96,10 +97,11 @@ def export(
 
 def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[Path, str]]:
     write: Callable[..., None] = write_csv
+    columns_of = csv_columns
     if to is Format.parquet:
-        from gradilocks.integrations.parquet import write_parquet
+        from gradilocks.integrations.parquet import parquet_columns, write_parquet
 
-        write = write_parquet
+        write, columns_of = write_parquet, parquet_columns
     detail = steps.with_name(f"{steps.stem}.detail{steps.suffix}")
     entries = sum(len(step.detail.norm) for step in run.steps if step.detail is not None)
     jobs: list[tuple[Path, tuple[str, ...], Iterator[tuple[Any, ...]], int]] = [
@@ -107,8 +109,8 @@ def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[
     ]
     if entries:
         jobs.append((detail, DETAIL_COLUMNS, detail_rows(run), entries))
-    for place, *_ in jobs:
-        _refuse(run, settled(place), place, force=force)
+    for place, columns, *_ in jobs:
+        _refuse(run, settled(place), place, columns, columns_of, force=force)
     for place, columns, rows, total in jobs:
         with bar(f"writing {place}") as show, _written_whole(settled(place)) as unfinished:
             write(unfinished, columns, rows, progress=lambda done, of=total: show(done, of))
@@ -116,12 +118,18 @@ def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[
 
 
 def _to_tensorboard(run: Run, folder: Path, *, force: bool) -> tuple[Path, str]:
-    from gradilocks.integrations.tensorboard import TensorBoardSink
+    from gradilocks.integrations.tensorboard import TensorBoardSink, is_ours
 
     sink = TensorBoardSink(folder)
     if folder.exists() and not folder.is_dir():
         raise GradilocksError(f"{folder} is a file; TensorBoard needs a folder: give another -o.")
     before = sorted(folder.glob("events.out.tfevents.*")) if folder.exists() else []
+    foreign = next((path for path in before if not is_ours(path)), None)
+    if foreign is not None:
+        raise GradilocksError(
+            f"{folder} holds a TensorBoard run that gradilocks did not write ({foreign.name}), so "
+            "it is never replaced; -o names another folder."
+        )
     if before and not force:
         raise GradilocksError(
             f"{folder} already holds a TensorBoard run; --force replaces it, -o names another."
@@ -143,12 +151,31 @@ def _to_tensorboard(run: Run, folder: Path, *, force: bool) -> tuple[Path, str]:
     return folder, f"{len(run.steps):,} steps; see them with: tensorboard --logdir {folder}"
 
 
-def _refuse(run: Run, place: Path, given: Path, *, force: bool) -> None:
+def _refuse(
+    run: Run,
+    place: Path,
+    given: Path,
+    columns: Sequence[str],
+    columns_of: Callable[[Path], list[str]],
+    *,
+    force: bool,
+) -> None:
     if place.is_dir():
         raise GradilocksError(f"{given} is a folder; give the path of a file with -o.")
-    if place.exists() and place.samefile(run.path):
+    if not place.exists():
+        return
+    if place.samefile(run.path):
         raise GradilocksError(f"{given} is the run file itself; name another with -o.")
-    if place.exists() and not force:
+    try:
+        ours = not place.stat().st_size or columns_of(place) == list(columns)
+    except OSError as error:
+        raise GradilocksError(f"{given} cannot be read: {error.strerror or error}.") from error
+    if not ours:
+        raise GradilocksError(
+            f"{given} is already there and was not written by gradilocks export, so it is never "
+            "overwritten; name another with -o, or remove it first."
+        )
+    if not force:
         raise GradilocksError(f"{given} is already there; --force replaces it, -o names another.")
 
 

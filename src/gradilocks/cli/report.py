@@ -26,7 +26,7 @@ def report(
     ] = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Overwrite what is there, even if it is no report on them."),
+        typer.Option("--force", help="Overwrite a page of Gradilocks that is about other runs."),
     ] = False,
     as_json: Annotated[
         bool,
@@ -41,8 +41,8 @@ def report(
     """Say what happened in a run: findings, and plots on one page.
 
     The page opens offline and holds everything it needs. Several run files are drawn over each
-    other, one colour a run. A page that this command wrote about the same runs is replaced; any
-    other file is left alone unless --force is given.
+    other, one colour a run. A page that this command wrote about the same runs is replaced, one
+    about other runs if --force is given. Anything else is left alone.
 
     \b
     Examples:

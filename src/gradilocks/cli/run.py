@@ -81,7 +81,9 @@ def run(
             help="The run file. Default: a fresh name under runs/.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite FILE if it is a run file.")
+    ] = False,
     append: Annotated[
         bool, typer.Option("--append", help="Go on in FILE, after a run that was interrupted.")
     ] = False,
@@ -94,7 +96,9 @@ def run(
     flush_every: Annotated[
         int,
         typer.Option(
-            parser=whole_number(smallest=1), metavar="N", help="Write to the file every N steps."
+            parser=whole_number(smallest=1),
+            metavar="N",
+            help="Write to the file every N steps, and every 5 seconds.",
         ),
     ] = "50",  # type: ignore[assignment]
     trace: Annotated[

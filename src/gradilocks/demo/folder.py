@@ -1,7 +1,8 @@
 """A folder that somebody named → one that holds this experiment and nothing of an older one.
 
-The demo replaces its own files and no others. Each of them says whose it is: run files in their
-settings, pages in a ``meta`` element, the summary in a key.
+The demo replaces its own files, other run files and pages of Gradilocks' if it is asked to, and no
+others. Each of them says whose it is: run files in their settings, pages in a ``meta`` element, the
+summary in a key.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gradilocks.demo.arms import ARMS, MADE_BY, Arm
-from gradilocks.errors import GradilocksError
+from gradilocks.errors import BadRunFile, GradilocksError
+from gradilocks.runfile import refuse_foreign
 
 __all__ = ["PAGE", "SUMMARY", "page_of", "prepare", "run_of", "write_summary"]
 
@@ -56,10 +58,13 @@ def prepare(folder: Path, *, arms: Sequence[Arm], seeds: Sequence[int], force: b
     for arm in arms:
         wanted += [page_of(folder, arm), *(run_of(folder, arm, seed) for seed in seeds)]
     for path in wanted:
-        if path.is_dir() or (path.exists() and not force and not _ours(path)):
+        if not path.exists() or (path.is_file() and _ours(path)):
+            continue
+        may = path.is_file() and _other_of_gradilocks(path)
+        if not may or not force:
             raise GradilocksError(
                 f"{path} is there and was not written by the demo; choose another folder with -o"
-                + ("." if path.is_dir() else ", or replace it with --force.")
+                + (", or replace it with --force." if may else ".")
             )
     for path in _left(folder):
         path.unlink(missing_ok=True)
@@ -86,6 +91,19 @@ def _left(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if ours.fullmatch(path.name) and path.is_file() and _ours(path):
             yield path
+
+
+def _other_of_gradilocks(path: Path) -> bool:
+    """Whether it is a run file or empty; pages of all of Gradilocks' commands count as ours."""
+    if not path.stat().st_size:
+        return True
+    if path.suffix != ".jsonl":
+        return False
+    try:
+        refuse_foreign(path)
+    except BadRunFile:
+        return False
+    return True
 
 
 def _ours(path: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradilocks.errors import MissingPackage
 
-__all__ = ["write_parquet"]
+__all__ = ["parquet_columns", "write_parquet"]
 
 ROWS_AT_ONCE = 50_000
 _WHOLE = {"step", "optimizer", "nan", "inf"}
@@ -50,6 +50,21 @@ def write_parquet(
             writer.write_table(arrow.Table.from_arrays(arrays, schema=schema))
             done += len(part)
             progress(done)
+
+
+def parquet_columns(path: Path) -> list[str]:
+    """The columns of a Parquet file; none of a file that is something else."""
+    try:
+        from pyarrow import lib, parquet
+    except ImportError as error:
+        raise MissingPackage(
+            "pyarrow is not installed: pip install 'gradilocks[parquet]'"
+        ) from error
+    with path.open("rb") as file:
+        try:
+            return list(parquet.read_schema(file).names)
+        except lib.ArrowException:
+            return []
 
 
 def _type(arrow: Any, name: str) -> Any:

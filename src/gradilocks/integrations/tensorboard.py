@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from os import PathLike
@@ -17,7 +18,15 @@ from gradilocks.errors import MissingPackage
 from gradilocks.runfile import End, Header, OptimizerInfo, Step
 from gradilocks.runfile.words import describe_skip, named_numbers
 
-__all__ = ["TensorBoardSink"]
+__all__ = ["TensorBoardSink", "is_ours"]
+
+# torch's and TensorFlow's writers put the time in seconds there, ten digits; ours in nanoseconds.
+_NAME = re.compile(r"events\.out\.tfevents\.\d{19}\..+")
+
+
+def is_ours(path: Path) -> bool:
+    """Whether an event file was written by a TensorBoardSink, by its name."""
+    return _NAME.fullmatch(path.name) is not None
 
 
 class TensorBoardSink:

@@ -1,13 +1,17 @@
 """Samples on the device → numbers on the host, many steps in one transfer, without a wait.
 
 What is on the CPU is read at once: nothing is queued there. What is on a GPU is gathered, copied to
-pinned memory and read when the copy has arrived, which is asked for at a later step. Devices of
-other kinds are read when the batch is due, which waits for them.
+pinned memory and read when the copy has arrived, which is asked for at a later step. A second copy,
+of a single flag, follows it on the same stream, so that a thread which must not call CUDA sees by
+looking that the first is there. Devices of other kinds are read when the batch is due, which waits
+for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +21,7 @@ from gradilocks.record import fetch
 from gradilocks.recording.sample import Sample
 from gradilocks.values import wide
 
-__all__ = ["Batch", "Held"]
+__all__ = ["Batch", "Held", "Underway"]
 
 _SCALARS = (
     "loss",
@@ -103,12 +107,78 @@ class Batch:
         """Whether all numbers are on the host, or can be read at the price of a wait alone."""
         return all(transfer.arrived() for transfer in self._travelling)
 
+    def is_here(self) -> bool:
+        """Whether all numbers are on the host, found out without a call to any device."""
+        return all(transfer.is_here() for transfer in self._travelling)
+
+    def read(self) -> Sequence[Held]:
+        """The steps with their numbers, once they are here; calls no device and lets go of nothing.
+
+        Memory that a device has copied to is given back with calls to it.
+        """
+        for transfer in self._travelling:
+            transfer.read()
+        return self.rows
+
     def unpack(self) -> Sequence[Held]:
         """The steps with their numbers; waits for those that have not arrived."""
         for transfer in self._travelling:
-            transfer.unpack()
+            transfer.wait()
+        self.read()
         self._travelling = []
         return self.rows
+
+
+class Underway:
+    """Steps that were handed over and are not in the file yet: held on their device, or sent.
+
+    Args:
+        most: so many are held before they are due.
+        seconds: so long after the last were sent, those that are held are due.
+        clock: tells the time in seconds.
+    """
+
+    def __init__(
+        self, most: int, seconds: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._most, self._seconds, self._clock = most, seconds, clock
+        self._last = clock()
+        self._held: list[Held] = []
+        self._sent: deque[Batch] = deque()
+
+    def hold(self, held: Held) -> None:
+        """Another step."""
+        self._held.append(held)
+
+    def send_if_due(self) -> None:
+        """Sends what is held, if there is enough of it or it has waited for long."""
+        if len(self._held) >= self._most or self._clock() - self._last >= self._seconds:
+            self.send()
+
+    def send(self) -> None:
+        """Sends what is held to the host, without a wait."""
+        self._last = self._clock()
+        if self._held:
+            rows, self._held = self._held, []
+            self._sent.append(Batch(rows))
+
+    def next(self, *, wait: bool = True) -> Batch | None:
+        """Takes the batch that was sent first; without `wait` only if it has arrived."""
+        if self._sent and (wait or self._sent[0].arrived()):
+            return self._sent.popleft()
+        return None
+
+    def first_here(self) -> Batch | None:
+        """The batch that `next` would take, if it can be read without a call to any device."""
+        held = self._held
+        if held and not self._sent and not held[-1].more and not any(h.waiting for h in held):
+            self._sent.append(Batch(held))
+            self._held = []
+        return self._sent[0] if self._sent and self._sent[0].is_here() else None
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._held, self._sent = [], deque()
 
 
 class _Transfer:
@@ -135,6 +205,8 @@ class _Transfer:
         if device.type == "cuda":
             self._host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
             self._host.copy_(flat, non_blocking=True)
+            self._here = torch.zeros(1, dtype=torch.uint8, pin_memory=True)
+            self._here.copy_(torch.ones(1, dtype=torch.uint8, device=device), non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
         self._order = [(row, what, _NOTHING) for row, what, _ in self._order]
@@ -142,9 +214,16 @@ class _Transfer:
     def arrived(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def unpack(self) -> None:
+    def is_here(self) -> bool:
+        if self._event is None:
+            return self._host.device.type == "cpu"
+        return bool(self._here)
+
+    def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+    def read(self) -> None:
         numbers = fetch(self._host)
         begin = 0
         for (row, what, _), size in zip(self._order, self._sizes, strict=True):

@@ -1,8 +1,9 @@
 """Lines → a file that stays whole: made or refused at the start, never a reason to stop training.
 
-Every write is of whole lines, in one call, at a place that is known. One that fails is cut off
-again, so that a full disk leaves no half line behind; a process that is killed can leave one, at
-the very end, and whoever goes on in the file closes it with a newline.
+What is there already is overwritten only if it is a run file: nobody's script or data are lost to a
+name that was mistyped. Every write is of whole lines, in one call, at a place that is known. One
+that fails is cut off again, so that a full disk leaves no half line behind; a process that is
+killed can leave one, at the very end, and whoever goes on in the file closes it with a newline.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile.reading import Reader
+from gradilocks.runfile.reading import Reader, refuse_foreign
 
 __all__ = ["EXISTS", "Before", "RunFile", "Unwritable"]
 
@@ -38,10 +39,10 @@ class RunFile:
 
     Args:
         path: where; its folder is made if it is not there.
-        exists: what to do if there is a file already: "refuse", "append" or "replace".
+        exists: what to do if there is a run file already: "refuse", "append" or "replace".
 
     Raises:
-        BadRunFile: it cannot be written, or exists and is to be left alone.
+        BadRunFile: it cannot be written, or exists and is to be left alone, or is no run file.
     """
 
     def __init__(self, path: Path, *, exists: str) -> None:
@@ -58,6 +59,7 @@ class RunFile:
         except FileExistsError as error:
             if not path.is_file():
                 raise _unwritable(path, error) from error
+            refuse_foreign(path)
             raise BadRunFile(
                 f"{path} exists already and is not overwritten. Take another name, go on in it "
                 "with Recorder(path, exists='append'), or overwrite it with "
@@ -67,6 +69,9 @@ class RunFile:
             raise _unwritable(path, error) from error
         try:
             self._same = _identity(os.fstat(self._fd))
+            self._refuse_foreign()
+            if exists == "replace" and stat.S_ISREG(os.fstat(self._fd).st_mode):
+                os.ftruncate(self._fd, 0)
             self._size = os.fstat(self._fd).st_size if exists == "append" else 0
             if self._size:
                 self.before, whole = _what_is_there(path)
@@ -133,6 +138,13 @@ class RunFile:
                 os.close(self._fd)
         self._fd = -1
 
+    def _refuse_foreign(self) -> None:
+        kind = os.fstat(self._fd).st_mode
+        if stat.S_ISBLK(kind):
+            raise BadRunFile(f"{self.path} is a device; give the path of a file.")
+        if stat.S_ISREG(kind):
+            refuse_foreign(self.path)
+
     def _take_back(self) -> None:
         """A file that could not be begun is not left behind, if it was not there before."""
         if self._new:
@@ -150,9 +162,7 @@ class RunFile:
 
 def _flags(exists: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    if exists == "refuse":
-        return flags | os.O_EXCL
-    return flags | os.O_TRUNC if exists == "replace" else flags
+    return flags | os.O_EXCL if exists == "refuse" else flags
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Recorder: samples of steps in, a run file out; the one object of recording that has a state.
 
-Steps are held until there are `flush_every` of them, sent to the host together, and written when
-they have arrived. Whatever goes wrong on the way is said once, and training goes on.
+Steps are held until there are `flush_every` of them or `flush_seconds` have passed, sent to the
+host together, and written when they have arrived: by the next step, or by a thread if none comes.
+Whatever goes wrong on the way is said once, and training goes on.
 """
 
 from __future__ import annotations
@@ -21,31 +22,21 @@ from typing import Any
 from torch import Tensor
 
 from gradilocks.own_step import weakly
-from gradilocks.recording.batch import Batch, Held
+from gradilocks.recording.batch import Batch, Held, Underway
 from gradilocks.recording.ending import closed_at_exit, how_it_ended, refuse_capture
-from gradilocks.recording.environment import (
-    command_here,
-    hardware_here,
-    rank_here,
-    versions_here,
-)
+from gradilocks.recording.environment import command_here, hardware_here, rank_here, versions_here
 from gradilocks.recording.file import EXISTS, RunFile, Unwritable
-from gradilocks.recording.given import check_every, first_line, warn
+from gradilocks.recording.given import check_every, check_seconds, first_line, warn
 from gradilocks.recording.roster import info_of, order_of
 from gradilocks.recording.rows import Known, step_of
 from gradilocks.recording.sample import Sample
 from gradilocks.recording.sinks import Sinks
 from gradilocks.recording.skips import SkipLog
+from gradilocks.recording.timer import Timer
 from gradilocks.runfile import End, Header, Step, Trace
 from gradilocks.runfile.records import VERSION
 from gradilocks.runfile.sinks import Sink
-from gradilocks.runfile.writing import (
-    audit_line,
-    end_line,
-    optimizer_line,
-    step_line,
-    trace_line,
-)
+from gradilocks.runfile.writing import audit_line, end_line, optimizer_line, step_line, trace_line
 
 __all__ = ["Recorder"]
 
@@ -54,7 +45,7 @@ class Recorder:
     """Writes what every step of a training run leaves behind to a run file.
 
         step(index, sample):  hold it on the device
-                              every flush_every steps: send them to the host, without a wait
+                              every flush_every steps or flush_seconds: send them, without a wait
                               as they arrive: write them, tell the sinks, log the skips
 
     `GradientControl(..., record="runs/a.jsonl")` makes one; make it yourself for other settings, or
@@ -64,8 +55,11 @@ class Recorder:
     Args:
         path: the run file; its folder is made.
         flush_every: so many steps reach the host and the file together. A kill loses at most these.
+        flush_seconds: steps are not kept back for longer than this, however few they are. If
+            training stands still, those whose numbers have reached the host are written too.
         detail_every: every so many steps are recorded tensor by tensor, from the first; None: none.
-        exists: what to do if the file is there: "refuse", "append" or "replace".
+        exists: what to do if the file is there: "refuse", "append" or "replace". What is no run
+            file is neither continued nor overwritten.
         settings: what else the header is to tell; anything that JSON can hold.
         command: what ran; by default this process's command line.
         sinks: objects that hear of the run too, as they are in `gradilocks.recording.Sink`.
@@ -73,8 +67,8 @@ class Recorder:
         all_ranks: whether the other ranks write too, to `a.rank1.jsonl` and so on.
 
     Raises:
-        BadRunFile: the file is there already, or is a folder. One that cannot be written, for want
-            of room or permission, is a warning: training goes on unrecorded.
+        BadRunFile: the file is there already, or is a folder or no run file. One that cannot be
+            written, for want of room or permission, is a warning: training goes on unrecorded.
 
     Example:
         >>> with Recorder("runs/a.jsonl", flush_every=10) as recorder:
@@ -87,6 +81,7 @@ class Recorder:
         path: str | os.PathLike[str],
         *,
         flush_every: int = 50,
+        flush_seconds: float = 5.0,
         detail_every: int | None = 10,
         exists: str = "refuse",
         settings: Mapping[str, Any] | None = None,
@@ -98,11 +93,12 @@ class Recorder:
         self._file: RunFile | None = None  # First: whatever is refused below, `close` works.
         self._pid = os.getpid()
         check_every("flush_every", flush_every)
+        check_seconds("flush_seconds", flush_seconds)
         if detail_every is not None:
             check_every("detail_every", detail_every)
         if exists not in EXISTS:
             raise ValueError(f"exists must be one of {', '.join(EXISTS)}, got {exists!r}.")
-        self._flush_every, self._detail_every = flush_every, detail_every
+        self._detail_every = detail_every
         rank, ranks = rank_here()
         self.path = Path(path)
         if all_ranks and rank:
@@ -114,8 +110,9 @@ class Recorder:
         self._sinks = Sinks(sinks, warn)
         self._known: list[Known] = []
         self._whose: list[Callable[[], Any]] = []
-        self._held: list[Held] = []
-        self._sent: deque[Batch] = deque()
+        self._underway = Underway(flush_every, flush_seconds)
+        self._untold: deque[tuple[Batch, Sequence[Step]]] = deque()  # But written.
+        self._timer = Timer(self._write_late, flush_seconds)
         self._skips = SkipLog() if log else None
         self._lock = threading.RLock()
         self._busy = False
@@ -227,19 +224,16 @@ class Recorder:
             try:
                 detail = self.wants_detail(index)
                 known.steps += 1
-                self._held.append(
-                    Held(
-                        sample,
-                        index=index,
-                        step=known.steps,
-                        time=self.elapsed(),
-                        detail=detail,
-                    )
+                now = self.elapsed()
+                self._underway.hold(
+                    Held(sample, index=index, step=known.steps, time=now, detail=detail)
                 )
-                if len(self._held) >= self._flush_every and not sample.more:
-                    self._send()
-                while self._sent and self._sent[0].arrived():
-                    self._take(self._sent.popleft())
+                if not sample.more:
+                    self._underway.send_if_due()
+                while (batch := self._underway.next(wait=False)) is not None:
+                    self._take(batch)
+                self._tell()
+                self._timer.start()
             except Exception as error:
                 self._stop(f"{type(error).__name__}: {error}")
 
@@ -261,9 +255,10 @@ class Recorder:
             return
         with self._working():
             try:
-                self._send()
-                while self._sent:
-                    self._take(self._sent.popleft())
+                self._underway.send()
+                while (batch := self._underway.next()) is not None:
+                    self._take(batch)
+                self._tell()
                 if self._skips is not None:
                     self._skips.settle()
             except Exception as error:
@@ -326,21 +321,44 @@ class Recorder:
             self._put_off = None
             self.close(status=put_off[0], exit=put_off[1], error=put_off[2])
 
-    def _send(self) -> None:
-        if self._held:
-            rows, self._held = self._held, []
-            self._sent.append(Batch(rows))
-
     def _take(self, batch: Batch) -> None:
-        """Writes a batch, and tells everybody."""
-        rows = batch.unpack()
-        steps = [step_of(held, self._known[held.index]) for held in rows]
+        """Writes a batch; `_tell` comes after."""
+        steps = [step_of(held, self._known[held.index]) for held in batch.unpack()]
         self._write([step_line(step) for step in steps], steps)
-        if self._skips is not None:
-            for held, step in zip(rows, steps, strict=True):
-                told = held.scalars["next_scale"]
-                self._skips.take(step, next_scale=told, more=held.more)
-        self._sinks.steps(steps)
+        self._untold.append((batch, steps))
+
+    def _tell(self) -> None:
+        """The log and the sinks hear of what was written, in the thread that trains."""
+        while self._untold:
+            batch, steps = self._untold.popleft()
+            if self._skips is not None:
+                for held, step in zip(batch.rows, steps, strict=True):
+                    after = held.scalars["next_scale"]
+                    self._skips.take(step, next_scale=after, more=held.more)
+            self._sinks.steps(steps)
+
+    def _write_late(self) -> bool:
+        """For the timer: writes what has reached the host; whether to come again.
+
+        In a thread of its own: it gives way to the one that trains, calls no device, tells nobody,
+        and drops nothing that a device knows of. What fails here, the other one meets again.
+        """
+        if self.recording and self._lock.acquire(blocking=False):
+            try:
+                with contextlib.suppress(Exception):
+                    while (batch := self._underway.first_here()) is not None:
+                        self._put_late(batch)
+                        self._underway.next()
+            finally:
+                self._lock.release()
+        return self.recording
+
+    def _put_late(self, batch: Batch) -> None:
+        assert self._file is not None
+        steps = [step_of(held, self._known[held.index]) for held in batch.read()]
+        self._file.write([*self._owed, *map(step_line, steps)])
+        self._count(steps)
+        self._untold.append((batch, steps))
 
     def _write(self, lines: list[str], steps: Sequence[Step]) -> None:
         if self._file is None:
@@ -354,13 +372,17 @@ class Recorder:
                 "what cannot be written is not recorded."
             )
             return
+        self._count(steps)
+
+    def _count(self, steps: Sequence[Step]) -> None:
         self._owed = []
         self.steps += len(steps)
         self.skipped += sum(step.skipped for step in steps)
 
     def _stop(self, why: str) -> None:
         """Something that should not have happened: training must not suffer from it."""
-        self._held, self._sent = [], deque()
+        self._underway.clear()
+        self._untold.clear()
         self._let_go()
         self.warn_once(f"recording to {self.path} has stopped: {why}. Training goes on.")
 
@@ -368,6 +390,7 @@ class Recorder:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+        self._timer.end()
         closed_at_exit.discard(self)
 
     def warn_once(self, message: str) -> None:

@@ -31,7 +31,7 @@ def write_audit_page(
         path: where. An audit page of the same title is replaced.
         audit: what the audit found, as plain data.
         title: what was audited, as in "train.py".
-        force: whether to replace whatever else is there.
+        force: whether to replace another page of Gradilocks' too.
 
     Raises:
         GradilocksError: the data are not an audit's, something else is there, or the place cannot

@@ -1,4 +1,7 @@
-"""Where a page goes: chosen, checked so that nothing of value is overwritten, and written whole."""
+"""Where a page goes: chosen, checked so that nothing of value is overwritten, and written whole.
+
+A page about the same is replaced, another page of Gradilocks' if it is asked for, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ __all__ = ["check", "choose", "labels", "write"]
 
 # The marks of a page stand in its first lines.
 HEAD_BYTES = 2048
+_MARKS = tuple(f'<meta name="generator" content="{by}">' for by in (GENERATOR, "gradilocks demo"))
 
 
 def choose(runs: Sequence[Path], output: Path | None) -> Path:
@@ -60,7 +64,7 @@ def write(
         page: where.
         render: makes the page; called once nothing stands in the way.
         identity: of what it is about, as in `gradilocks.report.page.identity`.
-        force: whether to replace what is no such page.
+        force: whether to replace another page of Gradilocks' too.
         what: what the page is, in words.
         option: by which the place was given, for messages.
         way_out: what to do about a place that is taken.
@@ -102,20 +106,30 @@ def _free(page: Path, identity: str, force: bool, *, what: str, option: str, way
     page = settled(page, option=option)
     if page.is_dir():
         raise GradilocksError(f"{page} is a folder; give the path of a page, as {page / 'a.html'}.")
-    if page.exists() and not force and not _own(page, identity):
+    if not page.exists():
+        return page
+    head = _head(page)
+    if head.strip() and not any(mark in head for mark in _MARKS):
+        raise GradilocksError(
+            f"{page} is already there and is no {what}, nor another page of gradilocks, so it is "
+            f"never overwritten; give another path with {option}, or remove it first."
+        )
+    if not force and not _own(head, identity):
         raise GradilocksError(f"{page} is already there and is no {what}; {way_out}.")
     return page
 
 
-def _own(page: Path, identity: str) -> bool:
+def _head(page: Path) -> str:
     try:
         with page.open("rb") as file:
-            head = file.read(HEAD_BYTES).decode("utf-8", "replace")
+            return file.read(HEAD_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise GradilocksError(f"{page} cannot be read: {error.strerror or error}.") from error
-    made_here = f'<meta name="generator" content="{GENERATOR}">' in head
+
+
+def _own(head: str, identity: str) -> bool:
     about = re.search(r'<meta name="gradilocks-runs" content="(\w+)">', head)
-    return made_here and about is not None and about[1] == identity
+    return _MARKS[0] in head and about is not None and about[1] == identity
 
 
 def _same(one: Path, other: Path) -> bool:

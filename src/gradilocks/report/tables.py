@@ -14,7 +14,7 @@ from typing import Any
 
 from gradilocks.runfile import Detail, Run, Step
 
-__all__ = ["DETAIL_COLUMNS", "STEP_COLUMNS", "detail_rows", "step_rows", "write_csv"]
+__all__ = ["DETAIL_COLUMNS", "STEP_COLUMNS", "csv_columns", "detail_rows", "step_rows", "write_csv"]
 
 STEP_COLUMNS = Step._fields[:-1]
 DETAIL_COLUMNS = ("step", "optimizer", "parameter", *Detail._fields)
@@ -49,6 +49,13 @@ def write_csv(
             writer.writerow(map(_cell, row))
             if done % 1000 == 0:
                 progress(done)
+
+
+def csv_columns(path: Path) -> list[str]:
+    """The first line of a file, split as `write_csv` joins it."""
+    with path.open("rb") as file:
+        first = file.readline(1 << 16)
+    return first.decode("utf-8", "replace").rstrip("\n").split(",")
 
 
 def _cell(value: object) -> object:

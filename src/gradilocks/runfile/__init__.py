@@ -5,7 +5,7 @@ hold, `writing.py` makes lines, `reading.py` makes records of them again; none i
 docs/run-file.md describes the format for those who read it with something else.
 """
 
-from gradilocks.runfile.reading import read_run
+from gradilocks.runfile.reading import read_run, refuse_foreign
 from gradilocks.runfile.records import (
     Culprit,
     Detail,
@@ -27,4 +27,5 @@ __all__ = [
     "Step",
     "Trace",
     "read_run",
+    "refuse_foreign",
 ]

@@ -22,7 +22,7 @@ from gradilocks.runfile import parsing
 from gradilocks.runfile.opening import opened, readable, refuse_start
 from gradilocks.runfile.records import VERSION, End, Header, OptimizerInfo, Run, Step, Trace
 
-__all__ = ["Reader", "batches", "read_run"]
+__all__ = ["Reader", "batches", "read_run", "refuse_foreign"]
 
 AT_ONCE = 1 << 16
 """Bytes of lines that are parsed together: more than twice as fast as each line alone (a million
@@ -59,6 +59,27 @@ def read_run(
             if progress is not None:
                 progress(done, max(size, done))  # a pipe has no size
     return reader.finish()
+
+
+def refuse_foreign(path: Path) -> None:
+    """Lets a run file pass, by its header, and a file in which nothing is.
+
+    Raises:
+        BadRunFile: it is something else, or cannot be read.
+    """
+    if not path.stat().st_size:
+        return
+    reader = Reader(path)
+    try:
+        with opened(path) as (file, _):
+            for raw in file:  # A kill may have left half a header before a whole one.
+                reader.feed(raw)
+                if reader.header is not None:
+                    return
+    except BadRunFile as error:
+        raise BadRunFile(
+            f"{error} Only a run file is ever overwritten or gone on in: choose another name."
+        ) from error
 
 
 def batches(path: Path, file: BufferedReader) -> Iterator[list[bytes]]:

@@ -60,6 +60,8 @@ class Hooks:
             (GradientControl, "backward", self._controls.calling),
             (GradientControl, "scale_loss", self._controls.calling),
             (Clips, "learn", self._policy_clip),
+            (torch.optim.Optimizer, "zero_grad", self._zero_grad),
+            (torch.nn.Module, "zero_grad", self._zero_grad),
         )
         for owner, name, wrapper in around:
             self._replaced.attribute(owner, name, _wrapped(vars(owner)[name], wrapper))
@@ -134,14 +136,22 @@ class Hooks:
         watch.safely(lambda: watch.conclude(attempt, skip=skip))
 
     def _watched(self, closure: Callable[..., Any], attempt: Attempt) -> Callable[..., Any]:
-        """The closure; what its first evaluation leaves is what the step is judged by."""
+        """The closure; what its first evaluation leaves is what the step is judged by.
+
+        Losses from before the step stay: the closure may hold the last micro-batch, or nothing. If
+        it computes the loss anew it clears the gradients, which is seen where that is done.
+        """
         watch = self._watch
 
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            if attempt.look is None:
+            if attempt.look is not None:
                 watch.losses.start()
-            loss = closure(*args, **kwargs)
+            try:
+                loss = closure(*args, **kwargs)
+            except BaseException:
+                watch.losses.start()
+                raise
             if attempt.look is None:
                 watch.safely(lambda: watch.look(attempt, loss))
             return loss
@@ -205,8 +215,16 @@ class Hooks:
         **kwargs: Any,
     ) -> Any:
         given = grad_tensors if grad_tensors is not None else kwargs.get("grad_variables")
-        self._watch.safely(lambda: self._watch.losses.note_backward(tensors, given))
+        self._watch.safely(lambda: self._watch.backward_begins(tensors, given))
         return original(tensors, grad_tensors, *args, **kwargs)
+
+    def _zero_grad(
+        self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        watch = self._watch
+        if watch.losses.waiting:
+            watch.safely(lambda: watch.before_clearing(owner))
+        return original(owner, *args, **kwargs)
 
     def _clip_norm(
         self,

@@ -1,7 +1,8 @@
 """Losses on which backward was called enter; the loss of the step that follows leaves.
 
-Between two steps every loss counts, so that micro-batches add up. Two optimizers that step after
-one backward share it; a backward after a step begins anew.
+Between two steps every loss counts, so that micro-batches add up, also those that are run backward
+inside the step, by its closure. Not those whose gradients were cleared. Two optimizers that step
+after one backward share it; a backward after a step begins anew.
 """
 
 from __future__ import annotations
@@ -53,14 +54,23 @@ class Losses:
 
     def _add(self, loss: Tensor) -> None:
         """Adds up at once: a script may run backward for ever and never step."""
-        loss = loss.reshape(())
+        loss = loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
         if self._pot is not None:
             loss = self._pot + loss.to(self._pot.device, non_blocking=True)
         self._pot = loss
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there are losses that no step has taken yet."""
+        return self._pot is not None and not self._used
+
     def start(self) -> None:
-        """Forgets what came before: a closure is about to compute the loss anew."""
+        """Forgets what came before: its gradients are gone, or somebody else tells of them."""
         self._pot, self._used = None, False
+
+    def end(self) -> None:
+        """A step is over: what was run backward in it is no part of the next one."""
+        self._used = True
 
     def take(self) -> Tensor | None:
         """The loss of a step that is about to be taken; None if nobody knows."""
@@ -68,9 +78,7 @@ class Losses:
         total = self._pot
         if total is None:
             return None
-        if total.is_complex():
-            return total.real
-        return total.to(torch.promote_types(total.dtype, torch.float32))
+        return total.real if total.is_complex() else total
 
 
 def _any_given(gradients: Any) -> bool:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile.reading import Reader
+from gradilocks.runfile.reading import refuse_foreign
 
 __all__ = ["check_target", "fresh_name", "rank_of_process"]
 
@@ -45,11 +45,10 @@ def check_target(path: Path, shown: Path, exists: str, *, rank: int, ways: str) 
     if rank:  # As the Recorder names it.
         path, shown = (p.with_name(f"{p.stem}.rank{rank}{p.suffix}") for p in (path, shown))
     if path.exists():
+        if path.is_file():
+            refuse_foreign(shown)  # It may be the script itself.
         if exists == "refuse":
             raise BadRunFile(f"{shown} is there already. {ways}")
-        if exists == "append" and path.stat().st_size:
-            with path.open("rb") as file:
-                Reader(shown).feed(file.readline())  # Raises if it is no run file.
         if not os.access(path, os.W_OK):
             raise BadRunFile(f"{shown} cannot be written. Choose another name.")
         return []

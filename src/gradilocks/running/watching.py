@@ -102,6 +102,7 @@ class Watch:
         self._tracer_of: WeakKeyDictionary[nn.Module, Tracer] = WeakKeyDictionary()
         self.looks = Looks()
         self.losses = Losses()
+        self._grads_then: dict[int, _GradThen] = {}  # By parameter: when the first loss came.
         self.clips = Clips()
         self.recorder: Recorder | None = None
 
@@ -220,6 +221,7 @@ class Watch:
     ) -> None:
         """The step is over: hands its Sample to the recorder."""
         self.drop(attempt)
+        self.losses.end()
         self.seen += 1
         if attempt.look is None or self.recorder is None:
             return
@@ -258,6 +260,39 @@ class Watch:
         if self._trace:
             for tracer in self._traced(params):
                 tracer.note(bad.reshape(1).to(torch.float32))
+
+    # --- losses --------------------------------------------------------------------------------
+
+    def backward_begins(self, tensors: Any, gradients: Any) -> None:
+        """`torch.autograd.backward(tensors, gradients)` is about to run."""
+        if not self.losses.waiting and len(self._known) > 1:
+            self._grads_then = {id(p): _GradThen.of(p) for p in self._known_params()}
+        self.losses.note_backward(tensors, gradients)
+
+    def before_clearing(self, owner: Any) -> None:
+        """The gradients of a model or an optimizer are about to be cleared.
+
+        With them go the losses that they came from, unless gradients of another optimizer came from
+        those losses too: such have changed since the first of them was run backward.
+        """
+        if isinstance(owner, nn.Module):
+            cleared: list[Tensor] = list(owner.parameters())
+        else:
+            cleared = list(every_parameter([owner]))
+        if all(param.grad is None for param in cleared):
+            return
+        gone = {id(param) for param in cleared}
+        others = (p for p in self._known_params() if id(p) not in gone and p.grad is not None)
+        then = self._grads_then
+        if all(id(p) in then and then[id(p)].is_still(p) for p in others):
+            self.losses.start()
+
+    def _known_params(self) -> Iterator[Tensor]:
+        for known in self._known.values():
+            for ref in known.params:
+                param = ref()
+                if param is not None:
+                    yield param
 
     # --- clips ---------------------------------------------------------------------------------
 
@@ -333,3 +368,22 @@ def _shares(optimizer: Any, params: Iterable[Tensor]) -> bool:
     """Whether the first parameter of `optimizer` is one of these."""
     first = next(every_parameter([optimizer]), None)
     return first is not None and any(param is first for param in params)
+
+
+@dataclass(frozen=True)
+class _GradThen:
+    """A gradient at one moment: by it is seen whether a backward pass has changed it since."""
+
+    grad: weakref.ref[Tensor] | None
+    version: int
+
+    @staticmethod
+    def of(param: Tensor) -> _GradThen:
+        grad = param.grad
+        if grad is None:
+            return _GradThen(None, 0)
+        return _GradThen(weakref.ref(grad), 0 if grad.is_inference() else grad._version)
+
+    def is_still(self, param: Tensor) -> bool:
+        now = _GradThen.of(param)  # One tensor has one weakref.
+        return self.grad is now.grad and self.version == now.version
