@@ -30,7 +30,7 @@ from gradilocks.recording.environment import (
 )
 from gradilocks.recording.file import EXISTS, RunFile, Unwritable
 from gradilocks.recording.given import check_every, first_line, warn, weakly
-from gradilocks.recording.roster import info_of, order_of
+from gradilocks.recording.roster import info_of, is_ordered, order_of
 from gradilocks.recording.rows import Known, step_of
 from gradilocks.recording.sample import Sample
 from gradilocks.recording.sinks import Sinks
@@ -193,12 +193,13 @@ class Recorder:
         if index < len(self._known) and self._known[index].info == info:
             return index
         done = self._steps_before.get(index, 0) if self.recording else 0
+        order, ordered = order_of(optimizer, names), is_ordered(optimizer, names)
         if index < len(self._known):
             done = self._known[index].steps
             self.flush()  # Steps on their way are of the parameters as they were.
-            self._known[index] = Known(info, order_of(optimizer, names), done)
+            self._known[index] = Known(info, order, ordered, steps=done)
         else:
-            self._known.append(Known(info, order_of(optimizer, names), done))
+            self._known.append(Known(info, order, ordered, steps=done))
         if self.recording:
             with self._working():
                 self._write([optimizer_line(info)], ())
