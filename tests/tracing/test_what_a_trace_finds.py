@@ -163,7 +163,9 @@ def test_a_damaged_parameter_is_called_so():
     with torch.no_grad():
         model[1].weight[0, 0] = float("nan")
     (found,) = followed(model, torch.ones(1, 3))
-    assert found.text == "NaN in 1.weight itself: the parameter was damaged before this step"
+    assert found.damaged == ("1.weight",)
+    assert found.text.startswith("NaN in 1.weight itself, before this step: ")
+    assert "first" not in found.text
 
 
 def test_what_is_born_in_the_loss_is_called_so():

@@ -36,6 +36,7 @@ from gradilocks.recording.sample import Sample
 from gradilocks.recording.sinks import Sinks
 from gradilocks.recording.skips import SkipLog
 from gradilocks.runfile import End, Header, Step, Trace
+from gradilocks.runfile.bad_steps import BadSteps
 from gradilocks.runfile.records import VERSION
 from gradilocks.runfile.sinks import Sink
 from gradilocks.runfile.writing import (
@@ -110,6 +111,8 @@ class Recorder:
         """How many steps have reached the file in this session; exact after `flush`."""
         self.skipped = 0
         """How many of them were skipped."""
+        self.bad: dict[int, BadSteps] = {}
+        """By the index of the optimizer: which of them had NaN or Inf, and whether that stayed."""
         self._sinks = Sinks(sinks, warn)
         self._known: list[Known] = []
         self._whose: list[Callable[[], Any]] = []
@@ -357,6 +360,8 @@ class Recorder:
         self._owed = []
         self.steps += len(steps)
         self.skipped += sum(step.skipped for step in steps)
+        for step in steps:
+            self.bad.setdefault(step.optimizer, BadSteps()).take(step)
 
     def _stop(self, why: str) -> None:
         """Something that should not have happened: training must not suffer from it."""

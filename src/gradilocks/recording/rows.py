@@ -20,7 +20,7 @@ class Known:
     backward: list[int]
     """The places of its parameters in backward order."""
     ordered: bool = True
-    """Whether that order, and what this process sees of each gradient, tell where one turned bad."""
+    """Whether that order, and what is seen here of each gradient, tell where one turned bad."""
     steps: int = 0
     """How many steps it has handed over, in earlier sessions too."""
 

@@ -1,8 +1,8 @@
 """Skipped steps → lines in the log: who overflowed, and where the scale went. Not too many.
 
 The first five skips are told in full, as they come. After that there is at most one line a minute,
-which says how many it stands for. The first step that was taken with NaN or Inf is told too, once for
-each optimizer: whatever follows it comes from weights that it has spoilt.
+which says how many it stands for. The first step that was taken with NaN or Inf is told too, once
+for each optimizer: whatever follows it comes from weights that it has spoilt.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ class SkipLog:
         _logger.warning("%s", line)
 
 
-def describe(
-    group: Sequence[Step], next_scale: float | None, *, spoilt: int | None = None
-) -> str:
+def describe(group: Sequence[Step], next_scale: float | None, *, spoilt: int | None = None) -> str:
     """A skip in one line; `group` is one step of each optimizer that shared the decision.
 
     Args:
@@ -130,7 +128,7 @@ def _why(group: Sequence[Step]) -> str:
             "no NaN or Inf in a gradient that is here: it is on another rank, or finite gradients "
             "overflow when they are unscaled"
         )
-    # Their parameters together, in the order of the optimizers; one that begins badly tells nothing.
+    # Their parameters together, in the order of the optimizers.
     together = bad[0]._replace(
         culprits=tuple(culprit for step in bad for culprit in step.culprits),
         nan=sum(step.nan for step in bad),

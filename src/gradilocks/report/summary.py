@@ -13,6 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from gradilocks.report.lost import lost_for_good, lost_places
+from gradilocks.report.origins import likely
+from gradilocks.report.tracks import tracks
 from gradilocks.runfile import Run, Step
 
 __all__ = ["Loss", "Spread", "Summary", "quantile", "seconds_of", "summarize"]
@@ -70,6 +72,11 @@ class Summary:
     """Optimizers, by their index, and the loss that each of them knew."""
     taken_nonfinite: int
     """Steps that were taken though there were NaN or Inf among the gradients."""
+    likely: Mapping[str, int]
+    """Parameters at which the NaN or Inf of a skipped step likely arose → in how many steps; steps
+    whose gradients do not tell are left out."""
+    bad_endings: Mapping[int, str]
+    """Optimizers whose last steps ended in NaN or Inf, by their index, and how, in words."""
     norm: Spread | None
     scale: Spread | None
     lr: Spread | None
@@ -95,6 +102,13 @@ def summarize(run: Run) -> Summary:
     taken = len(steps) - len(skipped)
     seconds = seconds_of(run)
     culprits = Counter(culprit.name for step in skipped for culprit in step.culprits)
+    followed = tracks(run)
+    named = Counter(
+        name
+        for track in followed
+        for place in track.skipped
+        if (name := likely(track, [place])) is not None
+    )
     return Summary(
         path=str(run.path),
         status="no end" if run.end is None else run.end.status,
@@ -106,6 +120,10 @@ def summarize(run: Run) -> Summary:
         clipped=clipped,
         clip_rate=clipped / taken if taken else None,
         losses=_losses(steps),
+        likely=dict(named.most_common()),
+        bad_endings={
+            track.optimizer.index: track.ending for track in followed if track.ending is not None
+        },
         taken_nonfinite=sum(step.nan + step.inf > 0 for step in steps if not step.skipped),
         norm=_spread(step.norm for step in steps),
         scale=_spread(step.scale for step in steps),
@@ -153,8 +171,10 @@ def _losses(steps: Sequence[Step]) -> dict[int, Loss]:
 def _loss(steps: Sequence[Step]) -> Loss | None:
     known = [(step.loss, step.step) for step in steps if step.loss is not None]
     column = [math.nan if step.loss is None else step.loss for step in steps]
-    lost = lost_places(column, [i for i, step in enumerate(steps) if step.nan + step.inf > 0])
-    since = lost_for_good(column, lost)
+    told = [step.loss_nonfinite for step in steps]
+    bad = [i for i, step in enumerate(steps) if step.nan + step.inf > 0]
+    lost = lost_places(column, bad, told)
+    since = lost_for_good(column, lost, told, {i for i in bad if not steps[i].skipped})
     if not known and not lost:
         return None
     window = max(1, min(50, len(known) // 10))

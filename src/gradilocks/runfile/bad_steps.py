@@ -1,15 +1,14 @@
 """The steps of one optimizer enter, one by one; since when its loss and its weights are bad leaves.
 
-Whoever says how a run stands or ended (`gradilocks run`, `watch`) asks here, so that all say the same.
-Takes room for a few numbers, however long the run. The report, which has all steps, has the same rule
-in `ended_badly`.
+Whoever says how a run stands or ended (`gradilocks run`, `watch`, the report) says it in the words
+of `ended_badly`. Takes room for a few numbers, however long the run.
 """
 
 from __future__ import annotations
 
 from gradilocks.runfile.records import Step
 
-__all__ = ["BadSteps", "FOR_GOOD", "ended_badly"]
+__all__ = ["FOR_GOOD", "BadSteps", "ended_badly"]
 
 FOR_GOOD = 5
 """Skipped steps in a row without a finite loss after which it is lost; fewer may be bad batches."""
@@ -29,7 +28,7 @@ class BadSteps:
         self.taken = self.seen = self.last = 0
         self.taken_since: int | None = None
         self._steps = 0
-        self._knows_loss = True
+        self._knows_loss: bool | None = None
         # Of the bad steps in a row up to the last: how many, since when, and likewise of two kinds.
         self._row = self._lost = 0
         self._row_since = self._lost_since = 0
@@ -40,10 +39,10 @@ class BadSteps:
         self._steps += 1
         self.last = step.step
         gradients = step.nan + step.inf > 0
-        if step.loss is None and not gradients and not step.loss_nonfinite and not self._row:
-            self._knows_loss = False  # A file that does not say which losses were NaN.
-        elif step.loss is not None:
+        if step.loss is not None:
             self._knows_loss = True
+        elif not gradients and self._knows_loss is None:
+            self._knows_loss = False
         lost = self._is_lost(step, gradients=gradients)
         self._lost_since = self._lost_since if self._lost else step.step
         self._lost = self._lost + 1 if lost else 0
@@ -61,8 +60,8 @@ class BadSteps:
     def _is_lost(self, step: Step, *, gradients: bool) -> bool:
         if step.loss is not None:
             return False
-        if step.loss_nonfinite is None:
-            return gradients and self._knows_loss
+        if step.loss_nonfinite is None:  # An older file, which does not say it of each step.
+            return gradients and self._knows_loss is not False
         return step.loss_nonfinite
 
     @property
