@@ -95,7 +95,9 @@ def test_one_step_in_fifty_skipped_is_a_warning_that_names_the_culprit() -> None
     assert (finding.severity, finding.step) == ("warning", 60)
     assert finding.culprit == "blocks.4.mlp.weight"
     assert finding.title == "5 steps skipped: NaN or Inf in the gradients"
-    assert "It began in blocks.4.mlp.weight each time." in finding.sentence
+    assert "Likely it arose in backward at blocks.4.mlp.weight or just after it each time." in (
+        finding.sentence
+    )
 
 
 def test_one_step_in_eight_skipped_is_a_problem() -> None:

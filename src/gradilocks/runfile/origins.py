@@ -1,9 +1,9 @@
 """A step with NaN or Inf enters; what its own record shows of where they arose leaves. Pure.
 
 Backward carries a NaN to every layer before the one where it arose, so the culprit that stands last
-in the model is nearest to that place. That holds only if the loss was finite: one that was not makes
-all gradients bad, wherever in forward it turned so. And it holds for the first bad step alone: once
-such a step has gone into the weights, all that follows comes from them.
+in the model is nearest to that place. That holds only if the loss was finite: one that was not
+makes all gradients bad, wherever in forward it turned so. And it holds for the first bad step
+alone: once such a step has gone into the weights, all that follows comes from them.
 """
 
 from __future__ import annotations

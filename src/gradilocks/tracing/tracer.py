@@ -1,8 +1,8 @@
 """`gradilocks.trace`: a handle that is quiet until a step was skipped, and then follows the next.
 
 Off, there is no hook on the model at all. Armed, the model runs with hooks, slowly and waiting for
-the device, until something non-finite is found or a step is taken. A model whose parameters hold NaN
-or Inf is not followed: whatever a trace saw would come from them.
+the device, until something non-finite is found or a step is taken. A model whose parameters hold
+NaN or Inf is not followed: whatever a trace saw would come from them.
 """
 
 from __future__ import annotations
@@ -170,9 +170,10 @@ def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: 
     The step after a skip runs with hooks, and the first module whose output, or whose output's
     gradient, is not finite is named, with the magnitudes of what went into it. Otherwise there is
     no hook on the model, so that it costs nothing. What is found is in `findings`, in the log of
-    `gradilocks`, and in the run file if there is a recorder. A fault that came once and not again
-    in that step is not found. Parameters that are NaN or Inf already name no module: the finding says
-    so, and lists them in `damaged`.
+    `gradilocks`, and in the run file if there is a recorder.
+
+    A fault that came once and not again in that step is not found. Parameters that are NaN or Inf
+    already name no module: the finding says so, and lists them in `damaged`.
 
     Args:
         model: the model, in DDP or compiled too; compiled code runs eagerly while it is traced.
