@@ -10,11 +10,20 @@ import json
 from pathlib import Path
 
 import pytest
-from sessions import SCRIPTS, process, watched, write
+from sessions import SCRIPTS, watched, write
+from typer.testing import CliRunner
 
 from gradilocks import read_run
+from gradilocks.cli.app import app
 
 UNKNOWN = "forward or loss, module unknown"
+
+
+def shown(*words: object) -> str:
+    """What a command of gradilocks prints, in this process."""
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 class Told:
@@ -26,15 +35,12 @@ class Told:
         assert done.status == 0, done.err
         self.out, self.log, self.last = done.out, done.err, done.told[-1]
         self.run = read_run(folder / "a.jsonl")
-        plain = ("-m", "gradilocks")
-        (found,) = json.loads(process(*plain, "report", "--json", "a.jsonl", cwd=folder).out)[
-            "runs"
-        ]
+        path = folder / "a.jsonl"
+        (found,) = json.loads(shown("report", "--json", path))["runs"]
         self.verdict, self.sentence = found["verdict"], found["sentence"]
         self.findings = {each["rule"]: each for each in found["findings"]}
-        self.watch = process(*plain, "watch", "--once", "a.jsonl", cwd=folder).out
-        twice = process(*plain, "compare", "a.jsonl", "a.jsonl", cwd=folder, COLUMNS="200").out
-        self.compare = twice
+        self.watch = shown("watch", "--once", path).replace(str(folder), "")
+        self.compare = shown("compare", path, path)
         told = [f"{each['title']} {each['sentence']}" for each in found["findings"]]
         self.report = "\n".join([self.sentence, *told])
         self.everything = "\n".join([self.log, self.report, self.watch, self.compare])
