@@ -13,9 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 from gradilocks.report.lost import lost_for_good, lost_places
-from gradilocks.report.origins import likely
-from gradilocks.report.tracks import tracks
+from gradilocks.report.tracks import aftermath_of
 from gradilocks.runfile import Run, Step
+from gradilocks.runfile.bad_steps import BadSteps
+from gradilocks.runfile.origins import origin_of
 
 __all__ = ["Loss", "Spread", "Summary", "quantile", "seconds_of", "summarize"]
 
@@ -102,13 +103,9 @@ def summarize(run: Run) -> Summary:
     taken = len(steps) - len(skipped)
     seconds = seconds_of(run)
     culprits = Counter(culprit.name for step in skipped for culprit in step.culprits)
-    followed = tracks(run)
-    named = Counter(
-        name
-        for track in followed
-        for place in track.skipped
-        if (name := likely(track, [place])) is not None
-    )
+    bad: dict[int, BadSteps] = {}
+    for step in steps:
+        bad.setdefault(step.optimizer, BadSteps()).take(step)
     return Summary(
         path=str(run.path),
         status="no end" if run.end is None else run.end.status,
@@ -120,9 +117,9 @@ def summarize(run: Run) -> Summary:
         clipped=clipped,
         clip_rate=clipped / taken if taken else None,
         losses=_losses(steps),
-        likely=dict(named.most_common()),
+        likely=dict(_likely(run).most_common()),
         bad_endings={
-            track.optimizer.index: track.ending for track in followed if track.ending is not None
+            index: each.ending for index, each in sorted(bad.items()) if each.ending is not None
         },
         taken_nonfinite=sum(step.nan + step.inf > 0 for step in steps if not step.skipped),
         norm=_spread(step.norm for step in steps),
@@ -158,6 +155,19 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     above = min(below + 1, len(ordered) - 1)
     part = place - below
     return ordered[below] * (1 - part) + ordered[above] * part
+
+
+def _likely(run: Run) -> Counter[str]:
+    """Where the NaN or Inf of skipped steps likely arose, if nothing had spoilt weights before."""
+    sizes = {info.index: len(info.names) for info in run.optimizers}
+    return Counter(
+        origin.name
+        for step, mark in zip(run.steps, aftermath_of(run), strict=True)
+        if step.skipped
+        and step.culprits
+        and not mark
+        and (origin := origin_of(step, parameters=sizes.get(step.optimizer, 0))).name
+    )
 
 
 def _losses(steps: Sequence[Step]) -> dict[int, Loss]:

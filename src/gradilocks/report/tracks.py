@@ -20,7 +20,7 @@ from gradilocks.report.lost import lost_for_good, lost_places
 from gradilocks.runfile import OptimizerInfo, Run, Step, Trace
 from gradilocks.runfile.bad_steps import ended_badly
 
-__all__ = ["ANOTHERS", "OWN", "Tensor", "Track", "came_late", "tracks"]
+__all__ = ["ANOTHERS", "OWN", "Tensor", "Track", "aftermath_of", "came_late", "tracks"]
 
 NAN = math.nan
 # Before a step, NaN or Inf had gone into the weights of its optimizer, or only into another's.
@@ -164,7 +164,7 @@ def tracks(run: Run) -> list[Track]:
     known = {info.index: info for info in run.optimizers}
     try:
         marks: dict[int, bytearray] = {}
-        for step, mark in zip(run.steps, _aftermath(run), strict=True):
+        for step, mark in zip(run.steps, aftermath_of(run), strict=True):
             by_index.setdefault(step.optimizer, []).append(step)
             marks.setdefault(step.optimizer, bytearray()).append(mark)
         traced = bool(run.header.settings.get("trace")) or bool(run.traces)
@@ -211,7 +211,7 @@ def _place_at(steps: Sequence[Step], time: float) -> int:
     return next((place for place, step in enumerate(steps) if step.time >= time), len(steps))
 
 
-def _aftermath(run: Run) -> Iterator[int]:
+def aftermath_of(run: Run) -> Iterator[int]:
     """For each step of a run: `Track.aftermath`. A session that is resumed begins anew."""
     spoilt: set[int] = set()
     begins = set(run.begins)

@@ -51,8 +51,8 @@ def origin_of(step: Step, *, lost: bool = False, parameters: int = 0) -> Origin:
     first, after = step.culprits[0].name, step.finite_after
     if after is None and step.loss_nonfinite is not None:
         return Origin("unknown")  # The order of the parameters tells nothing.
-    if after is None:  # An older file: some of the gradients were bad, or all.
-        some = len(step.culprits) < min(parameters, MOST_CULPRITS)
+    if after is None:  # An older file: some of the gradients were bad, or all, or the loss.
+        some = step.loss is not None and len(step.culprits) < min(parameters, MOST_CULPRITS)
         return Origin("parameter", first) if some else _at_the_end(step)
     return Origin("parameter", first, after) if after else _at_the_end(step)
 
