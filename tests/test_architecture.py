@@ -139,9 +139,3 @@ def test_only_the_command_line_prints_and_exits() -> None:
 def test_every_module_opens_with_what_it_is_for() -> None:
     for path in FILES:
         assert ast.get_docstring(ast.parse(path.read_text())), f"{_place(path)} has no docstring"
-
-
-def test_no_room_is_overcrowded() -> None:
-    for path in FILES:
-        lines = len(path.read_text().splitlines())
-        assert lines <= 400, f"{_place(path)} has {lines} lines: two subjects in one room?"

@@ -98,8 +98,8 @@ def diagnose(symptoms: Sequence[Symptom], *, lowest: float, highest: float) -> D
             False,
             f"The scale fell {fell:g}-fold and the number of Inf did not ({first.inf} then, "
             f"{last.inf} now), so shrinking it does not cure this.",
-            "Look for a division by zero or an exp that overflows in the culprits' modules; "
-            "torch.autograd.set_detect_anomaly(True) helps to find the operation.",
+            "Look for a division by zero or an exp that overflows, in the culprits' modules or "
+            "after them; torch.autograd.set_detect_anomaly(True) helps to find the operation.",
         )
     what = "NaN and no Inf, which float16 makes of an overflow on its way back (Inf - Inf)"
     return Diagnosis(

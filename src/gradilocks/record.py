@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradilocks.diagnose import Symptom
 from gradilocks.errors import NonFiniteGradient
+from gradilocks.runfile.origins import FORWARD_OR_LOSS
 from gradilocks.values import ROW, Statistics, StepRecord, moved, wide
 
 __all__ = ["Findings", "NonFiniteCount", "Outcome", "Streak", "fetch", "nonfinite"]
@@ -60,6 +61,7 @@ class Findings:
         self._skip, self._scale, self._counted = skip, scale, counted
         self._names = names
         self._counts: dict[str, NonFiniteCount] | None = None
+        self._all_bad = False
 
     @functools.cached_property
     def _values(self) -> list[float]:
@@ -82,7 +84,10 @@ class Findings:
 
     @property
     def culprits(self) -> tuple[str, ...]:
-        """Names of the parameters with non-finite gradients, in backward order; () if none."""
+        """Names of the parameters with non-finite gradients, in backward order; () if none.
+
+        Who has NaN or Inf, not where they began: after a loss that was itself NaN or Inf all have.
+        """
         return tuple(self.counts)
 
     @property
@@ -93,14 +98,28 @@ class Findings:
             self._counts = {}
             if skipped:
                 nan, inf = torch.stack(self._counted()).tolist()
+                self._all_bad = all(map(any, zip(nan, inf, strict=True)))
                 for place, name in self._names():
                     if nan[place] or inf[place]:
                         self._counts[name] = NonFiniteCount(nan[place], inf[place])
         return self._counts
 
+    @property
+    def _loss_was_bad(self) -> bool:
+        """Whether the loss itself is known to have been NaN or Inf."""
+        return False
+
     def describe(self, *, at_most: int = 3) -> str:
-        """The culprits in words: `Inf in head.weight, NaN in body.bias (+2 more)`."""
+        """The culprits in words: `Inf in head.weight, NaN in body.bias (+2 more)`.
+
+        None is named where that would tell nothing of where it began: after a loss that was itself
+        NaN or Inf, or if all gradients are.
+        """
         parts = [f"{count} in {name}" for name, count in self.counts.items()]
+        if self.skipped and self._loss_was_bad:
+            return f"the loss itself was NaN or Inf ({FORWARD_OR_LOSS})"
+        if len(parts) > 1 and self._all_bad:
+            return f"NaN or Inf in all {len(parts)} gradients, so they do not tell where it began"
         if not parts:
             if not self.skipped:
                 return "finite gradients"
@@ -141,6 +160,7 @@ class Outcome(Findings):
         self._counted = lambda: (record.statistics.nan, record.statistics.inf)
         self._read: dict[str, float] | None = None
         self._counts: dict[str, NonFiniteCount] | None = None
+        self._all_bad = False
 
     @property
     def _numbers(self) -> dict[str, float]:
@@ -153,6 +173,10 @@ class Outcome(Findings):
     @property
     def _values(self) -> list[float]:
         return [self._numbers["skip"], self._numbers["scale"]]
+
+    @property
+    def _loss_was_bad(self) -> bool:
+        return self._numbers["loss_nonfinite"] > 0
 
     @property
     def statistics(self) -> Statistics:

@@ -166,6 +166,10 @@ def test_a_run_that_turned_nan_says_since_when(path, since):
     line = run("watch", path).stdout.splitlines()[-2]
     assert f"loss NaN since step {since}  norm NaN since step {since} of 1  " in line
     assert line.endswith(f"taken with NaN or Inf {101 - since}")
+    assert run("watch", path).stdout.splitlines()[-1] == (
+        f"finished after 0:00:20, in NaN or Inf: the loss is NaN or Inf since step {since} of 100, "
+        f"and the weights are spoilt since step {since}"
+    )
 
 
 def test_one_overflow_at_the_end_is_a_skip_and_no_more(path):
@@ -311,9 +315,13 @@ def test_nan_is_in_sight_at_any_width(path, columns):
     shown = on_a_terminal(path, columns=columns)
     assert shown.close() == 0
     lines = screen(shown.seen)
-    assert lines[3].startswith("loss    NaN since step 61")
-    assert lines[4].startswith("norm    NaN since step 61")
-    assert [line for line in lines if line.startswith("spoilt  40         taken with")]
+    for row in (
+        "loss    NaN since step 61",
+        "norm    NaN since step 61",
+        "spoilt  40         taken",
+    ):
+        assert [line for line in lines if line.startswith(row)], row
+    assert [line for line in lines if "finished, in NaN or Inf" in line]
     assert max(map(len, lines)) <= columns
 
 

@@ -214,9 +214,10 @@ def test_the_culprits_and_the_scales_way_are_in_the_text():
 
 
 def test_many_culprits_are_counted_rather_than_listed():
-    params = [parameter(0.0) for _ in range(9)]
+    params = [parameter(0.0) for _ in range(10)]
     control = GradientControl(torch.optim.SGD(params, lr=0.1), give_up_after=1)
-    error, _ = give_up(control, lambda: loss_making(*((p, NAN) for p in params)))
+    bad = [(p, NAN) for p in params[:9]]
+    error, _ = give_up(control, lambda: loss_making(*bad, (params[9], 1.0)))
     assert "(+4 more)" in str(error)
     assert len(error.culprits) == 9
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import gradilocks.record
 from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, Outcome
+from gradilocks.errors import NeverFinite
 
 
 @pytest.fixture
@@ -300,3 +301,45 @@ def test_the_norm_of_gradients_that_unscale_made_true_is_not_divided_again():
     outcome = control.step()
     assert outcome.norm == pytest.approx(5.0, rel=1e-7)
     assert outcome.scale == 1024.0
+
+
+@pytest.mark.parametrize("factor", [NAN, INF])
+def test_a_loss_that_was_not_finite_names_no_parameter(factor):
+    model = chain()
+    control = GradientControl(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    control.backward(model(torch.ones(1, 2)).sum() * factor)
+    outcome = control.step()
+    assert outcome.describe() == (
+        "the loss itself was NaN or Inf (forward or loss, module unknown)"
+    )
+    assert len(outcome.culprits) == 6  # Who has them is told all the same.
+
+
+def test_gradients_that_are_all_bad_do_not_tell_where_it_began():
+    model = chain()
+    control = GradientControl(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    every = {name: [NAN] for name, _ in model.named_parameters()}
+    outcome = step_with(control, model, every)
+    assert outcome.describe() == (
+        "NaN or Inf in all 6 gradients, so they do not tell where it began"
+    )
+    del every["2.bias"]
+    assert step_with(control, model, every).describe().startswith("NaN in 2.weight, NaN in 1.bias")
+
+
+def test_errors_of_steps_with_a_bad_loss_name_no_parameter_as_the_cause():
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    control = GradientControl(optimizer, model=model, give_up_after=2)
+
+    def train():
+        for _ in range(2):
+            control.backward(model(torch.ones(1, 2)).sum() * NAN)
+            control.step()
+            control.zero_grad()
+
+    with pytest.raises(NeverFinite) as caught:
+        train()
+    assert "forward or loss, module unknown" in str(caught.value)
+    assert "2.bias" not in str(caught.value)
+    assert caught.value.culprits[0] == "2.bias"

@@ -818,6 +818,17 @@ def test_the_outcome_names_the_culprits(fused):
     assert outcome.describe() == "Inf in 1.weight, NaN in 0.bias"
 
 
+def test_an_outcome_with_nothing_but_bad_gradients_names_none_of_them():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0, model=model)
+    scaler.scale(model(torch.ones(1, 2)).sum() * math.nan).backward()
+    scaler.step(optimizer)
+    assert scaler.outcome.describe() == (
+        "NaN or Inf in all 4 gradients, so they do not tell where it began"
+    )
+
+
 def test_the_outcome_is_that_of_the_latest_step(param):
     other = torch.nn.Parameter(torch.tensor([3.0]))
     scaler = GradScaler("cpu", init_scale=8.0)

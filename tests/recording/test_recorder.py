@@ -471,3 +471,55 @@ def test_every_line_can_be_read_by_any_json_reader(tmp_path):
     recorded(tmp_path / "a", steps=4, bad={2: NAN})
     for line in (tmp_path / "a").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+def bad_at(model, optimizer, path, *names, by_model=True, loss=1.0):
+    control = GradientControl(optimizer, model=model if by_model else None, record=path)
+    control.backward(model(torch.ones(1, 6)).square().mean() * loss)
+    for name in names:
+        model.get_parameter(name).grad.view(-1)[0] = NAN
+    control.step()
+    control.recorder.close()
+    (step,) = read_run(path).steps
+    return step
+
+
+def grouped(model):
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1)
+
+
+def test_a_bad_step_says_which_gradient_was_finite_next_to_the_first_culprit(tmp_path):
+    model = small_model()
+    step = bad_at(model, grouped(model), tmp_path / "a", "0.bias", "0.weight")
+    assert ([c.name for c in step.culprits], step.finite_after) == (
+        ["0.bias", "0.weight"],
+        "2.weight",
+    )
+    model = small_model()
+    step = bad_at(model, grouped(model), tmp_path / "b", "2.bias", "0.weight")
+    assert (step.culprits[0].name, step.finite_after) == ("2.bias", "")
+
+
+def test_groups_of_an_optimizer_that_no_model_orders_say_nothing_of_what_comes_first(tmp_path):
+    model = small_model()
+    step = bad_at(model, grouped(model), tmp_path / "a", "0.bias", by_model=False)
+    assert (len(step.culprits), step.finite_after) == (1, None)
+    model = small_model()
+    one = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = bad_at(model, one, tmp_path / "b", "0.bias", by_model=False)
+    assert step.finite_after == "param_groups[0]['params'][2]"
+
+
+@pytest.mark.parametrize("factor", [NAN, INF])
+def test_a_loss_that_was_not_finite_is_told_from_one_that_nobody_knew(factor, tmp_path):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = bad_at(model, optimizer, tmp_path / "a", loss=factor)
+    assert (step.loss, step.loss_nonfinite) == (None, True)
+    with Recorder(tmp_path / "b") as recorder:
+        index = recorder.add_optimizer(optimizer)
+        recorder.step(index, Sample(norm=1.0))
+    (step,) = read_run(tmp_path / "b").steps
+    assert (step.loss, step.loss_nonfinite) == (None, False)

@@ -26,7 +26,9 @@ def step(number, *, skipped=True, scale=65536.0, culprits=None, optimizer=0, **f
         step=number, time=0.0, optimizer=optimizer, loss=None, scale=scale,
         norm=fields.get("norm"), limit=fields.get("limit"), clipped=False, skipped=skipped,
         reason=fields.get("reason", "nonfinite" if skipped else None), culprits=culprits, lr=None,
-        nan=0, inf=0, detail=None,
+        nan=fields.get("nan", 0), inf=fields.get("inf", 0), detail=None,
+        loss_nonfinite=fields.get("loss_nonfinite", False),
+        finite_after=fields.get("finite_after"),
     )  # fmt: skip
 
 
@@ -34,12 +36,15 @@ def lines(caplog):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_skip_is_one_line_with_culprit_and_scale(tmp_path, caplog):
+def test_a_skip_is_one_line_and_names_nobody_if_the_loss_was_bad(tmp_path, caplog):
     recorded(Recorder(tmp_path / "a", flush_every=1), steps=3, bad={2: INF})
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.name == "gradilocks"
-    assert record.getMessage() == "step 2 skipped: Inf in 2.bias (+3 more); scale 65536 → 32768"
+    assert record.getMessage() == (
+        "step 2 skipped: the loss itself was NaN or Inf (forward or loss, module unknown); "
+        "scale 65536 → 32768"
+    )
 
 
 def test_log_false_says_nothing(tmp_path, caplog):
@@ -66,6 +71,18 @@ def test_log_false_says_nothing(tmp_path, caplog):
             "scale 65536",
         ),
         (step(4, optimizer=1), 65536.0, "step 4 of optimizer 1 skipped: Inf in w; scale 65536"),
+        (
+            step(3, culprits=(Culprit("b", 0, 1), Culprit("a", 1, 0)), nan=1, inf=1,
+                 finite_after=""),
+            65536.0,
+            "step 3 skipped: NaN and Inf in 2 gradients, from the first that backward makes on; "
+            "scale 65536",
+        ),
+        (
+            step(3, culprits=(Culprit("b", 0, 1), Culprit("a", 1, 0)), finite_after="c"),
+            65536.0,
+            "step 3 skipped: Inf in b (+1 more); scale 65536",
+        ),
     ],
 )  # fmt: skip
 def test_the_line_says_what_happened(caplog, made, next_scale, line):
@@ -111,3 +128,16 @@ def test_optimizers_that_share_a_decision_share_a_line(caplog):
     log.take(step(1, culprits=()), next_scale=1.0, more=True)
     log.take(step(1, optimizer=1, culprits=(Culprit("v", 1, 0),)), next_scale=1.0, more=False)
     assert lines(caplog) == ["step 1 skipped: NaN in v; scale 65536 → 1"]
+
+
+def test_the_first_step_taken_with_nan_is_told_once_and_what_follows_names_nobody(caplog):
+    log = SkipLog()
+    bad = (Culprit("w", 1, 0), Culprit("v", 1, 0))
+    for number in range(7, 11):
+        taken = step(number, skipped=False, scale=1.0, culprits=bad, nan=2, finite_after="x")
+        log.take(taken, next_scale=1.0, more=False)
+    log.take(step(11, scale=1.0, culprits=bad, nan=2), next_scale=1.0, more=False)
+    assert lines(caplog) == [
+        "step 7 taken though not finite: NaN in w (+1 more); the weights are spoilt from here on",
+        "step 11 skipped: NaN or Inf, and the weights are spoilt since step 7 already",
+    ]

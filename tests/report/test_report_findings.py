@@ -95,7 +95,9 @@ def test_one_step_in_fifty_skipped_is_a_warning_that_names_the_culprit() -> None
     assert (finding.severity, finding.step) == ("warning", 60)
     assert finding.culprit == "blocks.4.mlp.weight"
     assert finding.title == "5 steps skipped: NaN or Inf in the gradients"
-    assert "It began in blocks.4.mlp.weight each time." in finding.sentence
+    assert "Likely it arose in backward at blocks.4.mlp.weight or just after it each time." in (
+        finding.sentence
+    )
 
 
 def test_one_step_in_eight_skipped_is_a_problem() -> None:
@@ -336,8 +338,47 @@ def test_a_trace_is_told_in_its_own_words() -> None:
     finding = only(made_run(traces=(trace,)))
     assert (finding.step, finding.culprit) == (9, "blocks.0")
     assert finding.sentence == "Block blocks.0 gave Inf."
+    assert finding.title == "At step 9 Inf first appeared in blocks.0"
     many = found(made_run(traces=(trace,) * 5))["traced"]
     assert many.sentence == "Block blocks.0 gave Inf. Found 5 times, up to step 9."
+
+
+@pytest.mark.parametrize(
+    ("text", "nan_at"),
+    [("NaN first in the output of wte", 100), ("NaN in wte.weight itself: the parameter was "
+      "damaged before this step", 500)],
+)  # fmt: skip
+def test_a_trace_of_weights_that_were_spoilt_before_it_names_nobody(text, nan_at) -> None:
+    trace = Trace(101, 10.05, "forward", "wte", "Embedding", "NaN", (), text)
+    findings = found(made_run(plant={nan_at: {"nan": 2, "norm": None}}, traces=(trace,)))
+    assert "traced" not in findings
+    late = findings["traced-too-late" if nan_at == 100 else "weights-not-finite"]
+    assert late.culprit is None
+    assert "first appeared" not in late.title + late.sentence
+
+
+def test_a_trace_is_an_origin_again_in_a_session_that_began_with_good_weights() -> None:
+    trace = Trace(101, 20.05, "forward", "wte", "Embedding", "NaN", (), "NaN first in wte")
+    run = made_run(plant={100: {"nan": 2, "norm": None}}, traces=(trace,), resumed=(header(),))
+    assert found(replace(run, begins=(150,)))["traced"].culprit == "wte"
+    assert "traced-too-late" in found(replace(run, begins=(50,)))
+
+
+def test_steps_after_spoilt_weights_are_not_counted_as_origins() -> None:
+    first = {"nan": 2, "norm": None, "culprits": (Culprit("blocks.1.mlp.weight", 2, 0),)}
+    later = {**first, "loss": None, "culprits": (Culprit("blocks.4.mlp.weight", 2, 0),)}
+    run = made_run(plant={150: first} | dict.fromkeys(range(151, 301), later))
+    told = found(run)
+    assert {finding.culprit for finding in told.values()} == {"blocks.1.mlp.weight", None}
+    assert "blocks.4.mlp.weight" not in " ".join(finding.sentence for finding in told.values())
+    assert "nan" not in told
+
+
+def test_a_step_taken_with_nan_after_which_all_was_well_is_not_said_to_have_spoilt_all() -> None:
+    finding = found(made_run(plant={150: {"nan": 2, "norm": None}}))["taken-though-nonfinite"]
+    assert finding.title == "1 step taken with NaN or Inf in the gradients"
+    assert "At step 151 all gradients were finite again" in finding.sentence
+    assert "spoilt since" not in finding.title + finding.sentence
 
 
 def test_each_of_several_optimizers_is_named() -> None:

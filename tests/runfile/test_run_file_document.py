@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradilocks.runfile import Detail
-from gradilocks.runfile.parsing import FIELDS
+from gradilocks.runfile.parsing import FIELDS, OPTIONAL
 
 TEXT = (Path(__file__).parent.parent.parent / "docs" / "run-file.md").read_text(encoding="utf-8")
 WORDS = {
@@ -28,8 +28,9 @@ def table_of(kind: str) -> dict[str, str]:
 def test_the_document_has_the_fields_of_a_line_and_their_types(kind):
     table = table_of(kind)
     further = {"kind", "detail"} if kind == "step" else {"kind"}
-    assert set(table) == {*FIELDS[kind], *further}
-    for name, types in FIELDS[kind].items():
+    fields = {**FIELDS[kind], **OPTIONAL.get(kind, {})}
+    assert set(table) == {*fields, *further}
+    for name, types in fields.items():
         words = {WORDS[each] for each in types if not (each is int and float in types)}
         said = {word.removesuffix("s") for word in re.split(r" or (?!false)", table[name])}
         said = {re.sub(r"^list of .*", "list", word) for word in said}

@@ -163,7 +163,88 @@ def test_a_damaged_parameter_is_called_so():
     with torch.no_grad():
         model[1].weight[0, 0] = float("nan")
     (found,) = followed(model, torch.ones(1, 3))
-    assert found.text == "NaN in 1.weight itself: the parameter was damaged before this step"
+    assert found.damaged == ("1.weight",)
+    assert found.text.startswith("NaN in 1.weight itself, before this step: ")
+    assert "first" not in found.text
+
+
+def test_a_model_with_damaged_parameters_is_not_followed_and_names_no_module():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    tracer = gradilocks.trace(model)
+    tracer.arm()
+    assert not tracer.armed
+    assert not has_hooks(model)
+    (found,) = tracer.findings
+    assert (found.module, len(found.damaged)) == ("", 4)
+    assert found.text.startswith("NaN in 4 parameters themselves, before this step")
+    tracer.arm()
+    assert len(tracer.findings) == 1  # Once is enough.
+
+
+def test_a_parameter_that_is_damaged_while_the_model_is_followed_names_no_module():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        with torch.no_grad():
+            model[0].bias.fill_(float("inf"))
+        model(torch.ones(1, 3)).sum().backward()
+    assert [found.damaged for found in tracer.findings] == [("0.bias",)]
+
+
+def test_a_fault_is_named_though_a_parameter_that_is_not_trained_holds_infinities():
+    model = nn.Sequential(nn.Linear(2, 2), Times(float("inf")), nn.Linear(2, 1))
+    model.register_parameter("mask", nn.Parameter(torch.full((2,), -float("inf")), False))
+    (found,) = followed(model, torch.ones(1, 2))
+    assert (found.module, found.damaged) == ("1", ())
+
+
+class Remembers(nn.Module):
+    """Adds a buffer, as a codebook or a moving average is added."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        return x + self.mean
+
+
+def test_a_buffer_that_is_nan_already_is_no_origin_either():
+    model = nn.Sequential(nn.Linear(2, 2), Remembers(), nn.Linear(2, 1))
+    model[1].mean.fill_(float("nan"))
+    (found,) = followed(model, torch.ones(1, 2))
+    assert found.damaged == ("1.mean",)
+    assert "first" not in found.text
+
+
+def test_statistics_of_a_batch_norm_that_a_skipped_step_has_ruined_hide_no_origin():
+    model = nn.Sequential(nn.Linear(2, 2), Times(float("inf")), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    model(torch.ones(3, 2))
+    assert model[2].running_var.isnan().all()
+    (found,) = followed(model, torch.ones(3, 2))
+    assert (found.module, found.kind, found.damaged) == ("1", "Times", ())
+
+
+def test_a_tracer_looks_again_once_a_step_was_well():
+    model = nn.Sequential(nn.Linear(2, 2), Times(1.0), nn.Linear(2, 1))
+    tracer = gradilocks.trace(model)
+    good = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    for _ in range(3):
+        tracer.note(torch.ones(1))
+    assert [found.damaged for found in tracer.findings] == [("0.weight",)]
+    model.load_state_dict(good)
+    tracer.note(torch.zeros(1))
+    tracer.note(torch.ones(1))
+    assert tracer.armed
+    model[1].by = float("inf")
+    model(torch.ones(1, 2)).sum().backward()
+    assert tracer.findings[-1].module == "1"
+    tracer.close()
 
 
 def test_what_is_born_in_the_loss_is_called_so():

@@ -97,7 +97,8 @@ def _of_spread(name: str, part: str, write: Callable[[float], str]) -> Callable[
 
 
 def _ended(summary: Summary) -> str:
-    return summary.status if summary.error is None else _text(summary.error)
+    ended = summary.status if summary.error is None else _text(summary.error)
+    return f"{ended}, in NaN or Inf" if summary.bad_endings else ended
 
 
 def _skipped(summary: Summary) -> str:
@@ -110,10 +111,10 @@ def _reasons(summary: Summary) -> str:
     return ", ".join(f"{why} {n:,}" for why, n in summary.reasons.items()) or "-"
 
 
-def _culprit(summary: Summary) -> str:
-    for name, count in summary.culprits.items():
+def _likely(summary: Summary) -> str:
+    for name, count in summary.likely.items():
         return f"{_text(name)} ({count:,} x)"
-    return "-"
+    return "not known" if summary.culprits else "-"
 
 
 def _loss_rows(summaries: Sequence[Summary]) -> Iterator[tuple[str, list[str]]]:
@@ -163,7 +164,7 @@ _NUMBERS: dict[str, Callable[[Summary], str]] = {
     "steps": lambda s: f"{s.steps:,}",
     "skipped": _skipped,
     "  why": _reasons,
-    "  most often in": _culprit,
+    "  likely from": _likely,
     "taken with NaN": lambda s: f"{s.taken_nonfinite:,}" if s.taken_nonfinite else "-",
     "clipped": lambda s: "-" if s.clip_rate is None else f"{s.clip_rate:.2%}",
     "norm, median": _of_spread("norm", "median", _number),

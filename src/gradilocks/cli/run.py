@@ -105,7 +105,7 @@ def run(
         bool,
         typer.Option(
             "--trace",
-            help="After a step with NaN or Inf, find the module in which the next one is born.",
+            help="After a skipped step with NaN or Inf, find the module in which the next is born.",
         ),
     ] = False,
     swap: Annotated[
@@ -199,14 +199,22 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
         why = "stepped no optimizer" if summary.torch else "did not import torch"
         return [f"{script} {why}, so nothing was recorded."]
     skipped = f", {summary.skipped:,} of them skipped" if summary.skipped else ", none skipped"
+    if summary.taken:
+        skipped += f", {summary.taken:,} taken with NaN or Inf"
     count = f"{summary.steps:,} step" + ("s" if summary.steps != 1 else "")
     lines = [f"traced: {text}" for text in summary.findings]
+    if summary.unseen:
+        lines.append(
+            "traced: nothing. A trace begins after the first step with NaN or Inf, and none came "
+            "back while it looked: where that one arose was not seen"
+        )
     lines.append(f"recorded {count}{skipped}, in {summary.path}")
     if summary.seen > summary.steps:
         lines[-1] += f"; {summary.seen - summary.steps:,} more could not be recorded"
     elif summary.failed:
         lines[-1] += "; the steps after that were not watched"
     lines.append(f"to see it: {caller} report {_quoted(str(summary.path))}")
+    lines += [f"it ended in NaN or Inf: {words}" for words in summary.bad_endings]
     return lines
 
 

@@ -136,7 +136,7 @@ def _in_lines(watched: Watched, steps: list[Step], *, once: bool, every: float) 
                 print(line, flush=True)
             stepped.clear()
             if watched.reader.end is not None:
-                print(plain_end(watched.reader), flush=True)
+                print(plain_end(watched.reader, watched.state), flush=True)
             if once or watched.reader.end is not None:
                 return
             time.sleep(every)

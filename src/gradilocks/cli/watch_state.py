@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gradilocks.report.sparkline import Trail, mean
 from gradilocks.runfile import Step
+from gradilocks.runfile.bad_steps import BadSteps
 from gradilocks.runfile.following import Follower
 from gradilocks.runfile.reading import Reader
 
@@ -19,7 +20,7 @@ RECENT = 200
 """Steps over which the speed is taken."""
 LAST_SKIPS = 50
 FOR_GOOD = 3
-"""Steps in a row without a finite number after which it is said to be lost."""
+"""Steps in a row without a finite norm after which it is said to be lost."""
 AT_A_TIME = 4 << 20
 """Bytes of a long file that are read before the view is drawn again."""
 
@@ -31,14 +32,13 @@ class Course:
         last: its last step; None before the first.
         steps: how many, skipped ones included.
         least: the least loss and its step; None where no loss is known.
-        spoilt: how many steps were taken with NaN or Inf among the gradients.
-        spoilt_since: the first of them.
+        bad: which steps had NaN or Inf, and whether that stayed.
     """
 
     def __init__(self) -> None:
         self.last: Step | None = None
-        self.steps = self.skipped = self.clipped = self.spoilt = 0
-        self.spoilt_since: int | None = None
+        self.steps = self.skipped = self.clipped = 0
+        self.bad = BadSteps()
         self.reasons: Counter[str] = Counter()
         self.least: tuple[float, int] | None = None
         self.scales: tuple[float, float] | None = None
@@ -46,12 +46,12 @@ class Course:
         self.norm, self.scale = Trail(max), Trail(max)
         self._known: dict[str, float] = {}
         self._lost: dict[str, tuple[int, int]] = {}  # since which step, and how many by now
-        self._knows_loss = True
         self._times: deque[float] = deque(maxlen=RECENT)
 
     def take(self, step: Step) -> None:
         """The next step."""
         self.last = step
+        self.bad.take(step)
         self.steps += 1
         self.clipped += step.clipped and not step.skipped
         if step.skipped:
@@ -69,11 +69,6 @@ class Course:
             elif step.nan + step.inf:
                 since, many = self._lost.get(name, (step.step, 0))
                 self._lost[name] = since, many + 1
-        if step.loss is None and not step.nan + step.inf and "loss" not in self._known:
-            self._knows_loss = False
-        if step.nan + step.inf and not step.skipped:
-            self.spoilt += 1
-            self.spoilt_since = self.spoilt_since or step.step
         if step.loss is not None and (self.least is None or step.loss < self.least[0]):
             self.least = (step.loss, step.step)
         if step.scale is not None:
@@ -92,10 +87,11 @@ class Course:
 
         A step or two are a skip, which is shown as one.
         """
-        if name == "loss" and not self._knows_loss:
-            return None
+        if name == "loss":
+            return self.bad.lost_since
         since, many = self._lost.get(name, (0, 0))
-        return since if many >= FOR_GOOD or 0 < many == self.steps else None
+        for_good = many >= FOR_GOOD or many == self.steps or self.bad.ending is not None
+        return since if many and for_good else None
 
     @property
     def steps_per_second(self) -> float | None:

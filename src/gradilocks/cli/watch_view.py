@@ -73,15 +73,26 @@ def plain_status(state: State, optimizers: Iterable[int]) -> Iterator[str]:
             words.append(f"{course.steps_per_second:.3g} steps/s")
         words.append(f"skipped {course.skipped}")
         words.append(f"clipped {_share(course.clip_rate)}")
-        if course.spoilt:
-            words.append(f"taken with NaN or Inf {course.spoilt:,}")
+        if course.bad.taken:
+            words.append(f"taken with NaN or Inf {course.bad.taken:,}")
         yield "  ".join(words)
 
 
-def plain_end(reader: Reader) -> str:
+def plain_end(reader: Reader, state: State) -> str:
     """The last line in a pipe, once the run has ended."""
     assert reader.end is not None
-    return f"{_ended(reader)} after {_duration(reader.end.time)}"
+    ended = f"{_ended(reader)} after {_duration(reader.end.time)}"
+    words = "; ".join(_bad_endings(state))
+    return f"{ended}, in NaN or Inf: {words}" if words else ended
+
+
+def _bad_endings(state: State) -> list[str]:
+    """How each optimizer ended in NaN or Inf that did."""
+    return [
+        f"optimizer {index}: {course.bad.ending}" if len(state.courses) > 1 else course.bad.ending
+        for index, course in sorted(state.courses.items())
+        if course.bad.ending is not None
+    ]
 
 
 def _title(reader: Reader) -> Text:
@@ -108,8 +119,10 @@ def _status(watched: Watched, width: int) -> list[Text]:
     if watched.unread:
         line.append(f"reading, {watched.unread:.0%} to go", style="cyan")
     elif reader.end is not None:
-        good = reader.end.status == "finished"
+        bad = bool(_bad_endings(state))
+        good = reader.end.status == "finished" and not bad
         line.append(_ended(reader), style="green" if good else "red")
+        line.append(", in NaN or Inf" if bad else "", style="red")
     elif silent is not None and silent > SILENT:
         line.append(f"nothing new for {_duration(silent)}: slow, waiting or killed", style="yellow")
     else:
@@ -182,10 +195,11 @@ def _rows(course: Course, *, width: int, bars: str) -> list[Text]:
         why = ", ".join(f"{reason} {count:,}" for reason, count in course.reasons.most_common())
         row.append(f"{_share(share)} of the steps: {why}", style="not bold dim")
     rows.append(row)
-    if course.spoilt:
+    if course.bad.taken:
         row = Text(f"{'spoilt':<{LABEL}}", style="bold red")
-        row.append(f"{course.spoilt:<{VALUE},}")
-        rows.append(row.append(f"taken with NaN or Inf, first at step {course.spoilt_since:,}"))
+        row.append(f"{course.bad.taken:<{VALUE},}")
+        since = course.bad.taken_since
+        rows.append(row.append(f"taken with NaN or Inf, first at step {since:,}"))
     return rows
 
 

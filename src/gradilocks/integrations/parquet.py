@@ -13,8 +13,8 @@ __all__ = ["parquet_columns", "write_parquet"]
 
 ROWS_AT_ONCE = 50_000
 _WHOLE = {"step", "optimizer", "nan", "inf"}
-_TEXT = {"reason", "parameter"}
-_TRUTH = {"clipped", "skipped"}
+_TEXT = {"reason", "parameter", "finite_after"}
+_TRUTH = {"clipped", "skipped", "loss_nonfinite"}
 
 
 def write_parquet(

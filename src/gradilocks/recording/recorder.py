@@ -27,13 +27,14 @@ from gradilocks.recording.ending import closed_at_exit, how_it_ended, refuse_cap
 from gradilocks.recording.environment import command_here, hardware_here, rank_here, versions_here
 from gradilocks.recording.file import EXISTS, RunFile, Unwritable
 from gradilocks.recording.given import check_every, check_seconds, first_line, warn
-from gradilocks.recording.roster import info_of, order_of
+from gradilocks.recording.roster import info_of, is_ordered, order_of
 from gradilocks.recording.rows import Known, step_of
 from gradilocks.recording.sample import Sample
 from gradilocks.recording.sinks import Sinks
 from gradilocks.recording.skips import SkipLog
 from gradilocks.recording.timer import Timer
 from gradilocks.runfile import End, Header, Step, Trace
+from gradilocks.runfile.bad_steps import BadSteps
 from gradilocks.runfile.records import VERSION
 from gradilocks.runfile.sinks import Sink
 from gradilocks.runfile.writing import audit_line, end_line, optimizer_line, step_line, trace_line
@@ -107,6 +108,8 @@ class Recorder:
         """How many steps have reached the file in this session; exact after `flush`."""
         self.skipped = 0
         """How many of them were skipped."""
+        self.bad: dict[int, BadSteps] = {}
+        """By the index of the optimizer: which of them had NaN or Inf, and whether that stayed."""
         self._sinks = Sinks(sinks, warn)
         self._known: list[Known] = []
         self._whose: list[Callable[[], Any]] = []
@@ -191,12 +194,13 @@ class Recorder:
         if index < len(self._known) and self._known[index].info == info:
             return index
         done = self._steps_before.get(index, 0) if self.recording else 0
+        order, ordered = order_of(optimizer, names), is_ordered(optimizer, names)
         if index < len(self._known):
             done = self._known[index].steps
             self.flush()  # Steps on their way are of the parameters as they were.
-            self._known[index] = Known(info, order_of(optimizer, names), done)
+            self._known[index] = Known(info, order, ordered, steps=done)
         else:
-            self._known.append(Known(info, order_of(optimizer, names), done))
+            self._known.append(Known(info, order, ordered, steps=done))
         if self.recording:
             with self._working():
                 self._write([optimizer_line(info)], ())
@@ -378,6 +382,8 @@ class Recorder:
         self._owed = []
         self.steps += len(steps)
         self.skipped += sum(step.skipped for step in steps)
+        for step in steps:
+            self.bad.setdefault(step.optimizer, BadSteps()).take(step)
 
     def _stop(self, why: str) -> None:
         """Something that should not have happened: training must not suffer from it."""

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gradilocks.gradients import Names, every_parameter
+from gradilocks.ranks import is_distributed
 from gradilocks.runfile import OptimizerInfo
 
-__all__ = ["info_of", "order_of"]
+__all__ = ["info_of", "is_ordered", "order_of"]
 
 
 def info_of(optimizer: Any, *, index: int, names: Mapping[Tensor, str] | None) -> OptimizerInfo:
@@ -37,3 +38,20 @@ def order_of(optimizer: Any, names: Mapping[Tensor, str] | None) -> list[int]:
     params = list(every_parameter((optimizer,)))
     ranked = [(at.get(id(param), -1), place) for place, param in enumerate(params)]
     return [place for _, place in sorted(ranked, reverse=True)]
+
+
+def is_ordered(optimizer: Any, names: Mapping[Tensor, str] | None) -> bool:
+    """Whether that order, and what this process sees of each gradient, tell where one turned bad.
+
+    They do not where parameter groups alone give the order (weights of all layers in one, biases in
+    the other), nor where a gradient is spread over ranks, each of which sees its own part.
+    """
+    params = list(every_parameter((optimizer,)))
+    if any(is_distributed(param) for param in params):
+        return False
+    if len(optimizer.param_groups) == 1:
+        return True
+    given, own = names or {}, Names(None, (optimizer,)).of(params)
+    return any(
+        not given.get(param, name).endswith(name) for param, name in zip(params, own, strict=True)
+    )

@@ -19,6 +19,8 @@ class Known:
     info: OptimizerInfo
     backward: list[int]
     """The places of its parameters in backward order."""
+    ordered: bool = True
+    """Whether that order, and what is seen here of each gradient, tell where one turned bad."""
     steps: int = 0
     """How many steps it has handed over, in earlier sessions too."""
 
@@ -47,6 +49,8 @@ def step_of(held: Held, known: Known) -> Step:
         nan=sum(nan),
         inf=sum(inf),
         detail=_detail(held, known, places) if held.detail else None,
+        loss_nonfinite=numbers["loss"] is not None and not math.isfinite(numbers["loss"]),
+        finite_after=_finite_after(known, places, nan, inf),
     )
 
 
@@ -62,6 +66,22 @@ def _culprits(
         if (nan[k] or inf[k]) and place < len(names)
     }
     return tuple(found[place] for place in known.backward if place in found)
+
+
+def _finite_after(
+    known: Known, places: Sequence[int], nan: list[int], inf: list[int]
+) -> str | None:
+    """The last finite gradient that backward made before the first bad one: '' if there is none."""
+    if not known.ordered or not (any(nan) or any(inf)):
+        return None
+    bad = {place: bool(nan[k] or inf[k]) for k, place in enumerate(places)}
+    name = ""
+    for place in known.backward:
+        if bad.get(place):
+            break
+        if place in bad and place < len(known.info.names):
+            name = known.info.names[place]
+    return name
 
 
 def _detail(held: Held, known: Known, places: Sequence[int]) -> Detail:

@@ -1,7 +1,8 @@
 """Skipped steps → lines in the log: who overflowed, and where the scale went. Not too many.
 
 The first five skips are told in full, as they come. After that there is at most one line a minute,
-which says how many it stands for.
+which says how many it stands for. The first step that was taken with NaN or Inf is told too, once
+for each optimizer: whatever follows it comes from weights that it has spoilt.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from gradilocks.record import NonFiniteCount
 from gradilocks.runfile import Step
+from gradilocks.runfile.words import describe_bad
 
 __all__ = ["SkipLog"]
 
@@ -30,6 +31,7 @@ class SkipLog:
         self._last: tuple[float, int] = (0.0, 0)  # When, and at which step, it last spoke.
         self._group: list[Step] = []
         self._waiting: dict[int, list[Step]] = {}  # By optimizer: the next scale is not known.
+        self._spoilt: dict[int, int] = {}  # By optimizer: the step that went into the weights.
 
     def take(self, step: Step, *, next_scale: float | None, more: bool) -> None:
         """A step has arrived.
@@ -42,6 +44,9 @@ class SkipLog:
         before = self._waiting.pop(step.optimizer, None)
         if before is not None:
             self._tell(before, step.scale)
+        if step.nan + step.inf and not step.skipped and step.optimizer not in self._spoilt:
+            self._spoilt[step.optimizer] = step.step
+            _logger.warning("%s", describe_taken(step))
         if step.skipped:
             self._group.append(step)
         if more or not self._group:
@@ -75,7 +80,7 @@ class SkipLog:
         if self._told >= IN_FULL and now - self._last[0] < PAUSE:
             self._untold += 1
             return
-        line = describe(group, next_scale)
+        line = describe(group, next_scale, spoilt=self._spoilt.get(group[0].optimizer))
         if self._untold:
             line += f" (and {self._untold} more since step {self._last[1]})"
         self._told, self._untold = self._told + 1, 0
@@ -83,11 +88,29 @@ class SkipLog:
         _logger.warning("%s", line)
 
 
-def describe(group: Sequence[Step], next_scale: float | None) -> str:
-    """A skip in one line; `group` is one step of each optimizer that shared the decision."""
+def describe(group: Sequence[Step], next_scale: float | None, *, spoilt: int | None = None) -> str:
+    """A skip in one line; `group` is one step of each optimizer that shared the decision.
+
+    Args:
+        group: the steps.
+        next_scale: the scale after them; None if it is not known.
+        spoilt: the step that had put NaN or Inf into the weights before; None if none had.
+    """
     first = group[0]
     of = f" of optimizer {first.optimizer}" if len(group) == 1 and first.optimizer else ""
-    return f"step {first.step}{of} skipped: {_why(group)}{_scale(first.scale, next_scale)}"
+    why = _why(group)
+    if spoilt is not None and first.reason != "rejected":
+        why = f"NaN or Inf, and the weights are spoilt since step {spoilt} already"
+    return f"step {first.step}{of} skipped: {why}{_scale(first.scale, next_scale)}"
+
+
+def describe_taken(step: Step) -> str:
+    """A step that was taken with NaN or Inf, in one line."""
+    of = f" of optimizer {step.optimizer}" if step.optimizer else ""
+    what = describe_bad(step) or "NaN or Inf in the gradients"
+    return (
+        f"step {step.step}{of} taken though not finite: {what}; the weights are spoilt from here on"
+    )
 
 
 def _why(group: Sequence[Step]) -> str:
@@ -99,15 +122,20 @@ def _why(group: Sequence[Step]) -> str:
             "finite gradients, rejected by the clip policy: "
             f"norm {first.norm:.6g} over {first.limit:.6g}"
         )
-    culprits = [culprit for step in group for culprit in step.culprits]
-    if not culprits:
+    bad = [step for step in group if step.culprits or step.loss_nonfinite]
+    if not bad:
         return (
             "no NaN or Inf in a gradient that is here: it is on another rank, or finite gradients "
             "overflow when they are unscaled"
         )
-    more = f" (+{len(culprits) - 1} more)" if len(culprits) > 1 else ""
-    worst = culprits[0]
-    return f"{NonFiniteCount(worst.nan, worst.inf)} in {worst.name}{more}"
+    # Their parameters together, in the order of the optimizers.
+    together = bad[0]._replace(
+        culprits=tuple(culprit for step in bad for culprit in step.culprits),
+        nan=sum(step.nan for step in bad),
+        inf=sum(step.inf for step in bad),
+        loss_nonfinite=any(step.loss_nonfinite for step in bad),
+    )
+    return describe_bad(together)
 
 
 def _scale(before: float | None, after: float | None) -> str:

@@ -69,7 +69,7 @@ def examine(run: Run, followed: Sequence[Track] | None = None) -> Health:
                 else finding
             )
     found.sort(key=lambda finding: ORDER[finding.severity])
-    return Health(*_verdict(run, found), tuple(found))
+    return Health(*_verdict(run, found, followed), tuple(found))
 
 
 def _of_track(run: Run, track: Track) -> Iterator[Finding]:
@@ -78,7 +78,7 @@ def _of_track(run: Run, track: Track) -> Iterator[Finding]:
     yield from scaling(run, track)
 
 
-def _verdict(run: Run, found: Sequence[Finding]) -> tuple[Verdict, str]:
+def _verdict(run: Run, found: Sequence[Finding], followed: Sequence[Track]) -> tuple[Verdict, str]:
     if not run.steps:
         return "no steps", "The run file has a header but no steps: nothing was recorded yet."
     problems = sum(finding.severity == "problem" for finding in found)
@@ -86,7 +86,12 @@ def _verdict(run: Run, found: Sequence[Finding]) -> tuple[Verdict, str]:
     seen = count(len(run.steps), "step")
     if problems:
         more = f" and {count(warnings, 'warning')}" if warnings else ""
-        return "in trouble", f"{count(problems, 'problem')}{more} in {seen}."
+        ended = "".join(
+            f"It ended in NaN or Inf: {f'{track.label}: ' if track.several else ''}{track.ending}. "
+            for track in followed
+            if track.ending is not None
+        )
+        return "in trouble", f"{ended}{count(problems, 'problem')}{more} in {seen}."
     if warnings:
         return "needs a look", f"{count(warnings, 'warning')} in {seen}, no problem."
     if len(run.steps) < FEW_STEPS:

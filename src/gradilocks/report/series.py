@@ -104,11 +104,14 @@ def skip_marks(track: Track) -> Marks | None:
     x: list[int] = []
     y: list[Number] = []
     words = []
+    lost = set(track.lost)
     for group in groups:
         place = track.skipped[group.start]
         step = track.steps[place]
         names = [shortened(culprit.name, LONGEST_NAME) for culprit in step.culprits]
         why = "rejected by the clip policy" if step.reason == "rejected" else "NaN or Inf"
+        if place in lost:  # The gradients all follow from it.
+            why, names = "the loss itself was NaN or Inf", []
         also = f", and {len(group) - 1:,} more until the next mark" if len(group) > 1 else ""
         x.append(track.at[place])
         y.append(_rounded(track.scale[place], 6))

@@ -13,7 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 from gradilocks.report.lost import lost_for_good, lost_places
+from gradilocks.report.tracks import aftermath_of
 from gradilocks.runfile import Run, Step
+from gradilocks.runfile.bad_steps import BadSteps
+from gradilocks.runfile.origins import origin_of
 
 __all__ = ["Loss", "Spread", "Summary", "quantile", "seconds_of", "summarize"]
 
@@ -70,6 +73,11 @@ class Summary:
     """Optimizers, by their index, and the loss that each of them knew."""
     taken_nonfinite: int
     """Steps that were taken though there were NaN or Inf among the gradients."""
+    likely: Mapping[str, int]
+    """Parameters at which the NaN or Inf of a skipped step likely arose → in how many steps; steps
+    whose gradients do not tell are left out."""
+    bad_endings: Mapping[int, str]
+    """Optimizers whose last steps ended in NaN or Inf, by their index, and how, in words."""
     norm: Spread | None
     scale: Spread | None
     lr: Spread | None
@@ -95,6 +103,9 @@ def summarize(run: Run) -> Summary:
     taken = len(steps) - len(skipped)
     seconds = seconds_of(run)
     culprits = Counter(culprit.name for step in skipped for culprit in step.culprits)
+    bad: dict[int, BadSteps] = {}
+    for step in steps:
+        bad.setdefault(step.optimizer, BadSteps()).take(step)
     return Summary(
         path=str(run.path),
         status="no end" if run.end is None else run.end.status,
@@ -106,6 +117,10 @@ def summarize(run: Run) -> Summary:
         clipped=clipped,
         clip_rate=clipped / taken if taken else None,
         losses=_losses(steps),
+        likely=dict(_likely(run).most_common()),
+        bad_endings={
+            index: each.ending for index, each in sorted(bad.items()) if each.ending is not None
+        },
         taken_nonfinite=sum(step.nan + step.inf > 0 for step in steps if not step.skipped),
         norm=_spread(step.norm for step in steps),
         scale=_spread(step.scale for step in steps),
@@ -142,6 +157,19 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[below] * (1 - part) + ordered[above] * part
 
 
+def _likely(run: Run) -> Counter[str]:
+    """Where the NaN or Inf of skipped steps likely arose, if nothing had spoilt weights before."""
+    sizes = {info.index: len(info.names) for info in run.optimizers}
+    return Counter(
+        origin.name
+        for step, mark in zip(run.steps, aftermath_of(run), strict=True)
+        if step.skipped
+        and step.culprits
+        and not mark
+        and (origin := origin_of(step, parameters=sizes.get(step.optimizer, 0))).name
+    )
+
+
 def _losses(steps: Sequence[Step]) -> dict[int, Loss]:
     by_index: dict[int, list[Step]] = {}
     for step in steps:
@@ -153,8 +181,10 @@ def _losses(steps: Sequence[Step]) -> dict[int, Loss]:
 def _loss(steps: Sequence[Step]) -> Loss | None:
     known = [(step.loss, step.step) for step in steps if step.loss is not None]
     column = [math.nan if step.loss is None else step.loss for step in steps]
-    lost = lost_places(column, [i for i, step in enumerate(steps) if step.nan + step.inf > 0])
-    since = lost_for_good(column, lost)
+    told = [step.loss_nonfinite for step in steps]
+    bad = [i for i, step in enumerate(steps) if step.nan + step.inf > 0]
+    lost = lost_places(column, bad, told)
+    since = lost_for_good(column, lost, told, {i for i in bad if not steps[i].skipped})
     if not known and not lost:
         return None
     window = max(1, min(50, len(known) // 10))

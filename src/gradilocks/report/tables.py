@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from gradilocks.runfile import Detail, Run, Step
 
 __all__ = ["DETAIL_COLUMNS", "STEP_COLUMNS", "csv_columns", "detail_rows", "step_rows", "write_csv"]
 
-STEP_COLUMNS = Step._fields[:-1]
+STEP_COLUMNS = tuple(name for name in Step._fields if name != "detail")
 DETAIL_COLUMNS = ("step", "optimizer", "parameter", *Detail._fields)
 
 
 def step_rows(run: Run) -> Iterator[tuple[Any, ...]]:
     """A row a step, along `STEP_COLUMNS`."""
-    return (step[:-1] for step in run.steps)
+    return map(attrgetter(*STEP_COLUMNS), run.steps)
 
 
 def detail_rows(run: Run) -> Iterator[tuple[Any, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,11 +17,14 @@ from statistics import median
 
 from gradilocks.errors import BadRunFile
 from gradilocks.report.lost import lost_for_good, lost_places
-from gradilocks.runfile import OptimizerInfo, Run, Step
+from gradilocks.runfile import OptimizerInfo, Run, Step, Trace
+from gradilocks.runfile.bad_steps import ended_badly
 
-__all__ = ["Tensor", "Track", "tracks"]
+__all__ = ["ANOTHERS", "OWN", "Tensor", "Track", "aftermath_of", "came_late", "tracks"]
 
 NAN = math.nan
+# Before a step, NaN or Inf had gone into the weights of its optimizer, or only into another's.
+OWN, ANOTHERS = 1, 2
 Column = Sequence[float]
 
 
@@ -78,6 +81,13 @@ class Track:
     detailed: Sequence[int]
     """Places of the steps with detail."""
     tensors: Sequence[Tensor]
+    aftermath: bytes
+    """0 for a step before which, in its session, no NaN or Inf went into any weights; else `OWN` or
+    `ANOTHERS`: what is bad at such a step may come from there."""
+    traced: bool
+    """Whether `gradilocks.trace` was to find the module."""
+    found: Set[int]
+    """Places of the steps in which it did, before any NaN or Inf had gone into the weights."""
 
     @property
     def label(self) -> str:
@@ -97,12 +107,47 @@ class Track:
     @cached_property
     def lost(self) -> Sequence[int]:
         """Places of the steps whose loss was itself NaN or Inf."""
-        return lost_places(self.loss, self.nonfinite)
+        return lost_places(self.loss, self.nonfinite, self._told)
+
+    @cached_property
+    def taken(self) -> Sequence[int]:
+        """Places of the steps that were taken with NaN or Inf among the gradients."""
+        return [place for place in self.nonfinite if not self.steps[place].skipped]
+
+    def spoilt_by(self, place: int) -> int | None:
+        """The step that put NaN or Inf into the weights before a place, or first after it."""
+        if self.aftermath[place] != OWN:
+            return next((taken for taken in self.taken if taken >= place), None)
+        while self.aftermath[place] == OWN:
+            place -= 1
+        return place
 
     @cached_property
     def lost_since(self) -> int | None:
         """The place from which on the loss was never finite again; None if it ended well."""
-        return lost_for_good(self.loss, self.lost)
+        return lost_for_good(self.loss, self.lost, self._told, set(self.taken))
+
+    @cached_property
+    def ending(self) -> str | None:
+        """How the run ended in NaN or Inf, in words; None if it did not."""
+        bad, since = {*self.nonfinite, *self.lost}, len(self.steps)
+        while since and since - 1 in bad:
+            since -= 1
+        if since == len(self.steps):
+            return None
+        spoilt = next((place for place in self.taken if place >= since), None)
+        places = (since, self.lost_since, spoilt)
+        numbers = [None if place is None else self.steps[place].step for place in places]
+        return ended_badly(
+            last=self.steps[-1].step,
+            bad_since=numbers[0],
+            lost_since=numbers[1],
+            spoilt_since=numbers[2],
+        )
+
+    @cached_property
+    def _told(self) -> Sequence[bool | None]:
+        return [step.loss_nonfinite for step in self.steps]
 
     @cached_property
     def _rows(self) -> dict[int, int]:
@@ -118,13 +163,20 @@ def tracks(run: Run) -> list[Track]:
     by_index: dict[int, list[Step]] = {}
     known = {info.index: info for info in run.optimizers}
     try:
-        for step in run.steps:
+        marks: dict[int, bytearray] = {}
+        for step, mark in zip(run.steps, aftermath_of(run), strict=True):
             by_index.setdefault(step.optimizer, []).append(step)
+            marks.setdefault(step.optimizer, bytearray()).append(mark)
+        traced = bool(run.header.settings.get("trace")) or bool(run.traces)
+        in_time = [trace.time for trace in run.traces if not came_late(run, trace)]
         return [
             _track(
                 known.get(index) or OptimizerInfo(index, "optimizer", (), (), ()),
                 by_index[index],
                 several=len(by_index) > 1,
+                aftermath=bytes(marks[index]),
+                traced=traced,
+                found=frozenset(_place_at(by_index[index], time) for time in in_time),
             )
             for index in sorted(by_index)
         ]
@@ -141,7 +193,45 @@ def middle(values: Iterable[float]) -> float:
     return median(present) if present else NAN
 
 
-def _track(info: OptimizerInfo, steps: list[Step], *, several: bool) -> Track:
+def came_late(run: Run, trace: Trace) -> bool:
+    """Whether NaN or Inf was in the weights before a traced step, as far as the file tells."""
+    if trace.damaged or "was damaged before this step" in trace.text:
+        return True
+    spoilt, begins = False, set(run.begins)
+    for place, step in enumerate(run.steps):
+        if step.time > trace.time:
+            break
+        spoilt = spoilt and place not in begins
+        spoilt = spoilt or (step.nan + step.inf > 0 and not step.skipped)
+    return spoilt
+
+
+def _place_at(steps: Sequence[Step], time: float) -> int:
+    """The place of the step that was going on at a time."""
+    return next((place for place, step in enumerate(steps) if step.time >= time), len(steps))
+
+
+def aftermath_of(run: Run) -> Iterator[int]:
+    """For each step of a run: `Track.aftermath`. A session that is resumed begins anew."""
+    spoilt: set[int] = set()
+    begins = set(run.begins)
+    for place, step in enumerate(run.steps):
+        if place in begins:
+            spoilt = set()
+        yield OWN if step.optimizer in spoilt else ANOTHERS if spoilt else 0
+        if step.nan + step.inf > 0 and not step.skipped:
+            spoilt.add(step.optimizer)
+
+
+def _track(
+    info: OptimizerInfo,
+    steps: list[Step],
+    *,
+    several: bool,
+    aftermath: bytes,
+    traced: bool,
+    found: Set[int],
+) -> Track:
     numbers = array("q", [step.step for step in steps])
     back = any(later <= earlier for earlier, later in pairwise(numbers))
     detailed = array("q", [place for place, step in enumerate(steps) if step.detail is not None])
@@ -162,6 +252,9 @@ def _track(info: OptimizerInfo, steps: list[Step], *, several: bool) -> Track:
         clipped=bytes([1 if step.clipped and not step.skipped else 0 for step in steps]),
         detailed=detailed,
         tensors=_tensors(info, [steps[place] for place in detailed]),
+        aftermath=aftermath,
+        traced=traced,
+        found=found,
     )
 
 

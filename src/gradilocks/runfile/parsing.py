@@ -23,7 +23,17 @@ from gradilocks.runfile.records import (
     Trace,
 )
 
-__all__ = ["FIELDS", "Malformed", "end", "header", "loads", "optimizer", "steps", "trace"]
+__all__ = [
+    "FIELDS",
+    "OPTIONAL",
+    "Malformed",
+    "end",
+    "header",
+    "loads",
+    "optimizer",
+    "steps",
+    "trace",
+]
 
 Fields = dict[str, Any]
 _Types = frozenset[type]
@@ -91,12 +101,17 @@ FIELDS: Mapping[str, Mapping[str, _Types]] = {
     },
     "end": {"time": _NUMBER, "status": _STR, "exit": _INT, "error": _STR_OR_NULL},
 }
+# What a line may have; older files do not.
+OPTIONAL: Mapping[str, Mapping[str, _Types]] = {
+    "step": {"loss_nonfinite": _BOOL, "finite_after": _STR},
+    "trace": {"damaged": _LIST},
+}
 
 _STEP = tuple(FIELDS["step"].items())
 _CULPRITS = list(FIELDS["step"]).index("culprits")
 _step_columns = itemgetter(*FIELDS["step"])
 _kind = itemgetter("kind")
-_make_step = partial(tuple.__new__, Step)  # Step._make, less its check: zip made 15 columns
+_make_step = partial(tuple.__new__, Step)  # Step._make, less its check: zip made the columns
 
 # NaN and Infinity are not JSON, but Python writes and reads them: here they are null too.
 loads = json.JSONDecoder(parse_constant=lambda _: None).decode
@@ -158,7 +173,8 @@ def steps(lines: Sequence[Fields]) -> list[Step]:
             columns[at] = _floats(name, columns[at])
     columns[_CULPRITS] = [_culprits(found) if found else () for found in columns[_CULPRITS]]
     details = [_detail(line["detail"]) if "detail" in line else None for line in lines]
-    return list(map(_make_step, zip(*columns, details, strict=True)))
+    further = [_optional(name, allowed, lines) for name, allowed in OPTIONAL["step"].items()]
+    return list(map(_make_step, zip(*columns, details, *further, strict=True)))
 
 
 def trace(fields: Fields) -> Trace:
@@ -174,7 +190,14 @@ def trace(fields: Fields) -> Trace:
         what=fields["what"],
         inputs=tuple(fields["inputs"]),
         text=fields["text"],
+        damaged=_damaged(fields.get("damaged", [])),
     )
+
+
+def _damaged(found: Any) -> tuple[str, ...]:
+    _check_all("'damaged'", [found], OPTIONAL["trace"]["damaged"])
+    _check_all("an entry of 'damaged'", found, _STR)
+    return tuple(found)
 
 
 def end(fields: Fields) -> End:
@@ -191,6 +214,14 @@ def _culprits(found: list[Any]) -> tuple[Culprit, ...]:
     ):
         _check_all(f"{name!r} of a culprit", values, allowed)
     return made
+
+
+def _optional(name: str, allowed: _Types, lines: Sequence[Fields]) -> list[Any]:
+    """A column of a field that a line may lack: None where it does."""
+    column = [line.get(name) for line in lines]
+    if not set(map(type, column)) <= allowed | _NOTHING:
+        _check_all(repr(name), column, allowed | _NOTHING)
+    return column
 
 
 def _detail(found: Any) -> Detail | None:

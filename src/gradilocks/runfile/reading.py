@@ -109,6 +109,7 @@ class Reader:
         self.path = path
         self.header: Header | None = None
         self.resumed: list[Header] = []
+        self.begins: list[int] = []
         self.optimizers: list[OptimizerInfo] = []
         self.steps: list[Step] = []
         self.traces: list[Trace] = []
@@ -180,6 +181,7 @@ class Reader:
             end=self.end,
             audit=self.audit,
             resumed=tuple(self.resumed),
+            begins=tuple(self.begins),
             torn=self.torn + (self._broken is not None),
             notes=tuple(self.notes),
         )
@@ -255,6 +257,7 @@ class Reader:
             self._describe(parsing.optimizer(fields))
         elif kind == "header":
             self.resumed.append(self._headed(fields))
+            self.begins.append(len(self.steps))
             self.end = None
         elif kind == "trace":
             self.traces.append(parsing.trace(fields))

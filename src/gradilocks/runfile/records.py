@@ -79,6 +79,12 @@ class Step(NamedTuple):
     """How many values of all gradients were Inf."""
     detail: Detail | None
     """Per tensor, every `detail_every` steps; None at the others."""
+    loss_nonfinite: bool | None = None
+    """Of a loss that is None: True if it was NaN or Inf, False if nobody knew it; None if the file
+    does not say which, as older ones do not."""
+    finite_after: str | None = None
+    """Of a step with culprits: the parameter that stands next after the first of them in the
+    model's order and whose gradient is finite; '' if there is none; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,9 @@ class Trace:
     """What went in: 'name', 'shape', 'dtype', 'largest' (None if not finite), 'nan', 'inf'."""
     text: str
     """The finding as a sentence."""
+    damaged: tuple[str, ...] = ()
+    """Parameters and buffers that held NaN or Inf before the traced step: if there are any, the
+    trace came too late, and no module is the origin."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,8 @@ class Run:
     """What `gradilocks audit` found, if the run carries one."""
     resumed: tuple[Header, ...] = ()
     """Headers of later sessions that went on in the same file."""
+    begins: tuple[int, ...] = ()
+    """How many steps stand before each of those sessions."""
     torn: int = 0
     """How many torn lines were left out: a kill tears at most the last line of a session."""
     notes: tuple[Mapping[str, Any], ...] = field(default=())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from gradilocks.runfile.origins import FORWARD_OR_LOSS
 from gradilocks.runfile.records import Culprit, OptimizerInfo, Step
 
-__all__ = ["describe_error", "describe_skip", "format_scale", "named_numbers"]
+__all__ = ["describe_bad", "describe_error", "describe_skip", "format_scale", "named_numbers"]
 
 
 def describe_error(error: BaseException) -> str:
@@ -26,6 +27,25 @@ def describe_error(error: BaseException) -> str:
     return name if not lines else f"{name}: {lines[0]}{' …' if len(lines) > 1 else ''}"
 
 
+def describe_bad(step: Step, *, most: int = 1) -> str:
+    """Says which gradients of a step were NaN or Inf, naming up to `most`; '' if it does not know.
+
+    Where all of them are, as after a loss that was not finite, a name would pass for the place
+    where it began: none is given.
+
+    Example:
+        >>> describe_bad(step)  # doctest: +SKIP
+        'Inf in blocks.11.attn.qkv.weight (+2 more)'
+    """
+    if step.loss_nonfinite:
+        return f"the loss itself was NaN or Inf ({FORWARD_OR_LOSS})"
+    many = len(step.culprits)
+    if many > 1 and step.finite_after == "":
+        return f"{_kinds(step)} in {many} gradients, from the first that backward makes on"
+    named = ", ".join(f"{_kinds(culprit)} in {culprit.name}" for culprit in step.culprits[:most])
+    return named if many <= most else f"{named} (+{many - most} more)"
+
+
 def describe_skip(step: Step, *, most: int = 1) -> str:
     """Says why a step was skipped, and names up to `most` culprits.
 
@@ -33,12 +53,9 @@ def describe_skip(step: Step, *, most: int = 1) -> str:
         >>> describe_skip(step)  # doctest: +SKIP
         'Inf in blocks.11.attn.qkv.weight (+2 more); scale 2^16'
     """
-    if step.culprits:
-        named = ", ".join(
-            f"{_kinds(culprit)} in {culprit.name}" for culprit in step.culprits[:most]
-        )
-        others = len(step.culprits) - most
-        why = named if others <= 0 else f"{named} (+{others} more)"
+    bad = describe_bad(step, most=most)
+    if bad and step.reason != "rejected":
+        why = bad
     elif step.reason == "nonfinite":
         why = "non-finite gradients"
     elif step.reason == "rejected":
@@ -90,6 +107,6 @@ def named_numbers(step: Step, info: OptimizerInfo | None) -> dict[str, float]:
     return found
 
 
-def _kinds(culprit: Culprit) -> str:
-    kinds = [kind for kind in ("NaN", "Inf") if getattr(culprit, kind.lower())]
+def _kinds(found: Culprit | Step) -> str:
+    kinds = [kind for kind in ("NaN", "Inf") if getattr(found, kind.lower())]
     return " and ".join(kinds) or "NaN or Inf"

@@ -76,6 +76,10 @@ def step_line(step: Step) -> str:
         "nan": step.nan,
         "inf": step.inf,
     }
+    if fields["loss"] is None and step.loss_nonfinite is not None:
+        fields["loss_nonfinite"] = step.loss_nonfinite
+    if step.culprits and step.finite_after is not None:
+        fields["finite_after"] = step.finite_after
     if step.detail is not None:
         fields["detail"] = _detail(step.detail)
     return _line(fields)
@@ -83,19 +87,20 @@ def step_line(step: Step) -> str:
 
 def trace_line(trace: Trace) -> str:
     """Where a value first turned non-finite."""
-    return _line(
-        {
-            "kind": "trace",
-            "step": trace.step,
-            "time": round(trace.time, 6),
-            "phase": trace.phase,
-            "module": trace.module,
-            "class": trace.kind,
-            "what": trace.what,
-            "inputs": [dict(entered) for entered in trace.inputs],
-            "text": trace.text,
-        }
-    )
+    fields: dict[str, Any] = {
+        "kind": "trace",
+        "step": trace.step,
+        "time": round(trace.time, 6),
+        "phase": trace.phase,
+        "module": trace.module,
+        "class": trace.kind,
+        "what": trace.what,
+        "inputs": [dict(entered) for entered in trace.inputs],
+        "text": trace.text,
+    }
+    if trace.damaged:
+        fields["damaged"] = list(trace.damaged)
+    return _line(fields)
 
 
 def audit_line(audit: Mapping[str, Any]) -> str:

@@ -59,6 +59,12 @@ class Summary:
     """Whether this process is one that records."""
     findings: tuple[str, ...]
     """What tracing has found, in sentences."""
+    unseen: bool
+    """Whether it was to find something, there was NaN or Inf, and it found nothing."""
+    taken: int
+    """How many steps were taken though their gradients were NaN or Inf."""
+    bad_endings: tuple[str, ...]
+    """How it ended in NaN or Inf, for each optimizer that did, in words."""
     ending: Ending
 
 
@@ -156,6 +162,8 @@ class _Session:
         for folder in self._made:  # That nothing was put into.
             with suppress(OSError):
                 folder.rmdir()
+        bad = {} if recorder is None else recorder.bad
+        findings = () if self._watch is None else self._watch.findings()
         self._tell(
             Summary(
                 path=self._shown if recorder is None else _named(recorder.path, self._shown),
@@ -165,7 +173,14 @@ class _Session:
                 failed=False if self._watch is None else self._watch.failed,
                 torch=self._imported,
                 watched=self._watched,
-                findings=() if self._watch is None else self._watch.findings(),
+                findings=findings,
+                unseen=self._options.trace and not findings and any(b.seen for b in bad.values()),
+                taken=sum(each.taken for each in bad.values()),
+                bad_endings=tuple(
+                    f"optimizer {index}: {each.ending}" if len(bad) > 1 else each.ending
+                    for index, each in sorted(bad.items())
+                    if each.ending is not None
+                ),
                 ending=ending,
             )
         )

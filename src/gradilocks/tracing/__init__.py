@@ -3,7 +3,7 @@
     tracer ─arms─▶ following ─hooks─▶ magnitudes ─first that is not finite─▶ finding ─▶ Trace
 
 `gradilocks.trace` makes the handle, `following.py` is there only while a step is traced, and
-`wording.py` says what was found.
+`finding.py` says what was found.
 """
 
 from gradilocks.tracing.tracer import Tracer, trace

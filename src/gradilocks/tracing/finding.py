@@ -1,4 +1,9 @@
-"""What was found, and the sentence that says it."""
+"""What was found, and the sentence that says it.
+
+A module is named only if what it began with was finite: a model whose parameters are NaN or Inf
+already has its first NaN wherever the first of them is used, which says nothing of where they came
+from.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,10 @@ from torch import nn
 from gradilocks.runfile import Trace
 from gradilocks.tracing.magnitudes import Magnitude, magnitude
 
-__all__ = ["Finding"]
+__all__ = ["Finding", "TooLate", "damaged_parameters"]
 
 MOST_INPUTS = 8
+MOST_DAMAGED = 32
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,10 @@ class Finding:
     def trace(self, *, step: int, time: float) -> Trace:
         """As a record of the run file."""
         weights = self._weights()
+        own = [each for each in weights if not each.finite] + self._bad_buffers()
+        if own:
+            damaged = [each.named(_joined(self.name, each.name)) for each in own]
+            return TooLate(damaged, type(self.module).__name__).trace(step=step, time=time)
         entered = [*weights, *self.inputs][:MOST_INPUTS]
         backward = self.where in ("backward", "inside", "parameter", "loss")
         return Trace(
@@ -41,7 +51,7 @@ class Finding:
             kind=type(self.module).__name__,
             what=self.seen.what,
             inputs=tuple(_entry(each) for each in entered),
-            text=self._sentence(weights, entered),
+            text=self._sentence(entered),
         )
 
     def _weights(self) -> list[Magnitude]:
@@ -50,14 +60,14 @@ class Finding:
         found = [magnitude(param, key) for key, param in named]
         return [each for each in found if each is not None]
 
-    def _sentence(self, weights: Sequence[Magnitude], entered: Sequence[Magnitude]) -> str:
+    def _bad_buffers(self) -> list[Magnitude]:
+        """The module's own buffers with NaN, which no forward pass begins with on purpose."""
+        named = self.module.named_buffers(recurse=False)
+        found = [magnitude(buffer, key) for key, buffer in named]
+        return [each for each in found if each is not None and each.nan]
+
+    def _sentence(self, entered: Sequence[Magnitude]) -> str:
         what, who = self.seen.what, _called(self.name, self.module)
-        damaged = [each for each in weights if not each.finite]
-        if damaged:
-            return (
-                f"{damaged[0].what} in {_joined(self.name, damaged[0].name)} itself: the parameter "
-                "was damaged before this step"
-            )
         if self.where == "input":
             return f"{what} in the input data: {_shown(self.seen)} came into {who}"
         told = {
@@ -79,6 +89,58 @@ class Finding:
         if not entered:
             return told
         return f"{told}; into it went " + ", ".join(_shown(each) for each in entered)
+
+
+@dataclass(frozen=True)
+class TooLate:
+    """The model held NaN or Inf before the step that was to be traced."""
+
+    damaged: Sequence[Magnitude]
+    """Parameters and buffers, by their full names."""
+    kind: str
+    """The class of the module, or of the model, that holds them."""
+
+    def trace(self, *, step: int, time: float) -> Trace:
+        """As a record of the run file."""
+        names = [each.name for each in self.damaged]
+        held = {name.rpartition(".")[0] for name in names}
+        return Trace(
+            step=step,
+            time=time,
+            phase="forward",
+            module=held.pop() if len(held) == 1 else "",
+            kind=self.kind,
+            what=self._what,
+            inputs=tuple(_entry(each) for each in self.damaged[:MOST_INPUTS]),
+            text=self._sentence(names),
+            damaged=tuple(names[:MOST_DAMAGED]),
+        )
+
+    @property
+    def _what(self) -> str:
+        nan, inf = (sum(getattr(each, kind) for each in self.damaged) for kind in ("nan", "inf"))
+        return self.damaged[0]._replace(nan=nan, inf=inf).what
+
+    def _sentence(self, names: Sequence[str]) -> str:
+        # Of many, a name would pass for the place where it began.
+        what = f"{names[0]} itself" if len(names) == 1 else f"{len(names):,} parameters themselves"
+        return (
+            f"{self._what} in {what}, before this step: where that came from a trace cannot see "
+            "any more"
+        )
+
+
+def damaged_parameters(model: nn.Module) -> TooLate | None:
+    """The parameters that the model trains and that hold NaN or Inf; None if all are finite.
+
+    Those that it does not train are looked at only in the module that a trace names: a mask of -Inf
+    may be one. Waits for the device.
+    """
+    found = (
+        magnitude(param, name) for name, param in model.named_parameters() if param.requires_grad
+    )
+    damaged = [each for each in found if each is not None and not each.finite]
+    return TooLate(damaged, type(model).__name__) if damaged else None
 
 
 def _called(name: str, module: nn.Module) -> str:

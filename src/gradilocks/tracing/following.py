@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradilocks.tracing.finding import Finding
 from gradilocks.tracing.magnitudes import Magnitude, magnitude, tensors_in
 
-__all__ = ["Following"]
+__all__ = ["Following", "unwrapped"]
 
 _MANY = 10_000
 
@@ -76,7 +76,7 @@ class Following:
         self._answered = False
         self.forwards = 0
         names = {id(module): name for name, module in reversed(list(_named(model)))}
-        self._root = id(_unwrapped(model))
+        self._root = id(unwrapped(model))
         self._handles: list[Any] = []
         for module in model.modules():
             name = names.get(id(module))
@@ -236,7 +236,7 @@ def _in_backward() -> bool:
 _WRAPPERS = ("module", "_orig_mod")
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DDP, DataParallel and torch.compile."""
     while True:
         children = dict(model.named_children())
@@ -247,4 +247,4 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(_unwrapped(model).named_modules())
+    return list(unwrapped(model).named_modules())

@@ -1,7 +1,8 @@
 """`gradilocks.trace`: a handle that is quiet until a step was skipped, and then follows the next.
 
 Off, there is no hook on the model at all. Armed, the model runs with hooks, slowly and waiting for
-the device, until something non-finite is found or a step is taken.
+the device, until something non-finite is found or a step is taken. A model whose parameters hold
+NaN or Inf is not followed: whatever a trace saw would come from them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from gradilocks.eager import UNCOMPILED
 from gradilocks.runfile import Trace
 from gradilocks.schedule import Flag, Listeners
-from gradilocks.tracing.finding import Finding
-from gradilocks.tracing.following import Following
+from gradilocks.tracing.finding import Finding, TooLate, damaged_parameters
+from gradilocks.tracing.following import Following, unwrapped
 
 __all__ = ["Tracer", "trace"]
 
@@ -46,6 +47,7 @@ class Tracer:
         self._most = most
         self._control: weakref.ref[Any] | None = None
         self._following: Following | None = None
+        self._is_late = False
         self._flags: list[Flag] = []
         self._steps = 0
         self._step_hook: Any = None
@@ -58,12 +60,22 @@ class Tracer:
         return self._following is not None
 
     def arm(self) -> None:
-        """Follows the model from here on, until something is found or a step is taken."""
+        """Follows the model from here on, until something is found or a step is taken.
+
+        If its parameters hold NaN or Inf already, that is what is found, and nothing is followed.
+        """
         if self._closed:
             raise RuntimeError("this tracer is closed. Make another with gradilocks.trace(model).")
         model = self._model()
         if self._following is not None or model is None:
             return
+        damaged = damaged_parameters(unwrapped(model))
+        if damaged is not None:
+            if not self._is_late:  # Once, until a step was well again.
+                self._is_late = True
+                self._tell(damaged)
+            return
+        self._is_late = False
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._following = Following(model, self._found)
@@ -109,7 +121,9 @@ class Tracer:
             bad = bad or told
         if was_armed:
             self.disarm()
-        if bad and len(self.findings) < self._most:
+        if not bad:
+            self._is_late = False
+        elif len(self.findings) < self._most and not self._is_late:
             self.arm()
 
     def __enter__(self) -> Tracer:
@@ -134,6 +148,12 @@ class Tracer:
             self.disarm()
 
     def _found(self, finding: Finding) -> None:
+        model = self._model()
+        damaged = None if model is None else damaged_parameters(unwrapped(model))
+        self._tell(finding if damaged is None else damaged)
+        self.disarm()
+
+    def _tell(self, finding: Finding | TooLate) -> None:
         now = time.perf_counter() - self._began
         if self._recorder is not None:
             now = self._recorder.elapsed()
@@ -142,7 +162,6 @@ class Tracer:
         _logger.warning("step %d traced: %s", found.step, found.text)
         if self._recorder is not None:
             self._recorder.trace(found)
-        self.disarm()
 
 
 def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: int = 5) -> Tracer:
@@ -152,6 +171,9 @@ def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: 
     gradient, is not finite is named, with the magnitudes of what went into it. Otherwise there is
     no hook on the model, so that it costs nothing. What is found is in `findings`, in the log of
     `gradilocks`, and in the run file if there is a recorder.
+
+    A fault that came once and not again in that step is not found. Parameters that are NaN or Inf
+    already name no module: the finding says so, and lists them in `damaged`.
 
     Args:
         model: the model, in DDP or compiled too; compiled code runs eagerly while it is traced.

@@ -1,12 +1,14 @@
-"""How a run ended, and where its values first turned non-finite, if that was traced."""
+"""How a run ended, and in which module a step turned non-finite, if that was traced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from gradilocks.report.tracks import came_late
 from gradilocks.report.values import Finding
 from gradilocks.report.words import clean, count, duration
 from gradilocks.runfile import Run, Trace
+from gradilocks.runfile.origins import is_bad
 
 MOST_TRACES = 3  # More of them tell less and less.
 
@@ -57,10 +59,18 @@ def ending(run: Run) -> Iterator[Finding]:
 
 
 def traced(run: Run) -> Iterator[Finding]:
-    """Repeats what `gradilocks.trace` found, what was found again only once."""
+    """Repeats what `gradilocks.trace` found, what was found again only once.
+
+    A trace that began after NaN or Inf had gone into the weights names no origin: it saw what was
+    left of one. It is noted, without a module.
+    """
     alike: dict[tuple[str, str, str], list[Trace]] = {}
+    late: list[Trace] = []
     for trace in run.traces:
-        alike.setdefault((trace.phase, trace.module, trace.what), []).append(trace)
+        if came_late(run, trace):
+            late.append(trace)
+        else:
+            alike.setdefault((trace.phase, trace.module, trace.what), []).append(trace)
     for traces in list(alike.values())[:MOST_TRACES]:
         first = traces[0]
         where = clean(first.module) or "the model"
@@ -69,9 +79,64 @@ def traced(run: Run) -> Iterator[Finding]:
         yield Finding(
             "traced",
             "warning",
-            f"{clean(first.what)} first appeared {place} {where}",
-            clean(first.text).rstrip(".") + "." + (again if traces[1:] else ""),
+            f"At step {first.step:,} {clean(first.what)} first appeared {place} {where}",
+            clean(first.text).rstrip(".")
+            + "."
+            + (again if traces[1:] else "")
+            + _what_came_before(run, first),
             {"phase": clean(first.phase), "class": clean(first.kind), "times": len(traces)},
             step=first.step,
             culprit=first.module,
         )
+    if late:
+        yield _too_late(run, late)
+
+
+def _too_late(run: Run, late: Sequence[Trace]) -> Finding:
+    first = late[0]
+    seen = (
+        f"{clean(first.text).rstrip('.')}."
+        if first.damaged
+        else f"At step {first.step:,} they were so already: what it saw there is no origin."
+    )
+    by_a_step = any(
+        step.nan + step.inf > 0 and not step.skipped and step.time <= first.time
+        for step in run.steps
+    )
+    if by_a_step:
+        return Finding(
+            "traced-too-late",
+            "note",
+            "The trace began after the weights were spoilt",
+            f"{seen} A trace follows the step after a bad one, so that one must have been skipped: "
+            "train under a scaler or a GradientControl, or arm a trace by hand before the first "
+            "bad step (docs/finding-the-culprit.md).",
+            {"times": len(late)},
+            step=first.step,
+        )
+    return Finding(
+        "weights-not-finite",
+        "problem",
+        "Weights were NaN or Inf, and no bad step had put it there",
+        f"{seen} No step with NaN or Inf in its gradients was taken before: the script wrote it, "
+        "it was loaded, or a step with finite gradients overflowed. Go on from finite weights.",
+        {"times": len(late)},
+        step=first.step,
+    )
+
+
+def _what_came_before(run: Run, trace: Trace) -> str:
+    """Tells of bad steps that the trace did not see: it begins after the first."""
+    earlier = [step for step in run.steps if step.time < trace.time]
+    bad = [place for place, step in enumerate(earlier) if is_bad(step)]
+    if not bad:
+        return ""
+    first = earlier[bad[0]]
+    # A loss that was not finite and one that was do not have one cause.
+    alike = (first.loss is None) == (trace.phase == "forward")
+    if alike and len(bad) == len(earlier) - bad[0]:
+        return f" Step {first.step:,} was bad before it, likely for the same reason."
+    return (
+        f" The first bad step was {first.step:,}: it came before the trace began, and where its "
+        "NaN or Inf arose was not seen."
+    )

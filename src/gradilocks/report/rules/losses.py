@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from gradilocks.report.origins import by_trace, where_it_arose
 from gradilocks.report.tracks import Track, middle
 from gradilocks.report.values import Finding, Severity
 from gradilocks.report.words import count, number
@@ -37,61 +38,80 @@ def not_finite(track: Track) -> Iterator[Finding]:
 
 
 def _taken(track: Track, places: Sequence[int]) -> Iterator[Finding]:
-    if places:
-        first = track.steps[places[0]].step
-        yield Finding(
-            "loss-not-finite",
-            "problem",
-            f"The loss was NaN or Inf at {count(len(places), 'step')} that went into the weights",
-            f"The first was step {first:,}. Go back to a checkpoint before it; the spikes and "
-            "culprits named here show what to look at.",
-            {"steps": len(places)},
-            step=first,
-        )
+    if not places:
+        return
+    first = track.steps[places[0]].step
+    # Gradients that were finite all the same have spoilt nothing.
+    spoilt = [track.steps[i].step for i in track.taken]
+    yield Finding(
+        "loss-not-finite",
+        "problem",
+        f"The loss was NaN or Inf at {count(len(places), 'step')} that went into the weights"
+        if spoilt
+        else f"The loss was NaN or Inf at {count(len(places), 'step')}",
+        f"The first was step {first:,}. "
+        + (
+            f"Go back to a checkpoint before step {spoilt[0]:,}."
+            if spoilt
+            else "The gradients were finite all the same, so the weights are not spoilt by it."
+        ),
+        {"steps": len(places)},
+        step=first,
+    )
 
 
 def _skipped(track: Track, places: Sequence[int]) -> Iterator[Finding]:
     if not places:
         return
     first = track.steps[places[0]].step
-    named = [track.steps[i].culprits[0].name for i in places if track.steps[i].culprits]
     yield Finding(
         "loss-nonfinite-steps",
         "warning",
         f"The loss itself was NaN or Inf at {count(len(places), 'step')}",
-        f"First at step {first:,}; {'it was' if len(places) == 1 else 'they were'} skipped. No "
-        "scale can cure that: look at the batches there, and at what the loss divides by or takes "
-        "the logarithm of. `gradilocks run --trace` names the operation.",
+        f"First at step {first:,}; {'it was' if len(places) == 1 else 'they were'} skipped and "
+        f"changed no weight. {where_it_arose(track, places)}"
+        "No scale can cure that: look at the batches there, and at what the loss divides by or "
+        f"takes the logarithm of. {by_trace(track, places)}",
         {"steps": len(places), "share": len(places) / len(track.steps)},
         step=first,
-        culprit=named[0] if named else None,
     )
 
 
 def _gone(track: Track, first_gone: int, gone: int) -> Finding:
+    """The loss was never finite again: the weights are spoilt, or the steps were skipped."""
     step = track.steps[first_gone].step
+    here = range(first_gone, len(track.steps))
+    spoilt = track.spoilt_by(first_gone)
+    bad = set(track.nonfinite)
     if first_gone:
         before = track.loss[first_gone - 1]
-        return Finding(
-            "loss-not-finite",
-            "problem",
-            f"The loss is not finite from step {step:,} on",
-            f"It was {number(before)} just before and has been NaN or Inf for "
-            f"{count(gone, 'step')}. Go back to a checkpoint before it; the spikes and culprits "
-            "named here show what to look at.",
-            {"steps": gone, "last loss": before},
-            step=step,
+        title = f"The loss is not finite from step {step:,} on"
+        told = f"It was {number(before)} just before and has been NaN or Inf for "
+        told += f"{count(gone, 'step')}. "
+        evidence: dict[str, float | int | str] = {"steps": gone, "last loss": before}
+    else:
+        title = "The loss was never finite"
+        told = f"None of {count(gone, 'step')} has a finite loss: look at the inputs and at the "
+        told += "weights that training began with. "
+        evidence = {"steps": gone}
+    if spoilt is not None:
+        first = track.steps[spoilt].step
+        told += (
+            f"NaN or Inf went into the weights at step {first:,}: go back to a checkpoint before "
+            "it. What came after tells nothing more."
         )
-    return Finding(
-        "loss-not-finite",
-        "problem",
-        "The loss was never finite",
-        f"None of {count(gone, 'step')} has a finite loss, and the gradients were NaN or Inf too: "
-        "look at the inputs and at the weights that training began with. "
-        "`gradilocks run --trace` names the operation.",
-        {"steps": gone},
-        step=step,
-    )
+    elif all(track.steps[i].skipped for i in here):
+        told += (
+            "All of these steps were skipped and changed no weight. "
+            f"{where_it_arose(track, list(here))}No scale can cure that: look at the batches, at "
+            "what the loss divides by or takes the logarithm of, and at whether a weight is itself "
+            f"NaN or Inf. {by_trace(track, here)}"
+        )
+    elif not any(i in bad for i in here):
+        told += "The gradients stayed finite, so the weights are not spoilt by it" + (
+            "." if track.steps[first_gone].loss_nonfinite else "; or the loss is only missing."
+        )
+    return Finding("loss-not-finite", "problem", title, told.rstrip(), evidence, step=step)
 
 
 def divergence(track: Track) -> Iterator[Finding]:

@@ -40,8 +40,8 @@ def scaling(run: Run, track: Track) -> Iterator[Finding]:
             "It was halved whenever the loss itself was NaN or Inf: mend that, and it recovers."
             if in_vain
             else "Nothing is amplified any more, and still gradients overflow. Something in the "
-            "model is too large by itself: look at the tensors that are named, lower the learning "
-            "rate, or train in bfloat16.",
+            "model is too large by itself: lower the learning rate, look at the inputs' size, or "
+            "train in bfloat16.",
             {"share": stuck_low, "last scale": scale[-1]},
         )
         return

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from gradilocks.report.origins import by_trace, likely, where_it_arose
 from gradilocks.report.tracks import Track
 from gradilocks.report.values import Finding, Severity
-from gradilocks.report.words import clean, count, listed, percent
+from gradilocks.report.words import count, listed, percent
 
 # A dynamic scale starts too high on purpose: at 2^16 it may take sixteen halvings to settle.
 SETTLING = 50
@@ -44,7 +44,6 @@ def skipping(track: Track) -> Iterator[Finding]:
         severity = "problem"
     elif unscaled or (share >= FEW and len(late) >= COUNTABLE):
         severity = "warning"
-    blamed = _blamed(track, places)
     first = places[0]
     yield Finding(
         "skipped",
@@ -52,11 +51,11 @@ def skipping(track: Track) -> Iterator[Finding]:
         f"{count(len(places), 'step')} skipped: NaN or Inf in the gradients",
         f"{percent(len(places) / len(track.steps))} of all steps changed nothing"
         + (f", the first at step {track.steps[first].step:,}" if len(places) > 1 else "")
-        + f". {_who(blamed, len(places))}"
+        + f". {where_it_arose(track, places)}"
         + _what_to_do(severity, longest, unscaled=unscaled, recovered=recovered),
         {"skipped": len(places), "after settling": len(late), "longest streak": longest},
         step=track.steps[first].step,
-        culprit=blamed[0][0] if blamed else None,
+        culprit=likely(track, places),
     )
 
 
@@ -80,50 +79,73 @@ def far_out(track: Track) -> Iterator[Finding]:
 
 
 def nan_culprits(track: Track) -> Iterator[Finding]:
-    """Names the tensors with NaN at a scale that cannot be the cause."""
+    """Tells of skipped steps with NaN at a scale that cannot be the cause."""
     # A scaled overflow often turns into NaN on its way back (Inf - Inf in a softmax). At a scale
     # of 1 or less there is no such excuse.
     lost = set(track.lost)  # A loss that was NaN itself explains them.
     places = [
         i
         for i in track.nonfinite
-        if track.steps[i].nan > 0 and not _amplified(track.scale[i]) and i not in lost
+        if track.steps[i].nan > 0
+        and track.steps[i].skipped  # `taken_though_nonfinite` tells of the others.
+        and not _amplified(track.scale[i])
+        and i not in lost
     ]
     settled = _after(places, track) if places else ()
     if not places or any(not track.steps[i].skipped and track.scale[i] < 1 for i in settled):
         return  # None, or a scale smaller still has cured it.
-    blamed = _blamed(track, places)
     step = track.steps[places[0]].step
     yield Finding(
         "nan",
         "problem",
         f"NaN in the gradients of {count(len(places), 'step')}",
         f"First at step {step:,}, where the scale was {track.scale[places[0]]:g}: it is not what "
-        f"made them. {_who(blamed, len(places))}Look for a division by zero, the logarithm or "
-        "root of 0, bad inputs, or a learning rate that blew up the weights; "
-        "`gradilocks run --trace` names the operation.",
+        f"made them. {where_it_arose(track, places)}Look for a division by zero, the logarithm or "
+        f"root of 0, bad inputs, or a learning rate that blew up the weights. "
+        f"{by_trace(track, places)}",
         {"steps": len(places)},
         step=step,
-        culprit=blamed[0][0] if blamed else None,
+        culprit=likely(track, places),
     )
 
 
 def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
-    """Says so if NaN or Inf reached the weights."""
-    places = [i for i in track.nonfinite if not track.steps[i].skipped]
+    """Says so if NaN or Inf reached the weights, and what the first such step itself showed."""
+    places = track.taken
     if not places:
         return
-    step = track.steps[places[0]].step
-    blamed = _blamed(track, places)
+    first = places[0]
+    step = track.steps[first].step
+    bad = {*track.nonfinite, *track.lost}
+    again = next((i for i in range(first + 1, len(track.steps)) if i not in bad), None)
+    more = (
+        f" So {'was' if len(places) == 2 else 'were'} {len(places) - 1:,} after it."
+        if places[1:]
+        else ""
+    )
+    if again is None:
+        title = f"The weights are spoilt since step {step:,}"
+        then = "What follows comes from that and tells nothing new. " if places[1:] else ""
+        # A loss that was not finite may have come from weights that were bad before the step.
+        sound = " whose weights are finite" if first in track.lost else ""
+        cure = f"Go back to a checkpoint before step {step:,}{sound}. "
+    else:
+        title = f"{count(len(places), 'step')} taken with NaN or Inf in the gradients"
+        then = (
+            f"At step {track.steps[again].step:,} all gradients were finite again: the script "
+            "mended them, weights were loaded anew, or those that are spoilt were not used there. "
+        )
+        cure = f"Look at the weights before you trust any that were saved after step {step:,}. "
     yield Finding(
         "taken-though-nonfinite",
         "problem",
-        f"{count(len(places), 'step')} taken with NaN or Inf in the gradients",
-        f"The first was step {step:,}: from there on the weights themselves are spoilt. "
-        f"{_who(blamed, len(places))}A GradientControl, or a GradScaler, would have skipped it.",
+        title,
+        f"Step {step:,} was taken with NaN or Inf in the gradients.{more} "
+        f"{where_it_arose(track, [first])}{then}{cure}"
+        "A GradientControl, or a GradScaler, would have skipped it.",
         {"steps": len(places)},
         step=step,
-        culprit=blamed[0][0] if blamed else None,
+        culprit=likely(track, [first]),
     )
 
 
@@ -183,25 +205,12 @@ def _longest_streak(places: Sequence[int]) -> int:
     return longest
 
 
-def _blamed(track: Track, places: Sequence[int]) -> list[tuple[str, int]]:
-    """The first culprit of each step, in backward order, and how often it was that."""
-    first = (track.steps[i].culprits[0].name for i in places if track.steps[i].culprits)
-    return Counter(first).most_common()
-
-
-def _who(blamed: list[tuple[str, int]], steps: int) -> str:
-    if not blamed:
-        return ""
-    if len(blamed) == 1:
-        return f"It began in {clean(blamed[0][0])}{' each time' if steps > 1 else ''}. "
-    most, times = blamed[0]
-    others = listed([name for name, _ in blamed[1:]])
-    return f"It began most often in {clean(most)} ({count(times, 'time')}), else in {others}. "
-
-
 def _what_to_do(severity: Severity, longest: int, *, unscaled: bool, recovered: bool) -> str:
     if unscaled:
-        return "There was no loss scale to overflow: look at the inputs and at these layers."
+        return (
+            "There was no loss scale to overflow: look at the inputs, and at what divides or takes "
+            "a root or a logarithm."
+        )
     if longest >= STREAK and recovered:
         return (
             f"{longest:,} of them came in a row until the scale was small enough. Start with a "

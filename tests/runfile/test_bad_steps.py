@@ -1,0 +1,123 @@
+"""What a bad step tells of where it arose, and what a run of them tells of how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_files import FIRST, HEADER, NAMES, plain_step, skipped_step, write_run
+
+from gradilocks import read_run
+from gradilocks.errors import BadRunFile
+from gradilocks.report.tracks import tracks
+from gradilocks.runfile import Culprit, Run, Step
+from gradilocks.runfile.bad_steps import BadSteps
+from gradilocks.runfile.origins import Origin, origin_of
+from gradilocks.runfile.writing import step_line
+
+BAD = skipped_step(3, "b", "a", loss_nonfinite=False)
+
+
+@pytest.mark.parametrize(
+    ("step", "origin"),
+    [
+        (BAD._replace(finite_after="c"), Origin("parameter", "b", "c")),
+        (BAD._replace(finite_after="c", loss=None), Origin("parameter", "b", "c")),
+        (BAD._replace(finite_after=""), Origin("backward")),
+        (BAD._replace(finite_after="", loss=None), Origin("unknown")),
+        (BAD._replace(finite_after=None), Origin("unknown")),
+        (BAD._replace(finite_after="c", loss=None, loss_nonfinite=True), Origin("forward")),
+        (BAD._replace(culprits=()), Origin("unknown")),
+    ],
+)
+def test_a_step_tells_no_more_than_its_loss_and_gradients_know(step: Step, origin: Origin) -> None:
+    assert origin_of(step) == origin
+
+
+def test_an_older_file_tells_less() -> None:
+    old = BAD._replace(loss_nonfinite=None)
+    assert origin_of(old, parameters=3) == Origin("parameter", "b")
+    assert origin_of(old, parameters=2) == Origin("backward")
+    assert origin_of(old._replace(loss=None), parameters=2) == Origin("unknown")
+    assert origin_of(old._replace(loss=None), lost=True, parameters=3) == Origin("forward")
+    many = tuple(Culprit(str(n), 1, 0) for n in range(32))  # More may have been left out.
+    assert origin_of(old._replace(culprits=many), parameters=99) == Origin("backward")
+
+
+def test_what_a_step_says_of_its_loss_and_its_culprits_is_read_as_it_was_written(tmp_path) -> None:
+    steps = [
+        plain_step(1, loss=None, loss_nonfinite=True),
+        plain_step(2, loss=None, loss_nonfinite=False),
+        skipped_step(3, "head.bias", finite_after="embed.weight"),
+        skipped_step(4, "head.bias", finite_after=""),
+        plain_step(5),
+    ]
+    assert read_run(write_run(tmp_path / "a", steps)).steps == steps
+    assert "loss_nonfinite" not in step_line(plain_step(5, loss_nonfinite=False))
+
+
+@pytest.mark.parametrize("field", ['"loss_nonfinite":3', '"finite_after":false'])
+def test_a_field_of_another_type_is_refused(field: str, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", [plain_step(1)])
+    path.write_text(path.read_text().replace('"kind":"step"', f'"kind":"step",{field}'))
+    with pytest.raises(BadRunFile, match="must be"):
+        read_run(path)
+
+
+def followed(steps: list[Step]) -> BadSteps:
+    bad = BadSteps()
+    for step in steps:
+        bad.take(step)
+    return bad
+
+
+NAN_LOSS = {"loss": None, "loss_nonfinite": True, "norm": None, "nan": 2}
+
+
+@pytest.mark.parametrize(
+    ("steps", "ending"),
+    [
+        ([plain_step(1), plain_step(2, **NAN_LOSS)],
+         "the loss is NaN or Inf since step 2 of 2, and the weights are spoilt since step 2"),
+        ([plain_step(1), plain_step(2, nan=1), plain_step(3, **NAN_LOSS)],
+         "the loss is NaN or Inf since step 3 of 3, and the weights are spoilt since step 2"),
+        ([plain_step(1, nan=1, loss=None, loss_nonfinite=False)],
+         "the gradients are NaN or Inf since step 1 of 1, and the weights are spoilt since step 1"),
+        ([plain_step(1), *(plain_step(n, **NAN_LOSS, skipped=True) for n in range(2, 7))],
+         "the loss is NaN or Inf since step 2 of 6; the steps since then were skipped and changed "
+         "no weight"),
+        ([plain_step(1), *(plain_step(n, **NAN_LOSS, skipped=True) for n in range(2, 6))], None),
+        ([plain_step(1), *(skipped_step(n, "a") for n in range(2, 30))], None),
+        ([plain_step(1, **NAN_LOSS), plain_step(2)], None),
+        ([], None),
+    ],
+)  # fmt: skip
+def test_a_run_ends_in_nan_if_weights_are_spoilt_or_the_loss_stays_bad(
+    steps: list[Step], ending: str | None
+) -> None:
+    assert followed(steps).ending == ending
+
+
+KINDS = st.sampled_from(
+    [
+        {},
+        {"nan": 1},
+        NAN_LOSS,
+        {**NAN_LOSS, "nan": 0},
+        {**NAN_LOSS, "skipped": True},
+        {"inf": 3, "skipped": True},
+        {"loss": None, "loss_nonfinite": False},
+        {"loss": None, "loss_nonfinite": False, "nan": 1},
+    ]
+)
+
+
+@given(st.lists(KINDS, min_size=1, max_size=14))
+def test_the_report_says_of_every_end_what_the_closing_line_said(kinds) -> None:
+    steps = [plain_step(n, **kind) for n, kind in enumerate(kinds, start=1)]
+    info = replace(FIRST, names=NAMES)
+    (track,) = tracks(Run(Path("a"), HEADER, (info,), steps))
+    assert track.ending == followed(steps).ending
