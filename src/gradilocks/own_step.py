@@ -9,6 +9,7 @@ even be an instance of that optimizer's class: it would step with the scale stil
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -41,15 +42,17 @@ class OwnStep:
     """Whether it reads `grad_scale` and `found_inf` off the optimizer.
 
     True if it is that of `gradilocks.optim`, or names both in its code or in that of a method of
-    the same class which it names, as torch's fused optimizers do and others that keep torch's
-    contract. Nothing else is a proof: not the flag, which wrappers forward or copy; not the class,
-    which they imitate; not that a subclass calls the step of its base, for it may look at gradients
-    before and write weights after.
+    the optimizer which it names, as torch's fused optimizers do and others that keep torch's
+    contract. Somebody else's code that names both may also log or clear them around the step of an
+    optimizer inside; so there the optimizer must have its groups and the flag itself, and hold no
+    other optimizer. Nothing else is a proof: not the flag, which wrappers forward or copy; not the
+    class, which they imitate; not that a subclass calls the step of its base, for it may look at
+    gradients before and write weights after.
     """
-    is_torchs: bool
-    """Whether it is torch's code, which goes by `fused` in the groups."""
     is_ours: bool
     """Whether it is that of `gradilocks.optim`."""
+    is_proven: bool
+    """Whether it is code that we know: that of torch or of `gradilocks.optim`."""
 
 
 def own_step(optimizer: Any) -> OwnStep | None:
@@ -76,9 +79,12 @@ def own_step(optimizer: Any) -> OwnStep | None:
         step = _inside_a_schedulers(step, optimizer)
     if not isinstance(step, FunctionType):
         return None
-    known = _known.get(step)
+    found = _known.setdefault(step, weakref.WeakKeyDictionary())
+    known = found.get(kind)
     if known is None:
-        known = _known[step] = _examined(step, kind)
+        known = found[kind] = _examined(step, kind)
+    if known.reads_decision and not known.is_proven and _may_step_another(optimizer, kept):
+        return dataclasses.replace(known, reads_decision=False)
     return known
 
 
@@ -143,25 +149,35 @@ def weakly(optimizer: Any) -> Callable[[], Any]:
         return lambda: optimizer
 
 
-# By function, and only as long as it lives.
-_known: weakref.WeakKeyDictionary[FunctionType, OwnStep] = weakref.WeakKeyDictionary()
+# By function and class, and only as long as they live.
+_known: weakref.WeakKeyDictionary[FunctionType, weakref.WeakKeyDictionary[type, OwnStep]]
+_known = weakref.WeakKeyDictionary()
 _ours: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 
 
 def _examined(step: FunctionType, kind: type) -> OwnStep:
     function = _undecorated(step)
     names = set(_names_in(function.__code__))
-    home = _home_of(function, kind)
-    for method in [home[name] for name in names if isinstance(home.get(name), FunctionType)]:
-        names.update(_names_in(_undecorated(method).__code__))
+    # As `self.name` finds them: a class below may have a method of its own that reads nothing.
+    called = [inspect.getattr_static(kind, name, None) for name in names - {"step"}]
+    for method in called:
+        if isinstance(method, FunctionType):
+            names.update(_names_in(_undecorated(method).__code__))
     ours = function in _ours
     # One that takes the whole scaler has the older contract, and reads nothing else.
     older = "grad_scaler" in inspect.signature(function).parameters
     return OwnStep(
         reads_decision=ours or (names >= _HANDED_OVER and not older),
-        is_torchs=_is_torchs(function),
         is_ours=ours,
+        is_proven=ours or _is_torchs(function),
     )
+
+
+def _may_step_another(optimizer: Any, kept: dict[str, Any]) -> bool:
+    """Whether somebody's optimizer may be a wrapper: not all is its own, or one is inside it."""
+    if "param_groups" not in kept or not says_so_itself(optimizer):
+        return True
+    return bool(inner_optimizers(optimizer))
 
 
 def _undecorated(function: FunctionType) -> FunctionType:
@@ -194,19 +210,6 @@ def _inside_a_schedulers(step: object, optimizer: Any) -> object:
     return None
 
 
-def _home_of(step: FunctionType, kind: type) -> dict[str, Any]:
-    """The attributes of the class that defines `step`.
-
-    The last one in line: torch also puts its decorated copy on the classes below.
-    """
-    home: dict[str, Any] = {}
-    for base in kind.__mro__:
-        candidate = vars(base).get("step")
-        if isinstance(candidate, FunctionType) and _undecorated(candidate) is step:
-            home = dict(vars(base))
-    return home
-
-
 def _names_in(code: CodeType) -> Iterator[str]:
     """Attributes and strings that the code names, functions inside it included."""
     yield from code.co_names
@@ -219,9 +222,11 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 def _held_by(holder: Any) -> Iterator[Any]:
     try:
-        values = list(_GET(holder, "__dict__").values())
+        kept = _GET(holder, "__dict__")
     except AttributeError:
-        values = []
+        kept = {}
+    # What every optimizer has, and a large model makes long.
+    values = [kept[name] for name in kept if name not in ("state", "param_groups", "defaults")]
     for kind in type(holder).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

@@ -38,6 +38,25 @@ class Forwards:
         return self.inner.step(closure)
 
 
+class LogsBoth(Forwards):
+    """Looks at what a scaler sets, for a log, and hands nothing on."""
+
+    def step(self, closure=None):
+        self.__dict__.setdefault("log", []).append(
+            (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        )
+        return self.inner.step(closure)
+
+
+class ClearsBoth(Forwards):
+    """Takes away what a scaler may have left on the inner optimizer."""
+
+    def step(self, closure=None):
+        self.inner.__dict__.pop("grad_scale", None)
+        self.inner.__dict__.pop("found_inf", None)
+        return self.inner.step(closure)
+
+
 class ForwardsStepToo:
     """Nothing is its own."""
 
@@ -271,6 +290,8 @@ class Several:
 
 WRAPPERS = {
     "forwards": Forwards,
+    "logs both names": LogsBoth,
+    "clears both names": ClearsBoth,
     "forwards step too": ForwardsStepToo,
     "forwards writes": ForwardsWrites,
     "forwards by getattribute": ForwardsByGetattribute,

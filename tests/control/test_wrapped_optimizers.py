@@ -169,6 +169,40 @@ class ReadsInAMethod(torch.optim.Optimizer):
                 param -= group["lr"] * param.grad / self.grad_scale
 
 
+class ReadsNothing(ReadsInAMethod):
+    """A class below, whose method takes the place of the one that reads both."""
+
+    def update_group(self, group):
+        for param in group["params"]:
+            param -= group["lr"] * param.grad
+
+
+class NamesBoth(torch.optim.SGD):
+    """Somebody's fused SGD that looks at both and goes on with torch's step."""
+
+    def step(self, closure=None):
+        self.seen = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        return super().step(closure)
+
+
+def test_a_class_below_whose_method_reads_nothing_gets_true_gradients():
+    params = two_parameters()
+    control = GradientControl(ReadsNothing(params), scale=8.0)
+    control_step(control, *zip(params, gradients_at(0), strict=True))
+    torch.testing.assert_close(params[0].detach(), torch.tensor([0.97, -1.93]))
+    assert control_step(control, *zip(params, gradients_at(0, NAN), strict=True)).skipped
+    torch.testing.assert_close(params[0].detach(), torch.tensor([0.97, -1.93]))
+
+
+def test_a_subclass_that_was_loaded_unfused_is_stepped_the_hosts_way():
+    params = two_parameters()
+    optimizer = NamesBoth(params, lr=0.1, fused=True)
+    optimizer.param_groups[0]["fused"] = None  # As the checkpoint of an unfused one has it.
+    control = GradientControl(optimizer, scale=8.0)
+    control_step(control, *zip(params, gradients_at(0), strict=True))
+    torch.testing.assert_close(params[0].detach(), torch.tensor([0.97, -1.93]))
+
+
 def test_an_optimizer_that_reads_the_decision_in_a_method_gets_it():
     params = two_parameters()
     optimizer = ReadsInAMethod(params)

@@ -1,4 +1,4 @@
-"""The clip functions: numbers worked out by hand, torch's contract, torch's faults, the reuse."""
+"""The clip functions: numbers worked out by hand, torch's contract, torch's faults."""
 
 import inspect
 import math

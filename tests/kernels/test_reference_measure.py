@@ -279,6 +279,14 @@ def test_constant_float32_tensors_of_every_size_are_within_one_millionth(size):
         assert reference.measure([tensor]).norms.item() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("value", [1e151, 1.3e154, 1e-151, 1e-160])
+def test_float64_pieces_whose_squares_add_up_beyond_float64_have_a_norm(dtype, value):
+    tensor = torch.full(((1 << 21) + 1,), value, dtype=dtype)
+    expected = value * math.sqrt(tensor.numel())
+    assert reference.measure([tensor]).norms.item() == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("size", [200, 200_000])
 def test_the_norm_does_not_ask_the_blas_library(monkeypatch, size):
     # Its order of summation is its own, and differs from one CPU to another.

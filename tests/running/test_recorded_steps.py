@@ -144,6 +144,58 @@ for _ in range(2):
     assert bool(first.culprits) == (norm is None)
 
 
+def test_a_write_to_one_of_the_clipped_gradients_makes_no_mixed_norm(tmp_path):
+    """Clipped from 50 to 1, the second halved: 0.6 and 0.4, not 30 from before beside 0.4."""
+    write(
+        tmp_path,
+        "train.py",
+        """
+import torch
+a, b = (torch.nn.Parameter(torch.zeros(1)) for _ in "ab")
+optimizer = torch.optim.SGD([a, b], lr=0.1)
+(30 * a + 40 * b).sum().backward()
+torch.nn.utils.clip_grad_norm_([a, b], 1.0)
+b.grad.data /= 2
+optimizer.step()
+""",
+    )
+    shown = watched("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert shown.status == 0, shown.err
+    (step,) = read_run(tmp_path / "a.jsonl").steps
+    assert step.norm == pytest.approx(math.hypot(0.6, 0.4), rel=1e-5)
+
+
+def test_a_clip_tells_of_its_own_step_alone(tmp_path):
+    """One NaN is clipped at the third step; gradients are kept, and not clipped from then on."""
+    write(
+        tmp_path,
+        "train.py",
+        """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(5):
+    optimizer.zero_grad(set_to_none=False)
+    model(torch.ones(2, 3)).sum().backward()
+    if number == 2:
+        model[0].weight.grad[0, 0] = float("nan")
+    if number < 3:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+""",
+    )
+    shown = watched("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert shown.status == 0, shown.err
+    assert [step.nan for step in read_run(tmp_path / "a.jsonl").steps] == [
+        0,
+        0,
+        1,
+        15,
+        15,
+    ]  # All but the last bias.
+
+
 def test_a_model_that_is_done_with_is_let_go(tmp_path):
     write(
         tmp_path,

@@ -2,7 +2,7 @@
 `clip_grad_value_`.
 
 Same arguments, same results where torch's are sound. Where they are not: the norm of half-precision
-gradients is added in float32, the norm of finite gradients does not overflow, a NaN or Inf leaves
+gradients is added in float64, the norm of finite gradients does not overflow, a NaN or Inf leaves
 every gradient as it is, a negative bound is an error, a parameter listed twice counts once, and
 sparse gradients work.
 """

@@ -1,4 +1,4 @@
-"""Drop-in for torch.amp.GradScaler: the same numbers, fewer passes, and a name for the overflow.
+"""Drop-in for torch.amp.GradScaler: the same numbers, and a name for the overflow.
 
 What differs from torch is what torch gets wrong: the skip flag is exactly 0 or 1, the scale has a
 floor, a step that raises leaves nothing behind, a gradient is never unscaled twice, bfloat16
@@ -140,7 +140,7 @@ class GradScaler(Saving):
 
     @eager
     def unscale_(self, optimizer: Any) -> None:
-        """Divides the optimizer's gradients by the scale, measuring them in the same pass."""
+        """Divides the optimizer's gradients by the scale, looking for NaN and Inf on the way."""
         super().unscale_(optimizer)
 
     @eager

@@ -16,7 +16,7 @@ again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ def find(tensor: Tensor, order: float) -> Found:
         return float(torch.linalg.vector_norm(tensor, order, dtype=_double(tensor))), nan, inf
     parts = pieces.of(tensor, pieces.READ)
     if order == 2.0:
-        total = math.fsum(map(_square, parts))
+        total = _added(map(_square, parts))
         if _trusted(total, tensor):
             return math.sqrt(total), 0, 0
     else:
@@ -106,6 +106,13 @@ def combine(norms: Sequence[float], order: float) -> float:
 def largest(tensor: Tensor) -> float:
     """The largest magnitude, NaN left out; 0 for an empty tensor."""
     return max((_largest_not_nan(p) for p in pieces.of(tensor, pieces.READ)), default=0.0)
+
+
+def _added(squares: Iterable[float]) -> float:
+    try:
+        return math.fsum(squares)
+    except OverflowError:  # Of finite numbers; NaN and Inf pass through it.
+        return math.inf
 
 
 def _square(part: Tensor) -> float:

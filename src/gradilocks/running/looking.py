@@ -1,9 +1,10 @@
 """An optimizer's gradients enter, their statistics leave; nothing that the script sees changes.
 
 Gradients are recorded as they were before they were clipped, because clipping can spread one NaN to
-all. So they are measured before a clip, after it, and again when the step comes: if they are to the
-bit what the clip has left, what was found before it is told, else what the step finds. All three
-are reads. Whether somebody has written in between cannot be asked of torch: its counter of versions
+all. So they are measured before a clip, after it, and again when the step comes: if the norms and
+the counts of NaN and Inf are to the bit those that the clip has left, of all the gradients that
+were clipped together, what was found before it is told, else what the step finds. All three are
+reads. Whether somebody has written in between cannot be asked of torch: its counter of versions
 does not see `p.grad.data /= world_size`, a collective on `.data`, or NumPy.
 """
 
@@ -97,7 +98,7 @@ class Looks:
             inner = None if gradient is None else elements(gradient)
             if gradient is None or inner is None:
                 continue
-            seen = self._seen.get(id(gradient))
+            seen = self._seen.pop(id(gradient), None)  # What was clipped for one step is past.
             if seen is not None and seen.serves(gradient, detail=detail):
                 clipped.append((len(places), seen))
             places.append(place)
@@ -113,7 +114,7 @@ class Looks:
 def _unclipped(
     now: Statistics, clipped: Sequence[tuple[int, _Seen]], *, detail: bool
 ) -> Statistics:
-    """What was found before a clip where the gradient is as the clip has left it, else `now`."""
+    """What was found before a clip that has left its gradients as they are, else `now`."""
     home = now.norms.device
     rows = torch.tensor([row for row, _ in clipped], device="cpu").to(home, non_blocking=True)
     before = _gathered([(seen.before, seen.row) for _, seen in clipped], home)
@@ -121,6 +122,15 @@ def _unclipped(
     norms = now.norms[rows]
     same = (norms == after.norms) | (torch.isnan(norms) & torch.isnan(after.norms))
     same = same & (now.nan[rows] == after.nan) & (now.inf[rows] == after.inf)
+    clips: dict[int, list[int]] = {}  # A norm of some from before and others from after is none.
+    for place, (_, seen) in enumerate(clipped):
+        clips.setdefault(id(seen.after), []).append(place)
+    if len(clips) == 1:
+        same = same.all().expand_as(same)
+    else:
+        for places in clips.values():
+            at = torch.tensor(places, device="cpu").to(home, non_blocking=True)
+            same = same.index_copy(0, at, same[at].all().expand(len(places)))
 
     def chosen(column: Tensor, old: Tensor) -> Tensor:
         return column.index_copy(0, rows, torch.where(same, old, column[rows]))
