@@ -53,6 +53,8 @@ class OwnStep:
     """Whether it is that of `gradilocks.optim`."""
     is_proven: bool
     """Whether it is code that we know: that of torch or of `gradilocks.optim`."""
+    goes_by_groups: bool
+    """Whether it is torch's code, which goes by `fused` in the groups, or calls some step."""
 
 
 def own_step(optimizer: Any) -> OwnStep | None:
@@ -170,6 +172,7 @@ def _examined(step: FunctionType, kind: type) -> OwnStep:
         reads_decision=ours or (names >= _HANDED_OVER and not older),
         is_ours=ours,
         is_proven=ours or _is_torchs(function),
+        goes_by_groups=_is_torchs(function) or "step" in function.__code__.co_names,
     )
 
 

@@ -153,8 +153,9 @@ def takes_decision(optimizer: Any) -> bool:
     if step is None or not step.reads_decision:
         return False
     # A checkpoint of an unfused optimizer brings fused=None into the groups of a fused one, and
-    # torch's own step, which others call, then goes by the groups.
-    return not any("fused" in group and not group["fused"] for group in optimizer.param_groups)
+    # torch's own step then goes by the groups.
+    groups = optimizer.param_groups if step.goes_by_groups else ()
+    return not any("fused" in group and not group["fused"] for group in groups)
 
 
 def takes_directly(optimizers: Sequence[Any]) -> bool:
