@@ -12,6 +12,8 @@ from here.
 from __future__ import annotations
 
 import sys
+import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -19,9 +21,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from gradilocks.copies import MARKS, are_copies
 from gradilocks.values import Meeting
 
 __all__ = [
+    "NOTES",
     "Company",
     "Layout",
     "Team",
@@ -34,8 +38,10 @@ __all__ = [
     "team_of",
 ]
 
-_COPIES_DIFFER = 1e-3
-"""By how much the norms of copies may differ: kernels that add in any order, in half precision."""
+NOTES = ("refused", "unknown", "parts", "listing", "named", "waiting", "narrow", *MARKS)
+"""What a rank tells of itself: that it refuses the step, that it does not know who holds what, that
+its plain tensors are parts, what its parameters' shapes and names are, how many plain ones have not
+been compared yet, that not all of its gradients are float64, and what stands for the plain ones."""
 
 _Name = Callable[[Tensor], str]
 _Names = Callable[[Sequence[Tensor]], Sequence[str]]
@@ -146,8 +152,10 @@ class Team:
     meeting: Meeting
     unknown: str | None
     """What this rank does not know, in words, if anything: all ranks have to be told."""
+    params: tuple[Tensor, ...]
+    """All parameters of this rank."""
     plain: tuple[Tensor, ...]
-    """Plain parameters beside distributed ones, which must be the same on every rank."""
+    """Plain parameters beside distributed ones that are trained, the same on every rank."""
     parts: bool
     """Whether plain tensors are parts of the model, as the user has said by a process group."""
     listing: int
@@ -159,11 +167,6 @@ class Team:
         """Whether this rank's elements count, for each gradient."""
         own = self.parts or self.first
         return [own if layout is None else layout.counts for layout in layouts]
-
-    def notes(self) -> list[float]:
-        """What the other ranks have to know of this one, besides the norm of its plain tensors."""
-        told = self.unknown is not None, self.parts, self.listing, len(self.plain)
-        return [float(number) for number in told]
 
 
 def team_of(params: Sequence[Tensor], *, group: Any, name: _Name) -> Team | None:
@@ -193,10 +196,11 @@ def team_of(params: Sequence[Tensor], *, group: Any, name: _Name) -> Team | None
     wanted = params[0].device
     if fitting:
         wanted = _device_of(fitting[0][0], fitting[0][1].device)
-    plain = [p for p in params if p.requires_grad and not is_distributed(p)] if meshes else []
+    plain = [p for p in params if not is_distributed(p) and _is_trained(p)] if meshes else []
     return Team(
         meeting=Meeting(ranks, (group,), _reached(group, wanted)),
         unknown=unknown,
+        params=tuple(params),
         plain=tuple(plain),
         parts=not meshes,
         listing=hash(tuple(tuple(param.shape) for param in params)) & 0xFFFFFFFF,
@@ -209,16 +213,49 @@ class Company:
 
     def __init__(self) -> None:
         self._known: int | None = None  # The listing under which all was well.
+        self._compared: dict[int, weakref.ref[Tensor]] = {}  # Plain parameters, by their id.
+
+    def __reduce__(self) -> Any:
+        return Company, ()  # Weak references do not travel; asking again costs one wait.
 
     def is_new(self, team: Team) -> bool:
         """Whether the host has to read what the ranks say of themselves: it may have to wait."""
-        return self._known != team.listing
+        return self._known != team.listing or bool(self.waiting(team))
+
+    def waiting(self, team: Team) -> dict[int, int]:
+        """The plain parameters that have not shown a gradient yet: by id, their places."""
+        return {
+            id(param): place
+            for place, param in enumerate(team.plain)
+            if id(param) not in self._compared or self._compared[id(param)]() is not param
+        }
+
+    def notes(
+        self, team: Team, *, refused: bool, wide: bool, apart: str, names: _Names
+    ) -> list[float]:
+        """What the other ranks have to know of this one, up to the marks.
+
+        Args:
+            team: this rank's.
+            refused: whether this rank refuses the step.
+            wide: whether all of its gradients are float64, or there are none.
+            apart: as in `meet`.
+            names: tells the names of parameters.
+        """
+        named, waiting = 0, {}
+        if self.is_new(team):
+            waiting = self.waiting(team)
+            if apart:
+                named = zlib.crc32("\n".join(names(team.params)).encode())
+        told = refused, team.unknown is not None, team.parts, team.listing, named, len(waiting)
+        return [float(number) for number in (*told, not wide)]
 
     def meet(
         self,
         team: Team,
         notes: Sequence[Sequence[float]],
         *,
+        compared: Sequence[Tensor],
         finite: bool,
         apart: str,
         names: _Names,
@@ -227,27 +264,41 @@ class Company:
 
         Args:
             team: this rank's.
-            notes: of each rank: the norm of its plain tensors, then `Team.notes`.
+            notes: of each rank, the numbers that NOTES names.
+            compared: this rank's plain parameters whose gradients are in the marks.
             finite: whether all gradients are finite on all ranks.
             apart: the policy that needs the same parameters in the same order everywhere, or "".
             names: tells the names of parameters.
         """
-        norms, unknown, parts, listings, plain = zip(*notes, strict=True)
-        if any(unknown):
+        told = dict(zip(NOTES, zip(*notes, strict=True), strict=True))
+        if any(told["refused"]):
+            raise ValueError(_refused_by(team, told["refused"]))
+        if any(told["unknown"]):
             raise ValueError(team.unknown or _ELSEWHERE)
-        if len(set(parts)) > 1:
+        if len(set(told["parts"])) > 1:
             raise ValueError(_UNLIKE)
-        if apart and len(set(listings)) > 1:
+        if apart and len(set(zip(told["listing"], told["named"], strict=True))) > 1:
             raise ValueError(
                 f"{apart} bounds gradients apart from each other, and the ranks list different "
-                "parameters, so which of them belong together is not known. Use ClipByNorm, or "
-                "another policy that bounds the norm of all."
+                "parameters, or the same in another order, so which of them belong together is not "
+                "known. List them alike on every rank, or use ClipByNorm, or another policy that "
+                "bounds the norm of all."
             )
-        if finite and not any(parts) and max(norms) - min(norms) > _COPIES_DIFFER * max(norms):
-            raise ValueError(_no_copies(team, norms, names))
-        # As long as plain tensors have shown no gradient they may still turn out to be no copies.
-        if any(parts) or not any(plain) or (finite and max(norms) > 0.0):
+        if any(told["parts"]):
             self._known = team.listing
+            return
+        if finite:
+            if not are_copies([row[-len(MARKS) :] for row in notes]):
+                raise ValueError(_no_copies(team, told["norm"], names))
+            self._compared.update((id(param), weakref.ref(param)) for param in compared)
+        # As long as a plain tensor has shown no gradient it may still turn out to be no copy.
+        settled = told["waiting"] == told["shown"] if finite else not any(told["waiting"])
+        self._known = team.listing if settled else None
+
+
+def _is_trained(param: Tensor) -> bool:
+    """Whether a gradient of `param` may count, now or later."""
+    return (param.requires_grad or param.grad is not None) and param.numel() > 0
 
 
 def _meshes_of(tensors: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
@@ -376,13 +427,23 @@ _UNLIKE = (
 )
 
 
+def _refused_by(team: Team, refused: Sequence[float]) -> str:
+    who = [rank for rank, told in zip(team.meeting.ranks, refused, strict=True) if told]
+    ranks = f"rank {who[0]}" if len(who) == 1 else f"ranks {_few(who)}"
+    return (
+        f"{ranks} refused the step, and the error there says why. The ranks decide together, so "
+        "nothing has moved here."
+    )
+
+
 def _no_copies(team: Team, norms: Sequence[float], names: _Names) -> str:
     shown = ", ".join(names(team.plain[:3])) + (", ..." if len(team.plain) > 3 else "")
     seen = _few([f"{norm:.6g}" for norm in norms])
     return (
-        "plain tensors beside DTensors count once if every rank holds the same ones, and here the "
-        f"norms of their gradients are {seen} on ranks {_few(team.meeting.ranks)}: whether they "
-        "are parts of the model, such as experts, or copies whose gradients were not averaged, is "
-        f"not known. Plain on this rank: {shown or 'none'}. Make parts DTensors with Shard(), and "
-        "average the gradients of copies before step()."
+        "plain tensors beside DTensors count once if every rank holds the same ones, and here "
+        f"their gradients are not the same; their norms are {seen} on ranks "
+        f"{_few(team.meeting.ranks)}: whether they are parts of the model, such as experts, or "
+        "copies whose gradients were not averaged, is not known. Plain on this rank: "
+        f"{shown or 'none'}. Make parts DTensors with Shard(), average the gradients of copies "
+        "before step(), and list copies in the same order on every rank."
     )
