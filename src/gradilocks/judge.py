@@ -31,7 +31,7 @@ from gradilocks.memory import remapped, same
 from gradilocks.plain import read_memory, refill
 from gradilocks.ranks import NOTES, Company, Layout, Team
 from gradilocks.record import Outcome, Streak, fetch
-from gradilocks.reduce import agreed, reduce, reduce_each
+from gradilocks.reduce import agreed, reduce, reduce_apart, reduce_each
 from gradilocks.roll import Called
 from gradilocks.scale import NoScale, ScalePolicy, scale_loss
 from gradilocks.values import (
@@ -117,7 +117,12 @@ class Judge:
         return scale_loss(loss, self.state.scale) if self.scales else loss
 
     def judge(
-        self, found: Sequence[Gradients], *, unscaled: bool, team: Team | None = None
+        self,
+        found: Sequence[Gradients],
+        *,
+        unscaled: bool,
+        team: Team | None = None,
+        meetings: Sequence[Meeting] = (),
     ) -> Verdict:
         """Measures all gradients together and decides, by the stages. Changes nothing.
 
@@ -125,6 +130,8 @@ class Judge:
             found: the gradients, of each optimizer.
             unscaled: whether they have lost the scale already.
             team: the ranks that hold the model together; None if each holds all of it.
+            meetings: without a team, the ranks that hold some of the tensors together with this
+                one, each on a mesh of its own.
         """
         tensors = [tensor for part in found for tensor in part.tensors]
         home = self.state.scale.device
@@ -138,6 +145,14 @@ class Judge:
         roof: float | Tensor = roof_of(tensors)
         if team is not None:
             measurement, roof = self._over_ranks(measurement, found, scene, team)
+        elif meetings:
+            layouts = _layouts(found)
+            measurement = reduce_apart(
+                measurement,
+                meetings=meetings,
+                ranks=[None if layout is None else layout.ranks for layout in layouts],
+                counts=[layout is None or layout.counts for layout in layouts],
+            )
         scale = self.state.scale
         if unscaled:
             scale = torch.ones_like(scale)
@@ -304,7 +319,7 @@ class Judge:
         apart = self._apart
         params = [param for part in found for param in part.params]
         tensors = [tensor for part in found for tensor in part.tensors]
-        layouts = [each for part in found for each in part.layouts or [None] * len(part.params)]
+        layouts = _layouts(found)
         waiting, looking = self._company.waiting(team), self._company.is_new(team)
         plain = [at for at, param in enumerate(params) if id(param) in waiting]
         shown = None
@@ -334,12 +349,7 @@ class Judge:
                 apart=apart,
                 names=self.names.of,
             )
-        narrow = every[:, NOTES.index("narrow")].amax() > 0
-        highest = [
-            torch.full_like(mine.norm, torch.finfo(each).max, dtype=every.dtype)
-            for each in (torch.float32, torch.float64)
-        ]
-        roof = torch.where(narrow, *highest)
+        roof = _roof(every[:, NOTES.index("narrow")])
         if not apart:
             return whole, roof
         assert scene is not None
@@ -440,6 +450,24 @@ class Judge:
                 more={name: moved(each, device) for name, each in self.state.more.items()},
             )
             self.steps = moved(self.steps, device)
+
+
+def _layouts(found: Sequence[Gradients]) -> list[Layout | None]:
+    """How each gradient lies on the ranks; None for a plain one."""
+    return [each for part in found for each in part.layouts or [None] * len(part.params)]
+
+
+def _roof(narrow: Tensor) -> Tensor:
+    """The largest number that the gradients of all ranks can hold.
+
+    Args:
+        narrow: for each rank, above 0 if it has gradients that are not float64.
+    """
+    lower, higher = (
+        torch.full((), torch.finfo(dtype).max, dtype=narrow.dtype, device=narrow.device)
+        for dtype in (torch.float32, torch.float64)
+    )
+    return torch.where(narrow.amax() > 0, lower, higher)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ __all__ = [
     "is_distributed",
     "layout_of",
     "meetings_of",
+    "refuse_flattened",
     "team_of",
 ]
 
@@ -169,17 +170,38 @@ class Team:
         return [own if layout is None else layout.counts for layout in layouts]
 
 
-def team_of(params: Sequence[Tensor], *, group: Any, name: _Name) -> Team | None:
+def refuse_flattened(params: Sequence[Tensor], *, name: _Name, way_out: str) -> None:
+    """Raises if FSDP1 has cut plain parameters into shards, which nothing else shows.
+
+    Args:
+        params: parameters that no process group was named for.
+        name: tells a parameter's name.
+        way_out: what to do instead, in words.
+    """
+    if not in_company() or "torch.distributed.fsdp" not in sys.modules:
+        return
+    for param in params:
+        if getattr(param, "_fsdp_flattened", False):
+            raise ValueError(
+                f"{name(param)} belongs to FullyShardedDataParallel (FSDP1): each rank holds a "
+                f"shard of it as a plain tensor, and would measure that shard alone. {way_out}"
+            )
+
+
+def team_of(params: Sequence[Tensor], *, group: Any, name: _Name, way_out: str = "") -> Team | None:
     """Which ranks hold one model together; None if each holds all of it.
 
     Args:
         params: all parameters of the model on this rank.
         group: the process group that the user has named, or None.
         name: tells a parameter's name.
+        way_out: what to do where it cannot be known, in words, if not what a GradientControl needs.
 
     Raises:
         ValueError: if it cannot be known and no other rank would wait to hear of it.
     """
+    if group is None:
+        refuse_flattened(params, name=name, way_out=way_out or _NAME_THE_GROUP)
     meshes = _meshes_of(params)
     if not meshes and group is None:
         return None
@@ -188,11 +210,12 @@ def team_of(params: Sequence[Tensor], *, group: Any, name: _Name) -> Team | None
     ranks = tuple(range(dist.get_world_size())) if group is None else _ranks_in(group)
     fitting = [(mesh, param) for mesh, param in meshes if _ranks_on(mesh) == ranks]
     if group is None and not fitting:
-        raise ValueError(_part_of_the_world(*meshes[0], name))
+        raise ValueError(_part_of_the_world(*meshes[0], name, way_out))
     strangers = [(mesh, param) for mesh, param in meshes if _ranks_on(mesh) != ranks]
     unknown = None
     if strangers:
-        unknown = _other_ranks(*strangers[0], name, ranks, named=group is not None)
+        named = group is not None
+        unknown = _other_ranks(*strangers[0], name, ranks, named=named, way_out=way_out)
     wanted = params[0].device
     if fitting:
         wanted = _device_of(fitting[0][0], fitting[0][1].device)
@@ -387,37 +410,49 @@ def _few(items: Sequence[object]) -> str:
     return f"[{', '.join(map(str, items[:16]))}{more}]"
 
 
-def _part_of_the_world(mesh: Any, param: Tensor, name: _Name) -> str:
+_NAME_THE_GROUP = (
+    "Write GradientControl(..., process_group=model.process_group) with the FSDP model, or "
+    "process_group=torch.distributed.group.WORLD if it is sharded over all ranks. With NO_SHARD "
+    "every rank holds all of it: use DistributedDataParallel."
+)
+
+
+def _part_of_the_world(mesh: Any, param: Tensor, name: _Name, way_out: str) -> str:
     import torch.distributed as dist
 
     line = "mesh.get_group()" if mesh.ndim == 1 else "mesh._flatten().get_group()"
+    way_out = way_out or (
+        f"If these ranks hold a whole model between them, write "
+        f"GradientControl(..., process_group={line}) with mesh = that parameter's device_mesh. If "
+        "the others hold other parts, bring get_total_norm's results together yourself and use "
+        "clip_grads_with_norm_."
+    )
     return (
         f"{name(param)} is a DTensor on {_described(mesh)}, and {dist.get_world_size()} ranks run. "
         "Whether the others hold copies of the model (data parallel) or other parts of it "
-        "(pipeline stages, experts) is not known, and the norm depends on it. If these ranks hold "
-        f"a whole model between them, write GradientControl(..., process_group={line}) with mesh = "
-        "that parameter's device_mesh. If the others hold other parts, bring get_total_norm's "
-        "results together yourself and use clip_grads_with_norm_."
+        f"(pipeline stages, experts) is not known, and the norm depends on it. {way_out}"
     )
 
 
 def _other_ranks(
-    mesh: Any, param: Tensor, name: _Name, ranks: tuple[int, ...], *, named: bool
+    mesh: Any, param: Tensor, name: _Name, ranks: tuple[int, ...], *, named: bool, way_out: str
 ) -> str:
     whose = "process_group= names" if named else "other parameters lie on"
+    way_out = way_out or (
+        "Distribute every parameter over one mesh, with Replicate() where ranks hold copies, or "
+        "use gradilocks.GradScaler and gradilocks.clip_grad_norm_, which take each tensor over its "
+        "own mesh."
+    )
     return (
         f"{name(param)} is a DTensor on {_described(mesh)}, and {whose} ranks {_few(ranks)}. "
         "Whether the ranks of one and not of the other hold copies of it or other parts of the "
-        "model is not known, and the norm depends on it. Distribute every parameter over one mesh, "
-        "with Replicate() where ranks hold copies, or use gradilocks.GradScaler and "
-        "gradilocks.clip_grad_norm_, which take each tensor over its own mesh."
+        f"model is not known, and the norm depends on it. {way_out}"
     )
 
 
 _ELSEWHERE = (
     "another rank has a DTensor on other ranks than these, and whether those hold copies of it or "
-    "other parts of the model is not known: the error on that rank names it. Distribute every "
-    "parameter over one mesh, or use gradilocks.GradScaler and gradilocks.clip_grad_norm_."
+    "other parts of the model is not known: the error on that rank names it, and the way out."
 )
 
 _UNLIKE = (

@@ -61,6 +61,7 @@ class Stepping:
             return None
         if called.ends is None:
             parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
+            self._team()  # Refuses plain tensors that are known to be shards.
             called.ends = ends_of(called, self._optimizers)
         if judge.scales:
             self._order.check_scaled("step()")

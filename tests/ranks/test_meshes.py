@@ -59,6 +59,9 @@ def _programs() -> list[Callable[[int], Any]]:
         gradients_of_two_widths,
         one_rank_refuses,
         a_clip_policy_in_a_scaler,
+        a_scaler_clips_each_tensor_over_its_own_mesh,
+        the_same_parameters_in_another_order,
+        fully_sharded_plain_tensors,
         each_tensor_on_part_of_the_ranks,
         how_often_ranks_meet,
         a_foreign_gradient,
@@ -1139,31 +1142,143 @@ def test_what_one_rank_refuses_at_first_is_refused_by_all(returned: Returned) ->
 
 
 def a_clip_policy_in_a_scaler(rank: int) -> dict[str, Any]:
-    """Judged as a control judges; a rank without gradients takes part."""
+    """One that bounds tensors apart is judged as a control judges it; the others as torch does."""
     from torch.distributed.tensor import Shard
 
     tp = _mesh((2, 2), ("dp", "tp"))["tp"]
     found: dict[str, Any] = {}
     for name, mesh in (("world", _mesh()), ("part", tp)):
-        param = _on(mesh, [2.0] * len(mesh.mesh), Shard(0))
-        if rank == 1:
-            param.grad = None
-        optimizer = torch.optim.SGD([param], lr=1.0)
-        scaler = gradilocks.GradScaler("cpu", init_scale=1.0, clip=gradilocks.ClipByNorm(1.0))
-        scaler.scale(torch.ones(()))
-        found[name] = _refusal(lambda: scaler.step(optimizer)), _local(param)  # noqa: B023
+        for clip in (gradilocks.ClipByNorm(1.0), gradilocks.ClipPerTensor(1.0)):
+            param = _on(mesh, [2.0] * len(mesh.mesh), Shard(0))
+            if rank == 1:
+                param.grad = None
+            optimizer = torch.optim.SGD([param], lr=1.0)
+            scaler = gradilocks.GradScaler("cpu", init_scale=1.0, clip=clip)
+            scaler.scale(torch.ones(()))
+            refused = _refusal(lambda: scaler.step(optimizer))  # noqa: B023
+            found[f"{type(clip).__name__}, {name}"] = refused, _local(param)
     return found
 
 
-def test_a_clip_policy_of_a_scaler_knows_and_refuses_as_a_control_does(returned: Returned) -> None:
+def test_a_clip_policy_of_a_scaler_goes_by_meshes_or_refuses(returned: Returned) -> None:
     for rank, found in enumerate(returned["a_clip_policy_in_a_scaler"]):
-        refused, param = found["world"]
-        assert refused == ""
-        moved = 0.0 if rank == 1 else -2.0 / math.sqrt(12.0)
-        assert param == pytest.approx([moved], rel=1e-5)
-        refused, param = found["part"]
-        assert "GradientControl(..., process_group=mesh.get_group())" in refused
-        assert param == [0.0]
+        for name, (refused, param) in found.items():
+            if name == "ClipPerTensor, part":
+                assert "Give clip= a policy that bounds the norm of all" in refused
+                assert param == [0.0]
+                continue
+            # Rank 1 has no gradient, so the others hold three elements of 2, or one, or two.
+            counted = 3 if "world" in name else (1 if rank < 2 else 2)
+            moved = 0.0 if rank == 1 else -2.0 / math.sqrt(4.0 * counted)
+            assert refused == "", name
+            assert param == pytest.approx([moved], rel=1e-5), name
+
+
+def a_scaler_clips_each_tensor_over_its_own_mesh(rank: int) -> list[Any]:
+    """FSDP2 over tensor parallelism and a plain tensor: as `clip_grad_norm_`, enabled or not."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = _mesh((2, 2), ("dp", "tp"))
+    found: list[Any] = []
+    for how in ("function", "scaler", "disabled"):
+        params = [
+            _on(mesh, [1.0, 2.0, 3.0, 4.0], Shard(0), Shard(0)),
+            _on(mesh["dp"], [5.0, 6.0], Shard(0)),
+            _on(mesh["tp"], [7.0], Replicate()),
+            _plain([8.0]),
+        ]
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        if how == "function":
+            gradilocks.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+        else:
+            enabled = how == "scaler"
+            scaler = gradilocks.GradScaler("cpu", init_scale=1.0, enabled=enabled, clip=1.0)
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([_local(param) for param in params])
+    return found
+
+
+def test_a_clip_in_a_scaler_is_that_of_clip_grad_norm_(returned: Returned) -> None:
+    norm = math.sqrt(sum(number**2 for number in range(1, 9)))
+    for function, *scalers in returned["a_scaler_clips_each_tensor_over_its_own_mesh"]:
+        assert function[-1] == pytest.approx([-8.0 / norm], rel=1e-5)
+        for found in scalers:
+            for one, other in zip(found, function, strict=True):
+                assert one == pytest.approx(other, rel=1e-6)
+
+
+def the_same_parameters_in_another_order(rank: int) -> dict[str, Any]:
+    """Two of one shape, bounded apart; rank 3 lists them the other way round."""
+    from torch.distributed.tensor import Shard
+
+    found: dict[str, Any] = {}
+    for name in ("model", "optimizer", "norm of all"):
+        model = nn.ParameterDict(
+            {"a": _on(_mesh(), [3.0] * 4, Shard(0)), "b": _on(_mesh(), [30.0] * 4, Shard(0))}
+        )
+        named = list(model.items())[:: -1 if rank == 3 else 1]
+        given: Any = named if name == "optimizer" else [param for _, param in named]
+        control = gradilocks.GradientControl(
+            torch.optim.SGD(given, lr=0.0),
+            model=None if name == "optimizer" else model,
+            scale=None,
+            clip=1e9 if name == "norm of all" else gradilocks.ClipPerTensor(1.0),
+        )
+        found[name] = _refusal(control.step)
+        if name == "norm of all":
+            found["norm"] = control.step().norm
+    return found
+
+
+def test_ranks_that_list_parameters_in_another_order_do_not_mix_them(returned: Returned) -> None:
+    for found in returned["the_same_parameters_in_another_order"]:
+        for name in ("model", "optimizer"):
+            assert (
+                "the ranks list different parameters, or the same in another order" in found[name]
+            )
+        assert found["norm of all"] == ""
+        assert found["norm"] == pytest.approx(math.sqrt(4 * 9.0 + 4 * 900.0), rel=1e-6)
+
+
+def fully_sharded_plain_tensors(rank: int) -> list[dict[str, Any]]:
+    """FSDP1, whose shards are plain tensors: nothing but a mark tells them from copies."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    found = []
+    for original in (True, False):
+        whole, parts = _block(), _block()
+        model: Any = FullyShardedDataParallel(
+            parts, device_id=torch.device("cpu"), use_orig_params=original
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = gradilocks.GradScaler("cpu", clip=1.0)
+        told = {
+            "control": _refusal(lambda: gradilocks.GradientControl(optimizer, clip=1.0)),  # noqa: B023
+        }
+        _loss(whole).backward()
+        _loss(model).backward()
+        scaler.scale(torch.ones(()))
+        told["scaler"] = _refusal(lambda: scaler.step(optimizer))  # noqa: B023
+        control = gradilocks.GradientControl(
+            optimizer, scale=None, process_group=model.process_group
+        )
+        norm, expected = control.step().norm, _torch_norm(list(whole.parameters()), 2.0)
+        found.append({**told, "norm": norm / expected})
+    return found
+
+
+def test_fsdp1_without_a_group_is_refused_and_with_its_group_it_is_right(
+    returned: Returned,
+) -> None:
+    for of_rank in returned["fully_sharded_plain_tensors"]:
+        for found in of_rank:
+            assert "belongs to FullyShardedDataParallel (FSDP1)" in found["control"]
+            assert "process_group=model.process_group" in found["control"]
+            assert "A GradScaler cannot clip it" in found["scaler"]
+            assert found["norm"] == pytest.approx(1.0, rel=1e-5)
 
 
 def each_tensor_on_part_of_the_ranks(rank: int) -> list[list[float]]:
