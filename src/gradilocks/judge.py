@@ -324,11 +324,12 @@ class Judge:
         plain = [at for at, param in enumerate(params) if id(param) in waiting]
         shown = None
         if plain:
+            chosen, home = [tensors[at] for at in plain], mine.norm.device
             shown = fingerprint(
-                [tensors[at] for at in plain],
+                chosen,
                 places=[waiting[id(params[at])] for at in plain],
                 shapes=[tuple(params[at].shape) for at in plain],
-                home=mine.norm.device,
+                norms=measure(chosen, home=home).tensors.norms,
             )
         whole, every = self._gather(
             mine,
