@@ -6,7 +6,7 @@ projected on four fixed pseudo-random directions, which follow from its place an
 logarithm of its norm is added beside. Copies agree in all of these but for rounding; the
 projections of others are of the size of 1 and differ by as much.
 
-It costs a few passes over the gradients, once in a training run.
+It costs a few passes over each gradient, until it has been compared with one that is not zero.
 """
 
 from __future__ import annotations

@@ -178,14 +178,32 @@ def refuse_flattened(params: Sequence[Tensor], *, name: _Name, way_out: str) -> 
         name: tells a parameter's name.
         way_out: what to do instead, in words.
     """
+    flattened = _flattened(params)
+    if flattened:
+        raise ValueError(
+            f"{name(flattened[0])} belongs to FullyShardedDataParallel (FSDP1): each rank holds a "
+            f"shard of it as a plain tensor, and would measure that shard alone. {way_out}"
+        )
+
+
+def _flattened(params: Sequence[Tensor]) -> list[Tensor]:
+    """Those that FSDP1 has cut into shards, as torch marks them; none where no other rank is."""
     if not in_company() or "torch.distributed.fsdp" not in sys.modules:
-        return
-    for param in params:
-        if getattr(param, "_fsdp_flattened", False):
-            raise ValueError(
-                f"{name(param)} belongs to FullyShardedDataParallel (FSDP1): each rank holds a "
-                f"shard of it as a plain tensor, and would measure that shard alone. {way_out}"
-            )
+        return []
+    return [param for param in params if getattr(param, "_fsdp_flattened", False)]
+
+
+def _refuse_beside_flattened(params: Sequence[Tensor], *, name: _Name) -> None:
+    """Raises if there are trained parameters that FSDP1 was told to leave alone, beside others."""
+    flattened = {id(param) for param in _flattened(params)}
+    left = [p for p in params if flattened and id(p) not in flattened and _is_trained(p)]
+    if left:
+        raise ValueError(
+            f"{name(left[0])} is a plain tensor beside shards of FullyShardedDataParallel (FSDP1), "
+            "which was told to ignore it. Whether the ranks of process_group= hold copies of it or "
+            "other parts of the model is not known, and the norm depends on it. Let FSDP shard it, "
+            "or use fully_shard (FSDP2)."
+        )
 
 
 def team_of(params: Sequence[Tensor], *, group: Any, name: _Name, way_out: str = "") -> Team | None:
@@ -211,6 +229,8 @@ def team_of(params: Sequence[Tensor], *, group: Any, name: _Name, way_out: str =
     fitting = [(mesh, param) for mesh, param in meshes if _ranks_on(mesh) == ranks]
     if group is None and not fitting:
         raise ValueError(_part_of_the_world(*meshes[0], name, way_out))
+    if len(ranks) > 1 and group is not None:
+        _refuse_beside_flattened(params, name=name)
     strangers = [(mesh, param) for mesh, param in meshes if _ranks_on(mesh) != ranks]
     unknown = None
     if strangers:

@@ -1266,6 +1266,19 @@ def fully_sharded_plain_tensors(rank: int) -> list[dict[str, Any]]:
             optimizer, scale=None, process_group=model.process_group
         )
         norm, expected = control.step().norm, _torch_norm(list(whole.parameters()), 2.0)
+        ignoring: Any = _block()
+        beside = FullyShardedDataParallel(
+            ignoring,
+            device_id=torch.device("cpu"),
+            use_orig_params=original,
+            ignored_modules=[ignoring.norm],
+        )
+        optimizer = torch.optim.SGD(beside.parameters(), lr=0.0)
+        told["ignored"] = _refusal(
+            lambda: gradilocks.GradientControl(optimizer, process_group=dist.group.WORLD)  # noqa: B023
+        )
+        ignoring.norm.requires_grad_(False)  # Frozen, it counts nowhere.
+        gradilocks.GradientControl(optimizer, process_group=dist.group.WORLD)
         found.append({**told, "norm": norm / expected})
     return found
 
@@ -1278,6 +1291,7 @@ def test_fsdp1_without_a_group_is_refused_and_with_its_group_it_is_right(
             assert "belongs to FullyShardedDataParallel (FSDP1)" in found["control"]
             assert "process_group=model.process_group" in found["control"]
             assert "A GradScaler cannot clip it" in found["scaler"]
+            assert "is a plain tensor beside shards of FullyShard" in found["ignored"]
             assert found["norm"] == pytest.approx(1.0, rel=1e-5)
 
 
