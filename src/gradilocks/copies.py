@@ -55,6 +55,7 @@ class Fingerprint(NamedTuple):
     """For each gradient, 1 if it is finite and not zero, so that it was compared, else 0."""
 
 
+@torch.no_grad()
 def fingerprint(
     tensors: Sequence[Tensor],
     *,

@@ -91,3 +91,9 @@ def test_what_is_not_finite_or_zero_is_not_compared():
     )
     assert found.shown.tolist() == [0.0, 0.0, 0.0, 1.0]
     assert found.marks.tolist() == marks(tensors[3], places=[3])
+
+
+def test_gradients_that_require_grad_leave_no_graph():
+    tensors = [random(6, 3).requires_grad_()]
+    found = fingerprint(tensors, places=[0], shapes=[(3,)], norms=norms_of(tensors))
+    assert not found.marks.requires_grad
