@@ -16,7 +16,7 @@ __all__ = ["decide"]
 
 
 def decide(
-    measurement: Measurement, scale: Tensor, limit: ClipLimit, *, roof: float = math.inf
+    measurement: Measurement, scale: Tensor, limit: ClipLimit, *, roof: float | Tensor = math.inf
 ) -> Decision:
     """Decides one step, on the device.
 
@@ -24,7 +24,7 @@ def decide(
         measurement: of the gradients as they stand.
         scale: 0-d, what they carry and must lose.
         limit: for the unscaled gradients.
-        roof: the largest number that the gradients' dtype holds.
+        roof: the largest number that the gradients' dtype holds, on all ranks that decide together.
 
     Returns:
         `skip`, exactly 0 or 1; `multiplier`, clip coefficient over scale; the bound on each element

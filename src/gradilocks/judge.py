@@ -18,6 +18,7 @@ from torch import Tensor
 from gradilocks import checkpoint
 from gradilocks.arguments import refuse_misfits
 from gradilocks.clip import ClipByNorm, ClipByValue, ClipPolicy, NoClip
+from gradilocks.copies import MARKS, fingerprint
 from gradilocks.decide import decide
 from gradilocks.diagnose import never_finite
 from gradilocks.errors import NeverFinite
@@ -28,12 +29,11 @@ from gradilocks.losses import Losses
 from gradilocks.measure import measure
 from gradilocks.memory import remapped, same
 from gradilocks.plain import read_memory, refill
-from gradilocks.ranks import Company, Team
+from gradilocks.ranks import NOTES, Company, Layout, Team
 from gradilocks.record import Outcome, Streak, fetch
-from gradilocks.reduce import agreed, reduce, reduce_each
+from gradilocks.reduce import agreed, reduce, reduce_apart, reduce_each
 from gradilocks.roll import Called
 from gradilocks.scale import NoScale, ScalePolicy, scale_loss
-from gradilocks.total import total_norm
 from gradilocks.values import (
     ROW,
     ClipLimit,
@@ -117,7 +117,12 @@ class Judge:
         return scale_loss(loss, self.state.scale) if self.scales else loss
 
     def judge(
-        self, found: Sequence[Gradients], *, unscaled: bool, team: Team | None = None
+        self,
+        found: Sequence[Gradients],
+        *,
+        unscaled: bool,
+        team: Team | None = None,
+        meetings: Sequence[Meeting] = (),
     ) -> Verdict:
         """Measures all gradients together and decides, by the stages. Changes nothing.
 
@@ -125,6 +130,8 @@ class Judge:
             found: the gradients, of each optimizer.
             unscaled: whether they have lost the scale already.
             team: the ranks that hold the model together; None if each holds all of it.
+            meetings: without a team, the ranks that hold some of the tensors together with this
+                one, each on a mesh of its own.
         """
         tensors = [tensor for part in found for tensor in part.tensors]
         home = self.state.scale.device
@@ -135,8 +142,17 @@ class Judge:
         )
         self._meeting = None if team is None else team.meeting
         scene = None if type(policy) in _SIMPLE else self._scene(found)
+        roof: float | Tensor = roof_of(tensors)
         if team is not None:
-            measurement = self._over_ranks(measurement, found, scene, team)
+            measurement, roof = self._over_ranks(measurement, found, scene, team)
+        elif meetings:
+            layouts = _layouts(found)
+            measurement = reduce_apart(
+                measurement,
+                meetings=meetings,
+                ranks=[None if layout is None else layout.ranks for layout in layouts],
+                counts=[layout is None or layout.counts for layout in layouts],
+            )
         scale = self.state.scale
         if unscaled:
             scale = torch.ones_like(scale)
@@ -147,7 +163,7 @@ class Judge:
             limit = policy.limit(measurement, scale)
         else:
             limit = policy.limit(measurement, scale, memory)  # type: ignore[call-arg]
-        decision = decide(measurement, scale, limit, roof=roof_of(tensors))
+        decision = decide(measurement, scale, limit, roof=roof)
         overflow = decision.skip if decision.overflow is None else decision.overflow
         statistics = measurement.tensors
         numbers = [
@@ -233,7 +249,7 @@ class Judge:
             return
         largest = record.statistics.largest
         assert largest is not None
-        peak = largest.amax() if largest.numel() else torch.zeros_like(self.state.scale)
+        peak = largest.amax() if largest.numel() else largest.new_zeros(())
         if verdict.unscaled:
             peak = peak * self.state.scale
         broken = record.row[ROW.index("loss_nonfinite")]
@@ -279,28 +295,64 @@ class Judge:
         self.memory = read_memory(self.clip_policy, saved, count)
         self._whose = []
 
+    def refuse(self, team: Team) -> None:
+        """Tells the other ranks, as long as they listen, that this one refuses the step.
+
+        At the first steps the host waits for them anyway. Later nobody waits: a rank that raises
+        ends the run, as it does anywhere else.
+        """
+        if self._company.is_new(team):
+            order = float(self.clip_policy.order)
+            nothing = measure((), home=self.state.scale.device, order=order)
+            # Whoever does not listen any more skips the step.
+            skip = dataclasses.replace(nothing, nonfinite=torch.ones_like(nothing.nonfinite))
+            self._gather(skip, team, layouts=(), refused=True, wide=True)
+
     def _over_ranks(
         self, mine: Measurement, found: Sequence[Gradients], scene: Scene | None, team: Team
-    ) -> Measurement:
-        """The measurement of all ranks; raises on all of them if it is not known who holds what."""
+    ) -> tuple[Measurement, Tensor]:
+        """The measurement of all ranks, and their roof.
+
+        Raises on all of them if it is not known who holds what.
+        """
         policy, meeting = self.clip_policy, team.meeting
-        apart = type(policy).__name__ if scene and getattr(policy, "apart", False) else ""
-        norms = mine.tensors.norms
-        layouts = [each for part in found for each in part.layouts or [None] * len(part.params)]
-        plain = [place for place, layout in enumerate(layouts) if layout is None]
-        beside = norms[:0]
-        if plain and not team.parts:
-            beside = norms.index_select(0, moved(torch.tensor(plain, device="cpu"), norms.device))
-        told = torch.tensor(team.notes(), dtype=norms.dtype, device="cpu")
-        notes = [total_norm(beside, mine.order), *moved(told, norms.device).unbind()]
-        counts = team.counts(layouts)
-        whole, every = reduce(mine, meeting=meeting, counts=counts, notes=notes)
-        if self._company.is_new(team):
-            broken, *numbers = fetch(torch.cat([whole.nonfinite.reshape(1), every.flatten()]))
-            rows = [numbers[at : at + len(notes)] for at in range(0, len(numbers), len(notes))]
-            self._company.meet(team, rows, finite=not broken, apart=apart, names=self.names.of)
+        apart = self._apart
+        params = [param for part in found for param in part.params]
+        tensors = [tensor for part in found for tensor in part.tensors]
+        layouts = _layouts(found)
+        waiting, looking = self._company.waiting(team), self._company.is_new(team)
+        plain = [at for at, param in enumerate(params) if id(param) in waiting]
+        shown = None
+        if plain:
+            chosen, home = [tensors[at] for at in plain], mine.norm.device
+            shown = fingerprint(
+                chosen,
+                places=[waiting[id(params[at])] for at in plain],
+                shapes=[tuple(params[at].shape) for at in plain],
+                norms=measure(chosen, home=home).tensors.norms,
+            )
+        whole, every = self._gather(
+            mine,
+            team,
+            layouts=layouts,
+            marks=None if shown is None else shown.marks,
+            wide=all(tensor.dtype is torch.float64 for tensor in tensors),
+        )
+        if looking:
+            columns = [whole.nonfinite.reshape(1).to(every.dtype), every.flatten()]
+            broken, *numbers = fetch(torch.cat(columns + ([] if shown is None else [shown.shown])))
+            rows, rest = numbers[: every.numel()], numbers[every.numel() :]
+            self._company.meet(
+                team,
+                [rows[at : at + len(NOTES)] for at in range(0, len(rows), len(NOTES))],
+                compared=[params[at] for at, seen in zip(plain, rest, strict=True) if seen],
+                finite=not broken,
+                apart=apart,
+                names=self.names.of,
+            )
+        roof = _roof(every[:, NOTES.index("narrow")])
         if not apart:
-            return whole
+            return whole, roof
         assert scene is not None
         if team.parts or getattr(policy, "by_unit", False):
             raise ValueError(
@@ -308,9 +360,45 @@ class Judge:
                 "here that are not known to belong together. Use ClipByNorm, or another policy "
                 "that bounds the norm of all."
             )
-        return reduce_each(
-            whole, meeting=meeting, counts=counts, places=scene.places, count=scene.count
+        each = reduce_each(
+            whole,
+            meeting=meeting,
+            counts=team.counts(layouts),
+            places=scene.places,
+            count=scene.count,
         )
+        return each, roof
+
+    def _gather(
+        self,
+        mine: Measurement,
+        team: Team,
+        *,
+        layouts: Sequence[Layout | None],
+        wide: bool,
+        marks: Tensor | None = None,
+        refused: bool = False,
+    ) -> tuple[Measurement, Tensor]:
+        """The measurement of all ranks, and the notes of each."""
+        norms = mine.tensors.norms
+        notes = self._company.notes(
+            team, refused=refused, wide=wide, apart=self._apart, names=self.names.of
+        )
+        told = moved(torch.tensor(notes, dtype=norms.dtype, device="cpu"), norms.device)
+        if marks is None:
+            marks = norms.new_zeros(len(MARKS))
+        return reduce(
+            mine,
+            meeting=team.meeting,
+            counts=team.counts(layouts),
+            notes=[*told.unbind(), *marks.unbind()],
+        )
+
+    @property
+    def _apart(self) -> str:
+        """The clip policy's name if it bounds gradients apart from each other, else ""."""
+        policy = self.clip_policy
+        return type(policy).__name__ if getattr(policy, "apart", False) else ""
 
     def _memory_on(self, home: torch.device) -> dict[str, Tensor] | None:
         """What the clip policy remembers, if it is one that learns."""
@@ -363,6 +451,24 @@ class Judge:
                 more={name: moved(each, device) for name, each in self.state.more.items()},
             )
             self.steps = moved(self.steps, device)
+
+
+def _layouts(found: Sequence[Gradients]) -> list[Layout | None]:
+    """How each gradient lies on the ranks; None for a plain one."""
+    return [each for part in found for each in part.layouts or [None] * len(part.params)]
+
+
+def _roof(narrow: Tensor) -> Tensor:
+    """The largest number that the gradients of all ranks can hold.
+
+    Args:
+        narrow: for each rank, above 0 if it has gradients that are not float64.
+    """
+    lower, higher = (
+        torch.full((), torch.finfo(dtype).max, dtype=narrow.dtype, device=narrow.device)
+        for dtype in (torch.float32, torch.float64)
+    )
+    return torch.where(narrow.amax() > 0, lower, higher)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from here.
 from __future__ import annotations
 
 import sys
+import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -19,9 +21,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from gradilocks.copies import MARKS, are_copies
 from gradilocks.values import Meeting
 
 __all__ = [
+    "NOTES",
     "Company",
     "Layout",
     "Team",
@@ -31,11 +35,14 @@ __all__ = [
     "is_distributed",
     "layout_of",
     "meetings_of",
+    "refuse_flattened",
     "team_of",
 ]
 
-_COPIES_DIFFER = 1e-3
-"""By how much the norms of copies may differ: kernels that add in any order, in half precision."""
+NOTES = ("refused", "unknown", "parts", "listing", "named", "waiting", "narrow", *MARKS)
+"""What a rank tells of itself: that it refuses the step, that it does not know who holds what, that
+its plain tensors are parts, what its parameters' shapes and names are, how many plain ones have not
+been compared yet, that not all of its gradients are float64, and what stands for the plain ones."""
 
 _Name = Callable[[Tensor], str]
 _Names = Callable[[Sequence[Tensor]], Sequence[str]]
@@ -146,8 +153,10 @@ class Team:
     meeting: Meeting
     unknown: str | None
     """What this rank does not know, in words, if anything: all ranks have to be told."""
+    params: tuple[Tensor, ...]
+    """All parameters of this rank."""
     plain: tuple[Tensor, ...]
-    """Plain parameters beside distributed ones, which must be the same on every rank."""
+    """Plain parameters beside distributed ones that are trained, the same on every rank."""
     parts: bool
     """Whether plain tensors are parts of the model, as the user has said by a process group."""
     listing: int
@@ -160,23 +169,57 @@ class Team:
         own = self.parts or self.first
         return [own if layout is None else layout.counts for layout in layouts]
 
-    def notes(self) -> list[float]:
-        """What the other ranks have to know of this one, besides the norm of its plain tensors."""
-        told = self.unknown is not None, self.parts, self.listing, len(self.plain)
-        return [float(number) for number in told]
+
+def refuse_flattened(params: Sequence[Tensor], *, name: _Name, way_out: str) -> None:
+    """Raises if FSDP1 has cut plain parameters into shards, which nothing else shows.
+
+    Args:
+        params: parameters that no process group was named for.
+        name: tells a parameter's name.
+        way_out: what to do instead, in words.
+    """
+    flattened = _flattened(params)
+    if flattened:
+        raise ValueError(
+            f"{name(flattened[0])} belongs to FullyShardedDataParallel (FSDP1): each rank holds a "
+            f"shard of it as a plain tensor, and would measure that shard alone. {way_out}"
+        )
 
 
-def team_of(params: Sequence[Tensor], *, group: Any, name: _Name) -> Team | None:
+def _flattened(params: Sequence[Tensor]) -> list[Tensor]:
+    """Those that FSDP1 has cut into shards, as torch marks them; none where no other rank is."""
+    if not in_company() or "torch.distributed.fsdp" not in sys.modules:
+        return []
+    return [param for param in params if getattr(param, "_fsdp_flattened", False)]
+
+
+def _refuse_beside_flattened(params: Sequence[Tensor], *, name: _Name) -> None:
+    """Raises if there are trained parameters that FSDP1 was told to leave alone, beside others."""
+    flattened = {id(param) for param in _flattened(params)}
+    left = [p for p in params if flattened and id(p) not in flattened and _is_trained(p)]
+    if left:
+        raise ValueError(
+            f"{name(left[0])} is a plain tensor beside shards of FullyShardedDataParallel (FSDP1), "
+            "which was told to ignore it. Whether the ranks of process_group= hold copies of it or "
+            "other parts of the model is not known, and the norm depends on it. Let FSDP shard it, "
+            "or use fully_shard (FSDP2)."
+        )
+
+
+def team_of(params: Sequence[Tensor], *, group: Any, name: _Name, way_out: str = "") -> Team | None:
     """Which ranks hold one model together; None if each holds all of it.
 
     Args:
         params: all parameters of the model on this rank.
         group: the process group that the user has named, or None.
         name: tells a parameter's name.
+        way_out: what to do where it cannot be known, in words, if not what a GradientControl needs.
 
     Raises:
         ValueError: if it cannot be known and no other rank would wait to hear of it.
     """
+    if group is None:
+        refuse_flattened(params, name=name, way_out=way_out or _NAME_THE_GROUP)
     meshes = _meshes_of(params)
     if not meshes and group is None:
         return None
@@ -185,18 +228,22 @@ def team_of(params: Sequence[Tensor], *, group: Any, name: _Name) -> Team | None
     ranks = tuple(range(dist.get_world_size())) if group is None else _ranks_in(group)
     fitting = [(mesh, param) for mesh, param in meshes if _ranks_on(mesh) == ranks]
     if group is None and not fitting:
-        raise ValueError(_part_of_the_world(*meshes[0], name))
+        raise ValueError(_part_of_the_world(*meshes[0], name, way_out))
+    if len(ranks) > 1 and group is not None:
+        _refuse_beside_flattened(params, name=name)
     strangers = [(mesh, param) for mesh, param in meshes if _ranks_on(mesh) != ranks]
     unknown = None
     if strangers:
-        unknown = _other_ranks(*strangers[0], name, ranks, named=group is not None)
+        named = group is not None
+        unknown = _other_ranks(*strangers[0], name, ranks, named=named, way_out=way_out)
     wanted = params[0].device
     if fitting:
         wanted = _device_of(fitting[0][0], fitting[0][1].device)
-    plain = [p for p in params if p.requires_grad and not is_distributed(p)] if meshes else []
+    plain = [p for p in params if not is_distributed(p) and _is_trained(p)] if meshes else []
     return Team(
         meeting=Meeting(ranks, (group,), _reached(group, wanted)),
         unknown=unknown,
+        params=tuple(params),
         plain=tuple(plain),
         parts=not meshes,
         listing=hash(tuple(tuple(param.shape) for param in params)) & 0xFFFFFFFF,
@@ -209,16 +256,49 @@ class Company:
 
     def __init__(self) -> None:
         self._known: int | None = None  # The listing under which all was well.
+        self._compared: dict[int, weakref.ref[Tensor]] = {}  # Plain parameters, by their id.
+
+    def __reduce__(self) -> Any:
+        return Company, ()  # Weak references do not travel; asking again costs one wait.
 
     def is_new(self, team: Team) -> bool:
         """Whether the host has to read what the ranks say of themselves: it may have to wait."""
-        return self._known != team.listing
+        return self._known != team.listing or bool(self.waiting(team))
+
+    def waiting(self, team: Team) -> dict[int, int]:
+        """The plain parameters that have not shown a gradient yet: by id, their places."""
+        return {
+            id(param): place
+            for place, param in enumerate(team.plain)
+            if id(param) not in self._compared or self._compared[id(param)]() is not param
+        }
+
+    def notes(
+        self, team: Team, *, refused: bool, wide: bool, apart: str, names: _Names
+    ) -> list[float]:
+        """What the other ranks have to know of this one, up to the marks.
+
+        Args:
+            team: this rank's.
+            refused: whether this rank refuses the step.
+            wide: whether all of its gradients are float64, or there are none.
+            apart: as in `meet`.
+            names: tells the names of parameters.
+        """
+        named, waiting = 0, {}
+        if self.is_new(team):
+            waiting = self.waiting(team)
+            if apart:
+                named = zlib.crc32("\n".join(names(team.params)).encode())
+        told = refused, team.unknown is not None, team.parts, team.listing, named, len(waiting)
+        return [float(number) for number in (*told, not wide)]
 
     def meet(
         self,
         team: Team,
         notes: Sequence[Sequence[float]],
         *,
+        compared: Sequence[Tensor],
         finite: bool,
         apart: str,
         names: _Names,
@@ -227,27 +307,41 @@ class Company:
 
         Args:
             team: this rank's.
-            notes: of each rank: the norm of its plain tensors, then `Team.notes`.
+            notes: of each rank, the numbers that NOTES names.
+            compared: this rank's plain parameters whose gradients are in the marks.
             finite: whether all gradients are finite on all ranks.
             apart: the policy that needs the same parameters in the same order everywhere, or "".
             names: tells the names of parameters.
         """
-        norms, unknown, parts, listings, plain = zip(*notes, strict=True)
-        if any(unknown):
+        told = dict(zip(NOTES, zip(*notes, strict=True), strict=True))
+        if any(told["refused"]):
+            raise ValueError(_refused_by(team, told["refused"]))
+        if any(told["unknown"]):
             raise ValueError(team.unknown or _ELSEWHERE)
-        if len(set(parts)) > 1:
+        if len(set(told["parts"])) > 1:
             raise ValueError(_UNLIKE)
-        if apart and len(set(listings)) > 1:
+        if apart and len(set(zip(told["listing"], told["named"], strict=True))) > 1:
             raise ValueError(
                 f"{apart} bounds gradients apart from each other, and the ranks list different "
-                "parameters, so which of them belong together is not known. Use ClipByNorm, or "
-                "another policy that bounds the norm of all."
+                "parameters, or the same in another order, so which of them belong together is not "
+                "known. List them alike on every rank, or use ClipByNorm, or another policy that "
+                "bounds the norm of all."
             )
-        if finite and not any(parts) and max(norms) - min(norms) > _COPIES_DIFFER * max(norms):
-            raise ValueError(_no_copies(team, norms, names))
-        # As long as plain tensors have shown no gradient they may still turn out to be no copies.
-        if any(parts) or not any(plain) or (finite and max(norms) > 0.0):
+        if any(told["parts"]):
             self._known = team.listing
+            return
+        if finite:
+            if not are_copies([row[-len(MARKS) :] for row in notes]):
+                raise ValueError(_no_copies(team, told["norm"], names))
+            self._compared.update((id(param), weakref.ref(param)) for param in compared)
+        # As long as a plain tensor has shown no gradient it may still turn out to be no copy.
+        settled = told["waiting"] == told["shown"] if finite else not any(told["waiting"])
+        self._known = team.listing if settled else None
+
+
+def _is_trained(param: Tensor) -> bool:
+    """Whether a gradient of `param` may count, now or later."""
+    return (param.requires_grad or param.grad is not None) and param.numel() > 0
 
 
 def _meshes_of(tensors: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
@@ -336,37 +430,49 @@ def _few(items: Sequence[object]) -> str:
     return f"[{', '.join(map(str, items[:16]))}{more}]"
 
 
-def _part_of_the_world(mesh: Any, param: Tensor, name: _Name) -> str:
+_NAME_THE_GROUP = (
+    "Write GradientControl(..., process_group=model.process_group) with the FSDP model, or "
+    "process_group=torch.distributed.group.WORLD if it is sharded over all ranks. With NO_SHARD "
+    "every rank holds all of it: use DistributedDataParallel."
+)
+
+
+def _part_of_the_world(mesh: Any, param: Tensor, name: _Name, way_out: str) -> str:
     import torch.distributed as dist
 
     line = "mesh.get_group()" if mesh.ndim == 1 else "mesh._flatten().get_group()"
+    way_out = way_out or (
+        f"If these ranks hold a whole model between them, write "
+        f"GradientControl(..., process_group={line}) with mesh = that parameter's device_mesh. If "
+        "the others hold other parts, bring get_total_norm's results together yourself and use "
+        "clip_grads_with_norm_."
+    )
     return (
         f"{name(param)} is a DTensor on {_described(mesh)}, and {dist.get_world_size()} ranks run. "
         "Whether the others hold copies of the model (data parallel) or other parts of it "
-        "(pipeline stages, experts) is not known, and the norm depends on it. If these ranks hold "
-        f"a whole model between them, write GradientControl(..., process_group={line}) with mesh = "
-        "that parameter's device_mesh. If the others hold other parts, bring get_total_norm's "
-        "results together yourself and use clip_grads_with_norm_."
+        f"(pipeline stages, experts) is not known, and the norm depends on it. {way_out}"
     )
 
 
 def _other_ranks(
-    mesh: Any, param: Tensor, name: _Name, ranks: tuple[int, ...], *, named: bool
+    mesh: Any, param: Tensor, name: _Name, ranks: tuple[int, ...], *, named: bool, way_out: str
 ) -> str:
     whose = "process_group= names" if named else "other parameters lie on"
+    way_out = way_out or (
+        "Distribute every parameter over one mesh, with Replicate() where ranks hold copies, or "
+        "use gradilocks.GradScaler and gradilocks.clip_grad_norm_, which take each tensor over its "
+        "own mesh."
+    )
     return (
         f"{name(param)} is a DTensor on {_described(mesh)}, and {whose} ranks {_few(ranks)}. "
         "Whether the ranks of one and not of the other hold copies of it or other parts of the "
-        "model is not known, and the norm depends on it. Distribute every parameter over one mesh, "
-        "with Replicate() where ranks hold copies, or use gradilocks.GradScaler and "
-        "gradilocks.clip_grad_norm_, which take each tensor over its own mesh."
+        f"model is not known, and the norm depends on it. {way_out}"
     )
 
 
 _ELSEWHERE = (
     "another rank has a DTensor on other ranks than these, and whether those hold copies of it or "
-    "other parts of the model is not known: the error on that rank names it. Distribute every "
-    "parameter over one mesh, or use gradilocks.GradScaler and gradilocks.clip_grad_norm_."
+    "other parts of the model is not known: the error on that rank names it, and the way out."
 )
 
 _UNLIKE = (
@@ -376,13 +482,23 @@ _UNLIKE = (
 )
 
 
+def _refused_by(team: Team, refused: Sequence[float]) -> str:
+    who = [rank for rank, told in zip(team.meeting.ranks, refused, strict=True) if told]
+    ranks = f"rank {who[0]}" if len(who) == 1 else f"ranks {_few(who)}"
+    return (
+        f"{ranks} refused the step, and the error there says why. The ranks decide together, so "
+        "nothing has moved here."
+    )
+
+
 def _no_copies(team: Team, norms: Sequence[float], names: _Names) -> str:
     shown = ", ".join(names(team.plain[:3])) + (", ..." if len(team.plain) > 3 else "")
     seen = _few([f"{norm:.6g}" for norm in norms])
     return (
-        "plain tensors beside DTensors count once if every rank holds the same ones, and here the "
-        f"norms of their gradients are {seen} on ranks {_few(team.meeting.ranks)}: whether they "
-        "are parts of the model, such as experts, or copies whose gradients were not averaged, is "
-        f"not known. Plain on this rank: {shown or 'none'}. Make parts DTensors with Shard(), and "
-        "average the gradients of copies before step()."
+        "plain tensors beside DTensors count once if every rank holds the same ones, and here "
+        f"their gradients are not the same; their norms are {seen} on ranks "
+        f"{_few(team.meeting.ranks)}: whether they are parts of the model, such as experts, or "
+        "copies whose gradients were not averaged, is not known. Plain on this rank: "
+        f"{shown or 'none'}. Make parts DTensors with Shard(), average the gradients of copies "
+        "before step(), and list copies in the same order on every rank."
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.total import rounded
-from gradilocks.values import Measurement, Meeting, moved
+from gradilocks.values import Measurement, Meeting, moved, wide
 
 __all__ = ["agreed", "largest_of_all", "reduce", "reduce_apart", "reduce_each"]
 
@@ -171,7 +171,9 @@ def agreed(
         return peak, broken_loss
     if meeting is None:
         return peak, None
-    both = largest_of_all(torch.stack([peak, broken_loss.to(peak.dtype)]), [meeting])
+    # As wide on every rank, whatever its gradients are, if it has any.
+    home = wide(peak.device)
+    both = largest_of_all(torch.stack([peak.to(home), broken_loss.to(home)]), [meeting])
     # Ranks outside hold another copy of the model, and have seen other losses.
     of_all = len(meeting.ranks) == dist.get_world_size()
     return both[0], both[1] if of_all else None

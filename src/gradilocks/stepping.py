@@ -61,6 +61,7 @@ class Stepping:
             return None
         if called.ends is None:
             parameters_of(self._optimizers, name=self._names)  # Refuses what is listed twice.
+            self._team()  # Refuses plain tensors that are known to be shards.
             called.ends = ends_of(called, self._optimizers)
         if judge.scales:
             self._order.check_scaled("step()")
@@ -86,11 +87,7 @@ class Stepping:
         return found
 
     def _step_by_stages(self) -> Outcome:
-        found = self._find_gradients()
-        for part, optimizer in zip(found, self._optimizers, strict=True):
-            in_place = not update.takes_decision(optimizer)
-            self._check_unscaling(optimizer, part, in_place=in_place)
-        verdict = self._judge_by_stages(found)
+        found, verdict = self._judge_by_stages()
         return self._conclude(self._updated(verdict, [part.tensors for part in found]))
 
     def _step_shortly(self, called: Called) -> Outcome:
@@ -130,11 +127,26 @@ class Stepping:
             raise
         return verdict
 
-    def _judge_by_stages(self, found: Sequence[Gradients]) -> Verdict:
+    def _judge_by_stages(self, *, in_place: bool = False) -> tuple[list[Gradients], Verdict]:
+        """Finds, checks and judges the gradients.
+
+        Args:
+            in_place: whether they are made true in place, whoever steps.
+        """
+        team = self._team()
+        try:
+            found = self._find_gradients()
+            for part, optimizer in zip(found, self._optimizers, strict=True):
+                multiplied = in_place or not update.takes_decision(optimizer)
+                self._check_unscaling(optimizer, part, in_place=multiplied)
+        except Exception:
+            if team is not None:  # Else the other ranks would wait for this one.
+                self._judge.refuse(team)
+            raise
         first = next(self._parameters(), None)
         if first is not None and not self._judge.scales:
             self._judge.move_to(first.device)  # No loss was scaled, which would have brought it.
-        return self._judge.judge(found, unscaled=self._order.unscaled, team=self._team())
+        return found, self._judge.judge(found, unscaled=self._order.unscaled, team=team)
 
     def _after_a_failed_update(self, verdict: Verdict) -> None:
         """As if nothing had been decided; several optimizers are not to be stepped twice."""
@@ -162,9 +174,7 @@ class Stepping:
 
         def make_true() -> bool:
             nonlocal last
-            (found,) = self._find_gradients()
-            self._check_unscaling(optimizer, found, in_place=True)
-            last = self._judge_by_stages([found])
+            (found,), last = self._judge_by_stages(in_place=True)
             if last.outcome.skipped:
                 return False
             update.apply_factors(last.decision, found.tensors)

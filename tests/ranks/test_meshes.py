@@ -16,6 +16,7 @@ from rank_programs import run_all
 from torch import Tensor, nn
 
 import gradilocks
+from gradilocks.errors import GradilocksError
 
 Returned = dict[str, list[Any]]
 
@@ -38,6 +39,11 @@ def _programs() -> list[Callable[[int], Any]]:
         copies_beside_shards,
         experts_beside_a_router,
         experts_whose_gradients_come_late,
+        experts_that_look_like_copies,
+        one_expert_among_many_copies,
+        copies_but_for_rounding,
+        parts_that_show_themselves_later,
+        copies_are_looked_at_until_all_are_known,
         experts_on_some_ranks_only,
         unlike_ranks,
         a_mesh_of_two_dimensions,
@@ -49,7 +55,13 @@ def _programs() -> list[Callable[[int], Any]]:
         a_group_without_this_rank,
         headroom_of_distributed_gradients,
         headroom_beside_copies,
+        headroom_of_a_rank_without_gradients,
+        gradients_of_two_widths,
+        one_rank_refuses,
         a_clip_policy_in_a_scaler,
+        a_scaler_clips_each_tensor_over_its_own_mesh,
+        the_same_parameters_in_another_order,
+        fully_sharded_plain_tensors,
         each_tensor_on_part_of_the_ranks,
         how_often_ranks_meet,
         a_foreign_gradient,
@@ -387,7 +399,7 @@ def test_plain_experts_beside_a_replicated_router_are_refused_and_nothing_moves(
 ) -> None:
     for found in returned["experts_beside_a_router"]:
         for refused in found["refused"]:
-            assert "the norms of their gradients are [0, 3, 4, 0] on ranks [0, 1, 2, 3]" in refused
+            assert "their norms are [0, 3, 4, 0] on ranks [0, 1, 2, 3]" in refused
             assert "Plain on this rank: param_groups[0]['params'][1]" in refused
         assert found["params"] == [[0.0], [0.0]]
         assert found["norm"] == 13.0
@@ -412,7 +424,158 @@ def experts_whose_gradients_come_late(rank: int) -> list[str]:
 def test_plain_tensors_are_looked_at_until_they_have_shown_a_gradient(returned: Returned) -> None:
     for *before, told in returned["experts_whose_gradients_come_late"]:
         assert before == ["", "", ""]
-        assert "the norms of their gradients are [0, 1, 2, 3]" in told
+        assert "their norms are [0, 1, 2, 3]" in told
+
+
+def _beside_shards(plain: list[nn.Parameter], lr: float = 1.0) -> gradilocks.GradientControl:
+    """A control over plain parameters and a distributed one whose gradient is zero."""
+    from torch.distributed.tensor import Shard
+
+    params = [_on(_mesh(), [0.0] * 4, Shard(0)), *plain]
+    return gradilocks.GradientControl(torch.optim.SGD(params, lr=lr), scale=None, clip=1e9)
+
+
+def _having(grad: Tensor | None, like: Tensor) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros_like(like))
+    param.grad = grad
+    return param
+
+
+def _own(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def experts_that_look_like_copies(rank: int) -> dict[str, tuple[str, bool]]:
+    """Gradients whose norms agree, or that are there on some ranks only."""
+    first, own = torch.tensor([3.0, 4.0]), _own(rank, 300_000)
+    unit = torch.nn.functional.one_hot(torch.tensor(rank), 8).float()
+    zero = torch.zeros(2)
+    plain: dict[str, list[nn.Parameter]] = {
+        "turned round": [_having(first if rank % 2 else first.flip(0), zero)],
+        "of the other sign": [_having(first if rank else -first, zero)],
+        "of one law": [_having(own, own)],
+        "in bfloat16": [_having(own.bfloat16(), own.bfloat16())],
+        "in float64 beyond float32": [_having(own.double() * 1e200, own.double())],
+        "of complex numbers": [_having(torch.view_as_complex(own.view(-1, 2)), own[::2] * 1j)],
+        "of sparse rows": [_having(_rows(own), torch.zeros(10, 30_000))],
+        "with one element each": [_having(unit, unit)],
+        "of another size": [_having(torch.tensor([3.0 + rank]), torch.zeros(1))],
+        "zero on three": [_having(first * (rank == 2), zero)],
+        "none on three": [_having(first if rank == 2 else None, zero)],
+        "in another order": [_having(first, zero), _having(-first, zero)][:: 1 if rank else -1],
+    }
+    found = {}
+    for name, params in plain.items():
+        refused = _refusal(_beside_shards(params).step)
+        found[name] = refused, not any(bool(param.any()) for param in params)
+    return found
+
+
+def _rows(values: Tensor) -> Tensor:
+    rows = torch.arange(10).unsqueeze(0)
+    return torch.sparse_coo_tensor(rows, values.view(10, -1), (10, 30_000), check_invariants=False)
+
+
+def test_parts_are_told_from_copies_whatever_their_norms_are(returned: Returned) -> None:
+    for found in returned["experts_that_look_like_copies"]:
+        for name, (refused, unmoved) in found.items():
+            assert "their gradients are not the same" in refused, name
+            assert unmoved, name
+
+
+def one_expert_among_many_copies(rank: int) -> list[str]:
+    """200 tensors: the one that differs must not drown in what rounding is allowed."""
+    told = []
+    for odd in (0, 123):
+        params = []
+        for number in range(200):
+            grad = _own(1000 * rank if number == odd else number, 64)
+            params.append(_having(grad.bfloat16(), grad.bfloat16()))
+        told.append(_refusal(_beside_shards(params).step))
+    return told
+
+
+def test_one_part_among_many_copies_is_found(returned: Returned) -> None:
+    for told in returned["one_expert_among_many_copies"]:
+        assert all("their gradients are not the same" in each for each in told)
+
+
+def copies_but_for_rounding(rank: int) -> list[Any]:
+    """200 bfloat16 and 3 float32 copies, a tenth of whose elements were rounded the other way."""
+    params, exact = [], 0.0
+    for number in range(203):
+        dtype = torch.bfloat16 if number < 200 else torch.float32
+        grad = _own(number, 500, dtype)
+        exact += grad.double().square().sum().item()
+        turned = _own(5000 + 300 * rank + number, 500) > 1.28
+        other = torch.nextafter(grad, torch.full_like(grad, math.inf))
+        params.append(_having(torch.where(turned, other, grad), grad))
+    control = _beside_shards(params, lr=0.0)
+    return [[control.step().norm for _ in range(2)], math.sqrt(exact)]
+
+
+def test_copies_that_differ_by_rounding_count_once(returned: Returned) -> None:
+    for norms, expected in returned["copies_but_for_rounding"]:
+        assert norms == pytest.approx([expected] * 2, rel=1e-3)
+
+
+def parts_that_show_themselves_later(rank: int) -> dict[str, list[str]]:
+    """A router's copy is there from the start; the experts beside it show nothing at first."""
+    found = {}
+    mine = torch.tensor([[3.0, 400.0, 5.0, 6.0][rank]])
+    for name in ("zero", "none", "frozen", "added"):
+        router, expert = _plain([12.0]), _plain([0.0])
+        if name != "zero":
+            expert.grad = None
+        expert.requires_grad_(name != "frozen")
+        control = _beside_shards([router] if name == "added" else [router, expert])
+        told = [_refusal(control.step), _refusal(control.step)]
+        if name == "added":
+            control._optimizers[0].add_param_group({"params": [expert]})
+        expert.requires_grad_(True)
+        before = router.item()
+        expert.grad = mine
+        told += [_refusal(control.step), _refusal(control.step)]
+        assert (router.item(), expert.item()) == (before, 0.0)
+        expert.grad = torch.tensor([5.0])
+        told.append(f"{control.step().norm:g}")
+        found[name] = told
+    return found
+
+
+def test_parts_that_show_a_gradient_later_are_refused_then(returned: Returned) -> None:
+    for found in returned["parts_that_show_themselves_later"]:
+        for name, (*before, first, again, norm) in found.items():
+            assert before == ["", ""], name
+            assert first == again, name
+            assert "their gradients are not the same" in first, name
+            assert norm == "13", name
+
+
+def copies_are_looked_at_until_all_are_known(rank: int) -> list[bool]:
+    """At which steps the host reads what the ranks say: until the last copy has a gradient."""
+    from gradilocks import judge
+
+    router, late = _plain([12.0]), _plain([0.0])
+    control = _beside_shards([router, late], lr=0.0)
+    looked: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = judge.fetch
+        patch.setattr(judge, "fetch", lambda *given: (looked.append(True), real(*given))[1])
+        seen = []
+        for value in (0.0, math.nan, 5.0, 7.0, 0.0):
+            late.grad = torch.tensor([value])
+            control.step()
+            seen.append(bool(looked))
+            looked.clear()
+    return seen
+
+
+def test_the_host_waits_until_every_copy_has_shown_a_gradient_and_never_again(
+    returned: Returned,
+) -> None:
+    for seen in returned["copies_are_looked_at_until_all_are_known"]:
+        assert seen == [True, True, True, False, False]
 
 
 def copies_beside_shards(rank: int) -> dict[str, Any]:
@@ -847,32 +1010,289 @@ def test_copies_of_a_model_keep_one_scale_though_their_losses_differ(returned: R
     assert found == [found[0]] * 4
 
 
+def headroom_of_a_rank_without_gradients(rank: int) -> list[Any]:
+    """The rank has nothing to tell of, and says so in numbers as wide as the others'."""
+    from torch.distributed.tensor import Shard
+
+    found = []
+    for group in (None, dist.group.WORLD):
+        param = _plain([1.0]) if group is not None else _on(_mesh(), [1.0] * 4, Shard(0))
+        gradient, param.grad = param.grad, None
+        control = gradilocks.GradientControl(
+            torch.optim.SGD([param], lr=0.0), scale=gradilocks.HeadroomScale(), process_group=group
+        )
+        scales = []
+        for _ in range(2):
+            control.scale_loss(torch.ones((), requires_grad=True))
+            param.grad = None if rank == 2 else gradient
+            control.step()
+            control.zero_grad()
+            scales.append(control.scale)
+        found.append(scales)
+    return found
+
+
+def test_headroom_is_agreed_on_with_ranks_that_have_no_gradients(returned: Returned) -> None:
+    scales = returned["headroom_of_a_rank_without_gradients"]
+    assert scales == [scales[0]] * 4
+
+
+def gradients_of_two_widths(rank: int) -> dict[str, Any]:
+    """A scale below 1: what the unscaled gradients may reach depends on the narrowest of them."""
+    found = {}
+    for name in ("two widths", "float64, one rank without gradients"):
+        narrow = name == "two widths" and rank == 1
+        param = nn.Parameter(torch.zeros(1, dtype=torch.float32 if narrow else torch.float64))
+        control = gradilocks.GradientControl(
+            torch.optim.SGD([param], lr=1e-40),
+            scale=2.0**-20,
+            process_group=dist.group.WORLD,
+        )
+        control.backward((param * (1e30 if narrow else 1e39)).sum())
+        if name != "two widths" and rank == 1:
+            param.grad = None
+        outcome = control.step()
+        found[name] = outcome.skipped, outcome.norm, param.item() != 0.0
+    return found
+
+
+def test_ranks_with_gradients_of_two_widths_decide_alike(returned: Returned) -> None:
+    for rank, found in enumerate(returned["gradients_of_two_widths"]):
+        skipped, norm, has_moved = found["two widths"]
+        assert (skipped, has_moved) == (True, False)
+        assert norm == pytest.approx(math.sqrt(3.0) * 1e39, rel=1e-6)
+        skipped, norm, has_moved = found["float64, one rank without gradients"]
+        assert (skipped, has_moved) == (False, rank != 1)
+        assert norm == pytest.approx(math.sqrt(3.0) * 1e39, rel=1e-6)
+
+
+def one_rank_refuses(rank: int) -> dict[str, list[str]]:
+    """What is wrong on rank 2 alone: it says so itself, and nobody waits for it in vain."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    world = dist.group.WORLD
+    found: dict[str, list[str]] = {}
+
+    def run(name: str, control: gradilocks.GradientControl, *args: Any) -> None:
+        told = [_told(lambda: control.step(*args)), _told(lambda: control.step(*args))]
+        values = [value for param in control._parameters() for value in _local(param)]  # type: ignore[arg-type]
+        found[name] = [*told, "" if not any(values) else "moved"]
+
+    param = _plain([1.0])
+    control = gradilocks.GradientControl(torch.optim.SGD([param], lr=1.0), process_group=world)
+    if rank != 2:
+        control.scale_loss(torch.ones((), requires_grad=True))
+    param.grad = torch.ones(1)
+    run("a stage that scaled no loss", control)
+    param = _on(_mesh(), [1.0, 2.0], Replicate())
+    if rank == 2:
+        param.grad = DTensor.from_local(torch.ones(2), _mesh(), [Partial()])
+    for name, clip in (("Partial", 1.0), ("Partial, apart", gradilocks.ClipPerTensor(1.0))):
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        run(name, gradilocks.GradientControl(optimizer, scale=None, clip=clip))
+    for name, closes in (("float16", False), ("float16 and a closure", True)):
+        param = nn.Parameter(torch.zeros(1, dtype=torch.float16 if rank == 2 else torch.float32))
+        control = gradilocks.GradientControl(torch.optim.SGD([param], lr=1.0), process_group=world)
+
+        def closure(control: Any = control, param: Tensor = param) -> Tensor:
+            control.zero_grad()
+            loss = param.sum().float()
+            control.backward(loss)
+            return loss
+
+        if not closes:
+            control.backward(param.sum().float())
+        run(name, control, *([closure] if closes else []))
+    # When rank 2 is well again the control goes on.
+    param = _on(_mesh(), [3.0, 4.0], Replicate())
+    gradient = param.grad
+    if rank == 2:
+        param.grad = DTensor.from_local(torch.ones(2), _mesh(), [Partial()])
+    control = gradilocks.GradientControl(torch.optim.SGD([param], lr=0.0), scale=None)
+    told = _told(control.step)
+    param.grad = gradient
+    found["and goes on"] = [told, told, f"{control.step().norm:g}"]
+    return found
+
+
+def _told(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except (ValueError, GradilocksError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_what_one_rank_refuses_at_first_is_refused_by_all(returned: Returned) -> None:
+    reasons = {
+        "a stage that scaled no loss": "ScaleMisuse",
+        "Partial": "Partial placement",
+        "Partial, apart": "Partial placement",
+        "float16": "Attempting to unscale FP16",
+        "float16 and a closure": "Attempting to unscale FP16",
+        "and goes on": "Partial placement",
+    }
+    for rank, found in enumerate(returned["one_rank_refuses"]):
+        assert set(found) == set(reasons)
+        for name, (first, again, after) in found.items():
+            expected = reasons[name] if rank == 2 else "rank 2 refused the step"
+            assert expected in first, name
+            assert expected in again, name
+            assert after == ("5" if name == "and goes on" else ""), name
+
+
 def a_clip_policy_in_a_scaler(rank: int) -> dict[str, Any]:
-    """Judged as a control judges; a rank without gradients takes part."""
+    """One that bounds tensors apart is judged as a control judges it; the others as torch does."""
     from torch.distributed.tensor import Shard
 
     tp = _mesh((2, 2), ("dp", "tp"))["tp"]
     found: dict[str, Any] = {}
     for name, mesh in (("world", _mesh()), ("part", tp)):
-        param = _on(mesh, [2.0] * len(mesh.mesh), Shard(0))
-        if rank == 1:
-            param.grad = None
-        optimizer = torch.optim.SGD([param], lr=1.0)
-        scaler = gradilocks.GradScaler("cpu", init_scale=1.0, clip=gradilocks.ClipByNorm(1.0))
-        scaler.scale(torch.ones(()))
-        found[name] = _refusal(lambda: scaler.step(optimizer)), _local(param)  # noqa: B023
+        for clip in (gradilocks.ClipByNorm(1.0), gradilocks.ClipPerTensor(1.0)):
+            param = _on(mesh, [2.0] * len(mesh.mesh), Shard(0))
+            if rank == 1:
+                param.grad = None
+            optimizer = torch.optim.SGD([param], lr=1.0)
+            scaler = gradilocks.GradScaler("cpu", init_scale=1.0, clip=clip)
+            scaler.scale(torch.ones(()))
+            refused = _refusal(lambda: scaler.step(optimizer))  # noqa: B023
+            found[f"{type(clip).__name__}, {name}"] = refused, _local(param)
     return found
 
 
-def test_a_clip_policy_of_a_scaler_knows_and_refuses_as_a_control_does(returned: Returned) -> None:
+def test_a_clip_policy_of_a_scaler_goes_by_meshes_or_refuses(returned: Returned) -> None:
     for rank, found in enumerate(returned["a_clip_policy_in_a_scaler"]):
-        refused, param = found["world"]
-        assert refused == ""
-        moved = 0.0 if rank == 1 else -2.0 / math.sqrt(12.0)
-        assert param == pytest.approx([moved], rel=1e-5)
-        refused, param = found["part"]
-        assert "GradientControl(..., process_group=mesh.get_group())" in refused
-        assert param == [0.0]
+        for name, (refused, param) in found.items():
+            if name == "ClipPerTensor, part":
+                assert "Give clip= a policy that bounds the norm of all" in refused
+                assert param == [0.0]
+                continue
+            # Rank 1 has no gradient, so the others hold three elements of 2, or one, or two.
+            counted = 3 if "world" in name else (1 if rank < 2 else 2)
+            moved = 0.0 if rank == 1 else -2.0 / math.sqrt(4.0 * counted)
+            assert refused == "", name
+            assert param == pytest.approx([moved], rel=1e-5), name
+
+
+def a_scaler_clips_each_tensor_over_its_own_mesh(rank: int) -> list[Any]:
+    """FSDP2 over tensor parallelism and a plain tensor: as `clip_grad_norm_`, enabled or not."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = _mesh((2, 2), ("dp", "tp"))
+    found: list[Any] = []
+    for how in ("function", "scaler", "disabled"):
+        params = [
+            _on(mesh, [1.0, 2.0, 3.0, 4.0], Shard(0), Shard(0)),
+            _on(mesh["dp"], [5.0, 6.0], Shard(0)),
+            _on(mesh["tp"], [7.0], Replicate()),
+            _plain([8.0]),
+        ]
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        if how == "function":
+            gradilocks.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+        else:
+            enabled = how == "scaler"
+            scaler = gradilocks.GradScaler("cpu", init_scale=1.0, enabled=enabled, clip=1.0)
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([_local(param) for param in params])
+    return found
+
+
+def test_a_clip_in_a_scaler_is_that_of_clip_grad_norm_(returned: Returned) -> None:
+    norm = math.sqrt(sum(number**2 for number in range(1, 9)))
+    for function, *scalers in returned["a_scaler_clips_each_tensor_over_its_own_mesh"]:
+        assert function[-1] == pytest.approx([-8.0 / norm], rel=1e-5)
+        for found in scalers:
+            for one, other in zip(found, function, strict=True):
+                assert one == pytest.approx(other, rel=1e-6)
+
+
+def the_same_parameters_in_another_order(rank: int) -> dict[str, Any]:
+    """Two of one shape, bounded apart; rank 3 lists them the other way round."""
+    from torch.distributed.tensor import Shard
+
+    found: dict[str, Any] = {}
+    for name in ("model", "optimizer", "norm of all"):
+        model = nn.ParameterDict(
+            {"a": _on(_mesh(), [3.0] * 4, Shard(0)), "b": _on(_mesh(), [30.0] * 4, Shard(0))}
+        )
+        named = list(model.items())[:: -1 if rank == 3 else 1]
+        given: Any = named if name == "optimizer" else [param for _, param in named]
+        control = gradilocks.GradientControl(
+            torch.optim.SGD(given, lr=0.0),
+            model=None if name == "optimizer" else model,
+            scale=None,
+            clip=1e9 if name == "norm of all" else gradilocks.ClipPerTensor(1.0),
+        )
+        found[name] = _refusal(control.step)
+        if name == "norm of all":
+            found["norm"] = control.step().norm
+    return found
+
+
+def test_ranks_that_list_parameters_in_another_order_do_not_mix_them(returned: Returned) -> None:
+    for found in returned["the_same_parameters_in_another_order"]:
+        for name in ("model", "optimizer"):
+            assert (
+                "the ranks list different parameters, or the same in another order" in found[name]
+            )
+        assert found["norm of all"] == ""
+        assert found["norm"] == pytest.approx(math.sqrt(4 * 9.0 + 4 * 900.0), rel=1e-6)
+
+
+def fully_sharded_plain_tensors(rank: int) -> list[dict[str, Any]]:
+    """FSDP1, whose shards are plain tensors: nothing but a mark tells them from copies."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    found = []
+    for original in (True, False):
+        whole, parts = _block(), _block()
+        model: Any = FullyShardedDataParallel(
+            parts, device_id=torch.device("cpu"), use_orig_params=original
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = gradilocks.GradScaler("cpu", clip=1.0)
+        told = {
+            "control": _refusal(lambda: gradilocks.GradientControl(optimizer, clip=1.0)),  # noqa: B023
+        }
+        _loss(whole).backward()
+        _loss(model).backward()
+        scaler.scale(torch.ones(()))
+        told["scaler"] = _refusal(lambda: scaler.step(optimizer))  # noqa: B023
+        control = gradilocks.GradientControl(
+            optimizer, scale=None, process_group=model.process_group
+        )
+        norm, expected = control.step().norm, _torch_norm(list(whole.parameters()), 2.0)
+        ignoring: Any = _block()
+        beside = FullyShardedDataParallel(
+            ignoring,
+            device_id=torch.device("cpu"),
+            use_orig_params=original,
+            ignored_modules=[ignoring.norm],
+        )
+        optimizer = torch.optim.SGD(beside.parameters(), lr=0.0)
+        told["ignored"] = _refusal(
+            lambda: gradilocks.GradientControl(optimizer, process_group=dist.group.WORLD)  # noqa: B023
+        )
+        ignoring.norm.requires_grad_(False)  # Frozen, it counts nowhere.
+        gradilocks.GradientControl(optimizer, process_group=dist.group.WORLD)
+        found.append({**told, "norm": norm / expected})
+    return found
+
+
+def test_fsdp1_without_a_group_is_refused_and_with_its_group_it_is_right(
+    returned: Returned,
+) -> None:
+    for of_rank in returned["fully_sharded_plain_tensors"]:
+        for found in of_rank:
+            assert "belongs to FullyShardedDataParallel (FSDP1)" in found["control"]
+            assert "process_group=model.process_group" in found["control"]
+            assert "A GradScaler cannot clip it" in found["scaler"]
+            assert "is a plain tensor beside shards of FullyShard" in found["ignored"]
+            assert found["norm"] == pytest.approx(1.0, rel=1e-5)
 
 
 def each_tensor_on_part_of_the_ranks(rank: int) -> list[list[float]]:

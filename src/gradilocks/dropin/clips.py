@@ -22,7 +22,7 @@ from gradilocks.gradients import Gradients, Names, every_parameter
 from gradilocks.judge import Judge, Verdict
 from gradilocks.own_step import weakly
 from gradilocks.plain import describe, plain, read_memory, rebuild
-from gradilocks.ranks import team_of
+from gradilocks.ranks import meetings_of, refuse_flattened, team_of
 from gradilocks.scale import NoScale
 
 __all__ = ["Clipped", "Clips"]
@@ -31,6 +31,12 @@ _logger = logging.getLogger("gradilocks")
 
 _FIELDS = {"names", "sizes", "memory"}
 _IN_A_PATTERN = set("*?[.")
+
+
+_FLATTENED = (
+    "A GradScaler cannot clip it: use GradientControl(..., process_group=model.process_group) with "
+    "the FSDP model, or torch's ShardedGradScaler and model.clip_grad_norm_."
+)
 
 
 class Clipped(NamedTuple):
@@ -67,13 +73,19 @@ class Clips:
             isinstance(key, str) for key in self.policy.misfits((), ())
         )
 
-    def now(self, optimizer: Any, found: Gradients, names: Names) -> Clipped:
-        """Clips unscaled gradients in place."""
+    def now(self, optimizer: Any, found: Gradients, names: Names, ranks: dict[str, Any]) -> Clipped:
+        """Clips unscaled gradients in place.
+
+        Args:
+            optimizer: whose gradients they are.
+            found: the gradients.
+            names: of its parameters.
+            ranks: as `over_ranks` returned it.
+        """
         judge = self._judge_of(optimizer, names)
         params = list(every_parameter([optimizer]))
         judge.move_to((found.tensors or params)[0].device)
-        team = team_of(params, group=None, name=names)
-        verdict = judge.judge([found], unscaled=False, team=team)
+        verdict = judge.judge([found], unscaled=False, **ranks)
         decision = verdict.decision
         update.apply_factors(decision, found.tensors)
         update.apply_bound(decision, found.tensors)
@@ -82,6 +94,24 @@ class Clips:
         if decision.overflow is None:
             return Clipped(decision.skip, None)
         return Clipped(decision.skip, decision.skip - decision.overflow)
+
+    def over_ranks(self, optimizer: Any, names: Names) -> dict[str, Any]:
+        """Over which ranks `Judge.judge` is to measure; raises if it is not known.
+
+        As `clip_grad_norm_`, each tensor over its own mesh; a policy that bounds tensors apart from
+        each other needs all ranks to know all of them, as a GradientControl does.
+        """
+        params = list(every_parameter([optimizer]))
+        if not getattr(self.policy, "apart", False):
+            refuse_flattened(params, name=names, way_out=_FLATTENED)
+            return {"meetings": meetings_of(params)}
+        way_out = (
+            f"{type(self.policy).__name__} bounds gradients apart from each other, for which a "
+            "GradScaler needs every parameter on all ranks. Give clip= a policy that bounds the "
+            "norm of all, such as ClipByNorm, which takes each tensor over its own mesh; or use "
+            "GradientControl(process_group=)."
+        )
+        return {"team": team_of(params, group=None, name=names, way_out=way_out)}
 
     def learn(self, optimizer: Any) -> None:
         """The optimizer has stepped, or was meant not to: the policy may learn from it."""

@@ -94,15 +94,16 @@ class Unscaling(torch.amp.GradScaler):
 
     def _clip(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Unscales if that has not been done, and clips."""
-        if state["stage"] is OptState.READY and self._enabled:
-            self.unscale_(optimizer)
         assert self._clips is not None
         names = Names(self._model, (optimizer,))
+        ranks = self._clips.over_ranks(optimizer, names)  # Refuses before anything is unscaled.
+        if state["stage"] is OptState.READY and self._enabled:
+            self.unscale_(optimizer)
         found = gradients_of(optimizer, names, allow_fp16=True)
         # A rank without gradients takes part where others hold parts of the same tensors.
         if found.tensors or any_distributed(every_parameter([optimizer])):
             with torch.no_grad(), writing_ourselves(found.params):
-                self._clipped[id(optimizer)] = self._clips.now(optimizer, found, names)
+                self._clipped[id(optimizer)] = self._clips.now(optimizer, found, names, ranks)
 
     def _flag(self, optimizer: Any, state: dict[str, Any]) -> Tensor:
         """Exactly 1 if the step is to be skipped: not finite, or rejected by the clip."""
