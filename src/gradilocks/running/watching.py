@@ -352,9 +352,9 @@ class Watch:
         return self._tracers[key]
 
     def findings(self) -> tuple[str, ...]:
-        """What tracing has found, in sentences."""
+        """What tracing has found, in sentences, each of them once."""
         every = {id(t): t for tracers in self._tracers.values() for t in tracers}.values()
-        return tuple(found.text for tracer in every for found in tracer.findings)
+        return tuple(dict.fromkeys(each.text for tracer in every for each in tracer.findings))
 
     def close(self) -> None:
         """Takes the tracers' hooks away."""
