@@ -138,7 +138,6 @@ class Following:
         self._root = id(unwrapped(model))
         self._params = {id(param) for param in model.parameters()}
         self._handles: list[Any] = []
-        BACKWARD.add(self._backward)
         for module in model.modules():
             name = names.get(id(module))
             if name is None:
@@ -151,6 +150,7 @@ class Following:
                 if param.requires_grad and param.is_leaf:
                     hook = _Hook(self._parameter, name, weakref.ref(module), key)
                     self._handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+        BACKWARD.add(self._backward)
 
     def remove(self) -> None:
         """Takes every hook away; those on tensors do nothing from here on."""
@@ -243,7 +243,8 @@ class Following:
         """`tensors`, the loss most often, are about to be run backward."""
         if not self.answered:
             found = [magnitude(tensor, "") for _, tensor in tensors_in(tensors, "")]
-            self._lost = any(seen is not None and not seen.finite for seen in found)
+            known = [seen.finite for seen in found if seen is not None]
+            self._lost = not all(known) if known else None
 
     def _gradient(self, seen: _Seen, gradient: Tensor) -> None:
         if self.answered:
