@@ -287,8 +287,7 @@ def two_after_one_closure():
     say("two optimizers, second", lasts)
 
 def dropped_by_hand():
-    beside = torch.nn.Linear(6, 1)  # Of another optimizer, and its gradients stay.
-    another = torch.optim.SGD(beside.parameters(), lr=0.01)
+    beside, another = model_and("SGD", lr=0.01)  # Whose gradients stay.
     loss = loss_of(beside, data[0])
     loss.backward()
     another.step()
