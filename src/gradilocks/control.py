@@ -133,7 +133,7 @@ class GradientControl(Stepping):
     @eager
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, for callers who run `backward` themselves."""
-        first = not self._order.scaled
+        first = self._begins_anew()
         scaled = self._scaled(loss)
         self._journal.note_loss(loss, first=first)
         self._order.handed_out = True
@@ -149,12 +149,13 @@ class GradientControl(Stepping):
         """
         check_scalar_loss(loss)
         before = self._order.scaled
+        first = self._begins_anew()
         try:
             self._scaled(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             self._order.scaled = before
             raise
-        self._journal.note_loss(loss, first=not before)
+        self._journal.note_loss(loss, first=first)
 
     @eager
     def unscale_(self) -> None:
@@ -241,6 +242,15 @@ class GradientControl(Stepping):
         """
         self._judge.load(state_dict)
         self._order.note_step(self._parameters())  # What is there carries another scale.
+
+    def _begins_anew(self) -> bool:
+        """Whether nothing is left of losses from before this one."""
+        if not self._order.scaled:
+            return True
+        if not self._order.dropped(self._parameters()):
+            return False
+        self._judge.losses.forget()
+        return True
 
     def _scaled(self, loss: Tensor) -> Tensor:
         check_loss(loss)

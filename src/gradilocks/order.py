@@ -97,6 +97,13 @@ class CallOrder:
         self.unscaled = False
         self._stepped_on = None
 
+    def dropped(self, params: Iterable[Tensor]) -> bool:
+        """Whether the gradients of the losses so far are gone, though nobody said so.
+
+        As after `model.zero_grad()`. Of a loss that was handed out, its backward may be to come.
+        """
+        return not self.handed_out and all(param.grad is None for param in params)
+
     def carries_scale(self, params: Iterable[Tensor]) -> bool:
         """Whether one of these parameters has a gradient that is scaled at the moment."""
         if not self.scaled or self.unscaled:

@@ -166,11 +166,15 @@ def test_one_broken_micro_batch_among_many_is_named():
         control.step()
 
 
-def test_a_broken_loss_that_was_cleared_away_is_not_blamed():
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_broken_loss_that_was_cleared_away_is_not_blamed(by_hand):
     p = parameter(1.0)
     control = GradientControl(torch.optim.SGD([p], lr=0.1), give_up_after=1)
     control.backward((p * NAN).sum())
-    control.zero_grad()
+    if by_hand:
+        p.grad = None
+    else:
+        control.zero_grad()
     control.backward(loss_making((p, INF)))
     with pytest.raises(NeverFinite) as caught:
         control.step()

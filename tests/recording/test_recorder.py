@@ -151,6 +151,41 @@ def test_gradients_that_were_unscaled_before_the_step_are_not_divided_again(tmp_
     assert (step.norm, step.detail.norm, step.scale) == (10.0, [10.0], 65536.0)
 
 
+@pytest.mark.parametrize("scale", [None, "dynamic"])
+def test_losses_whose_gradients_the_model_has_cleared_are_none_of_the_step(scale, tmp_path):
+    model = small_model()
+    settings = {} if scale else {"scale": None}
+    control = GradientControl(
+        torch.optim.SGD(model.parameters(), lr=0.1), model=model, record=tmp_path / "a", **settings
+    )
+    told = []
+    for number in range(1, 5):
+        if number == 3:
+            control.backward(model(torch.ones(2, 6)).sum() * NAN)
+            model.zero_grad()
+        losses = [model(torch.ones(2, 6) * number).square().sum() / 2 for _ in range(2)]
+        for loss in losses:
+            control.backward(loss)
+        control.step()
+        control.zero_grad()
+        told.append(sum(loss.item() for loss in losses))
+    control.recorder.close()
+    assert [s.loss for s in read_run(tmp_path / "a").steps] == pytest.approx(told)
+
+
+def test_losses_that_were_handed_out_before_any_backward_are_added_up(tmp_path):
+    model = small_model()
+    control = GradientControl(
+        torch.optim.SGD(model.parameters(), lr=0.1), model=model, record=tmp_path / "a"
+    )
+    losses = [model(torch.ones(2, 6) * number).square().sum() for number in (1, 2)]
+    sum(control.scale_loss(loss) for loss in losses).backward()
+    control.step()
+    control.recorder.close()
+    (step,) = read_run(tmp_path / "a").steps
+    assert step.loss == pytest.approx(sum(loss.item() for loss in losses))
+
+
 def test_losses_of_micro_batches_are_added_up(tmp_path):
     model = small_model()
     control = GradientControl(torch.optim.SGD(model.parameters(), lr=0.1), record=tmp_path / "a")

@@ -133,6 +133,7 @@ def damaged(kind: str, **changes: object) -> str:
         ("optimizer", {"class": None}, 2, "'class' must be text, got null"),
         ("trace", {"inputs": [3]}, 305, "an entry of 'inputs' must be an object, got 3"),
         ("trace", {"text": ["x" * 99]}, 305, "'text' must be text, got [\"xxxx"),
+        ("trace", {"where": None}, 305, "'where' must be text, got null"),
         ("end", {"exit": "no"}, 306, "'exit' must be a whole number, got \"no\""),
         ("header", {"command": "train.py"}, 1, "'command' must be a list, got \"train.py\""),
     ],

@@ -221,3 +221,22 @@ def test_a_pipe_can_be_read(path, tmp_path):
 def test_names_are_in_the_order_of_the_optimizer(path):
     write_run(path, [])
     assert gradilocks.read_run(path).optimizers[0].names == NAMES
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("NaN in the input data: input (float32 1x3, 1 NaN) came into the model (Net)", "input"),
+        ("NaN first in backward, in the loss or what else follows the model (Net)", "after"),
+        ("Inf first in the output of h.1.gelu (GELU)", "module"),
+    ],
+)
+def test_a_trace_of_an_older_file_says_in_its_sentence_whether_its_module_is_the_origin(
+    text, where, tmp_path
+):
+    write_run(tmp_path / "a.jsonl", [STEP], traces=[replace(TRACE, text=text)])
+    (trace,) = gradilocks.read_run(tmp_path / "a.jsonl").traces
+    assert trace.where == where
+    write_run(tmp_path / "b.jsonl", [STEP], traces=[replace(TRACE, where="before")])
+    (trace,) = gradilocks.read_run(tmp_path / "b.jsonl").traces
+    assert trace.where == "before"

@@ -208,11 +208,100 @@ def test_a_weight_that_something_else_wrote_is_called_damaged_and_no_origin(tmp_
     damaged = told.findings["weights-not-finite"]
     assert damaged["severity"] == "problem"
     assert (
-        "NaN in transformer.h.1.attn.c_proj.weight itself, before this step"
-        in (damaged["sentence"])
+        "NaN in transformer.h.1.attn.c_proj.weight itself, after step 30" in (damaged["sentence"])
     )
     assert "first appeared" not in told.everything
     assert told.culprits() == set()
+
+
+# --- a trace in loops where no module is at fault ------------------------------------------------
+
+NO_MODULE = """
+import copy
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+fault = sys.argv[1]
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm1d(8)
+        self.encoder = nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Linear(8, 4))
+        self.decoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+model = Parts()
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=fault != "rollback")
+for number in range(1, 41):
+    bad = number in (20, 21)
+    x = torch.randn(16, 4)
+    if (fault == "data" and bad) or (fault in ("buffers", "rollback") and number == 20):
+        x[0, 0] = float("nan")
+    if fault == "buffers" and number == 30:
+        model.encoder[1].eval()
+    z = model.encoder(x)
+    if fault == "between" and bad:
+        z = z * float("inf")
+    loss = (model.decoder(z) - x).square().mean()
+    if fault == "loss" and bad:
+        loss = loss * float("nan")
+    optimizer.zero_grad()
+    kept = copy.deepcopy(model.state_dict())
+    scaler.scale(loss).backward()
+    if fault == "gradients" and bad:
+        model.decoder[0].weight.grad[0, 0] = float("nan")
+    scaler.step(optimizer)
+    scaler.update()
+    if fault == "rollback" and number == 20:
+        model.load_state_dict(kept)
+"""
+
+NO_MODULES = {
+    "between": (
+        "At step 21 Inf first appeared between modules, before decoder",
+        "Inf first in forward, between modules, before decoder (Sequential): input",
+    ),
+    "data": (
+        "At step 21 NaN was in the input data",
+        "NaN in the input data: input (float32 16x4, 1 NaN) came into encoder (Sequential)",
+    ),
+    "loss": (
+        "At step 21 NaN first appeared in the loss, or after decoder",
+        "NaN in the loss, or in what follows decoder (Sequential), in forward: ",
+    ),
+    "gradients": (
+        "At step 21 NaN came back in gradients, but in no module",
+        "NaN came back in the gradient of decoder.0.weight, but in no module: likely it gets there "
+        "after backward",
+    ),
+    "buffers": (
+        "Buffers of encoder.1 held NaN before step 31 used them",
+        "NaN in the buffers encoder.1.running_mean and encoder.1.running_var of encoder.1 "
+        "(BatchNorm1d) before it ran: the forward of a skipped step may have written it",
+    ),
+    "rollback": (
+        "The trace began after the weights were spoilt",
+        "NaN in 10 parameters themselves, after step 20: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", NO_MODULES)
+def test_a_trace_that_sees_no_module_at_fault_says_where_it_was_and_blames_none(fault, tmp_path):
+    write(tmp_path, "train.py", NO_MODULE)
+    told = Told(tmp_path, "train.py", fault, trace=True)
+    title, text = NO_MODULES[fault]
+    (found,) = [each for each in told.findings.values() if each["title"] == title]
+    assert found["culprit"] is None
+    assert found["sentence"].startswith(text)
+    assert f"gradilocks: traced: {text}" in told.log
+    assert told.log.count("gradilocks: traced: ") == 1
+    assert "weights-not-finite" not in told.findings
+    assert "before this step" not in told.everything
+    assert "none came back" not in told.everything
 
 
 # --- other people's scripts ----------------------------------------------------------------------

@@ -286,6 +286,64 @@ def two_after_one_closure():
     say("two optimizers, first", firsts)
     say("two optimizers, second", lasts)
 
+def dropped_by_hand():
+    beside, another = model_and("SGD", lr=0.01)  # Whose gradients stay.
+    loss = loss_of(beside, data[0])
+    loss.backward()
+    another.step()
+    say("beside", [loss.item()])
+    model, optimizer = model_and("SGD", lr=0.01)
+    steps = []
+    for number, batch in enumerate(data):
+        if number in (0, 3):
+            (loss_of(model, batch) * float("nan")).backward()
+            for p in model.parameters():
+                p.grad = None
+        halves = [loss_of(model, half) / 2 for half in batch.chunk(2)]
+        for half in halves:
+            half.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(sum(half.item() for half in halves))
+    say("dropped by hand", steps)
+
+def of_a_gan(first):
+    torch.manual_seed(0)
+    G, D = torch.nn.Linear(6, 6), torch.nn.Linear(6, 1)
+    forG, forD = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (G, D))
+    ofG, ofD = [], []
+    def generate(batch):
+        loss = -D(G(batch)).mean()
+        loss.backward()
+        D.zero_grad()
+        forG.step()
+        G.zero_grad()
+        ofG.append(loss.item())
+    def judge(batch):
+        loss = D(G(batch).detach()).mean() - D(batch).mean()
+        loss.backward()
+        forD.step()
+        D.zero_grad()
+        ofD.append(loss.item())
+    turns = {"G": (generate, judge), "D": (judge, generate)}[first]
+    for batch in data:
+        for turn in turns:
+            turn(batch)
+    names = {"G": (ofG, ofD), "D": (ofD, ofG)}[first]
+    say(f"{first} first, first", names[0])
+    say(f"{first} first, second", names[1])
+
+def thrown_away_before_any_step():
+    model, optimizer = model_and("SGD", lr=0.01)
+    loss_of(model, data[0]).backward()
+    optimizer.zero_grad()
+    loss = loss_of(model, data[1])
+    loss.backward()
+    optimizer.step()
+    say("thrown away before any step", [loss.item()])
+
+dropped_by_hand(), of_a_gan("G"), of_a_gan("D")
+thrown_away_before_any_step()
 divided(1), divided(4), divided(3), two_that_share_a_pass()
 for rest in ("kept", "thrown away", "thrown away in place"):
     epochs_with_a_rest(rest)
@@ -309,6 +367,6 @@ def test_loops_of_every_make_record_each_loss_once(tmp_path):
     shown = watched("-o", "a.jsonl", name, cwd=tmp_path)
     assert shown.out == plain.out
     cases = said_and_recorded(shown, tmp_path / "a.jsonl")
-    assert len(cases) == 23
+    assert len(cases) == 30
     for case, (losses, recorded) in cases.items():
         assert recorded == pytest.approx(losses, rel=1e-6), case

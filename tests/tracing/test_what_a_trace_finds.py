@@ -155,6 +155,7 @@ def test_bad_input_data_is_called_so():
     batch = torch.tensor([[1.0, float("nan"), 2.0]])
     (found,) = followed(model, batch)
     assert (found.phase, found.module, found.what) == ("forward", "", "NaN")
+    assert found.where == "input"
     assert found.text.startswith("NaN in the input data: input (float32 1x3, 1 NaN)")
 
 
@@ -164,7 +165,8 @@ def test_a_damaged_parameter_is_called_so():
         model[1].weight[0, 0] = float("nan")
     (found,) = followed(model, torch.ones(1, 3))
     assert found.damaged == ("1.weight",)
-    assert found.text.startswith("NaN in 1.weight itself, before this step: ")
+    assert found.text.startswith("NaN in 1.weight itself, before the traced step: ")
+    assert found.where == "parameters"
     assert "first" not in found.text
 
 
@@ -179,7 +181,7 @@ def test_a_model_with_damaged_parameters_is_not_followed_and_names_no_module():
     assert not has_hooks(model)
     (found,) = tracer.findings
     assert (found.module, len(found.damaged)) == ("", 4)
-    assert found.text.startswith("NaN in 4 parameters themselves, before this step")
+    assert found.text.startswith("NaN in 4 parameters themselves, before the traced step")
     tracer.arm()
     assert len(tracer.findings) == 1  # Once is enough.
 
@@ -191,7 +193,9 @@ def test_a_parameter_that_is_damaged_while_the_model_is_followed_names_no_module
         with torch.no_grad():
             model[0].bias.fill_(float("inf"))
         model(torch.ones(1, 3)).sum().backward()
-    assert [found.damaged for found in tracer.findings] == [("0.bias",)]
+    (found,) = tracer.findings
+    assert found.damaged == ("0.bias",)
+    assert found.text.startswith("Inf in 0.bias itself, finite when the trace began: ")
 
 
 def test_a_fault_is_named_though_a_parameter_that_is_not_trained_holds_infinities():
@@ -216,8 +220,34 @@ def test_a_buffer_that_is_nan_already_is_no_origin_either():
     model = nn.Sequential(nn.Linear(2, 2), Remembers(), nn.Linear(2, 1))
     model[1].mean.fill_(float("nan"))
     (found,) = followed(model, torch.ones(1, 2))
-    assert found.damaged == ("1.mean",)
-    assert "first" not in found.text
+    assert (found.damaged, found.where) == (("1.mean",), "buffers")
+    assert found.text == (
+        "NaN in the buffer 1.mean of 1 (Remembers) before it ran: the forward of a skipped step "
+        "may have written it"
+    )
+
+
+def test_statistics_that_the_traced_forward_itself_ruins_are_no_excuse():
+    model = nn.Sequential(nn.Linear(2, 2), Times(1.0), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    model[1].by = 3e38  # Finite, and its mean over the batch is not.
+    batch = torch.ones(8, 2)
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+        model[0].bias.zero_()
+    (found,) = followed(model, batch)
+    assert model[2].running_mean.isinf().all()
+    assert (found.module, found.where, found.damaged) == ("2", "module", ())
+
+
+def test_statistics_that_a_batch_norm_in_training_does_not_read_are_no_excuse():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    model[0].running_mean.fill_(float("nan"))
+    with gradilocks.trace(model) as tracer:
+        model[0].weight.register_hook(lambda gradient: gradient * float("inf"))
+        tracer.arm()
+        model(torch.randn(8, 2)).square().mean().backward()
+    (found,) = tracer.findings
+    assert (found.phase, found.module, found.where) == ("backward", "0", "module")
 
 
 def test_statistics_of_a_batch_norm_that_a_skipped_step_has_ruined_hide_no_origin():
@@ -250,8 +280,103 @@ def test_a_tracer_looks_again_once_a_step_was_well():
 def test_what_is_born_in_the_loss_is_called_so():
     model = nn.Sequential(nn.Linear(3, 1))
     (found,) = followed(model, torch.zeros(1, 3), lambda out: (out - out.detach()).sqrt().sum())
-    assert found.phase == "backward"
-    assert "in the loss or what else follows the model" in found.text
+    assert (found.phase, found.where) == ("backward", "after")
+    assert "in the loss, or in what follows the model (Sequential), first in backward" in found.text
+
+
+def backward(loss, params):
+    loss.backward()
+
+
+def by_function(loss, params):
+    torch.autograd.backward([loss])
+
+
+def by_grad(loss, params):
+    torch.autograd.grad(loss, params)
+
+
+@pytest.mark.parametrize("run", [backward, by_function, by_grad])
+def test_a_loss_that_is_nan_itself_is_no_fault_of_backward(run):
+    model, plain = nn.Sequential(nn.Linear(3, 1)), (torch.autograd.backward, torch.autograd.grad)
+    with gradilocks.trace(model) as tracer, gradilocks.trace(nn.Linear(1, 1)) as other:
+        tracer.arm(), other.arm()
+        run(model(torch.ones(1, 3)).sum() * float("nan"), list(model.parameters()))
+    (found,) = tracer.findings
+    assert (found.phase, found.where) == ("forward", "after")
+    assert found.text == (
+        "NaN in the loss, or in what follows the model (Sequential), in forward: what was run "
+        "backward was not finite"
+    )
+    assert (torch.autograd.backward, torch.autograd.grad) == plain
+
+
+def test_what_arises_between_modules_that_a_loop_calls_one_by_one_is_no_input_data():
+    model = nn.ModuleDict({"encoder": nn.Linear(4, 4), "decoder": nn.Linear(4, 4)})
+    for step in (lambda z: z * float("inf"), lambda z: z + torch.full((4,), float("nan"))):
+        with gradilocks.trace(model) as tracer:
+            tracer.arm()
+            model["decoder"](step(model["encoder"](torch.ones(2, 4)))).sum().backward()
+        (found,) = tracer.findings
+        assert (found.phase, found.module, found.where) == ("forward", "decoder", "before")
+        assert "first in forward, between modules, before decoder (Linear): input" in found.text
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_what_another_model_may_have_made_is_not_said_to_be_known(detached):
+    generator, model = nn.Linear(4, 4), nn.Linear(4, 1)
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        model(torch.ones(2, 4)).sum().backward()
+        made = generator(torch.ones(2, 4)) * float("nan")
+        model(made.detach() if detached else made).sum().backward()
+    (found,) = tracer.findings
+    assert (found.phase, found.module, found.where) == ("forward", "", "outside")
+    assert found.text.endswith(
+        "Whether it was in the data, came from another model or arose between modules is not known"
+    )
+
+
+def bad_step(model, tracer, bad):
+    model.zero_grad()
+    model(torch.ones(2, 2)).sum().backward()
+    if bad:
+        model[0].weight.grad[0, 0] = float("nan")
+    tracer.note(torch.full((1,), float(bad)))
+
+
+def test_nan_that_is_written_into_gradients_after_backward_is_said_to_be_in_no_module():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with gradilocks.trace(model) as tracer:
+        for bad in (False, True, True, False, False):
+            bad_step(model, tracer, bad)
+    (found,) = tracer.findings
+    assert (found.step, found.where, found.module) == (3, "gradients", "")
+    assert found.text.startswith("NaN came back in the gradient of 0.weight, but in no module: ")
+
+
+def test_gradients_of_another_optimizer_that_are_still_bad_are_no_finding():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with gradilocks.trace(model) as tracer:
+        bad_step(model, tracer, True)
+        model(torch.ones(2, 2)).sum().backward()
+        tracer.note(torch.zeros(1))
+    assert tracer.findings == []
+
+
+def test_weights_that_are_spoilt_are_told_as_of_the_step_after_which_they_were_looked_at():
+    model = nn.Sequential(nn.Linear(2, 1))
+    tracer = gradilocks.trace(model)
+    for _ in range(19):
+        tracer.note(torch.zeros(1))
+    good = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    tracer.note(torch.ones(1))
+    model.load_state_dict(good)
+    (found,) = tracer.findings
+    assert found.step == 20
+    assert found.text.startswith("NaN in 0.weight itself, after step 20: ")
 
 
 def test_a_mask_of_minus_infinity_is_no_finding():

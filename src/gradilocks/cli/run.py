@@ -205,8 +205,8 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
     lines = [f"traced: {text}" for text in summary.findings]
     if summary.unseen:
         lines.append(
-            "traced: nothing. A trace begins after the first step with NaN or Inf, and none came "
-            "back while it looked: where that one arose was not seen"
+            "traced: nothing. A trace begins after the first step with NaN or Inf, and saw none "
+            "while it looked: where that one arose was not seen"
         )
     lines.append(f"recorded {count}{skipped}, in {summary.path}")
     if summary.seen > summary.steps:

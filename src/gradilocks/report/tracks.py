@@ -168,7 +168,11 @@ def tracks(run: Run) -> list[Track]:
             by_index.setdefault(step.optimizer, []).append(step)
             marks.setdefault(step.optimizer, bytearray()).append(mark)
         traced = bool(run.header.settings.get("trace")) or bool(run.traces)
-        in_time = [trace.time for trace in run.traces if not came_late(run, trace)]
+        in_time = [
+            trace.time
+            for trace in run.traces
+            if trace.where == "buffers" or not came_late(run, trace)
+        ]
         return [
             _track(
                 known.get(index) or OptimizerInfo(index, "optimizer", (), (), ()),

@@ -104,7 +104,7 @@ FIELDS: Mapping[str, Mapping[str, _Types]] = {
 # What a line may have; older files do not.
 OPTIONAL: Mapping[str, Mapping[str, _Types]] = {
     "step": {"loss_nonfinite": _BOOL, "finite_after": _STR},
-    "trace": {"damaged": _LIST},
+    "trace": {"damaged": _LIST, "where": _STR},
 }
 
 _STEP = tuple(FIELDS["step"].items())
@@ -191,7 +191,18 @@ def trace(fields: Fields) -> Trace:
         inputs=tuple(fields["inputs"]),
         text=fields["text"],
         damaged=_damaged(fields.get("damaged", [])),
+        where=_where(fields),
     )
+
+
+def _where(fields: Fields) -> str:
+    if "where" in fields:
+        _check_all("'where'", [fields["where"]], OPTIONAL["trace"]["where"])
+        return str(fields["where"])
+    text = fields["text"]  # An older file, in which only the sentence says it.
+    if " in the input data" in text:
+        return "input"
+    return "after" if " in the loss" in text else "module"
 
 
 def _damaged(found: Any) -> tuple[str, ...]:

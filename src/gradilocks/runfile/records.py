@@ -127,7 +127,8 @@ class Trace:
     phase: str
     """'forward' or 'backward'."""
     module: str
-    """As `model.named_modules()` names it; '' is the model itself."""
+    """As `model.named_modules()` names it; '' is the model itself. It is the origin only if `where`
+    is 'module'."""
     kind: str
     """The module's class, as in 'LayerNorm'."""
     what: str
@@ -137,8 +138,13 @@ class Trace:
     text: str
     """The finding as a sentence."""
     damaged: tuple[str, ...] = ()
-    """Parameters and buffers that held NaN or Inf before the traced step: if there are any, the
-    trace came too late, and no module is the origin."""
+    """Parameters or buffers that held NaN or Inf themselves: if there are any, the trace came too
+    late, and no module is the origin."""
+    where: str = "module"
+    """'module': in `module`. 'input': in the data that came into it. 'before': between modules, and
+    it came into `module`. 'outside': it came into `module` from outside the model. 'after': in the
+    loss, or in what follows `module`. 'gradients': in gradients, but in no module. 'parameters' or
+    'buffers': those in `damaged` held it themselves."""
 
 
 @dataclass(frozen=True)

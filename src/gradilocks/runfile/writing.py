@@ -100,6 +100,8 @@ def trace_line(trace: Trace) -> str:
     }
     if trace.damaged:
         fields["damaged"] = list(trace.damaged)
+    if trace.where != "module":
+        fields["where"] = trace.where
     return _line(fields)
 
 

@@ -60,6 +60,7 @@ class Hooks:
             (GradientControl, "backward", self._controls.calling),
             (GradientControl, "scale_loss", self._controls.calling),
             (Clips, "learn", self._policy_clip),
+            (torch.optim.Optimizer, "__init__", self._new_optimizer),
             (torch.optim.Optimizer, "zero_grad", self._zero_grad),
             (torch.nn.Module, "zero_grad", self._zero_grad),
         )
@@ -216,7 +217,15 @@ class Hooks:
     ) -> Any:
         given = grad_tensors if grad_tensors is not None else kwargs.get("grad_variables")
         self._watch.safely(lambda: self._watch.backward_begins(tensors, given))
-        return original(tensors, grad_tensors, *args, **kwargs)
+        returned = original(tensors, grad_tensors, *args, **kwargs)
+        self._watch.safely(self._watch.backward_ended)
+        return returned
+
+    def _new_optimizer(
+        self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        original(optimizer, *args, **kwargs)
+        self._watch.safely(lambda: self._watch.note_optimizer(optimizer))
 
     def _zero_grad(
         self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any

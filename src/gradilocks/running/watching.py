@@ -102,7 +102,10 @@ class Watch:
         self._tracer_of: WeakKeyDictionary[nn.Module, Tracer] = WeakKeyDictionary()
         self.looks = Looks()
         self.losses = Losses()
+        self._alive: dict[int, Callable[[], Any]] = {}  # Optimizers, also before their first step.
         self._grads_then: dict[int, _GradThen] = {}  # By parameter: when the first loss came.
+        self._without: set[int] = set()  # Parameters that had no gradient then.
+        self._made: list[weakref.ref[Tensor]] = []  # Those of them that the losses gave one.
         self.clips = Clips()
         self.recorder: Recorder | None = None
 
@@ -264,10 +267,27 @@ class Watch:
     # --- losses --------------------------------------------------------------------------------
 
     def backward_begins(self, tensors: Any, gradients: Any) -> None:
-        """`torch.autograd.backward(tensors, gradients)` is about to run."""
-        if not self.losses.waiting and len(self._known) > 1:
-            self._grads_then = {id(p): _GradThen.of(p) for p in self._known_params()}
+        """`torch.autograd.backward(tensors, gradients)` is about to run.
+
+        If the losses that wait gave gradients to parameters, and those have none any more, nothing
+        is left of those losses: the script has dropped them without `zero_grad`.
+        """
+        made = [param for ref in self._made if (param := ref()) is not None]
+        if self.losses.waiting and made and all(param.grad is None for param in made):
+            self.losses.start()
+        if not self.losses.waiting:
+            params = list(self._params_alive())
+            self._grads_then = {id(p): _GradThen.of(p) for p in params if len(self._alive) > 1}
+            self._without, self._made = {id(p) for p in params if p.grad is None}, []
         self.losses.note_backward(tensors, gradients)
+
+    def backward_ended(self) -> None:
+        """`torch.autograd.backward` has run."""
+        if self.losses.waiting:
+            found = (p for p in self._params_alive() if id(p) in self._without)
+            made = [p for p in found if p.grad is not None]
+            self._made += [weakref.ref(p) for p in made]  # Weakly: see _Known.
+            self._without.difference_update(map(id, made))
 
     def before_clearing(self, owner: Any) -> None:
         """The gradients of a model or an optimizer are about to be cleared.
@@ -279,20 +299,24 @@ class Watch:
             cleared: list[Tensor] = list(owner.parameters())
         else:
             cleared = list(every_parameter([owner]))
-        if all(param.grad is None for param in cleared):
+        if all(param.grad is None for param in cleared) or not self._alive:
             return
         gone = {id(param) for param in cleared}
-        others = (p for p in self._known_params() if id(p) not in gone and p.grad is not None)
+        others = (p for p in self._params_alive() if id(p) not in gone and p.grad is not None)
         then = self._grads_then
         if all(id(p) in then and then[id(p)].is_still(p) for p in others):
             self.losses.start()
 
-    def _known_params(self) -> Iterator[Tensor]:
-        for known in self._known.values():
-            for ref in known.params:
-                param = ref()
-                if param is not None:
-                    yield param
+    def note_optimizer(self, optimizer: Any) -> None:
+        """An optimizer was made, or is met at its step: losses may be for it."""
+        self._alive[id(optimizer)] = weakly(optimizer)
+
+    def _params_alive(self) -> Iterator[Tensor]:
+        """The parameters of every optimizer that there is, each of them once."""
+        self._alive = {key: ref for key, ref in self._alive.items() if ref() is not None}
+        optimizers = [ref() for ref in self._alive.values()]
+        there = [o for o in optimizers if isinstance(getattr(o, "param_groups", None), list)]
+        yield from {id(param): param for param in every_parameter(there)}.values()
 
     # --- clips ---------------------------------------------------------------------------------
 
@@ -338,6 +362,7 @@ class Watch:
         refs = [weakref.ref(param) for param in params]
         known = _Known(weakly(optimizer), index, refs)
         self._known[id(optimizer)] = known
+        self.note_optimizer(optimizer)
         self._place.update((id(param), index) for param in params)
         return known
 
@@ -352,9 +377,9 @@ class Watch:
         return self._tracers[key]
 
     def findings(self) -> tuple[str, ...]:
-        """What tracing has found, in sentences."""
+        """What tracing has found, in sentences, each of them once."""
         every = {id(t): t for tracers in self._tracers.values() for t in tracers}.values()
-        return tuple(found.text for tracer in every for found in tracer.findings)
+        return tuple(dict.fromkeys(each.text for tracer in every for each in tracer.findings))
 
     def close(self) -> None:
         """Takes the tracers' hooks away."""

@@ -8,6 +8,8 @@ Every look waits for the device.
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks.tracing.finding import Finding
+from gradilocks.tracing.finding import Finding, nan_buffers
 from gradilocks.tracing.magnitudes import Magnitude, magnitude, tensors_in
 
 __all__ = ["Following", "unwrapped"]
@@ -34,6 +36,16 @@ class _Call:
     inputs: list[Magnitude] = field(default_factory=list)
     gradients: list[Magnitude] = field(default_factory=list)
     """Of its outputs, as they came in backward."""
+    buffers: list[Magnitude] = field(default_factory=list)
+    """Its own that held NaN before it."""
+
+    def finding(
+        self, where: str, seen: Magnitude, *, near: str = "", lost: bool | None = None
+    ) -> Finding:
+        """What is said if this call is where `seen` came up."""
+        backward = where in ("backward", "inside", "parameter")
+        inputs = [*self.inputs, *self.gradients] if backward else self.inputs
+        return Finding(where, self.name, self.module, seen, inputs, near, self.buffers, lost)
 
 
 @dataclass
@@ -65,6 +77,51 @@ class _Hook:
         return getattr, (nullcontext(), "__exit__")
 
 
+class _Backward:
+    """What torch runs backward, for as long as somebody listens.
+
+    The first listener puts a function around `torch.autograd.backward` and `grad`, and the last
+    takes it away, in whatever order they leave.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[Any], None]] = []
+        self._replaced: list[tuple[str, Any, Any]] = []
+
+    def add(self, listener: Callable[[Any], None]) -> None:
+        with self._lock:
+            self._listeners.append(listener)
+            if not self._replaced:
+                for name, first in (("backward", "tensors"), ("grad", "outputs")):
+                    original = getattr(torch.autograd, name)
+                    around = self._around(original, first)
+                    setattr(torch.autograd, name, around)
+                    self._replaced.append((name, original, around))
+
+    def discard(self, listener: Callable[[Any], None]) -> None:
+        with self._lock:
+            self._listeners = [each for each in self._listeners if each != listener]
+            if not self._listeners:
+                for name, original, around in self._replaced:
+                    if getattr(torch.autograd, name) is around:  # Else somebody is around it.
+                        setattr(torch.autograd, name, original)
+                self._replaced = []
+
+    def _around(self, original: Any, first: str) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                for listener in self._listeners:
+                    listener(args[0] if args else kwargs.get(first))
+            return original(*args, **kwargs)
+
+        return call
+
+
+BACKWARD = _Backward()
+
+
 class Following:
     """Hooks on every module of a model, for the length of a step."""
 
@@ -73,10 +130,13 @@ class Following:
         self._stack: list[_Call] = []
         self._seen: dict[int, _Seen] = {}
         self._suspect: Finding | None = None
-        self._answered = False
+        self.answered = False
+        """Whether something was found."""
         self.forwards = 0
+        self._lost: bool | None = None  # Whether what is run backward is not finite.
         names = {id(module): name for name, module in reversed(list(_named(model)))}
         self._root = id(unwrapped(model))
+        self._params = {id(param) for param in model.parameters()}
         self._handles: list[Any] = []
         for module in model.modules():
             name = names.get(id(module))
@@ -90,13 +150,15 @@ class Following:
                 if param.requires_grad and param.is_leaf:
                     hook = _Hook(self._parameter, name, weakref.ref(module), key)
                     self._handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+        BACKWARD.add(self._backward)
 
     def remove(self) -> None:
         """Takes every hook away; those on tensors do nothing from here on."""
         for handle in self._handles:
             handle.remove()
+        BACKWARD.discard(self._backward)
         self._handles, self._seen, self._stack = [], {}, []
-        self._answered = True
+        self.answered = True
 
     def settle(self) -> None:
         """The step is over: what looked suspicious in forward is all there is."""
@@ -106,9 +168,9 @@ class Following:
     # --- forward -------------------------------------------------------------------------------
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if self._answered or torch.compiler.is_compiling():
+        if self.answered or torch.compiler.is_compiling():
             return
-        call = _Call(name, module)
+        call = _Call(name, module, buffers=nan_buffers(module))
         if id(module) == self._root and not _in_backward():
             self.settle()
             self._stack, self._seen = [], {}
@@ -124,18 +186,23 @@ class Following:
             call.inputs.append(seen)
             if not seen.finite and self._suspect is None:
                 if above is None:
-                    self._answer(Finding("input", name, module, seen, call.inputs))
+                    self._answer(call.finding(self._outside(tensor), seen))
                 else:
-                    self._suspect = Finding(
-                        "between", above.name, above.module, seen, above.inputs, near=name
-                    )
+                    self._suspect = above.finding("between", seen, near=name)
             self._watch(tensor).used_by.append((call, place))
         self._stack.append(call)
+
+    def _outside(self, tensor: Tensor) -> str:
+        """What is known of where a tensor comes from that no module of the model was given."""
+        if tensor.grad_fn is None:  # After a module has run, it may be what that made, detached.
+            return "input" if self.forwards == 1 else "outside"
+        # In which operation of another model it arose, if one had a part in it, is not known.
+        return "before" if _leaves(tensor) <= self._params else "outside"
 
     def _after(
         self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        if self._answered or torch.compiler.is_compiling() or not self._stack:
+        if self.answered or torch.compiler.is_compiling() or not self._stack:
             return
         while self._stack and self._stack[-1].module is not module:
             self._stack.pop()  # A module that raised, and whose caller went on.
@@ -151,7 +218,7 @@ class Following:
             if not seen.finite:
                 finite = False
                 if self._suspect is None:
-                    self._suspect = Finding("forward", name, module, seen, call.inputs)
+                    self._suspect = call.finding("forward", seen)
             watched = self._watch(tensor)
             watched.made_by.append((call, place))
             watched.inside = above
@@ -172,8 +239,15 @@ class Following:
 
     # --- backward ------------------------------------------------------------------------------
 
+    def _backward(self, tensors: Any) -> None:
+        """`tensors`, the loss most often, are about to be run backward."""
+        if not self.answered:
+            found = [magnitude(tensor, "") for _, tensor in tensors_in(tensors, "")]
+            known = [seen.finite for seen in found if seen is not None]
+            self._lost = not all(known) if known else None
+
     def _gradient(self, seen: _Seen, gradient: Tensor) -> None:
-        if self._answered:
+        if self.answered:
             return
         found = magnitude(gradient, "gradient")
         if found is None:
@@ -189,21 +263,19 @@ class Following:
             self._answer(self._suspect)
         elif seen.used_by:
             call, place = seen.used_by[-1]  # The innermost.
-            inputs = [*call.inputs, *call.gradients]
-            self._answer(Finding("backward", call.name, call.module, found, inputs, near=place))
+            self._answer(call.finding("backward", found, near=place))
         elif seen.inside is not None:
-            call, made = seen.inside, seen.made_by[0][0]
-            inputs = [*call.inputs, *call.gradients]
-            self._answer(Finding("inside", call.name, call.module, found, inputs, near=made.name))
+            made = seen.made_by[0][0]
+            self._answer(seen.inside.finding("inside", found, near=made.name))
         else:
             call, place = seen.made_by[-1]
-            self._answer(Finding("loss", call.name, call.module, found, call.inputs, near=place))
+            self._answer(call.finding("loss", found, near=place, lost=self._lost))
 
     def _parameter(
         self, name: str, module: weakref.ref[nn.Module], key: str, gradient: Tensor
     ) -> None:
         owner = module()
-        if self._answered or owner is None:
+        if self.answered or owner is None:
             return
         found = magnitude(gradient, f"gradient of {key}")
         if found is None or found.finite:
@@ -212,12 +284,12 @@ class Following:
             self._answer(self._suspect)
             return
         calls = [c for s in self._seen.values() for c, _ in s.made_by if c.module is owner]
-        inputs = [*calls[0].inputs, *calls[0].gradients] if calls else []
-        self._answer(Finding("parameter", name, owner, found, inputs, near=key))
+        call = calls[0] if calls else _Call(name, owner)
+        self._answer(call.finding("parameter", found, near=key))
 
     def _answer(self, finding: Finding) -> None:
-        if not self._answered:
-            self._answered = True
+        if not self.answered:
+            self.answered = True
             self._found(finding)
 
 
@@ -226,6 +298,23 @@ def _arguments(args: Any, kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]
     if len(args) == 1:
         found = list(tensors_in(args[0], "input"))
     return found + [pair for key, value in kwargs.items() for pair in tensors_in(value, key)]
+
+
+def _leaves(tensor: Tensor) -> set[int]:
+    """The leaves from which a tensor was computed, by their ids; -1 for one that is not known."""
+    leaves: set[int] = set()
+    seen: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        following = [after for after, _ in node.next_functions if after is not None]
+        if not following:
+            leaves.add(id(node.variable) if hasattr(node, "variable") else -1)
+        waiting += following
+    return leaves
 
 
 def _in_backward() -> bool:

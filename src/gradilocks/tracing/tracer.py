@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from gradilocks.eager import UNCOMPILED
 from gradilocks.runfile import Trace
 from gradilocks.schedule import Flag, Listeners
-from gradilocks.tracing.finding import Finding, TooLate, damaged_parameters
+from gradilocks.tracing.finding import (
+    Finding,
+    NoModule,
+    TooLate,
+    damaged_gradients,
+    damaged_parameters,
+)
 from gradilocks.tracing.following import Following, unwrapped
 
 __all__ = ["Tracer", "trace"]
@@ -48,7 +54,9 @@ class Tracer:
         self._control: weakref.ref[Any] | None = None
         self._following: Following | None = None
         self._is_late = False
-        self._flags: list[Flag] = []
+        self._looked = False  # Whether the step that goes on was followed, and nothing was found.
+        # Of each step whose flag is on its way: also its number, and what its gradients tell.
+        self._flags: list[tuple[Flag, int, NoModule | None]] = []
         self._steps = 0
         self._step_hook: Any = None
         self._closed = False
@@ -69,11 +77,12 @@ class Tracer:
         model = self._model()
         if self._following is not None or model is None:
             return
-        damaged = damaged_parameters(unwrapped(model))
+        when = f"after step {self._steps:,}" if self._steps else "before the traced step"
+        damaged = damaged_parameters(unwrapped(model), when)
         if damaged is not None:
             if not self._is_late:  # Once, until a step was well again.
                 self._is_late = True
-                self._tell(damaged)
+                self._tell(damaged, step=max(self._steps, 1))
             return
         self._is_late = False
         from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -88,6 +97,7 @@ class Tracer:
         if following is not None:
             UNCOMPILED.__exit__()
             following.settle()
+            self._looked = following.forwards > 0 and not following.answered
             following.remove()
         if self._step_hook is not None:
             self._step_hook.remove()
@@ -110,17 +120,18 @@ class Tracer:
         On a GPU the number travels without a wait and is looked at when it has arrived, one or
         more steps later.
         """
+        if self.armed:
+            self.disarm()
         self._steps += 1
         if self._closed:
             return
-        was_armed = self.armed
-        self._flags.append(Flag(row))
+        self._flags.append((Flag(row), self._steps, self._in_no_module()))
         bad = False
-        while self._flags and (told := self._flags[0].overflowed()) is not None:
-            del self._flags[0]
+        while self._flags and (told := self._flags[0][0].overflowed()) is not None:
+            _, step, in_no_module = self._flags.pop(0)
+            if told and in_no_module is not None:
+                self._tell(in_no_module, step=step)
             bad = bad or told
-        if was_armed:
-            self.disarm()
         if not bad:
             self._is_late = False
         elif len(self.findings) < self._most and not self._is_late:
@@ -148,16 +159,22 @@ class Tracer:
             self.disarm()
 
     def _found(self, finding: Finding) -> None:
-        model = self._model()
-        damaged = None if model is None else damaged_parameters(unwrapped(model))
+        model, when = self._model(), "finite when the trace began"
+        damaged = None if model is None else damaged_parameters(unwrapped(model), when)
         self._tell(finding if damaged is None else damaged)
         self.disarm()
 
-    def _tell(self, finding: Finding | TooLate) -> None:
+    def _in_no_module(self) -> NoModule | None:
+        """What the gradients hold after a step in which nothing was found, if it was followed."""
+        looked, self._looked = self._looked, False
+        model = self._model()
+        return None if model is None or not looked else damaged_gradients(unwrapped(model))
+
+    def _tell(self, finding: Finding | NoModule | TooLate, *, step: int | None = None) -> None:
         now = time.perf_counter() - self._began
         if self._recorder is not None:
             now = self._recorder.elapsed()
-        found = finding.trace(step=self._steps + 1, time=now)
+        found = finding.trace(step=self._steps + 1 if step is None else step, time=now)
         self.findings.append(found)
         _logger.warning("step %d traced: %s", found.step, found.text)
         if self._recorder is not None:
@@ -172,8 +189,9 @@ def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: 
     no hook on the model, so that it costs nothing. What is found is in `findings`, in the log of
     `gradilocks`, and in the run file if there is a recorder.
 
-    A fault that came once and not again in that step is not found. Parameters that are NaN or Inf
-    already name no module: the finding says so, and lists them in `damaged`.
+    A fault that came once and not again in that step is not found. Only a finding whose `where` is
+    'module' names the origin: parameters or buffers that are NaN or Inf already, input data, the
+    loss, and what arises between modules or gets into gradients after backward are told apart.
 
     Args:
         model: the model, in DDP or compiled too; compiled code runs eagerly while it is traced.

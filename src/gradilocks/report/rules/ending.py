@@ -58,38 +58,73 @@ def ending(run: Run) -> Iterator[Finding]:
         )
 
 
+# What a trace has found, by its `where`: a title without the step.
+TITLES = {
+    "module": "{what} first appeared in {who}",
+    "input": "{what} was in the input data",
+    "before": "{what} first appeared between modules, before {who}",
+    "outside": "{what} came into {who} from outside",
+    "after": "{what} first appeared in the loss, or after {who}",
+    "gradients": "{what} came back in gradients, but in no module",
+}
+
+
 def traced(run: Run) -> Iterator[Finding]:
     """Repeats what `gradilocks.trace` found, what was found again only once.
 
     A trace that began after NaN or Inf had gone into the weights names no origin: it saw what was
     left of one. It is noted, without a module.
     """
-    alike: dict[tuple[str, str, str], list[Trace]] = {}
+    alike: dict[tuple[str, str, str, str], list[Trace]] = {}
     late: list[Trace] = []
+    buffers: list[Trace] = []
     for trace in run.traces:
-        if came_late(run, trace):
+        if trace.where == "buffers":
+            buffers.append(trace)
+        elif came_late(run, trace):
             late.append(trace)
         else:
-            alike.setdefault((trace.phase, trace.module, trace.what), []).append(trace)
+            key = (trace.phase, trace.module, trace.what, trace.where)
+            alike.setdefault(key, []).append(trace)
     for traces in list(alike.values())[:MOST_TRACES]:
         first = traces[0]
-        where = clean(first.module) or "the model"
-        place = "after" if " in the loss" in first.text else "in"
-        again = f" Found {count(len(traces), 'time')}, up to step {traces[-1].step:,}."
+        title = TITLES.get(first.where, "{what} appeared").format(
+            what=clean(first.what), who=clean(first.module) or "the model"
+        )
         yield Finding(
             "traced",
             "warning",
-            f"At step {first.step:,} {clean(first.what)} first appeared {place} {where}",
-            clean(first.text).rstrip(".")
-            + "."
-            + (again if traces[1:] else "")
-            + _what_came_before(run, first),
+            f"At step {first.step:,} {title}",
+            f"{clean(first.text).rstrip('.')}.{_again(traces)}{_what_came_before(run, first)}",
             {"phase": clean(first.phase), "class": clean(first.kind), "times": len(traces)},
             step=first.step,
-            culprit=first.module,
+            culprit=(first.module or None) if first.where == "module" else None,
         )
+    if buffers:
+        yield _buffers(buffers)
     if late:
         yield _too_late(run, late)
+
+
+def _again(traces: Sequence[Trace]) -> str:
+    if not traces[1:]:
+        return ""
+    return f" Found {count(len(traces), 'time')}, up to step {traces[-1].step:,}."
+
+
+def _buffers(found: Sequence[Trace]) -> Finding:
+    first = found[0]
+    who = clean(first.module) or "the model"
+    return Finding(
+        "buffers-not-finite",
+        "problem",
+        f"Buffers of {who} held {clean(first.what)} before step {first.step:,} used them",
+        f"{clean(first.text).rstrip('.')}.{_again(found)} A skip keeps what is bad out of the "
+        "weights, and not out of what forward itself writes, such as the running statistics of a "
+        "BatchNorm. Write them anew (`reset_running_stats()`), or load them from a checkpoint.",
+        {"class": clean(first.kind), "times": len(found)},
+        step=first.step,
+    )
 
 
 def _too_late(run: Run, late: Sequence[Trace]) -> Finding:
