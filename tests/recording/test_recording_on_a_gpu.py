@@ -10,7 +10,10 @@ from recorded import INF, recorded, small_model, train
 
 from gradilocks import AdaGC, GradientControl, Recorder, optim, read_run
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 OPTIMIZERS = {
     "torch's": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
