@@ -423,3 +423,49 @@ def test_bad_arguments_are_told():
     tracer.close()
     with pytest.raises(RuntimeError, match="this tracer is closed"):
         tracer.arm()
+
+
+class Masked(nn.Module):
+    """Attention under a mask of -inf, and something behind it."""
+
+    def __init__(self, behind, change=lambda mask: mask):
+        super().__init__()
+        self.first = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.second = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.behind, self.head = behind, nn.Linear(8, 1)
+        self.change = change
+
+    def forward(self, pair):
+        x, mask = pair
+        x = self.second(self.first(x, src_mask=self.change(mask)), src_mask=self.change(mask))
+        return self.head(self.behind(x))
+
+
+MASK = nn.Transformer.generate_square_subsequent_mask(4)
+CHANGES = {
+    "as it is": lambda mask: mask,
+    "a part": lambda mask: mask[:4, :4],
+    "a copy": lambda mask: mask.clone(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_mask_that_attention_makes_nothing_of_is_not_what_a_later_fault_comes_from(change):
+    model = Masked(Times(float("inf")), change)
+    (found,) = followed(model, (torch.ones(2, 4, 8), MASK))
+    assert (found.phase, found.module) == ("forward", "behind")
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_mask_alone_is_no_fault(change):
+    assert not followed(Masked(nn.Identity(), change), (torch.ones(2, 4, 8), MASK))
+
+
+@pytest.mark.parametrize("mask", [MASK, torch.zeros(4, 4)], ids=["masked", "not masked"])
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+def test_data_that_are_not_finite_are_told_beside_a_mask_too(mask, bad):
+    data = torch.ones(2, 4, 8)
+    data[1, 2, 3] = bad  # As the logarithm of an empty bin leaves it.
+    (found,) = followed(Masked(nn.Identity()), (data, mask))
+    assert "in the input data" in found.text
+    assert found.module == ""

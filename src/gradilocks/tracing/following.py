@@ -9,12 +9,13 @@ Every look waits for the device.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,20 @@ from gradilocks.tracing.magnitudes import Magnitude, magnitude, tensors_in
 __all__ = ["Following", "unwrapped"]
 
 _MANY = 10_000
+
+
+class _Bad(NamedTuple):
+    """A tensor that was not finite when a module was given it."""
+
+    tensor: weakref.ref[Tensor]
+    mask: bool
+    """Whether -inf is all that is not finite in it."""
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Bad:
+        values = tensor.detach()
+        other = torch.isnan(values).any() | (values == math.inf).any()
+        return _Bad(weakref.ref(tensor), not bool(other) and not values.is_complex())
 
 
 @dataclass
@@ -38,6 +53,10 @@ class _Call:
     """Of its outputs, as they came in backward."""
     buffers: list[Magnitude] = field(default_factory=list)
     """Its own that held NaN before it."""
+    taken: list[_Bad] = field(default_factory=list)
+    """What it was given that was not finite."""
+    suspected: bool = False
+    """Whether something was suspicious before it was called."""
 
     def finding(
         self, where: str, seen: Magnitude, *, near: str = "", lost: bool | None = None
@@ -130,6 +149,8 @@ class Following:
         self._stack: list[_Call] = []
         self._seen: dict[int, _Seen] = {}
         self._suspect: Finding | None = None
+        self._source: _Bad | None = None  # What a module was given that makes the suspect.
+        self._harmless: dict[int, weakref.ref[Tensor]] = {}  # What modules have made nothing of.
         self.answered = False
         """Whether something was found."""
         self.forwards = 0
@@ -173,22 +194,28 @@ class Following:
         call = _Call(name, module, buffers=nan_buffers(module))
         if id(module) == self._root and not _in_backward():
             self.settle()
-            self._stack, self._seen = [], {}
+            self._stack, self._seen, self._harmless = [], {}, {}
         if not self._stack and not _in_backward():
             self.forwards += 1
             if len(self._seen) > _MANY:  # The model itself is never called, only its parts.
                 self._seen = {k: s for k, s in self._seen.items() if s.tensor() is not None}
         above = self._stack[-1] if self._stack else None
+        call.suspected = self._suspect is not None
         for place, tensor in _arguments(args, kwargs):
             seen = magnitude(tensor, place)
             if seen is None:
                 continue
             call.inputs.append(seen)
-            if not seen.finite and self._suspect is None:
-                if above is None:
-                    self._answer(call.finding(self._outside(tensor), seen))
-                else:
-                    self._suspect = above.finding("between", seen, near=name)
+            known = self._harmless.get(id(tensor))
+            if not seen.finite and (known is None or known() is not tensor):
+                bad = _Bad.of(tensor)
+                call.taken.append(bad)
+                if self._suspect is None:
+                    self._source = bad
+                    if above is None:
+                        self._suspect = call.finding(self._outside(tensor), seen)
+                    else:
+                        self._suspect = above.finding("between", seen, near=name)
             self._watch(tensor).used_by.append((call, place))
         self._stack.append(call)
 
@@ -210,22 +237,39 @@ class Following:
             return
         call = self._stack.pop()
         above = self._stack[-1] if self._stack else None
-        finite = True
+        finite, any_output = True, False
         for place, tensor in tensors_in(output, "output"):
             seen = magnitude(tensor, place)
             if seen is None:
                 continue
+            any_output = True
             if not seen.finite:
                 finite = False
                 if self._suspect is None:
-                    self._suspect = call.finding("forward", seen)
+                    self._suspect, self._source = call.finding("forward", seen), None
             watched = self._watch(tensor)
             watched.made_by.append((call, place))
             watched.inside = above
             if not seen.finite and id(module) == self._root:
                 watched.broken = torch.logical_not(torch.isfinite(tensor.detach()))
-        if id(module) == self._root and finite and not _in_backward():
-            self._suspect = None  # A mask of -inf, say: nothing of it has reached the output.
+        if finite and any_output and not _in_backward():
+            self._clear(call)
+
+    def _clear(self, call: _Call) -> None:
+        """A module has made finite outputs of what it was given: nothing of it has come out.
+
+        A mask of -inf, say. It may be a part or a copy of the one that the model was given.
+        """
+        for bad in call.taken:
+            tensor = bad.tensor()
+            if tensor is not None:
+                self._harmless[id(tensor)] = bad.tensor
+        source = self._source
+        given = source is not None and any(
+            bad.tensor is source.tensor or (bad.mask and source.mask) for bad in call.taken
+        )
+        if given or not call.suspected:  # All that was suspicious came up in this call.
+            self._suspect = self._source = None
 
     def _watch(self, tensor: Tensor) -> _Seen:
         """The record of a tensor; its gradient is looked at from here on."""
