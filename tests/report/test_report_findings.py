@@ -363,7 +363,7 @@ def test_a_trace_of_weights_that_were_spoilt_before_it_names_nobody(text, nan_at
 
 def test_a_trace_is_an_origin_again_in_a_session_that_began_with_good_weights() -> None:
     trace = Trace(101, 20.05, "forward", "wte", "Embedding", "NaN", (), "NaN first in wte", None)
-    bad = dict.fromkeys(range(100, 150), {"nan": 2, "norm": None}) | {150: {"norm": None}}
+    bad = {n: {"nan": 2, "norm": None} for n in range(100, 150)} | {150: {"norm": None}}
     bad |= {n: {**SKIPPED, "nan": 1} for n in range(151, 202)}
     run = made_run(plant=bad, traces=(trace,), resumed=(header(),))
     assert found(replace(run, begins=(150,)))["traced"].culprit == "wte"

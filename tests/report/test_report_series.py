@@ -104,8 +104,9 @@ def test_every_skip_is_marked_with_its_reason_and_culprits() -> None:
     bad = {**SKIPPED, "culprits": culprits}
     told = {"finite_gradients": 7, "finite_after": "d"}
     taken = {"nan": 1, "norm": None}
-    plant = {7: bad, 9: rejected, 11: {**bad, **told}, 12: {**bad, **told, "loss": None,
-             "loss_nonfinite": False}, 20: taken, 21: {**bad, **told}, 23: {**bad, **told}}  # fmt: skip
+    unknown = {"loss": None, "loss_nonfinite": False}
+    plant = {7: bad, 9: rejected, 11: {**bad, **told}, 12: {**bad, **told, **unknown}, 20: taken}
+    plant |= {21: {**bad, **told}, 23: {**bad, **told}}
     marks = skip_marks(track(made_run(plant=plant)))
     assert marks is not None
     assert marks.x == [7, 9, 11, 12, 21, 23]

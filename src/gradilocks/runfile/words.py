@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from gradilocks.runfile.bad_steps import has_bad_gradients
 from gradilocks.runfile.origins import FORWARD_OR_LOSS, origin_of
 from gradilocks.runfile.records import Culprit, OptimizerInfo, Step
 from gradilocks.runfile.writing import MOST_CULPRITS
@@ -49,10 +50,11 @@ def describe_bad(
     if step.loss_nonfinite or lost:
         return f"the loss itself was NaN or Inf ({FORWARD_OR_LOSS})"
     many = len(step.culprits)
-    if many > 1 and origin_of(step, others=others).where != "parameter":
-        every = "all " if step.finite_gradients == 0 and many < MOST_CULPRITS else ""
+    several = many > 1 or (many and any(map(has_bad_gradients, others)))
+    if several and origin_of(step, others=others).where != "parameter":
+        every = "all " if step.finite_gradients == 0 and many != MOST_CULPRITS else ""
         more = " or more" if many == MOST_CULPRITS else ""
-        return f"{_kinds(step)} in {every}{many}{more} gradients"
+        return f"{_kinds(step)} in {every}{many}{more} gradient{'s' if many > 1 else ''}"
     named = ", ".join(f"{_kinds(culprit)} in {culprit.name}" for culprit in step.culprits[:most])
     return named if many <= most else f"{named} (+{many - most} more)"
 
