@@ -175,6 +175,11 @@ class Names:
         """The names of all parameters of the model; none without a model."""
         return [name for name, _ in self._named_parameters()]
 
+    def knows_all(self, params: Iterable[Tensor]) -> bool:
+        """Whether all of `params` are the model's."""
+        mine = {id(param) for _, param in self._named_parameters()}
+        return all(id(param) in mine for param in params)
+
     def knows_any(self, params: Iterable[Tensor]) -> bool:
         """Whether one of `params` is the model's."""
         mine = {id(param) for _, param in self._named_parameters()}

@@ -534,17 +534,30 @@ def test_a_bad_step_says_which_gradient_was_finite_next_to_the_first_culprit(tmp
     )
     model = small_model()
     step = bad_at(model, grouped(model), tmp_path / "b", "2.bias", "0.weight")
-    assert (step.culprits[0].name, step.finite_after) == ("2.bias", "")
+    assert (step.culprits[0].name, step.finite_after) == ("2.bias", None)
+    assert step.finite_gradients == 2
+    model = small_model()  # Between two bad ones a finite one: layers run in another order.
+    step = bad_at(model, grouped(model), tmp_path / "c", "0.weight", "2.weight")
+    assert (step.finite_gradients, step.finite_after) == (2, None)
+    model = small_model()
+    step = bad_at(model, grouped(model), tmp_path / "d", "2.weight")
+    assert (step.finite_gradients, step.finite_after) == (3, "2.bias")
+    names = [name for name, _ in model.named_parameters()]
+    step = bad_at(model, grouped(model), tmp_path / "e", *names)
+    assert (step.finite_gradients, step.finite_after) == (0, None)
 
 
-def test_groups_of_an_optimizer_that_no_model_orders_say_nothing_of_what_comes_first(tmp_path):
+def test_an_optimizer_that_no_model_orders_says_nothing_of_what_comes_first(tmp_path):
     model = small_model()
     step = bad_at(model, grouped(model), tmp_path / "a", "0.bias", by_model=False)
     assert (len(step.culprits), step.finite_after) == (1, None)
     model = small_model()
-    one = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = bad_at(model, one, tmp_path / "b", "0.bias", by_model=False)
-    assert step.finite_after == "param_groups[0]['params'][2]"
+    one = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    step = bad_at(model, one, tmp_path / "b", "0.bias", "0.weight", by_model=False)
+    assert (step.finite_gradients, step.finite_after) == (2, None)
+    with Recorder(tmp_path / "c") as recorder:
+        index = recorder.add_optimizer(one, names={next(model.parameters()): "first"})
+        assert not recorder._known[index].ordered
 
 
 @pytest.mark.parametrize("factor", [NAN, INF])

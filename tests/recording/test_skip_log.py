@@ -23,12 +23,12 @@ def step(number, *, skipped=True, scale=65536.0, culprits=None, optimizer=0, **f
     if culprits is None:
         culprits = (Culprit("w", 0, 1),) if skipped else ()
     return Step(
-        step=number, time=0.0, optimizer=optimizer, loss=None, scale=scale,
+        step=number, time=0.0, optimizer=optimizer, loss=fields.get("loss", 2.5), scale=scale,
         norm=fields.get("norm"), limit=fields.get("limit"), clipped=False, skipped=skipped,
         reason=fields.get("reason", "nonfinite" if skipped else None), culprits=culprits, lr=None,
         nan=fields.get("nan", 0), inf=fields.get("inf", 0), detail=None,
         loss_nonfinite=fields.get("loss_nonfinite", False),
-        finite_after=fields.get("finite_after"),
+        finite_gradients=fields.get("finite_gradients"), finite_after=fields.get("finite_after"),
     )  # fmt: skip
 
 
@@ -56,7 +56,8 @@ def test_log_false_says_nothing(tmp_path, caplog):
     ("made", "next_scale", "line"),
     [
         (
-            step(1832, culprits=tuple(Culprit(n, 0, 1) for n in ("blocks.11.attn", "b", "c"))),
+            step(1832, culprits=tuple(Culprit(n, 0, 1) for n in ("blocks.11.attn", "b", "c")),
+                 finite_gradients=7, finite_after="head"),
             32768.0,
             "step 1832 skipped: Inf in blocks.11.attn (+2 more); scale 65536 → 32768",
         ),
@@ -73,15 +74,20 @@ def test_log_false_says_nothing(tmp_path, caplog):
         (step(4, optimizer=1), 65536.0, "step 4 of optimizer 1 skipped: Inf in w; scale 65536"),
         (
             step(3, culprits=(Culprit("b", 0, 1), Culprit("a", 1, 0)), nan=1, inf=1,
-                 finite_after=""),
+                 finite_gradients=0),
             65536.0,
-            "step 3 skipped: NaN and Inf in 2 gradients, from the first that backward makes on; "
-            "scale 65536",
+            "step 3 skipped: NaN and Inf in all 2 gradients; scale 65536",
         ),
         (
-            step(3, culprits=(Culprit("b", 0, 1), Culprit("a", 1, 0)), finite_after="c"),
+            step(3, culprits=(Culprit("b", 0, 1), Culprit("a", 1, 0)), inf=2, finite_gradients=3),
             65536.0,
-            "step 3 skipped: Inf in b (+1 more); scale 65536",
+            "step 3 skipped: Inf in 2 gradients; scale 65536",
+        ),
+        (
+            step(3, culprits=(Culprit("b", 0, 1), Culprit("a", 1, 0)), inf=2, finite_gradients=3,
+                 finite_after="c", loss=None),
+            65536.0,
+            "step 3 skipped: Inf in 2 gradients; scale 65536",
         ),
     ],
 )  # fmt: skip
@@ -134,10 +140,37 @@ def test_the_first_step_taken_with_nan_is_told_once_and_what_follows_names_nobod
     log = SkipLog()
     bad = (Culprit("w", 1, 0), Culprit("v", 1, 0))
     for number in range(7, 11):
-        taken = step(number, skipped=False, scale=1.0, culprits=bad, nan=2, finite_after="x")
+        taken = step(number, skipped=False, scale=1.0, culprits=bad, nan=2, finite_gradients=1,
+                     finite_after="x")  # fmt: skip
         log.take(taken, next_scale=1.0, more=False)
     log.take(step(11, scale=1.0, culprits=bad, nan=2), next_scale=1.0, more=False)
     assert lines(caplog) == [
         "step 7 taken though not finite: NaN in w (+1 more); the weights are spoilt from here on",
         "step 11 skipped: NaN or Inf, and the weights are spoilt since step 7 already",
     ]
+
+
+def test_weights_are_not_called_spoilt_any_more_once_a_step_was_well(caplog):
+    log = SkipLog()
+    fields = {"culprits": (Culprit("w", 1, 0),), "nan": 1, "scale": 1.0}
+    log.take(step(5, skipped=False, **fields), next_scale=1.0, more=False)
+    log.take(step(6, skipped=False, scale=1.0, norm=0.5), next_scale=1.0, more=False)
+    log.take(step(60, **fields), next_scale=1.0, more=False)
+    log.take(step(61, skipped=False, **fields, loss=None), next_scale=1.0, more=False)
+    log.take(step(9, optimizer=1, **fields), next_scale=1.0, more=False)
+    assert lines(caplog) == [
+        "step 5 taken though not finite: NaN in w; the weights are spoilt from here on",
+        "step 60 skipped: NaN in w",
+        "step 61 taken though not finite: NaN in w; the weights are spoilt from here on, at the "
+        "latest",
+        "step 9 of optimizer 1 skipped: NaN or Inf, and the weights of optimizer 0 are spoilt "
+        "since step 61 at the latest already",
+    ]
+
+
+def test_optimizers_that_are_all_bad_together_name_nobody(caplog):
+    log = SkipLog()
+    bad = {"culprits": (Culprit("w", 1, 0),), "nan": 1, "scale": 1.0, "finite_gradients": 0}
+    log.take(step(1, **bad), next_scale=1.0, more=True)
+    log.take(step(1, optimizer=1, **bad), next_scale=1.0, more=False)
+    assert lines(caplog) == ["step 1 skipped: NaN in all 2 gradients"]

@@ -10,6 +10,8 @@ from made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 
 from gradilocks.errors import BadRunFile
 from gradilocks.report.findings import examine
+from gradilocks.report.series import skip_marks
+from gradilocks.report.tracks import tracks
 from gradilocks.report.values import Finding
 from gradilocks.runfile import Culprit, End, OptimizerInfo, Run, Step, Trace, read_run
 
@@ -90,7 +92,8 @@ def test_the_skips_of_a_scale_that_settles_are_a_note() -> None:
 
 def test_one_step_in_fifty_skipped_is_a_warning_that_names_the_culprit() -> None:
     culprits = (Culprit("blocks.4.mlp.weight", 0, 3), Culprit("blocks.3.mlp.weight", 0, 1))
-    plant = {n: {**SKIPPED, "culprits": culprits} for n in range(60, 300, 50)}
+    told = {"culprits": culprits, "finite_gradients": 8, "finite_after": "head.weight"}
+    plant = {n: {**SKIPPED, **told} for n in range(60, 300, 50)}
     finding = only(made_run(plant=plant))
     assert (finding.severity, finding.step) == ("warning", 60)
     assert finding.culprit == "blocks.4.mlp.weight"
@@ -127,7 +130,8 @@ def test_a_skip_without_a_scale_is_a_warning() -> None:
 
 
 def test_nan_without_a_scale_is_a_problem_with_its_culprit() -> None:
-    nan = {**SKIPPED, "nan": 2, "inf": 0, "culprits": (Culprit("blocks.0.mlp.weight", 2, 0),)}
+    nan = {**SKIPPED, "nan": 2, "inf": 0, "finite_gradients": 9}
+    nan["culprits"] = (Culprit("blocks.0.mlp.weight", 2, 0),)
     finding = found(made_run(always=lambda n: {"scale": 1.0}, plant={150: nan}))["nan"]
     assert (finding.severity, finding.step) == ("problem", 150)
     assert finding.culprit == "blocks.0.mlp.weight"
@@ -349,7 +353,7 @@ def test_a_trace_is_told_in_its_own_words() -> None:
       "damaged before this step", 500)],
 )  # fmt: skip
 def test_a_trace_of_weights_that_were_spoilt_before_it_names_nobody(text, nan_at) -> None:
-    trace = Trace(101, 10.05, "forward", "wte", "Embedding", "NaN", (), text)
+    trace = Trace(101, 10.05, "forward", "wte", "Embedding", "NaN", (), text, damaged=None)
     findings = found(made_run(plant={nan_at: {"nan": 2, "norm": None}}, traces=(trace,)))
     assert "traced" not in findings
     late = findings["traced-too-late" if nan_at == 100 else "weights-not-finite"]
@@ -358,14 +362,87 @@ def test_a_trace_of_weights_that_were_spoilt_before_it_names_nobody(text, nan_at
 
 
 def test_a_trace_is_an_origin_again_in_a_session_that_began_with_good_weights() -> None:
-    trace = Trace(101, 20.05, "forward", "wte", "Embedding", "NaN", (), "NaN first in wte")
-    run = made_run(plant={100: {"nan": 2, "norm": None}}, traces=(trace,), resumed=(header(),))
+    trace = Trace(101, 20.05, "forward", "wte", "Embedding", "NaN", (), "NaN first in wte", None)
+    bad = {n: {"nan": 2, "norm": None} for n in range(100, 150)} | {150: {"norm": None}}
+    bad |= {n: {**SKIPPED, "nan": 1} for n in range(151, 202)}
+    run = made_run(plant=bad, traces=(trace,), resumed=(header(),))
     assert found(replace(run, begins=(150,)))["traced"].culprit == "wte"
     assert "traced-too-late" in found(replace(run, begins=(50,)))
+    looked = replace(run, begins=(50,), traces=(replace(trace, damaged=()),))
+    assert found(looked)["traced"].culprit == "wte"
+
+
+def test_a_trace_after_weights_that_were_mended_is_an_origin() -> None:
+    trace = Trace(201, 20.05, "forward", "wte", "Embedding", "NaN", (), "NaN first in wte", None)
+    run = made_run(plant={100: {"nan": 2, "norm": None}, 200: SKIPPED}, traces=(trace,))
+    assert found(run)["traced"].culprit == "wte"
+
+
+def test_skipped_steps_after_weights_that_were_mended_never_send_back_to_a_checkpoint() -> None:
+    lost = {**SKIPPED, "loss": None, "loss_nonfinite": True}
+    run = made_run(plant={5: {"nan": 2, "norm": None}} | dict.fromkeys(range(250, 301), lost))
+    told = found(run)
+    assert "checkpoint" not in told["loss-not-finite"].sentence
+    assert "skipped and changed no weight" in told["loss-not-finite"].sentence
+    assert "forward or loss, module unknown" in told["loss-not-finite"].sentence
+    assert "Look at the weights before you trust any" in told["taken-though-nonfinite"].sentence
+
+
+def test_a_harmless_loss_is_not_blamed_for_another_step_that_was_taken() -> None:
+    plant = {10: {"loss": None, "loss_nonfinite": True}, 50: {"nan": 2, "norm": None}}
+    told = found(made_run(plant=plant))["loss-not-finite"]
+    assert told.title == "The loss was NaN or Inf at 1 step"
+    assert "the weights are not spoilt by it" in told.sentence
+
+
+def test_weights_may_have_been_spoilt_before_a_step_whose_loss_was_not_finite() -> None:
+    lost = {"loss": None, "loss_nonfinite": True, "nan": 2, "norm": None}
+    told = found(made_run(plant=dict.fromkeys(range(250, 301), lost)))
+    spoilt = told["taken-though-nonfinite"]
+    assert spoilt.title == "The weights are spoilt since step 250 at the latest"
+    assert "Go back to a checkpoint before step 250 whose weights are finite" in spoilt.sentence
+    assert "at step 250 at the latest: go back to a checkpoint before it whose weights are" in (
+        told["loss-not-finite"].sentence
+    )
+    first = {"nan": 2, "norm": None}
+    told = found(made_run(plant={250: first} | dict.fromkeys(range(251, 301), lost)))
+    assert told["taken-though-nonfinite"].title == "The weights are spoilt since step 250"
+
+
+TWO = {"nan": 2, "norm": None, "culprits": (Culprit("b", 1, 0), Culprit("a", 1, 0))}
+ONE = {"nan": 2, "norm": None, "culprits": (Culprit("b", 2, 0),), "finite_gradients": 3}
+WELL = {"loss": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({**TWO, "finite_gradients": 0}, {**TWO, "finite_gradients": 0}, "none of the gradients"),
+        ({**TWO, "finite_gradients": 0}, {}, "do not tell where it arose"),
+        ({**TWO, "finite_gradients": 3, "finite_after": "c"}, {}, "Likely it arose in backward"),
+        ({**TWO, "finite_gradients": 3, "finite_after": "c"}, {**TWO, "finite_gradients": 0},
+         "do not tell where it arose"),
+        (ONE, {}, "Likely it arose in backward at b"),
+        (ONE, ONE, "do not tell where it arose"),
+    ],
+)  # fmt: skip
+def test_what_other_optimizers_saw_of_the_same_backward_pass_counts(first, second, said) -> None:
+    plants = [{150: {**SKIPPED, "inf": 0, **each, **WELL}} for each in (first, second)]
+    if not second:
+        plants[1] = {150: WELL}
+    ours, theirs = (made_steps(plant=p, optimizer=i) for i, p in enumerate(plants))
+    both = [step for pair in zip(ours, theirs, strict=True) for step in pair]
+    run = replace(made_run(0), optimizers=(info(), info(1)), steps=both)
+    told = [f.sentence for f in examine(run).findings if f.title.startswith("optimizer 0")]
+    assert any(said in sentence for sentence in told)
+    (track, _) = tracks(run)
+    marks = skip_marks(track)
+    assert (marks is not None and "in b" in marks.words[0]) is ("Likely" in said)
 
 
 def test_steps_after_spoilt_weights_are_not_counted_as_origins() -> None:
-    first = {"nan": 2, "norm": None, "culprits": (Culprit("blocks.1.mlp.weight", 2, 0),)}
+    first = {"nan": 2, "norm": None, "finite_gradients": 9}
+    first["culprits"] = (Culprit("blocks.1.mlp.weight", 2, 0),)
     later = {**first, "loss": None, "culprits": (Culprit("blocks.4.mlp.weight", 2, 0),)}
     run = made_run(plant={150: first} | dict.fromkeys(range(151, 301), later))
     told = found(run)

@@ -101,11 +101,23 @@ def test_a_staircase_is_its_jumps() -> None:
 def test_every_skip_is_marked_with_its_reason_and_culprits() -> None:
     culprits = tuple(Culprit(name, 1, 0) for name in ("a", "b", "c"))
     rejected = {"skipped": True, "reason": "rejected"}
-    of = track(made_run(plant={7: {**SKIPPED, "culprits": culprits}, 9: rejected}))
-    marks = skip_marks(of)
+    bad = {**SKIPPED, "culprits": culprits}
+    told = {"finite_gradients": 7, "finite_after": "d"}
+    taken = {"nan": 1, "norm": None}
+    unknown = {"loss": None, "loss_nonfinite": False}
+    plant = {7: bad, 9: rejected, 11: {**bad, **told}, 12: {**bad, **told, **unknown}, 20: taken}
+    plant |= {21: {**bad, **told}, 23: {**bad, **told}}
+    marks = skip_marks(track(made_run(plant=plant)))
     assert marks is not None
-    assert marks.x == [7, 9]
-    assert marks.words == ["NaN or Inf in a, b and 1 more", "rejected by the clip policy"]
+    assert marks.x == [7, 9, 11, 12, 21, 23]
+    assert marks.words == [
+        "Inf in 3 gradients",
+        "rejected by the clip policy",
+        "NaN in a, NaN in b (+1 more)",
+        "Inf in 3 gradients",
+        "NaN or Inf, and the weights are spoilt since step 20",
+        "NaN in a, NaN in b (+1 more)",
+    ]
 
 
 def test_too_many_skips_share_marks_and_none_is_forgotten() -> None:

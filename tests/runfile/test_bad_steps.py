@@ -12,8 +12,9 @@ from run_files import FIRST, HEADER, NAMES, plain_step, skipped_step, write_run
 
 from gradilocks import read_run
 from gradilocks.errors import BadRunFile
+from gradilocks.report.summary import summarize
 from gradilocks.report.tracks import tracks
-from gradilocks.runfile import Culprit, Run, Step
+from gradilocks.runfile import Run, Step
 from gradilocks.runfile.bad_steps import BadSteps
 from gradilocks.runfile.origins import Origin, origin_of
 from gradilocks.runfile.writing import step_line
@@ -24,11 +25,15 @@ BAD = skipped_step(3, "b", "a", loss_nonfinite=False)
 @pytest.mark.parametrize(
     ("step", "origin"),
     [
-        (BAD._replace(finite_after="c"), Origin("parameter", "b", "c")),
-        (BAD._replace(finite_after="c", loss=None), Origin("parameter", "b", "c")),
-        (BAD._replace(finite_after=""), Origin("backward")),
-        (BAD._replace(finite_after="", loss=None), Origin("unknown")),
-        (BAD._replace(finite_after=None), Origin("unknown")),
+        (BAD._replace(finite_after="c", finite_gradients=1), Origin("parameter", "b", "c")),
+        (BAD._replace(finite_after="c", finite_gradients=1, loss=None), Origin("unknown")),
+        (BAD._replace(finite_gradients=1), Origin("unknown")),
+        (BAD._replace(finite_gradients=0), Origin("backward")),
+        (BAD._replace(finite_gradients=0, loss=None), Origin("unknown")),
+        (BAD._replace(culprits=BAD.culprits[:1], finite_gradients=1), Origin("parameter", "b")),
+        (BAD._replace(culprits=BAD.culprits[:1], finite_gradients=0), Origin("backward")),
+        (BAD._replace(culprits=BAD.culprits[:1]), Origin("unknown")),
+        (BAD, Origin("unknown")),
         (BAD._replace(finite_after="c", loss=None, loss_nonfinite=True), Origin("forward")),
         (BAD._replace(culprits=()), Origin("unknown")),
     ],
@@ -39,27 +44,26 @@ def test_a_step_tells_no_more_than_its_loss_and_gradients_know(step: Step, origi
 
 def test_an_older_file_tells_less() -> None:
     old = BAD._replace(loss_nonfinite=None)
-    assert origin_of(old, parameters=3) == Origin("parameter", "b")
-    assert origin_of(old, parameters=2) == Origin("backward")
-    assert origin_of(old._replace(loss=None), parameters=2) == Origin("unknown")
-    assert origin_of(old._replace(loss=None), lost=True, parameters=3) == Origin("forward")
-    many = tuple(Culprit(str(n), 1, 0) for n in range(32))  # More may have been left out.
-    assert origin_of(old._replace(culprits=many), parameters=99) == Origin("backward")
+    assert origin_of(old) == Origin("unknown")
+    assert origin_of(old._replace(loss=None)) == Origin("unknown")
+    assert origin_of(old._replace(loss=None), lost=True) == Origin("forward")
 
 
 def test_what_a_step_says_of_its_loss_and_its_culprits_is_read_as_it_was_written(tmp_path) -> None:
     steps = [
         plain_step(1, loss=None, loss_nonfinite=True),
         plain_step(2, loss=None, loss_nonfinite=False),
-        skipped_step(3, "head.bias", finite_after="embed.weight"),
-        skipped_step(4, "head.bias", finite_after=""),
+        skipped_step(3, "head.bias", finite_gradients=1, finite_after="embed.weight"),
+        skipped_step(4, "head.bias", finite_gradients=0),
         plain_step(5),
     ]
     assert read_run(write_run(tmp_path / "a", steps)).steps == steps
     assert "loss_nonfinite" not in step_line(plain_step(5, loss_nonfinite=False))
 
 
-@pytest.mark.parametrize("field", ['"loss_nonfinite":3', '"finite_after":false'])
+@pytest.mark.parametrize(
+    "field", ['"loss_nonfinite":3', '"finite_after":false', '"finite_gradients":true']
+)
 def test_a_field_of_another_type_is_refused(field: str, tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", [plain_step(1)])
     path.write_text(path.read_text().replace('"kind":"step"', f'"kind":"step",{field}'))
@@ -81,16 +85,32 @@ NAN_LOSS = {"loss": None, "loss_nonfinite": True, "norm": None, "nan": 2}
     ("steps", "ending"),
     [
         ([plain_step(1), plain_step(2, **NAN_LOSS)],
-         "the loss is NaN or Inf since step 2 of 2, and the weights are spoilt since step 2"),
+         "the loss is NaN or Inf since step 2 of 2, and the weights are spoilt since step 2 at the "
+         "latest"),
         ([plain_step(1), plain_step(2, nan=1), plain_step(3, **NAN_LOSS)],
          "the loss is NaN or Inf since step 3 of 3, and the weights are spoilt since step 2"),
         ([plain_step(1, nan=1, loss=None, loss_nonfinite=False)],
-         "the gradients are NaN or Inf since step 1 of 1, and the weights are spoilt since step 1"),
+         "the gradients are NaN or Inf since step 1 of 1, and the weights are spoilt since step 1 "
+         "at the latest"),
+        ([plain_step(1), plain_step(2, nan=1)],
+         "the gradients are NaN or Inf since step 2 of 2, and the weights are spoilt since step 2"),
+        ([plain_step(1), *(plain_step(n, **{**NAN_LOSS, "nan": 0}) for n in range(2, 7))],
+         "the loss is NaN or Inf since step 2 of 6; the gradients stayed finite"),
+        ([plain_step(1), plain_step(2, **{**NAN_LOSS, "nan": 0}),
+          *(plain_step(n, **NAN_LOSS, skipped=True) for n in range(3, 8))],
+         "the loss is NaN or Inf since step 2 of 7; those of the steps since then with NaN or Inf "
+         "in the gradients were skipped"),
+        ([plain_step(1, nan=1), plain_step(2), *(skipped_step(n, "a") for n in range(3, 9))],
+         "the gradients are NaN or Inf since step 3 of 8; the steps since then were skipped and "
+         "changed no weight"),
+        ([plain_step(1), *(skipped_step(n, "a") for n in range(2, 6))], None),
         ([plain_step(1), *(plain_step(n, **NAN_LOSS, skipped=True) for n in range(2, 7))],
          "the loss is NaN or Inf since step 2 of 6; the steps since then were skipped and changed "
          "no weight"),
         ([plain_step(1), *(plain_step(n, **NAN_LOSS, skipped=True) for n in range(2, 6))], None),
-        ([plain_step(1), *(skipped_step(n, "a") for n in range(2, 30))], None),
+        ([plain_step(1), *(skipped_step(n, "a") for n in range(2, 30))],
+         "the gradients are NaN or Inf since step 2 of 29; the steps since then were skipped and "
+         "changed no weight"),
         ([plain_step(1, **NAN_LOSS), plain_step(2)], None),
         ([], None),
     ],
@@ -111,6 +131,7 @@ KINDS = st.sampled_from(
         {"inf": 3, "skipped": True},
         {"loss": None, "loss_nonfinite": False},
         {"loss": None, "loss_nonfinite": False, "nan": 1},
+        {"norm": None},
     ]
 )
 
@@ -120,4 +141,15 @@ def test_the_report_says_of_every_end_what_the_closing_line_said(kinds) -> None:
     steps = [plain_step(n, **kind) for n, kind in enumerate(kinds, start=1)]
     info = replace(FIRST, names=NAMES)
     (track,) = tracks(Run(Path("a"), HEADER, (info,), steps))
-    assert track.ending == followed(steps).ending
+    bad = followed(steps)
+    assert track.ending == bad.ending
+    places = {step.step: place for place, step in enumerate(steps)}
+    assert track.lost_since == (None if bad.lost_since is None else places[bad.lost_since])
+
+
+@given(st.lists(st.sampled_from([{}, {"loss": None}, {"loss": None, "nan": 1, "norm": None}])))
+def test_an_older_file_ends_alike_for_everybody_too(kinds) -> None:
+    steps = [plain_step(n, **kind) for n, kind in enumerate(kinds, start=1)]
+    run = Run(Path("a"), HEADER, (replace(FIRST, names=NAMES),), steps)
+    for track in tracks(run):
+        assert track.ending == followed(steps).ending == summarize(run).bad_endings.get(0)

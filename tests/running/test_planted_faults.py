@@ -82,7 +82,7 @@ def test_a_forward_fault_without_a_scaler_names_nobody(precision, fault, trace, 
     assert told.names() == set()
     assert told.culprits() == set()
     spoilt = told.findings["taken-though-nonfinite"]
-    assert spoilt["title"] == "The weights are spoilt since step 30"
+    assert spoilt["title"] == "The weights are spoilt since step 30 at the latest"
     assert spoilt["step"] == 30
     assert UNKNOWN in spoilt["sentence"]
     assert "What follows comes from that" in spoilt["sentence"]
@@ -98,7 +98,10 @@ def test_a_forward_fault_without_a_scaler_names_nobody(precision, fault, trace, 
 
 def test_a_run_that_ended_in_nan_says_so_last_and_everywhere_alike(tmp_path):
     told = gpt(tmp_path, "fp32", "gelu1", "41")
-    ended = "the loss is NaN or Inf since step 41 of 60, and the weights are spoilt since step 41"
+    ended = (
+        "the loss is NaN or Inf since step 41 of 60, and the weights are spoilt since step 41 at "
+        "the latest"
+    )
     assert told.last == f"gradilocks: it ended in NaN or Inf: {ended}"
     assert "recorded 60 steps, none skipped, 20 taken with NaN or Inf, in a.jsonl" in told.log
     assert (told.verdict, ended in told.sentence) == ("in trouble", True)
@@ -392,7 +395,7 @@ def test_nan_in_the_weights_of_a_cnns_loss_names_no_layer(tmp_path):
     told = Told(tmp_path, "train.py", trace=True)
     assert told.names() == set()
     assert told.last.endswith("the loss is NaN or Inf since step 61 of 80, and the weights are "
-                              "spoilt since step 61")  # fmt: skip
+                              "spoilt since step 61 at the latest")  # fmt: skip
 
 
 def test_nan_in_a_layer_under_lightning_names_no_layer(tmp_path):

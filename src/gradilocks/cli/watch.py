@@ -128,7 +128,7 @@ def _in_lines(watched: Watched, steps: list[Step], *, once: bool, every: float) 
     print(plain_start(watched.reader), flush=True)
     stepped: set[int] = set()
     while True:
-        for line in plain_skips(watched.state, steps):
+        for line in plain_skips(watched):
             print(line)
         stepped |= {step.optimizer for step in steps}
         if not steps or not (watched.unread or once):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gradilocks.report.sparkline import Trail, mean
 from gradilocks.runfile import Step
-from gradilocks.runfile.bad_steps import BadSteps
+from gradilocks.runfile.bad_steps import BadSteps, SpoiltWeights
 from gradilocks.runfile.following import Follower
 from gradilocks.runfile.reading import Reader
 
@@ -112,16 +112,22 @@ class State:
 
     def __init__(self) -> None:
         self.courses: dict[int, Course] = {}
-        self.skips: deque[Step] = deque(maxlen=LAST_SKIPS)
+        self.skips: deque[tuple[Step, str]] = deque(maxlen=LAST_SKIPS)
+        """With what had spoilt weights before it, as `SpoiltWeights.describe` has it."""
+        self.spoilt = SpoiltWeights()
         self.seconds = 0.0
 
-    def take(self, steps: Iterable[Step]) -> None:
-        """The next steps."""
+    def take(self, steps: Iterable[Step]) -> list[tuple[Step, str]]:
+        """The next steps; returns those that were skipped, as in `skips`."""
+        skips = []
         for step in steps:
             self.courses.setdefault(step.optimizer, Course()).take(step)
             self.seconds = step.time
             if step.skipped:
-                self.skips.append(step)
+                skips.append((step, self.spoilt.describe(step.optimizer)))
+            self.spoilt.take(step)
+        self.skips.extend(skips)
+        return skips
 
 
 class Watched:
@@ -130,6 +136,8 @@ class Watched:
     def __init__(self, path: Path) -> None:
         self.follower = Follower(path)
         self.state = State()
+        self.new_skips: list[tuple[Step, str]] = []
+        """Of the steps that `poll` returned last, those that were skipped, as in `State.skips`."""
 
     @property
     def reader(self) -> Reader:
@@ -154,5 +162,5 @@ class Watched:
         steps = self.follower.poll(most=AT_A_TIME)
         if self.follower.restarts != before:
             self.state = State()
-        self.state.take(steps)
+        self.new_skips = self.state.take(steps)
         return steps

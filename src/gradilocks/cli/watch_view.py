@@ -10,7 +10,6 @@ from rich.text import Text
 
 from gradilocks.cli.watch_state import Course, State, Watched
 from gradilocks.report.sparkline import BARS, PLAIN_BARS, sparkline
-from gradilocks.runfile import Step
 from gradilocks.runfile.reading import Reader
 from gradilocks.runfile.words import describe_skip, format_scale
 
@@ -50,12 +49,11 @@ def plain_start(reader: Reader) -> str:
     return f"{_printable(str(reader.path))}: {_command(reader)}"
 
 
-def plain_skips(state: State, new: Iterable[Step]) -> Iterator[str]:
-    """A line for every skip among new steps."""
-    for step in new:
-        if step.skipped:
-            of = f" of optimizer {step.optimizer}" if len(state.courses) > 1 else ""
-            yield f"step {step.step}{of} skipped: {_printable(describe_skip(step))}"
+def plain_skips(watched: Watched) -> Iterator[str]:
+    """A line for every skip among the steps that came last."""
+    for step, spoilt in watched.new_skips:
+        of = f" of optimizer {step.optimizer}" if len(watched.state.courses) > 1 else ""
+        yield f"step {step.step}{of} skipped: {_printable(describe_skip(step, spoilt=spoilt))}"
 
 
 def plain_status(state: State, optimizers: Iterable[int]) -> Iterator[str]:
@@ -216,8 +214,8 @@ def _skips(state: State, height: int) -> list[Text]:
         return []
     shown = list(state.skips)[-max(1, min(SKIPS_SHOWN, height - 12)) :]
     lines = [Text(), Text("last skips" if len(state.skips) > 1 else "last skip", style="bold")]
-    for step in reversed(shown):
-        why = _printable(describe_skip(step))
+    for step, spoilt in reversed(shown):
+        why = _printable(describe_skip(step, spoilt=spoilt))
         of = f" of optimizer {step.optimizer}" if len(state.courses) > 1 else ""
         lines.append(Text(f"  step {step.step:,}{of}  ").append(why, style="yellow"))
     return lines

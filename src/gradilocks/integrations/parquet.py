@@ -12,7 +12,7 @@ from gradilocks.errors import MissingPackage
 __all__ = ["parquet_columns", "write_parquet"]
 
 ROWS_AT_ONCE = 50_000
-_WHOLE = {"step", "optimizer", "nan", "inf"}
+_WHOLE = {"step", "optimizer", "nan", "inf", "finite_gradients"}
 _TEXT = {"reason", "parameter", "finite_after"}
 _TRUTH = {"clipped", "skipped", "loss_nonfinite"}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from gradilocks.errors import MissingPackage
 from gradilocks.runfile import End, Header, OptimizerInfo, Step
+from gradilocks.runfile.bad_steps import SpoiltWeights
 from gradilocks.runfile.words import describe_skip, named_numbers
 
 __all__ = ["TensorBoardSink", "is_ours"]
@@ -69,6 +70,7 @@ class TensorBoardSink:
         self._writer: Any = None
         self._started = self._flushed = 0.0
         self._optimizers: dict[int, OptimizerInfo] = {}
+        self._spoilt = SpoiltWeights()
 
     def open(self, header: Header) -> None:
         """Makes the folder and a new event file in it."""
@@ -99,8 +101,14 @@ class TensorBoardSink:
             self._summaries.Summary.Value(tag=name, simple_value=value)
             for name, value in named_numbers(step, info).items()
         ]
+        before = self._spoilt.describe(step.optimizer)
+        self._spoilt.take(step)
         if step.skipped:
-            values.append(self._text("skips", f"step {step.step}: {describe_skip(step, most=32)}"))
+            values.append(
+                self._text(
+                    "skips", f"step {step.step}: {describe_skip(step, most=32, spoilt=before)}"
+                )
+            )
         self._add(values, at=step.time, step=step.step)
 
     def close(self, end: End | None) -> None:

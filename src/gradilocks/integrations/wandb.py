@@ -9,6 +9,7 @@ from typing import Any
 
 from gradilocks.errors import MissingPackage
 from gradilocks.runfile import End, Header, OptimizerInfo, Step
+from gradilocks.runfile.bad_steps import SpoiltWeights
 from gradilocks.runfile.words import describe_skip, named_numbers
 
 __all__ = ["WandbSink"]
@@ -54,6 +55,7 @@ class WandbSink:
         self._run: Any = None
         self._begun_here = False
         self._optimizers: dict[int, OptimizerInfo] = {}
+        self._spoilt = SpoiltWeights()
 
     def open(self, header: Header) -> None:
         """Joins the active run, or begins one; its configuration tells what the header does."""
@@ -78,8 +80,10 @@ class WandbSink:
         info = self._optimizers.get(step.optimizer) if self.detail else None
         numbers: dict[str, Any] = {"step": step.step, "time": step.time}
         numbers |= named_numbers(step, info)
+        before = self._spoilt.describe(step.optimizer)
+        self._spoilt.take(step)
         if step.skipped:
-            numbers["why_skipped"] = describe_skip(step, most=32)
+            numbers["why_skipped"] = describe_skip(step, most=32, spoilt=before)
         self._run.log({f"gradilocks/{name}": value for name, value in numbers.items()})
 
     def close(self, end: End | None) -> None:

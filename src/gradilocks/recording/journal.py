@@ -151,7 +151,10 @@ class Journal(NoJournal):
         every = list(every_parameter(self._optimizers))
         order = self._names.in_backward_order([weakref.ref(p) for p in every])
         named = {every[place]: name for place, name in reversed(order)}
-        self._indices = [self.recorder.add_optimizer(o, names=named) for o in self._optimizers]
+        ordered = self._names.knows_all(every)
+        self._indices = [
+            self.recorder.add_optimizer(o, names=named, ordered=ordered) for o in self._optimizers
+        ]
         self._counts = self._count()
 
     def _count(self) -> list[int]:

@@ -21,13 +21,14 @@ from typing import Any
 
 from torch import Tensor
 
+from gradilocks.gradients import every_parameter
 from gradilocks.own_step import weakly
 from gradilocks.recording.batch import Batch, Held, Underway
 from gradilocks.recording.ending import closed_at_exit, how_it_ended, refuse_capture
 from gradilocks.recording.environment import command_here, hardware_here, rank_here, versions_here
 from gradilocks.recording.file import EXISTS, RunFile, Unwritable
 from gradilocks.recording.given import check_every, check_seconds, first_line, warn
-from gradilocks.recording.roster import info_of, is_ordered, order_of
+from gradilocks.recording.roster import info_of, is_whole, order_of
 from gradilocks.recording.rows import Known, step_of
 from gradilocks.recording.sample import Sample
 from gradilocks.recording.sinks import Sinks
@@ -175,13 +176,21 @@ class Recorder:
         with self._working(), contextlib.suppress(OSError):
             self._file.begin_again(first_line(self._header))
 
-    def add_optimizer(self, optimizer: Any, *, names: Mapping[Tensor, str] | None = None) -> int:
+    def add_optimizer(
+        self,
+        optimizer: Any,
+        *,
+        names: Mapping[Tensor, str] | None = None,
+        ordered: bool = True,
+    ) -> int:
         """Takes an optimizer in, before its first step; again if its parameters have changed.
 
         Args:
             optimizer: any object with `param_groups`.
             names: its parameters' names, in the model's order. Those that it lacks are named as
-                the optimizer names them.
+                the optimizer names them, and then the order is not known.
+            ordered: False if `names` has them in another order than the model's. Without the order
+                several bad gradients do not tell where the first of them arose.
 
         Returns:
             The index by which `step` knows it.
@@ -194,13 +203,15 @@ class Recorder:
         if index < len(self._known) and self._known[index].info == info:
             return index
         done = self._steps_before.get(index, 0) if self.recording else 0
-        order, ordered = order_of(optimizer, names), is_ordered(optimizer, names)
+        order = order_of(optimizer, names)
+        ordered = ordered and all(p in (names or {}) for p in every_parameter((optimizer,)))
+        whole = is_whole(optimizer)
         if index < len(self._known):
             done = self._known[index].steps
             self.flush()  # Steps on their way are of the parameters as they were.
-            self._known[index] = Known(info, order, ordered, steps=done)
+            self._known[index] = Known(info, order, ordered, whole, steps=done)
         else:
-            self._known.append(Known(info, order, ordered, steps=done))
+            self._known.append(Known(info, order, ordered, whole, steps=done))
         if self.recording:
             with self._working():
                 self._write([optimizer_line(info)], ())

@@ -12,7 +12,7 @@ from gradilocks.gradients import Names, every_parameter
 from gradilocks.ranks import is_distributed
 from gradilocks.runfile import OptimizerInfo
 
-__all__ = ["info_of", "is_ordered", "order_of"]
+__all__ = ["info_of", "is_whole", "order_of"]
 
 
 def info_of(optimizer: Any, *, index: int, names: Mapping[Tensor, str] | None) -> OptimizerInfo:
@@ -40,18 +40,6 @@ def order_of(optimizer: Any, names: Mapping[Tensor, str] | None) -> list[int]:
     return [place for _, place in sorted(ranked, reverse=True)]
 
 
-def is_ordered(optimizer: Any, names: Mapping[Tensor, str] | None) -> bool:
-    """Whether that order, and what this process sees of each gradient, tell where one turned bad.
-
-    They do not where parameter groups alone give the order (weights of all layers in one, biases in
-    the other), nor where a gradient is spread over ranks, each of which sees its own part.
-    """
-    params = list(every_parameter((optimizer,)))
-    if any(is_distributed(param) for param in params):
-        return False
-    if len(optimizer.param_groups) == 1:
-        return True
-    given, own = names or {}, Names(None, (optimizer,)).of(params)
-    return any(
-        not given.get(param, name).endswith(name) for param, name in zip(params, own, strict=True)
-    )
+def is_whole(optimizer: Any) -> bool:
+    """Whether this process sees each gradient whole: not where they are spread over ranks."""
+    return not any(is_distributed(param) for param in every_parameter((optimizer,)))

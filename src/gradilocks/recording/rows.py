@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gradilocks.recording.batch import Held
 from gradilocks.runfile import Culprit, Detail, OptimizerInfo, Step
@@ -20,7 +21,9 @@ class Known:
     backward: list[int]
     """The places of its parameters in backward order."""
     ordered: bool = True
-    """Whether that order, and what is seen here of each gradient, tell where one turned bad."""
+    """Whether that is the order of a model, and not of the optimizer's list alone."""
+    whole: bool = True
+    """Whether this process sees each gradient whole."""
     steps: int = 0
     """How many steps it has handed over, in earlier sessions too."""
 
@@ -50,7 +53,7 @@ def step_of(held: Held, known: Known) -> Step:
         inf=sum(inf),
         detail=_detail(held, known, places) if held.detail else None,
         loss_nonfinite=numbers["loss"] is not None and not math.isfinite(numbers["loss"]),
-        finite_after=_finite_after(known, places, nan, inf),
+        **_finite_ones(known, places, nan, inf),
     )
 
 
@@ -68,20 +71,20 @@ def _culprits(
     return tuple(found[place] for place in known.backward if place in found)
 
 
-def _finite_after(
+def _finite_ones(
     known: Known, places: Sequence[int], nan: list[int], inf: list[int]
-) -> str | None:
-    """The last finite gradient that backward made before the first bad one: '' if there is none."""
-    if not known.ordered or not (any(nan) or any(inf)):
-        return None
+) -> dict[str, Any]:
+    """`finite_gradients` and `finite_after` of a step, where they tell something."""
+    if not known.whole or not (any(nan) or any(inf)):
+        return {}
     bad = {place: bool(nan[k] or inf[k]) for k, place in enumerate(places)}
-    name = ""
-    for place in known.backward:
-        if bad.get(place):
-            break
-        if place in bad and place < len(known.info.names):
-            name = known.info.names[place]
-    return name
+    found: dict[str, Any] = {"finite_gradients": len(bad) - sum(bad.values())}
+    order = [place for place in known.backward if place in bad]
+    first = next((k for k, place in enumerate(order) if bad[place]), 0)
+    in_a_row = sum(bad.values()) == 1 or all(bad[place] for place in order[first:])
+    if known.ordered and in_a_row and first and len(order) == len(bad):
+        found["finite_after"] = known.info.names[order[first - 1]]
+    return found
 
 
 def _detail(held: Held, known: Known, places: Sequence[int]) -> Detail:

@@ -1,8 +1,8 @@
 """Skipped steps → lines in the log: who overflowed, and where the scale went. Not too many.
 
 The first five skips are told in full, as they come. After that there is at most one line a minute,
-which says how many it stands for. The first step that was taken with NaN or Inf is told too, once
-for each optimizer: whatever follows it comes from weights that it has spoilt.
+which says how many it stands for. The first step that was taken with NaN or Inf is told too:
+whatever follows it comes from weights that it has spoilt, until a step is well again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from gradilocks.runfile import Step
+from gradilocks.runfile.bad_steps import SpoiltWeights, has_bad_gradients
 from gradilocks.runfile.words import describe_bad
 
 __all__ = ["SkipLog"]
@@ -30,8 +31,10 @@ class SkipLog:
         self._untold = 0
         self._last: tuple[float, int] = (0.0, 0)  # When, and at which step, it last spoke.
         self._group: list[Step] = []
-        self._waiting: dict[int, list[Step]] = {}  # By optimizer: the next scale is not known.
-        self._spoilt: dict[int, int] = {}  # By optimizer: the step that went into the weights.
+        # By optimizer: a skip whose next scale is not known, and what had spoilt weights before it.
+        self._waiting: dict[int, tuple[list[Step], str]] = {}
+        self._spoilt = SpoiltWeights()
+        self._told_taken = 0
 
     def take(self, step: Step, *, next_scale: float | None, more: bool) -> None:
         """A step has arrived.
@@ -43,24 +46,28 @@ class SkipLog:
         """
         before = self._waiting.pop(step.optimizer, None)
         if before is not None:
-            self._tell(before, step.scale)
-        if step.nan + step.inf and not step.skipped and step.optimizer not in self._spoilt:
-            self._spoilt[step.optimizer] = step.step
-            _logger.warning("%s", describe_taken(step))
+            self._tell(*before, step.scale)
+        was_spoilt = self._spoilt.of(step.optimizer)
+        self._spoilt.take(step)
+        if has_bad_gradients(step) and not step.skipped and was_spoilt is None:
+            self._told_taken += 1
+            if self._told_taken <= IN_FULL:
+                _logger.warning("%s", describe_taken(step))
         if step.skipped:
             self._group.append(step)
         if more or not self._group:
             return
         group, self._group = self._group, []
+        spoilt = self._spoilt.describe(group[0].optimizer)
         if next_scale is None:
-            self._waiting[group[-1].optimizer] = group
+            self._waiting[group[-1].optimizer] = group, spoilt
         else:
-            self._tell(group, next_scale)
+            self._tell(group, spoilt, next_scale)
 
     def settle(self) -> None:
         """Tells of those whose next scale nobody has told yet."""
-        for group in self._waiting.values():
-            self._tell(group, None)
+        for group, spoilt in self._waiting.values():
+            self._tell(group, spoilt, None)
         self._waiting.clear()
 
     def close(self) -> None:
@@ -75,12 +82,12 @@ class SkipLog:
             )
             self._untold = 0
 
-    def _tell(self, group: Sequence[Step], next_scale: float | None) -> None:
+    def _tell(self, group: Sequence[Step], spoilt: str, next_scale: float | None) -> None:
         now = self._clock()
         if self._told >= IN_FULL and now - self._last[0] < PAUSE:
             self._untold += 1
             return
-        line = describe(group, next_scale, spoilt=self._spoilt.get(group[0].optimizer))
+        line = describe(group, next_scale, spoilt=spoilt)
         if self._untold:
             line += f" (and {self._untold} more since step {self._last[1]})"
         self._told, self._untold = self._told + 1, 0
@@ -88,19 +95,17 @@ class SkipLog:
         _logger.warning("%s", line)
 
 
-def describe(group: Sequence[Step], next_scale: float | None, *, spoilt: int | None = None) -> str:
+def describe(group: Sequence[Step], next_scale: float | None, *, spoilt: str = "") -> str:
     """A skip in one line; `group` is one step of each optimizer that shared the decision.
 
     Args:
         group: the steps.
         next_scale: the scale after them; None if it is not known.
-        spoilt: the step that had put NaN or Inf into the weights before; None if none had.
+        spoilt: that weights were spoilt before, as `SpoiltWeights.describe` has it.
     """
     first = group[0]
     of = f" of optimizer {first.optimizer}" if len(group) == 1 and first.optimizer else ""
-    why = _why(group)
-    if spoilt is not None and first.reason != "rejected":
-        why = f"NaN or Inf, and the weights are spoilt since step {spoilt} already"
+    why = spoilt if spoilt and first.reason != "rejected" else _why(group)
     return f"step {first.step}{of} skipped: {why}{_scale(first.scale, next_scale)}"
 
 
@@ -108,8 +113,10 @@ def describe_taken(step: Step) -> str:
     """A step that was taken with NaN or Inf, in one line."""
     of = f" of optimizer {step.optimizer}" if step.optimizer else ""
     what = describe_bad(step) or "NaN or Inf in the gradients"
+    latest = "" if step.loss is not None else ", at the latest"  # Or by a step before.
     return (
         f"step {step.step}{of} taken though not finite: {what}; the weights are spoilt from here on"
+        f"{latest}"
     )
 
 
@@ -128,12 +135,17 @@ def _why(group: Sequence[Step]) -> str:
             "no NaN or Inf in a gradient that is here: it is on another rank, or finite gradients "
             "overflow when they are unscaled"
         )
-    # Their parameters together, in the order of the optimizers.
+    if len(bad) == 1:
+        return describe_bad(bad[0])
+    # Their parameters together: which of the optimizers comes first in backward is not known.
+    finite = [step.finite_gradients for step in group]
     together = bad[0]._replace(
         culprits=tuple(culprit for step in bad for culprit in step.culprits),
         nan=sum(step.nan for step in bad),
         inf=sum(step.inf for step in bad),
         loss_nonfinite=any(step.loss_nonfinite for step in bad),
+        finite_gradients=0 if finite == [0] * len(group) else None,
+        finite_after=None,
     )
     return describe_bad(together)
 

@@ -45,14 +45,14 @@ def where_it_arose(track: Track, places: Sequence[int]) -> str:
     if kinds["forward"] == len(found):
         whose = FORWARD_OR_LOSS if track.found.isdisjoint(asked) else "see what the trace found"
         return (
-            "The loss itself was NaN or Inf, so the gradients, which all follow from it, name "
-            f"nobody: {whose}. "
+            "The loss itself was NaN or Inf, so the gradients do not tell where that arose: "
+            f"{whose}. "
         )
     each = " each time" if len(found) > 1 else ""
     if kinds["backward"] == len(found):
         return (
-            f"The loss was finite and the first gradient that backward makes was not{each}: likely "
-            "it arose in the backward of the loss or of the last layer. "
+            f"The loss was finite and none of the gradients was{each}: likely it arose before "
+            "backward reached these parameters, in the loss or in a layer behind them. "
         )
     if not kinds["parameter"]:
         return "The gradients do not tell where it arose. "
@@ -83,7 +83,8 @@ def _by_name(found: Sequence[Origin]) -> str:
     if len(names) == 1 and len(named) == 1 and named[0].after:
         return (
             f"Likely it arose in backward at {clean(first)}, or between it and "
-            f"{clean(named[0].after)}, the next whose gradient is finite.{unclear} "
+            f"{clean(named[0].after)}, the next whose gradient is finite, if layers run in the "
+            f"order in which they are defined.{unclear} "
         )
     if len(names) == 1:
         each = " each time" if len(named) > 1 and not rest else ""
@@ -96,8 +97,8 @@ def _by_name(found: Sequence[Origin]) -> str:
 
 
 def _origins(track: Track, places: Sequence[int]) -> list[Origin]:
-    lost, many = set(track.lost), len(track.optimizer.names)
+    lost = set(track.lost)
     return [
-        origin_of(track.steps[place], lost=place in lost, parameters=many)
+        origin_of(track.steps[place], lost=place in lost, others=track.others.get(place, ()))
         for place in fresh(track, places)
     ]

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from gradilocks.report.thinning import buckets, extremes, turns
 from gradilocks.report.tracks import Tensor, Track
-from gradilocks.report.words import clean, listed, shortened
+from gradilocks.report.words import clean, shortened
+from gradilocks.runfile.bad_steps import Spoilt
+from gradilocks.runfile.words import describe_bad
 
 __all__ = [
     "Heat",
@@ -104,19 +106,30 @@ def skip_marks(track: Track) -> Marks | None:
     x: list[int] = []
     y: list[Number] = []
     words = []
-    lost = set(track.lost)
+    lost, spoilers = set(track.lost), track.spoilers
     for group in groups:
         place = track.skipped[group.start]
-        step = track.steps[place]
-        names = [shortened(culprit.name, LONGEST_NAME) for culprit in step.culprits]
-        why = "rejected by the clip policy" if step.reason == "rejected" else "NaN or Inf"
-        if place in lost:  # The gradients all follow from it.
-            why, names = "the loss itself was NaN or Inf", []
+        why = _why_skipped(track, place, lost=place in lost, spoiler=spoilers.get(place))
         also = f", and {len(group) - 1:,} more until the next mark" if len(group) > 1 else ""
         x.append(track.at[place])
         y.append(_rounded(track.scale[place], 6))
-        words.append(f"{why}{' in ' + listed(names, most=2) if names else ''}{also}")
+        words.append(f"{why}{also}")
     return Marks(x, y, words, len(track.skipped) if len(groups) < len(track.skipped) else 0)
+
+
+def _why_skipped(track: Track, place: int, *, lost: bool, spoiler: int | None) -> str:
+    step = track.steps[place]
+    if step.reason == "rejected":
+        return "rejected by the clip policy"
+    if spoiler is not None:
+        by = track.steps[spoiler]
+        return f"NaN or Inf, and the weights are spoilt {Spoilt(by.step, by.loss is not None)}"
+    if track.aftermath[place]:
+        return "NaN or Inf, and another optimizer's weights are spoilt"
+    short = [c._replace(name=shortened(clean(c.name), LONGEST_NAME)) for c in step.culprits]
+    others = track.others.get(place, ())
+    shown = step._replace(culprits=tuple(short))
+    return describe_bad(shown, most=2, lost=lost, others=others) or "NaN or Inf"
 
 
 def clipped_share(track: Track) -> Line | None:

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from gradilocks.report.lost import lost_for_good, lost_places
+from gradilocks.report.lost import lost_places
 from gradilocks.report.tracks import aftermath_of
 from gradilocks.runfile import Run, Step
 from gradilocks.runfile.bad_steps import BadSteps
-from gradilocks.runfile.origins import origin_of
+from gradilocks.runfile.origins import beside, origin_of
 
 __all__ = ["Loss", "Spread", "Summary", "quantile", "seconds_of", "summarize"]
 
@@ -116,7 +116,7 @@ def summarize(run: Run) -> Summary:
         culprits=dict(culprits.most_common()),
         clipped=clipped,
         clip_rate=clipped / taken if taken else None,
-        losses=_losses(steps),
+        losses=_losses(steps, bad),
         likely=dict(_likely(run).most_common()),
         bad_endings={
             index: each.ending for index, each in sorted(bad.items()) if each.ending is not None
@@ -159,32 +159,27 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 def _likely(run: Run) -> Counter[str]:
     """Where the NaN or Inf of skipped steps likely arose, if nothing had spoilt weights before."""
-    sizes = {info.index: len(info.names) for info in run.optimizers}
     return Counter(
         origin.name
-        for step, mark in zip(run.steps, aftermath_of(run), strict=True)
+        for step, mark, group in zip(run.steps, aftermath_of(run), beside(run.steps), strict=True)
         if step.skipped
         and step.culprits
         and not mark
-        and (origin := origin_of(step, parameters=sizes.get(step.optimizer, 0))).name
+        and (origin := origin_of(step, others=[each for each in group if each is not step])).name
     )
 
 
-def _losses(steps: Sequence[Step]) -> dict[int, Loss]:
+def _losses(steps: Sequence[Step], bad: Mapping[int, BadSteps]) -> dict[int, Loss]:
     by_index: dict[int, list[Step]] = {}
     for step in steps:
         by_index.setdefault(step.optimizer, []).append(step)
-    made = {index: _loss(by_index[index]) for index in sorted(by_index)}
+    made = {index: _loss(by_index[index], bad[index]) for index in sorted(by_index)}
     return {index: loss for index, loss in made.items() if loss is not None}
 
 
-def _loss(steps: Sequence[Step]) -> Loss | None:
+def _loss(steps: Sequence[Step], bad: BadSteps) -> Loss | None:
     known = [(step.loss, step.step) for step in steps if step.loss is not None]
-    column = [math.nan if step.loss is None else step.loss for step in steps]
-    told = [step.loss_nonfinite for step in steps]
-    bad = [i for i, step in enumerate(steps) if step.nan + step.inf > 0]
-    lost = lost_places(column, bad, told)
-    since = lost_for_good(column, lost, told, {i for i in bad if not steps[i].skipped})
+    lost = lost_places(steps, bad)
     if not known and not lost:
         return None
     window = max(1, min(50, len(known) // 10))
@@ -199,7 +194,7 @@ def _loss(steps: Sequence[Step]) -> Loss | None:
         least=least,
         least_at=least_at,
         nonfinite=len(lost),
-        nonfinite_since=None if since is None else steps[since].step,
+        nonfinite_since=bad.lost_since,
     )
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
 from gradilocks.errors import BadRunFile
-from gradilocks.report.lost import lost_for_good, lost_places
+from gradilocks.report.lost import lost_places
 from gradilocks.runfile import OptimizerInfo, Run, Step, Trace
-from gradilocks.runfile.bad_steps import ended_badly
+from gradilocks.runfile.bad_steps import BadSteps, SpoiltWeights
+from gradilocks.runfile.origins import beside
 
 __all__ = ["ANOTHERS", "OWN", "Tensor", "Track", "aftermath_of", "came_late", "tracks"]
 
@@ -82,8 +83,11 @@ class Track:
     """Places of the steps with detail."""
     tensors: Sequence[Tensor]
     aftermath: bytes
-    """0 for a step before which, in its session, no NaN or Inf went into any weights; else `OWN` or
-    `ANOTHERS`: what is bad at such a step may come from there."""
+    """0 for a step before which no NaN or Inf was in any weights by an earlier step of its session;
+    else `OWN` or `ANOTHERS`: what is bad at such a step may come from there."""
+    others: Mapping[int, Sequence[Step]]
+    """By the place of a step with NaN or Inf: the steps of other optimizers after the same backward
+    pass; none where there are none."""
     traced: bool
     """Whether `gradilocks.trace` was to find the module."""
     found: Set[int]
@@ -107,7 +111,7 @@ class Track:
     @cached_property
     def lost(self) -> Sequence[int]:
         """Places of the steps whose loss was itself NaN or Inf."""
-        return lost_places(self.loss, self.nonfinite, self._told)
+        return lost_places(self.steps, self._bad)
 
     @cached_property
     def taken(self) -> Sequence[int]:
@@ -116,38 +120,34 @@ class Track:
 
     def spoilt_by(self, place: int) -> int | None:
         """The step that put NaN or Inf into the weights before a place, or first after it."""
-        if self.aftermath[place] != OWN:
-            return next((taken for taken in self.taken if taken >= place), None)
-        while self.aftermath[place] == OWN:
-            place -= 1
-        return place
+        before = self.spoilers.get(place)
+        return next((i for i in self.taken if i >= place), None) if before is None else before
+
+    @cached_property
+    def spoilers(self) -> Mapping[int, int]:
+        """By the place of a step with `OWN` aftermath: the step that put NaN or Inf there."""
+        found: dict[int, int] = {}
+        for place, mark in enumerate(self.aftermath):
+            if mark == OWN:
+                found[place] = found.get(place - 1, place - 1)
+        return found
 
     @cached_property
     def lost_since(self) -> int | None:
         """The place from which on the loss was never finite again; None if it ended well."""
-        return lost_for_good(self.loss, self.lost, self._told, set(self.taken))
+        return self._bad.lost_from
 
     @cached_property
     def ending(self) -> str | None:
         """How the run ended in NaN or Inf, in words; None if it did not."""
-        bad, since = {*self.nonfinite, *self.lost}, len(self.steps)
-        while since and since - 1 in bad:
-            since -= 1
-        if since == len(self.steps):
-            return None
-        spoilt = next((place for place in self.taken if place >= since), None)
-        places = (since, self.lost_since, spoilt)
-        numbers = [None if place is None else self.steps[place].step for place in places]
-        return ended_badly(
-            last=self.steps[-1].step,
-            bad_since=numbers[0],
-            lost_since=numbers[1],
-            spoilt_since=numbers[2],
-        )
+        return self._bad.ending
 
     @cached_property
-    def _told(self) -> Sequence[bool | None]:
-        return [step.loss_nonfinite for step in self.steps]
+    def _bad(self) -> BadSteps:
+        bad = BadSteps()
+        for step in self.steps:
+            bad.take(step)
+        return bad
 
     @cached_property
     def _rows(self) -> dict[int, int]:
@@ -164,8 +164,13 @@ def tracks(run: Run) -> list[Track]:
     known = {info.index: info for info in run.optimizers}
     try:
         marks: dict[int, bytearray] = {}
-        for step, mark in zip(run.steps, aftermath_of(run), strict=True):
-            by_index.setdefault(step.optimizer, []).append(step)
+        others: dict[int, dict[int, Sequence[Step]]] = {}
+        for step, mark, group in zip(run.steps, aftermath_of(run), beside(run.steps), strict=True):
+            mine = by_index.setdefault(step.optimizer, [])
+            if len(group) > 1 and step.nan + step.inf > 0:
+                rest = [each for each in group if each is not step]
+                others.setdefault(step.optimizer, {})[len(mine)] = rest
+            mine.append(step)
             marks.setdefault(step.optimizer, bytearray()).append(mark)
         traced = bool(run.header.settings.get("trace")) or bool(run.traces)
         in_time = [
@@ -179,6 +184,7 @@ def tracks(run: Run) -> list[Track]:
                 by_index[index],
                 several=len(by_index) > 1,
                 aftermath=bytes(marks[index]),
+                others=others.get(index, {}),
                 traced=traced,
                 found=frozenset(_place_at(by_index[index], time) for time in in_time),
             )
@@ -201,13 +207,16 @@ def came_late(run: Run, trace: Trace) -> bool:
     """Whether NaN or Inf was in the weights before a traced step, as far as the file tells."""
     if trace.damaged or "was damaged before this step" in trace.text:
         return True
-    spoilt, begins = False, set(run.begins)
+    if trace.damaged is not None:  # It looked.
+        return False
+    spoilt, begins = SpoiltWeights(), set(run.begins)
     for place, step in enumerate(run.steps):
         if step.time > trace.time:
             break
-        spoilt = spoilt and place not in begins
-        spoilt = spoilt or (step.nan + step.inf > 0 and not step.skipped)
-    return spoilt
+        if place in begins:
+            spoilt.forget()
+        spoilt.take(step)
+    return bool(spoilt)
 
 
 def _place_at(steps: Sequence[Step], time: float) -> int:
@@ -217,14 +226,13 @@ def _place_at(steps: Sequence[Step], time: float) -> int:
 
 def aftermath_of(run: Run) -> Iterator[int]:
     """For each step of a run: `Track.aftermath`. A session that is resumed begins anew."""
-    spoilt: set[int] = set()
+    spoilt = SpoiltWeights()
     begins = set(run.begins)
     for place, step in enumerate(run.steps):
         if place in begins:
-            spoilt = set()
-        yield OWN if step.optimizer in spoilt else ANOTHERS if spoilt else 0
-        if step.nan + step.inf > 0 and not step.skipped:
-            spoilt.add(step.optimizer)
+            spoilt.forget()
+        yield 0 if not spoilt else ANOTHERS if spoilt.of(step.optimizer) is None else OWN
+        spoilt.take(step)
 
 
 def _track(
@@ -233,6 +241,7 @@ def _track(
     *,
     several: bool,
     aftermath: bytes,
+    others: Mapping[int, Sequence[Step]],
     traced: bool,
     found: Set[int],
 ) -> Track:
@@ -257,6 +266,7 @@ def _track(
         detailed=detailed,
         tensors=_tensors(info, [steps[place] for place in detailed]),
         aftermath=aftermath,
+        others=others,
         traced=traced,
         found=found,
     )

@@ -1,19 +1,22 @@
 """A step with NaN or Inf enters; what its own record shows of where they arose leaves. Pure.
 
 Backward carries a NaN to every layer before the one where it arose, so the culprit that stands last
-in the model is nearest to that place. That holds only if the loss was finite: one that was not
-makes all gradients bad, wherever in forward it turned so. And it holds for the first bad step
-alone: once such a step has gone into the weights, all that follows comes from them.
+in the model is nearest to that place. That is said only if the loss was finite: one that was not
+may make any gradient bad, wherever in forward it turned so. Only if the gradients are bad from that
+culprit back to the first layer and finite behind it, else the model runs in another order than it
+is defined in. And only of the first bad step: once such a step has gone into the weights, all that
+follows comes from them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from gradilocks.runfile.bad_steps import has_bad_gradients
 from gradilocks.runfile.records import Step
-from gradilocks.runfile.writing import MOST_CULPRITS
 
-__all__ = ["FORWARD_OR_LOSS", "Origin", "is_bad", "origin_of"]
+__all__ = ["FORWARD_OR_LOSS", "Origin", "beside", "is_bad", "origin_of"]
 
 FORWARD_OR_LOSS = "forward or loss, module unknown"
 
@@ -24,41 +27,56 @@ class Origin(NamedTuple):
     where: Literal["forward", "backward", "parameter", "unknown"]
     """'forward': before backward began, in forward or the loss. 'parameter': likely in backward, at
     `name` or between it and `after`. 'backward': likely in backward, before it reached any
-    parameter or at the first. 'unknown': nothing tells."""
+    parameter of the optimizer. 'unknown': nothing tells."""
     name: str = ""
     after: str = ""
-    """The next parameter whose gradient is finite; '' if it is not known."""
+    """The next parameter whose gradient is finite; '' if there is none, or it is not known."""
 
 
 def is_bad(step: Step) -> bool:
     """Whether a step had NaN or Inf, in its gradients or in its loss."""
-    return step.nan + step.inf > 0 or bool(step.loss_nonfinite)
+    return has_bad_gradients(step) or bool(step.loss_nonfinite)
 
 
-def origin_of(step: Step, *, lost: bool = False, parameters: int = 0) -> Origin:
+def origin_of(step: Step, *, lost: bool = False, others: Iterable[Step] = ()) -> Origin:
     """Says where the NaN or Inf of a step arose, if the weights were good before it.
 
     Args:
         step: the step.
         lost: whether its loss was NaN or Inf by what the rest of its run shows; for older files,
             which do not say so themselves.
-        parameters: how many its optimizer has; for older files too.
+        others: the steps of other optimizers after the same backward pass.
     """
     if step.loss_nonfinite or (lost and step.loss is None):
         return Origin("forward")
-    if not step.culprits:
+    if step.loss is None or not step.culprits or step.finite_gradients is None:
         return Origin("unknown")
-    first, after = step.culprits[0].name, step.finite_after
-    if after is None and step.loss_nonfinite is not None:
-        return Origin("unknown")  # The order of the parameters tells nothing.
-    if after is None:  # An older file: some of the gradients were bad, or all, or the loss.
-        some = step.loss is not None and len(step.culprits) < min(parameters, MOST_CULPRITS)
-        return Origin("parameter", first) if some else _at_the_end(step)
-    return Origin("parameter", first, after) if after else _at_the_end(step)
+    if step.finite_gradients == 0:
+        # In the order of layers, those of another optimizer may lie behind.
+        every = all(other.culprits and other.finite_gradients == 0 for other in others)
+        return Origin("backward") if every else Origin("unknown")
+    if any(map(has_bad_gradients, others)):
+        return Origin("unknown")
+    if len(step.culprits) == 1 or step.finite_after is not None:
+        return Origin("parameter", step.culprits[0].name, step.finite_after or "")
+    return Origin("unknown")
 
 
-def _at_the_end(step: Step) -> Origin:
-    """Not even the first gradient that backward makes was finite."""
-    if step.loss is None:
-        return Origin("unknown")
-    return Origin("backward")
+def beside(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
+    """For each step of a run: the steps, it too, of all optimizers after the same backward pass.
+
+    They follow each other, and their loss is one.
+    """
+    group: list[Step] = []
+    for step in steps:
+        if group and not _together(group, step):
+            yield from [group] * len(group)
+            group = []
+        group.append(step)
+    yield from [group] * len(group)
+
+
+def _together(group: Sequence[Step], step: Step) -> bool:
+    first = group[0]
+    alike = first.loss == step.loss and first.loss_nonfinite == step.loss_nonfinite
+    return alike and all(each.optimizer != step.optimizer for each in group)

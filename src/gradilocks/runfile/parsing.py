@@ -103,7 +103,7 @@ FIELDS: Mapping[str, Mapping[str, _Types]] = {
 }
 # What a line may have; older files do not.
 OPTIONAL: Mapping[str, Mapping[str, _Types]] = {
-    "step": {"loss_nonfinite": _BOOL, "finite_after": _STR},
+    "step": {"loss_nonfinite": _BOOL, "finite_gradients": _INT, "finite_after": _STR},
     "trace": {"damaged": _LIST, "where": _STR},
 }
 
@@ -190,7 +190,7 @@ def trace(fields: Fields) -> Trace:
         what=fields["what"],
         inputs=tuple(fields["inputs"]),
         text=fields["text"],
-        damaged=_damaged(fields.get("damaged", [])),
+        damaged=_damaged(fields["damaged"]) if "damaged" in fields else None,
         where=_where(fields),
     )
 

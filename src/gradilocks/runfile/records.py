@@ -82,9 +82,13 @@ class Step(NamedTuple):
     loss_nonfinite: bool | None = None
     """Of a loss that is None: True if it was NaN or Inf, False if nobody knew it; None if the file
     does not say which, as older ones do not."""
+    finite_gradients: int | None = None
+    """Of a step with culprits: how many gradients of its optimizer were finite; None if that is not
+    known, as in older files and where gradients are spread over ranks."""
     finite_after: str | None = None
-    """Of a step with culprits: the parameter that stands next after the first of them in the
-    model's order and whose gradient is finite; '' if there is none; None if it is not known."""
+    """Of a step with culprits, if all gradients from the first of them on are bad in backward
+    order, or it alone: the parameter next after it in the model's order whose gradient is finite.
+    None if there is none, if the order is not known, or if finite and bad ones take turns."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +141,9 @@ class Trace:
     """What went in: 'name', 'shape', 'dtype', 'largest' (None if not finite), 'nan', 'inf'."""
     text: str
     """The finding as a sentence."""
-    damaged: tuple[str, ...] = ()
-    """Parameters or buffers that held NaN or Inf themselves: if there are any, the trace came too
-    late, and no module is the origin."""
+    damaged: tuple[str, ...] | None = ()
+    """Parameters and buffers that held NaN or Inf before the traced step: if there are any, the
+    trace came too late, and no module is the origin. None: the file does not say."""
     where: str = "module"
     """'module': in `module`. 'input': in the data that came into it. 'before': between modules, and
     it came into `module`. 'outside': it came into `module` from outside the model. 'after': in the

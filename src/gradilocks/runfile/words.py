@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from gradilocks.runfile.origins import FORWARD_OR_LOSS
+from gradilocks.runfile.bad_steps import has_bad_gradients
+from gradilocks.runfile.origins import FORWARD_OR_LOSS, origin_of
 from gradilocks.runfile.records import Culprit, OptimizerInfo, Step
+from gradilocks.runfile.writing import MOST_CULPRITS
 
 __all__ = ["describe_bad", "describe_error", "describe_skip", "format_scale", "named_numbers"]
 
@@ -27,33 +30,49 @@ def describe_error(error: BaseException) -> str:
     return name if not lines else f"{name}: {lines[0]}{' …' if len(lines) > 1 else ''}"
 
 
-def describe_bad(step: Step, *, most: int = 1) -> str:
+def describe_bad(
+    step: Step, *, most: int = 1, lost: bool = False, others: Sequence[Step] = ()
+) -> str:
     """Says which gradients of a step were NaN or Inf, naming up to `most`; '' if it does not know.
 
-    Where all of them are, as after a loss that was not finite, a name would pass for the place
-    where it began: none is given.
+    Where they do not tell where it began, a name would pass for that place: none is given.
+
+    Args:
+        step: the step.
+        most: so many parameters are named.
+        lost: whether its loss was NaN or Inf by what the rest of its run shows.
+        others: steps of other optimizers after the same backward pass, as far as they are known.
 
     Example:
         >>> describe_bad(step)  # doctest: +SKIP
         'Inf in blocks.11.attn.qkv.weight (+2 more)'
     """
-    if step.loss_nonfinite:
+    if step.loss_nonfinite or lost:
         return f"the loss itself was NaN or Inf ({FORWARD_OR_LOSS})"
     many = len(step.culprits)
-    if many > 1 and step.finite_after == "":
-        return f"{_kinds(step)} in {many} gradients, from the first that backward makes on"
+    several = many > 1 or (many and any(map(has_bad_gradients, others)))
+    if several and origin_of(step, others=others).where != "parameter":
+        every = "all " if step.finite_gradients == 0 and many != MOST_CULPRITS else ""
+        more = " or more" if many == MOST_CULPRITS else ""
+        return f"{_kinds(step)} in {every}{many}{more} gradient{'s' if many > 1 else ''}"
     named = ", ".join(f"{_kinds(culprit)} in {culprit.name}" for culprit in step.culprits[:most])
     return named if many <= most else f"{named} (+{many - most} more)"
 
 
-def describe_skip(step: Step, *, most: int = 1) -> str:
+def describe_skip(step: Step, *, most: int = 1, spoilt: str = "") -> str:
     """Says why a step was skipped, and names up to `most` culprits.
+
+    Args:
+        step: the step.
+        most: so many culprits are named.
+        spoilt: that weights were spoilt before it, as `SpoiltWeights.describe` has it: then nobody
+            is named.
 
     Example:
         >>> describe_skip(step)  # doctest: +SKIP
         'Inf in blocks.11.attn.qkv.weight (+2 more); scale 2^16'
     """
-    bad = describe_bad(step, most=most)
+    bad = spoilt or describe_bad(step, most=most)
     if bad and step.reason != "rejected":
         why = bad
     elif step.reason == "nonfinite":

@@ -78,8 +78,9 @@ def step_line(step: Step) -> str:
     }
     if fields["loss"] is None and step.loss_nonfinite is not None:
         fields["loss_nonfinite"] = step.loss_nonfinite
-    if step.culprits and step.finite_after is not None:
-        fields["finite_after"] = step.finite_after
+    for name in ("finite_gradients", "finite_after"):
+        if step.culprits and getattr(step, name) is not None:
+            fields[name] = getattr(step, name)
     if step.detail is not None:
         fields["detail"] = _detail(step.detail)
     return _line(fields)
@@ -98,7 +99,7 @@ def trace_line(trace: Trace) -> str:
         "inputs": [dict(entered) for entered in trace.inputs],
         "text": trace.text,
     }
-    if trace.damaged:
+    if trace.damaged is not None:
         fields["damaged"] = list(trace.damaged)
     if trace.where != "module":
         fields["where"] = trace.where

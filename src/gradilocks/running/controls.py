@@ -60,7 +60,13 @@ class _Ours(Journal):
         self._watch.safely(lambda: super(_Ours, self).note_loss(loss, first=first))
 
     def before_step(self, judge: Any, *, unscaled: bool) -> None:
-        self._watch.safely(lambda: super(_Ours, self).before_step(judge, unscaled=unscaled))
+        def begin() -> None:
+            if self._loss is None and not judge.scales:
+                # Not by way of the control: what `loss.backward()` was called on has no scale here.
+                self._loss = self._watch.losses.take()
+            super(_Ours, self).before_step(judge, unscaled=unscaled)
+
+        self._watch.safely(begin)
 
     def after_step(self, record: StepRecord, judge: Any) -> None:
         self._watch.safely(lambda: super(_Ours, self).after_step(record, judge))

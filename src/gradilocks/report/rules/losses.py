@@ -11,6 +11,7 @@ from gradilocks.report.tracks import Track, middle
 from gradilocks.report.values import Finding, Severity
 from gradilocks.report.words import count, number
 
+SOUND = " whose weights are finite"
 # The loss is compared window by window; a median over fewer than this is noise.
 WINDOWS = 20
 SHORTEST = 5
@@ -42,7 +43,8 @@ def _taken(track: Track, places: Sequence[int]) -> Iterator[Finding]:
         return
     first = track.steps[places[0]].step
     # Gradients that were finite all the same have spoilt nothing.
-    spoilt = [track.steps[i].step for i in track.taken]
+    taken = set(track.taken)
+    spoilt = [track.steps[i].step for i in places if i in taken]
     yield Finding(
         "loss-not-finite",
         "problem",
@@ -51,7 +53,7 @@ def _taken(track: Track, places: Sequence[int]) -> Iterator[Finding]:
         else f"The loss was NaN or Inf at {count(len(places), 'step')}",
         f"The first was step {first:,}. "
         + (
-            f"Go back to a checkpoint before step {spoilt[0]:,}."
+            f"Go back to a checkpoint before step {spoilt[0]:,} whose weights are finite."
             if spoilt
             else "The gradients were finite all the same, so the weights are not spoilt by it."
         ),
@@ -95,10 +97,12 @@ def _gone(track: Track, first_gone: int, gone: int) -> Finding:
         told += "weights that training began with. "
         evidence = {"steps": gone}
     if spoilt is not None:
-        first = track.steps[spoilt].step
+        first = track.steps[spoilt]
+        # Where its loss was not finite, a step before it may have put NaN into the weights.
+        latest, sound = ("", "") if first.loss is not None else (" at the latest", SOUND)
         told += (
-            f"NaN or Inf went into the weights at step {first:,}: go back to a checkpoint before "
-            "it. What came after tells nothing more."
+            f"NaN or Inf went into the weights at step {first.step:,}{latest}: go back to a "
+            f"checkpoint before it{sound}. What came after tells nothing more."
         )
     elif all(track.steps[i].skipped for i in here):
         told += (

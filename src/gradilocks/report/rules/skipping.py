@@ -10,6 +10,7 @@ from gradilocks.report.tracks import Track
 from gradilocks.report.values import Finding, Severity
 from gradilocks.report.words import count, listed, percent
 
+SOUND = " whose weights are finite"
 # A dynamic scale starts too high on purpose: at 2^16 it may take sixteen halvings to settle.
 SETTLING = 50
 # torch's rule tries a doubling every 2,000 steps and loses 0.05 %. Twenty times that is a loss.
@@ -124,10 +125,12 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
         else ""
     )
     if again is None:
-        title = f"The weights are spoilt since step {step:,}"
+        # Where its loss was not finite, a step before it may have put NaN into the weights.
+        latest, sound = (
+            ("", "") if track.steps[first].loss is not None else (" at the latest", SOUND)
+        )
+        title = f"The weights are spoilt since step {step:,}{latest}"
         then = "What follows comes from that and tells nothing new. " if places[1:] else ""
-        # A loss that was not finite may have come from weights that were bad before the step.
-        sound = " whose weights are finite" if first in track.lost else ""
         cure = f"Go back to a checkpoint before step {step:,}{sound}. "
     else:
         title = f"{count(len(places), 'step')} taken with NaN or Inf in the gradients"
