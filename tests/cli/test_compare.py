@@ -100,6 +100,19 @@ def test_losses_that_differ_in_the_last_digit_are_shown_apart(tmp_path):
     assert said in run("compare", a, b).stdout
 
 
+def test_a_loss_that_became_nan_differs_and_two_that_did_are_alike(tmp_path):
+    well = [plain_step(1, loss=0.5), plain_step(2, loss=0.25)]
+    lost = [plain_step(1, loss=0.5), plain_step(2, loss=None, loss_nonfinite=True)]
+    a, b = write_run(tmp_path / "a.jsonl", well), write_run(tmp_path / "b.jsonl", lost)
+    c = write_run(tmp_path / "c.jsonl", lost)
+    said = run("compare", a, b).stdout
+    assert "b.jsonl: the losses differ from step 2 on: NaN or Inf, against 0.25 in a.jsonl" in said
+    assert "against NaN or Inf in b.jsonl" in run("compare", b, a).stdout
+    assert (
+        "c.jsonl: the losses equal those of b.jsonl at all 2 shared" in run("compare", b, c).stdout
+    )
+
+
 def test_runs_without_losses_and_runs_without_steps_can_be_compared(tmp_path):
     a = write_run(tmp_path / "a.jsonl", [plain_step(1, loss=None, norm=None, scale=None)])
     b = write_run(tmp_path / "b.jsonl")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from rank_programs import run_all
-from recorded import recorded
+from recorded import NAN, recorded, train
 
 from gradilocks import Recorder, read_run
+from gradilocks.runfile.origins import origin_of
 
 
 def test_other_ranks_record_nothing(tmp_path, monkeypatch):
@@ -41,6 +42,23 @@ def test_all_ranks_write_files_of_their_own_if_asked(tmp_path, monkeypatch):
         "a.rank2.jsonl",
     ]
     assert read_run(tmp_path / "a.rank2.jsonl").header.rank == 2
+
+
+@pytest.mark.parametrize(("ranks", "tells"), [("1", True), ("2", False)])
+def test_a_finite_loss_of_one_rank_of_several_names_no_parameter(
+    tmp_path, monkeypatch, ranks, tells
+):
+    """Another rank's loss may have been NaN: averaged gradients show the same on every rank."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    control, model = recorded(tmp_path / "a.jsonl", steps=2)
+    model[0].weight.register_hook(lambda gradient: gradient * NAN)
+    train(control, model, steps=1, start=3)
+    control.recorder.close()
+    step = read_run(tmp_path / "a.jsonl").steps[-1]
+    assert [culprit.name for culprit in step.culprits] == ["0.weight"]
+    assert (origin_of(step).where == "parameter") == tells
+    assert tells or origin_of(step).where == "unknown"
 
 
 def record_as_a_rank(rank):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from sessions import SCRIPTS, watched, write
 
 from gradilocks import read_run
@@ -194,6 +195,37 @@ for number in range(5):
         15,
         15,
     ]  # All but the last bias.
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+@pytest.mark.parametrize(("limit", "clipped"), [(0.5, True), (100.0, False)])
+def test_a_clip_of_sharded_gradients_is_recorded_as_what_it_did(tmp_path, limit, clipped):
+    """torch's norm is a DTensor there, and reading it would be a collective."""
+    write(
+        tmp_path,
+        "train.py",
+        f"""
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+model = torch.nn.Linear(4, 4)
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), {limit})
+    assert hasattr(norm, "full_tensor")
+    optimizer.step()
+dist.destroy_process_group()
+""",
+    )
+    shown = watched("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert shown.status == 0, shown.err
+    assert [step.clipped for step in read_run(tmp_path / "a.jsonl").steps] == [clipped] * 2
 
 
 def test_a_model_that_is_done_with_is_let_go(tmp_path):

@@ -72,16 +72,21 @@ def _parted(parting: Parting, first: str) -> str:
         return f"no step whose loss both it and {first} know"
     if parting.step is None:
         return f"the losses equal those of {first} at all {parting.shared:,} shared steps"
-    assert parting.first is not None
-    assert parting.other is not None
-    # As many digits as it takes to tell them apart.
-    digits = next(
-        n for n in range(5, 18) if n == 17 or f"{parting.first:.{n}g}" != f"{parting.other:.{n}g}"
-    )
     return (
-        f"the losses differ from step {parting.step:,} on: {parting.other:.{digits}g}, "
-        f"against {parting.first:.{digits}g} in {first}"
+        f"the losses differ from step {parting.step:,} on: "
+        f"{_apart(parting.other, parting.first)}, against {_apart(parting.first, parting.other)} "
+        f"in {first}"
     )
+
+
+def _apart(loss: float | None, other: float | None) -> str:
+    """A loss with as many digits as it takes to tell it from the other."""
+    if loss is None:
+        return "NaN or Inf"
+    if other is None:
+        return f"{loss:.5g}"
+    digits = next(n for n in range(5, 18) if n == 17 or f"{loss:.{n}g}" != f"{other:.{n}g}")
+    return f"{loss:.{digits}g}"
 
 
 def _text(value: Any) -> str:

@@ -102,6 +102,7 @@ class Recorder:
             raise ValueError(f"exists must be one of {', '.join(EXISTS)}, got {exists!r}.")
         self._detail_every = detail_every
         rank, ranks = rank_here()
+        self._alone = ranks == 1
         self.path = Path(path)
         if all_ranks and rank:
             self.path = self.path.with_name(f"{self.path.stem}.rank{rank}{self.path.suffix}")
@@ -205,7 +206,8 @@ class Recorder:
         done = self._steps_before.get(index, 0) if self.recording else 0
         order = order_of(optimizer, names)
         ordered = ordered and all(p in (names or {}) for p in every_parameter((optimizer,)))
-        whole = is_whole(optimizer)
+        # Of several ranks' losses this one sees its own: another's may have made the gradients bad.
+        whole = is_whole(optimizer) and self._alone
         if index < len(self._known):
             done = self._known[index].steps
             self.flush()  # Steps on their way are of the parameters as they were.

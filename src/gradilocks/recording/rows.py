@@ -23,7 +23,7 @@ class Known:
     ordered: bool = True
     """Whether that is the order of a model, and not of the optimizer's list alone."""
     whole: bool = True
-    """Whether this process sees each gradient whole."""
+    """Whether this process sees each gradient whole, and every loss that made it."""
     steps: int = 0
     """How many steps it has handed over, in earlier sessions too."""
 

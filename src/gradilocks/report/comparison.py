@@ -20,12 +20,13 @@ class Parting:
     """Where the losses of a run leave those of the first run."""
 
     shared: int
-    """Steps of which both runs know the loss."""
+    """Steps of which both runs know the loss, NaN and Inf included."""
     step: int | None
     """The first of them at which the losses differ; None if all are equal."""
     first: float | None
-    """The first run's loss there."""
+    """The first run's loss there; None if it was NaN or Inf, or no step differs."""
     other: float | None
+    """This run's, likewise."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,20 @@ def _what_differs(headers: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, ...
     return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
 
 
-def _losses(run: Run) -> dict[tuple[int, int], float]:
+_Losses = dict[tuple[int, int], float | None]
+
+
+def _losses(run: Run) -> _Losses:
+    """By step and optimizer; None for one that was NaN or Inf, and no entry where nobody knew."""
     # A session that went on from a checkpoint repeats steps: the later one counts.
-    return {(step.step, step.optimizer): step.loss for step in run.steps if step.loss is not None}
+    return {
+        (step.step, step.optimizer): step.loss
+        for step in run.steps
+        if step.loss is not None or step.loss_nonfinite
+    }
 
 
-def _parting(first: dict[tuple[int, int], float], other: dict[tuple[int, int], float]) -> Parting:
+def _parting(first: _Losses, other: _Losses) -> Parting:
     shared = sorted(first.keys() & other.keys())
     for key in shared:
         if first[key] != other[key]:

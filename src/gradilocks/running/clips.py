@@ -26,12 +26,28 @@ class Clips:
     def __init__(self) -> None:
         self._by_param: dict[int, _Clip] = {}
 
-    def by_norm(self, params: Iterable[Tensor], *, norm: object, limit: Any, order: float) -> None:
-        """The gradients of `params` together had `norm` and were bounded to `limit`."""
+    def by_norm(
+        self,
+        params: Iterable[Tensor],
+        *,
+        norm: object,
+        limit: Any,
+        order: float,
+        changed: Tensor | bool,
+    ) -> None:
+        """The gradients of `params` together had `norm` and were bounded to `limit`.
+
+        Args:
+            params, norm, limit, order: as the clip had them.
+            changed: whether it changed a gradient, for a norm that cannot be read.
+        """
         value = norm if isinstance(norm, Tensor) else torch.as_tensor(norm, device="cpu")
         value = value.detach()
-        if type(value) not in (Tensor, torch.nn.Parameter):  # A DTensor: its number is elsewhere.
-            clipped: Tensor | bool = False
+        if type(value) not in (
+            Tensor,
+            torch.nn.Parameter,
+        ):  # A DTensor: reading it is a collective.
+            clipped: Tensor | bool = changed
         else:
             clipped = (value > limit).to(torch.float32)
         if not isinstance(limit, Tensor):  # A tensor is left where it is: reading it would wait.

@@ -84,6 +84,14 @@ class Looks:
             for gradient in gradients:
                 self._seen[id(gradient)] = replace(self._seen[id(gradient)], after=after)
 
+    def changed(self, gradients: Sequence[Tensor]) -> Tensor | bool:
+        """Whether a clip has changed one of these gradients, as far as this process holds them."""
+        seen = self._seen.get(id(gradients[0])) if gradients else None
+        if seen is None or seen.after is None:
+            return False
+        before, after = seen.before.norms, seen.after.norms
+        return ((before != after) & torch.logical_not(torch.isnan(before))).any().to(torch.float32)
+
     def largest(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """The largest magnitudes among gradients that were measured before a clip, in detail."""
         return self._seen[id(gradients[0])].before.largest if gradients else None

@@ -341,7 +341,8 @@ class Watch:
     ) -> None:
         """Gradients that together had `norm` were bounded to `limit`."""
         self.looks.clipped(seen or ())
-        self.clips.by_norm(params, norm=norm, limit=limit, order=float(order))
+        changed = self.looks.changed(seen or ())
+        self.clips.by_norm(params, norm=norm, limit=limit, order=float(order), changed=changed)
 
     def after_value_clip(
         self, params: Sequence[Tensor], seen: Sequence[Tensor] | None, *, bound: Any
