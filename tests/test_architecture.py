@@ -9,31 +9,42 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "gradilocks"
 FILES = sorted(SOURCE.rglob("*.py"))
-STAGES = {"scale", "measure", "reduce", "clip", "decide", "update", "record"}
+STAGES = {
+    "scale",
+    "step.measure",
+    "ranks.collective",
+    "clip",
+    "step.decide",
+    "step.update",
+    "step.outcome",
+}
 # Who brings the stages together, and who reads their state into a checkpoint.
 MEETING_PLACES = {
     "control",
-    "judge",
-    "stepping",
-    "express",
+    "step.judge",
+    "step.stepping",
+    "step.express",
     "dropin",
-    "checkpoint",
-    "plain",
+    "state.checkpoint",
+    "state.plain",
     "__init__",
 }
 # Reading a number off a tensor waits for its device. These may: the two named places, and the
 # reference kernels, whose CPU paths have nothing to wait for.
-MAY_READ = {"record.py", "update.py", "kernels/reference.py", "kernels/norms.py"}
-MAY_READ |= {"ranks.py"}  # The ranks of a device mesh lie on the CPU.
-MAY_READ |= {"auditing/counting.py", "auditing/flowing.py"}  # Once, when an audit is over.
+MAY_READ = {"step/outcome.py", "step/update.py", "kernels/reference.py", "kernels/norms.py"}
+MAY_READ |= {"ranks/layout.py"}  # The ranks of a device mesh lie on the CPU.
+MAY_READ |= {"lab/audit/counting.py", "lab/audit/flowing.py"}  # Once, when an audit is over.
 MAY_READ |= {"optim/sgd.py"}  # Asks, for a checkpoint, which buffers have been filled.
-MAY_READ |= {"emulating/recurrent.py"}  # The sizes of a packed sequence lie on the CPU anyway.
+MAY_READ |= {"lab/emulate/recurrent.py"}  # The sizes of a packed sequence lie on the CPU anyway.
 # Nothing else imports Triton, and nothing imports these before a GPU is there.
 TRITON = {
     f"kernels/{name}.py"
     for name in ("adam", "fused", "launch", "launches", "programs", "settling", "sgd")
 }
 READS = {"item", "tolist", "cpu", "numpy"}
+
+
+ROOMS_OF_FILES = {"step", "ranks", "state", "lab"}
 
 
 def _imports(path: Path) -> set[str]:
@@ -47,9 +58,11 @@ def _imports(path: Path) -> set[str]:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue
-        rooms |= {
-            parts[1] for n in names if (parts := n.split("."))[0] == "gradilocks" and parts[1:]
-        }
+        for name in names:
+            root, *parts = name.split(".")
+            if root != "gradilocks" or not parts:
+                continue
+            rooms.add(".".join(parts[:2]) if parts[0] in ROOMS_OF_FILES else parts[0])
     return rooms
 
 
@@ -58,12 +71,13 @@ def _place(path: Path) -> str:
 
 
 def _room(path: Path) -> str:
-    return Path(path.relative_to(SOURCE).parts[0]).stem
+    first, *more = path.relative_to(SOURCE).with_suffix("").parts
+    return f"{first}.{more[0]}" if first in ROOMS_OF_FILES else first
 
 
 @pytest.mark.parametrize("stage", sorted(STAGES))
 def test_a_stage_imports_no_other_stage(stage: str) -> None:
-    files = [path for path in FILES if path.relative_to(SOURCE).parts[0] in (stage, f"{stage}.py")]
+    files = [path for path in FILES if _room(path) == stage]
     assert files
     imported = {room for path in files for room in _imports(path)} & (STAGES - {stage})
     assert not imported, f"{stage}.py imports {imported}; stages meet in control.py and dropin"
@@ -77,7 +91,7 @@ def test_stages_meet_only_in_control_and_dropin() -> None:
 
 
 def test_data_and_kernels_know_nothing_of_stages() -> None:
-    below = [SOURCE / "values.py", SOURCE / "errors.py", SOURCE / "gradients.py"]
+    below = [SOURCE / "values.py", SOURCE / "errors.py", SOURCE / "step" / "gradients.py"]
     for path in [*below, *(SOURCE / "kernels").glob("*.py")]:
         assert not _imports(path) & (STAGES | {"control", "dropin"}), _place(path)
 

@@ -26,23 +26,23 @@ _HOME = {
     "HeadroomScale": "scale",
     "NoClip": "clip",
     "NoScale": "scale",
-    "Outcome": "record",
+    "Outcome": "step.outcome",
     "QuantileClip": "clip",
-    "Recorder": "recording",
+    "Recorder": "record",
     "SkipSpikes": "clip",
     "StaticScale": "scale",
     "ZScoreClip": "clip",
-    "audit": "auditing",
+    "audit": "lab.audit",
     "chain": "clip",
     "clip_grad_norm_": "dropin",
     "clip_grad_value_": "dropin",
     "clip_grads_with_norm_": "dropin",
-    "emulate": "emulating",
+    "emulate": "lab.emulate",
     "errors": "",
     "get_total_norm": "dropin",
     "optim": "",
     "read_run": "runfile",
-    "trace": "tracing",
+    "trace": "lab.trace",
 }
 
 __all__ = [
@@ -95,7 +95,6 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from gradilocks import errors, optim
-    from gradilocks.auditing import audit
     from gradilocks.clip import (
         AdaGC,
         AdaptiveClip,
@@ -117,9 +116,10 @@ if TYPE_CHECKING:
         clip_grads_with_norm_,
         get_total_norm,
     )
-    from gradilocks.emulating import emulate
-    from gradilocks.record import Outcome
-    from gradilocks.recording import Recorder
+    from gradilocks.lab.audit import audit
+    from gradilocks.lab.emulate import emulate
+    from gradilocks.lab.trace import trace
+    from gradilocks.record import Recorder
     from gradilocks.runfile import read_run
     from gradilocks.scale import DynamicScale, HeadroomScale, NoScale, StaticScale
-    from gradilocks.tracing import trace
+    from gradilocks.step.outcome import Outcome

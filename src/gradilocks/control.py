@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks import update
-from gradilocks.arguments import (
+from gradilocks.checks import (
     check_closure,
     check_give_up_after,
     check_loss,
@@ -25,21 +24,22 @@ from gradilocks.arguments import (
 )
 from gradilocks.clip import resolve_clip
 from gradilocks.eager import eager
-from gradilocks.gradients import (
+from gradilocks.kernels import KernelFailed
+from gradilocks.kernels.captured import keeping
+from gradilocks.record import Recorder
+from gradilocks.record.journal import journal_for
+from gradilocks.scale import resolve_scale
+from gradilocks.step import update
+from gradilocks.step.call_order import CallOrder
+from gradilocks.step.gradients import (
     Names,
     every_parameter,
     parameters_of,
 )
-from gradilocks.judge import Judge
-from gradilocks.kernels import KernelFailed
-from gradilocks.kernels.captured import keeping
-from gradilocks.order import CallOrder
-from gradilocks.record import Outcome, fetch
-from gradilocks.recording import Recorder
-from gradilocks.recording.journal import journal_for
-from gradilocks.scale import resolve_scale
-from gradilocks.schedule import Listeners, Scheduler
-from gradilocks.stepping import Stepping
+from gradilocks.step.judge import Judge
+from gradilocks.step.lr_schedule import Listeners, Scheduler
+from gradilocks.step.outcome import Outcome, fetch
+from gradilocks.step.stepping import Stepping
 from gradilocks.values import Decision
 
 __all__ = ["GradientControl"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import gradilocks
-from gradilocks.auditing import Audit
+from gradilocks.lab.audit import Audit
 
 HEAD = """
 import sys

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cli_process import environment
+from tests.cli.cli_process import environment
 
 SERVER = """
 import json, os, sys
@@ -24,7 +24,7 @@ parameter.sum().backward()
 optimizer.step()  # Which imports what an optimizer needs.
 del parameter, optimizer
 from gradilocks.cli import main
-import gradilocks.auditing.watching
+import gradilocks.lab.audit.watching
 import gradilocks.cli.app
 
 for line in sys.stdin:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from audited_scripts import HEAD, LOOP, found_in
-from cli_process import OnATerminal, run
-from forked import Server, serving
 
 import gradilocks
-from gradilocks.auditing import Audit
+from gradilocks.lab.audit import Audit
+from tests.cli.audited_scripts import HEAD, LOOP, found_in
+from tests.cli.cli_process import OnATerminal, run
+from tests.cli.forked import Server, serving
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ for number in range(40):
 
 
 def test_a_failure_of_ours_ends_the_audit_and_says_why(audited, tmp_path):
-    broken = "from gradilocks.auditing.counting import Tally\nTally.add = None\n"
+    broken = "from gradilocks.lab.audit.counting import Tally\nTally.add = None\n"
     done = audited(broken + HEAD + LOOP)
     assert done.returncode == 1
     first, second = done.stderr.splitlines()

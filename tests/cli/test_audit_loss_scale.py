@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from audited_scripts import HEAD, LOOP, found_in
-from forked import Server, serving
+
+from tests.cli.audited_scripts import HEAD, LOOP, found_in
+from tests.cli.forked import Server, serving
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_process import OnATerminal, run
-from run_files import END, FIRST, HEADER, SECOND, plain_step, training, write_run
 
 from gradilocks.cli.compare_view import short_names
 from gradilocks.runfile import End, OptimizerInfo
+from tests.cli.cli_process import OnATerminal, run
+from tests.runfile.run_files import END, FIRST, HEADER, SECOND, plain_step, training, write_run
 
 
 @pytest.fixture

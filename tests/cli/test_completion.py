@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from cli_process import COMMAND, environment, run
-from run_files import write_run
 
 from gradilocks.cli.app import app
 from gradilocks.cli.completion import run_files
+from tests.cli.cli_process import COMMAND, environment, run
+from tests.runfile.run_files import write_run
 
 COMMANDS = [
     command.name or command.callback.__name__.replace("_", "-")

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pandas
 import pytest
-from cli_process import COMMAND, SOURCE, OnATerminal, environment, run
-from run_files import DETAIL, END, STEP, plain_step, training, write_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.cli.cli_process import COMMAND, SOURCE, OnATerminal, environment, run
+from tests.runfile.run_files import DETAIL, END, STEP, plain_step, training, write_run
 
 STEPS = [plain_step(1, loss=None), plain_step(2, detail=DETAIL), STEP]
 

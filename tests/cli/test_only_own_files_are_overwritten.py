@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from cli_process import run
-from run_files import training, write_run
 
 from gradilocks import Recorder, read_run
 from gradilocks.cli import main
 from gradilocks.errors import BadRunFile
+from tests.cli.cli_process import run
+from tests.runfile.run_files import training, write_run
 
 SCRIPT = """import torch
 param = torch.zeros(2, requires_grad=True)

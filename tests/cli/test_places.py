@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from cli_process import run
-from run_files import training, write_run
 
 from gradilocks.errors import GradilocksError
 from gradilocks.report.places import settled
+from tests.cli.cli_process import run
+from tests.runfile.run_files import training, write_run
 
 COMMANDS = {"report": ("report",), "csv": ("export", "--to", "csv")}
 

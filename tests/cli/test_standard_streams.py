@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_process import COMMAND, SOURCE, environment, run
-from run_files import training, write_run
+
+from tests.cli.cli_process import COMMAND, SOURCE, environment, run
+from tests.runfile.run_files import training, write_run
 
 WORDS = {
     "help": ["--help"],

@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_process import OnATerminal, run, start
-from run_files import (
+
+from gradilocks.runfile import End, Step
+from gradilocks.runfile.writing import end_line, step_line
+from tests.cli.cli_process import OnATerminal, run, start
+from tests.runfile.run_files import (
     END,
     FIRST,
     HEADER,
@@ -26,9 +29,6 @@ from run_files import (
     training,
     write_run,
 )
-
-from gradilocks.runfile import End, Step
-from gradilocks.runfile.writing import end_line, step_line
 
 FINISHED = End(20.0, "finished", 0, None)
 ESCAPE = "\x1b"

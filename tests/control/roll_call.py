@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from short_way import parameter
 
 from gradilocks.kernels import pieces
-from gradilocks.roll import Roll
+from gradilocks.step.roll import Roll
+from tests.control.short_way import parameter
 
 
 class RollCall:

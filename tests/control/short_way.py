@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gradilocks import kernels
-from gradilocks.express import Express
-from gradilocks.record import Streak
+from gradilocks.step.express import Express
+from gradilocks.step.outcome import Streak
 
 INF, NAN = float("inf"), float("nan")
 COMPILED = torch.cuda.is_available()

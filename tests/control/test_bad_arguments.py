@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from gradient_scripts import assert_same, contents, control_step, parameter
 from torch import nn
 
 import gradilocks
 from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, StaticScale
+from tests.control.gradient_scripts import assert_same, contents, control_step, parameter
 
 
 def sgd(*params):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from gradient_scripts import INF, NAN, assert_same, contents, loss_making, parameter
 from torch import nn
 
 from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, StaticScale
 from gradilocks.errors import NeverFinite, NoGradients, NonFiniteGradient, ScaleMisuse
+from tests.control.gradient_scripts import INF, NAN, assert_same, contents, loss_making, parameter
 
 
 def rosenbrock(p):

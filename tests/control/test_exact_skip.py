@@ -4,7 +4,10 @@ import copy
 
 import pytest
 import torch
-from gradient_scripts import (
+from torch import nn
+
+from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, StaticScale
+from tests.control.gradient_scripts import (
     EVERY_OPTIMIZER,
     INF,
     NAN,
@@ -16,9 +19,6 @@ from gradient_scripts import (
     loss_making,
     parameter,
 )
-from torch import nn
-
-from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, StaticScale
 
 CLIPS = {"none": None, "norm": ClipByNorm(0.5), "value": ClipByValue(0.25)}
 BAD = {"inf": INF, "-inf": -INF, "nan": NAN}

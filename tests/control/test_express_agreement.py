@@ -7,10 +7,20 @@ import math
 
 import pytest
 import torch
-from gradient_scripts import assert_same, contents
-from short_way import DEVICES, INF, NAN, Ways, facts, gradient_for, loss_giving, parameter, serve
 
 from gradilocks import ClipByNorm, DynamicScale, GradientControl, StaticScale, optim
+from tests.control.gradient_scripts import assert_same, contents
+from tests.control.short_way import (
+    DEVICES,
+    INF,
+    NAN,
+    Ways,
+    facts,
+    gradient_for,
+    loss_giving,
+    parameter,
+    serve,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 

@@ -8,11 +8,20 @@ import weakref
 
 import pytest
 import torch
-from gradient_scripts import assert_same, contents
-from short_way import DEVICES, INF, Ways, facts, gradient_for, loss_giving, parameter, serve
 from torch import nn
 
 from gradilocks import GradientControl
+from tests.control.gradient_scripts import assert_same, contents
+from tests.control.short_way import (
+    DEVICES,
+    INF,
+    Ways,
+    facts,
+    gradient_for,
+    loss_giving,
+    parameter,
+    serve,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 

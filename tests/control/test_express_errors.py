@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradient_scripts import assert_same, contents
-from short_way import (
+from torch import nn
+
+from gradilocks import GradientControl
+from gradilocks.errors import NeverFinite, NoGradients, NonFiniteGradient, SharedParameter
+from tests.control.gradient_scripts import assert_same, contents
+from tests.control.short_way import (
     DEVICES,
     INF,
     NAN,
@@ -17,10 +21,6 @@ from short_way import (
     serve,
     step,
 )
-from torch import nn
-
-from gradilocks import GradientControl
-from gradilocks.errors import NeverFinite, NoGradients, NonFiniteGradient, SharedParameter
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 

@@ -9,11 +9,21 @@ import weakref
 
 import pytest
 import torch
-from gradient_scripts import assert_same, contents
-from short_way import DEVICES, NAN, Ways, facts, gradient_for, loss_giving, parameter, serve, step
 
 from gradilocks import DynamicScale, GradientControl, optim
 from gradilocks.errors import ScaleMisuse
+from tests.control.gradient_scripts import assert_same, contents
+from tests.control.short_way import (
+    DEVICES,
+    NAN,
+    Ways,
+    facts,
+    gradient_for,
+    loss_giving,
+    parameter,
+    serve,
+    step,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 launches = importlib.import_module("gradilocks.kernels.launches")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from roll_call import RollCall
-from short_way import DEVICES, parameter, serve
 from torch import nn
+
+from tests.control.roll_call import RollCall
+from tests.control.short_way import DEVICES, parameter, serve
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
 from gradilocks import kernels
 from gradilocks.kernels import fused, reference
-from gradilocks.roll import Roll
+from gradilocks.step.roll import Roll
 
 
 @pytest.fixture(params=DEVICES)

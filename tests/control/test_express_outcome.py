@@ -8,7 +8,12 @@ import weakref
 
 import pytest
 import torch
-from short_way import (
+
+from gradilocks import GradientControl
+from gradilocks.errors import NeverFinite
+from gradilocks.step import outcome as record
+from gradilocks.step.outcome import NonFiniteCount
+from tests.control.short_way import (
     DEVICES,
     INF,
     NAN,
@@ -19,10 +24,6 @@ from short_way import (
     serve,
     step,
 )
-
-from gradilocks import GradientControl, record
-from gradilocks.errors import NeverFinite
-from gradilocks.record import NonFiniteCount
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 

@@ -7,7 +7,11 @@ import math
 
 import pytest
 import torch
-from short_way import (
+
+from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, StaticScale, kernels
+from gradilocks.kernels import reference
+from gradilocks.values import ClipLimit
+from tests.control.short_way import (
     DEVICES,
     INF,
     Ways,
@@ -16,17 +20,6 @@ from short_way import (
     serve,
     step,
 )
-
-from gradilocks import (
-    ClipByNorm,
-    ClipByValue,
-    DynamicScale,
-    GradientControl,
-    StaticScale,
-    kernels,
-)
-from gradilocks.kernels import reference
-from gradilocks.values import ClipLimit
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 

@@ -8,13 +8,23 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 pytest.importorskip("hypothesis", reason="the programs are drawn by hypothesis")
 
-from gradient_scripts import assert_same, contents
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from short_way import DEVICES, INF, NAN, Ways, facts, gradient_for, loss_giving, parameter, serve
 from torch import nn
 
 from gradilocks import ClipByNorm, DynamicScale, GradientControl, optim
+from tests.control.gradient_scripts import assert_same, contents
+from tests.control.short_way import (
+    DEVICES,
+    INF,
+    NAN,
+    Ways,
+    facts,
+    gradient_for,
+    loss_giving,
+    parameter,
+    serve,
+)
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from short_way import DEVICES, INF, NAN, Ways, parameter, serve, step
 from torch import nn
 
 from gradilocks import GradientControl
 from gradilocks.errors import NeverFinite
-from gradilocks.record import StepRecord, Streak
+from gradilocks.step.outcome import StepRecord, Streak
+from tests.control.short_way import DEVICES, INF, NAN, Ways, parameter, serve, step
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradient_scripts import assert_same
-from optimizer_wrappers import MAKERS, WRAPPERS, state_of
-from short_way import DEVICES, NAN, Ways, gradient_for, parameter, serve, step
 
 from gradilocks import GradientControl
+from tests.control.gradient_scripts import assert_same
+from tests.control.optimizer_wrappers import MAKERS, WRAPPERS, state_of
+from tests.control.short_way import DEVICES, NAN, Ways, gradient_for, parameter, serve, step
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 

@@ -6,7 +6,11 @@ import warnings
 
 import pytest
 import torch
-from gradient_scripts import (
+from torch import nn
+
+from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, StaticScale
+from gradilocks.errors import NoGradients, SharedParameter
+from tests.control.gradient_scripts import (
     INF,
     NAN,
     OPTIMIZERS,
@@ -18,10 +22,6 @@ from gradient_scripts import (
     parameter,
     same_bits,
 )
-from torch import nn
-
-from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, StaticScale
-from gradilocks.errors import NoGradients, SharedParameter
 
 
 def sgd(*params, lr=1.0, **kwargs):

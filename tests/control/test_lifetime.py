@@ -9,10 +9,10 @@ import weakref
 
 import pytest
 import torch
-from short_way import DEVICES, serve
 from torch import nn
 
 from gradilocks import AdaGC, GradientControl, optim
+from tests.control.short_way import DEVICES, serve
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")

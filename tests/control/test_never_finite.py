@@ -4,11 +4,19 @@ import math
 
 import pytest
 import torch
-from gradient_scripts import INF, NAN, assert_same, contents, control_step, loss_making, parameter
 from torch import nn
 
 from gradilocks import DynamicScale, GradientControl, StaticScale
 from gradilocks.errors import GradilocksError, NeverFinite, NonFiniteGradient
+from tests.control.gradient_scripts import (
+    INF,
+    NAN,
+    assert_same,
+    contents,
+    control_step,
+    loss_making,
+    parameter,
+)
 
 
 def give_up(control, make_loss, at_most=400):

@@ -4,7 +4,10 @@ import copy
 
 import pytest
 import torch
-from gradient_scripts import (
+
+from gradilocks import ClipByValue, GradientControl, StaticScale
+from gradilocks.errors import ScaleMisuse
+from tests.control.gradient_scripts import (
     INF,
     NAN,
     OPTIMIZERS,
@@ -15,9 +18,6 @@ from gradient_scripts import (
     loss_making,
     parameter,
 )
-
-from gradilocks import ClipByValue, GradientControl, StaticScale
-from gradilocks.errors import ScaleMisuse
 
 
 class TakesDecision(torch.optim.Optimizer):

@@ -4,25 +4,25 @@ import math
 
 import pytest
 import torch
-from gradient_scripts import INF, NAN, control_step, loss_making, parameter
 from torch import nn
 
-import gradilocks.record
+import gradilocks.step.outcome
 from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, Outcome
 from gradilocks.errors import NeverFinite
+from tests.control.gradient_scripts import INF, NAN, control_step, loss_making, parameter
 
 
 @pytest.fixture
 def reads(monkeypatch):
     """Counts how often scalars are brought to the host."""
     counted = []
-    real = gradilocks.record.fetch
+    real = gradilocks.step.outcome.fetch
 
     def counting(*scalars):
         counted.append(len(scalars))
         return real(*scalars)
 
-    monkeypatch.setattr(gradilocks.record, "fetch", counting)
+    monkeypatch.setattr(gradilocks.step.outcome, "fetch", counting)
     return counted
 
 

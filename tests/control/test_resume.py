@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-from gradient_scripts import INF, NAN, assert_same, contents, control_step, parameter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from gradilocks import (
     StaticScale,
 )
 from gradilocks.errors import BadState, GradilocksError, MissingKey, NeverFinite
+from tests.control.gradient_scripts import INF, NAN, assert_same, contents, control_step, parameter
 
 UNUSUAL = DynamicScale(
     init_scale=2.0**10,

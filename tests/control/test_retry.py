@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradilocks import GradientControl, kernels, update
+from gradilocks import GradientControl, kernels
+from gradilocks.step import update
 
 
 class Interrupted(Exception):

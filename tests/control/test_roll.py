@@ -7,13 +7,14 @@ import weakref
 
 import pytest
 import torch
-from roll_call import RollCall
-from short_way import DEVICES, parameter, serve
 from torch import nn
+
+from tests.control.roll_call import RollCall
+from tests.control.short_way import DEVICES, parameter, serve
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
-from gradilocks import roll
+from gradilocks.step import roll
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -5,17 +5,6 @@ import math
 
 import pytest
 import torch
-from gradient_scripts import (
-    INF,
-    NAN,
-    OPTIMIZERS,
-    assert_same,
-    contents,
-    control_step,
-    loss_making,
-    parameter,
-    parameters,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -28,6 +17,17 @@ from gradilocks import (
     NoClip,
     NoScale,
     StaticScale,
+)
+from tests.control.gradient_scripts import (
+    INF,
+    NAN,
+    OPTIMIZERS,
+    assert_same,
+    contents,
+    control_step,
+    loss_making,
+    parameter,
+    parameters,
 )
 
 STEPS = 60

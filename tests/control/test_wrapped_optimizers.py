@@ -9,17 +9,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradient_scripts import INF, NAN, assert_same, control_step, loss_making
-from optimizer_wrappers import (
-    MAKERS,
-    WRAPPERS,
-    Forwards,
-    Imitates,
-    SharesGroups,
-    SlowWeights,
-    TrueGradients,
-    state_of,
-)
 
 from gradilocks import (
     AdaptiveClip,
@@ -29,8 +18,19 @@ from gradilocks import (
     QuantileClip,
     StaticScale,
 )
-from gradilocks.own_step import inner_optimizers
-from gradilocks.update import takes_decision, takes_directly, takes_scaler
+from gradilocks.step.own_step import inner_optimizers
+from gradilocks.step.update import takes_decision, takes_directly, takes_scaler
+from tests.control.gradient_scripts import INF, NAN, assert_same, control_step, loss_making
+from tests.control.optimizer_wrappers import (
+    MAKERS,
+    WRAPPERS,
+    Forwards,
+    Imitates,
+    SharesGroups,
+    SlowWeights,
+    TrueGradients,
+    state_of,
+)
 
 each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 each_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

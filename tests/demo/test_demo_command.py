@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_process import COMMAND, SOURCE, OnATerminal, environment, run, start, wait_until
 
 import gradilocks
+from tests.cli.cli_process import COMMAND, SOURCE, OnATerminal, environment, run, start, wait_until
 
 ESCAPE = "\x1b"
 SHORT = ["--steps", "2", "--arm", "fp32"]

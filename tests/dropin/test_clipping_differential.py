@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import STABLE
 
 import gradilocks
+from tests.dropin.programs import STABLE
 
 WIDE = [torch.float32, torch.float64, torch.complex64, torch.complex128]
 HALF = [torch.float16, torch.bfloat16]

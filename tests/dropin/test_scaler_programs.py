@@ -1,7 +1,8 @@
 """Whatever a program does with a scaler, it ends as it would have ended with torch's."""
 
-import programs
 from hypothesis import given, settings
+
+from tests.dropin import programs
 
 
 def test_a_careful_program_is_bit_identical_to_torch():

@@ -11,7 +11,10 @@ import math
 
 import pytest
 import torch
-from optimizer_wrappers import (
+
+from gradilocks import ClipByNorm, GradScaler, HeadroomScale, SkipSpikes, clip_grad_norm_
+from gradilocks.errors import SharedParameter
+from tests.control.optimizer_wrappers import (
     MAKERS,
     WRAPPERS,
     Forwards,
@@ -20,9 +23,6 @@ from optimizer_wrappers import (
     TrueGradients,
     state_of,
 )
-
-from gradilocks import ClipByNorm, GradScaler, HeadroomScale, SkipSpikes, clip_grad_norm_
-from gradilocks.errors import SharedParameter
 
 each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 each_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

@@ -10,11 +10,11 @@ import math
 
 import pytest
 import torch
-from optimizer_wrappers import MAKERS
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradilocks import GradientControl, GradScaler
+from tests.control.optimizer_wrappers import MAKERS
 
 # Of the frameworks' own making: advice on workers and accelerators, deprecations inside them.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -7,13 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-from run_files import DETAIL, END, FIRST, HEADER, SECOND, STEP, plain_step, skipped_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gradilocks
 from gradilocks.errors import MissingPackage
 from gradilocks.integrations.tensorboard import TensorBoardSink
 from gradilocks.runfile.sinks import Sink
+from tests.runfile.run_files import (
+    DETAIL,
+    END,
+    FIRST,
+    HEADER,
+    SECOND,
+    STEP,
+    plain_step,
+    skipped_step,
+)
 
 
 def read(folder: Path) -> EventAccumulator:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from wandb_file import history
 
 import gradilocks
+from tests.integrations.wandb_file import history
 
 SOURCE = Path(gradilocks.__file__).parent.parent
 HERE = Path(__file__).parent
@@ -22,7 +22,7 @@ import sys
 import wandb
 from gradilocks.integrations.wandb import WandbSink
 from gradilocks.runfile.sinks import Sink
-from run_files import *
+from tests.runfile.run_files import *
 
 joins = sys.argv[1] == "join"
 own = wandb.init(mode="offline", project="mine") if joins else None
@@ -67,7 +67,7 @@ def run(folder: Path, way: str, port: int) -> None:
         cwd=folder,
         env={
             **kept,
-            "PYTHONPATH": os.pathsep.join([str(SOURCE), str(HERE.parent / "runfile")]),
+            "PYTHONPATH": os.pathsep.join([str(SOURCE), str(HERE.parents[1])]),
             "HTTP_PROXY": address, "HTTPS_PROXY": address, "http_proxy": address,
             "https_proxy": address, "NO_PROXY": "", "no_proxy": "",
             "HOME": str(folder), "WANDB_ERROR_REPORTING": "false",

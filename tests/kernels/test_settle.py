@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradilocks import ClipByNorm, DynamicScale, NoClip, StaticScale, kernels
-from gradilocks.express import Express
-from gradilocks.gradients import Gradients, Names
-from gradilocks.judge import Judge
 from gradilocks.kernels import fused, located
-from gradilocks.roll import Called
 from gradilocks.scale import NoScale
-from gradilocks.update import _as_divisor
+from gradilocks.step.express import Express
+from gradilocks.step.gradients import Gradients, Names
+from gradilocks.step.judge import Judge
+from gradilocks.step.roll import Called
+from gradilocks.step.update import _as_divisor
 from gradilocks.values import ScaleState
 
 # The interpreter computes with NumPy, which warns where arithmetic overflows as it should.

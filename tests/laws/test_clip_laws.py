@@ -23,8 +23,8 @@ from gradilocks import (
     ZScoreClip,
     chain,
 )
-from gradilocks.decide import decide
-from gradilocks.measure import measure
+from gradilocks.step.decide import decide
+from gradilocks.step.measure import measure
 from gradilocks.values import Scene
 
 INF, NAN = math.inf, math.nan

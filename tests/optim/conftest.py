@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +10,6 @@ import torch
 from gradilocks import kernels
 from gradilocks.kernels import located, table
 from gradilocks.optim import plan
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 INTERPRETED = pytest.param(
     "interpreted",

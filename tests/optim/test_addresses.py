@@ -6,10 +6,10 @@ import importlib
 
 import pytest
 import torch
-from twins import both_kinds, close, contents_of, give, ours, parameters, run, torchs
 
 from gradilocks import GradientControl, optim
 from gradilocks.optim import plan
+from tests.optim.twins import both_kinds, close, contents_of, give, ours, parameters, run, torchs
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 launches = importlib.import_module("gradilocks.kernels.launches")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from twins import give, ours, parameters
 
-from gradilocks import GradientControl, express, roll
+from gradilocks import GradientControl
 from gradilocks.kernels import captured, table
 from gradilocks.optim import plan
+from gradilocks.step import express, roll
+from tests.optim.twins import give, ours, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

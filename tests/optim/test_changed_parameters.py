@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from twins import SETTINGS, both_kinds, close, give, ours, parameters, run, torchs
+
+from tests.optim.twins import SETTINGS, both_kinds, close, give, ours, parameters, run, torchs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

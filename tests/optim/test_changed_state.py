@@ -9,7 +9,8 @@ from collections import defaultdict
 
 import pytest
 import torch
-from twins import both_kinds, close, copies, give, ours, parameters, run, same, torchs
+
+from tests.optim.twins import both_kinds, close, copies, give, ours, parameters, run, same, torchs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

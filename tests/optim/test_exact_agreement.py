@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from twins import (
+
+from tests.optim.twins import (
     close,
     each_optimizer,
     error,

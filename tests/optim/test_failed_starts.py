@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from twins import both_kinds, close, give, ours, parameters
 
 from gradilocks import optim
+from tests.optim.twins import both_kinds, close, give, ours, parameters
 
 
 class Full(Exception):

@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
-from twins import SETTINGS, both_kinds, give, ours, parameters, run
 
 from gradilocks import GradientControl
 from gradilocks.kernels.launch import Launch
+from tests.optim.twins import SETTINGS, both_kinds, give, ours, parameters, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

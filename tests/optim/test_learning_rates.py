@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from twins import both_kinds, close, give, ours, parameters, run, torchs
 
 from gradilocks import GradientControl
+from tests.optim.twins import both_kinds, close, give, ours, parameters, run, torchs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

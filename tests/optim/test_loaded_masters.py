@@ -7,7 +7,8 @@ import io
 
 import pytest
 import torch
-from twins import (
+
+from tests.optim.twins import (
     both_kinds,
     check_rounded,
     close,

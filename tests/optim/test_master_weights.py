@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
-from twins import (
+
+from gradilocks import GradientControl
+from tests.optim.twins import (
     SETTINGS,
     both_kinds,
     check_rounded,
@@ -24,8 +26,6 @@ from twins import (
     torchs,
     values,
 )
-
-from gradilocks import GradientControl
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

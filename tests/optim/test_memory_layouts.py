@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from twins import both_kinds, close, ours, parameters, torchs, values
+
+from tests.optim.twins import both_kinds, close, ours, parameters, torchs, values
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

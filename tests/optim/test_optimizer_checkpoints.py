@@ -8,7 +8,8 @@ import pickle
 
 import pytest
 import torch
-from twins import both_kinds, close, copies, give, ours, parameters, run, same, torchs
+
+from tests.optim.twins import both_kinds, close, copies, give, ours, parameters, run, same, torchs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

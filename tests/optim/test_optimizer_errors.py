@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from twins import SETTINGS, both_kinds, copies, give, ours, parameters, run, same
 
 import gradilocks
 from gradilocks import GradientControl
 from gradilocks.errors import SharedParameter
+from tests.optim.twins import SETTINGS, both_kinds, copies, give, ours, parameters, run, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -7,7 +7,8 @@ import copy
 
 import pytest
 import torch
-from twins import (
+
+from tests.optim.twins import (
     close,
     copies,
     each_optimizer,

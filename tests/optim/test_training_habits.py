@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.optim import swa_utils
-from twins import both_kinds, close, copies, give, ours, parameters, run, same, torchs
 
 import gradilocks
+from tests.optim.twins import both_kinds, close, copies, give, ours, parameters, run, same, torchs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

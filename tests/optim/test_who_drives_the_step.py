@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from twins import SETTINGS, close, copies, each_optimizer, ours, same, torchs
 
 import gradilocks
 from gradilocks import GradientControl, kernels
+from tests.optim.twins import SETTINGS, close, copies, each_optimizer, ours, same, torchs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

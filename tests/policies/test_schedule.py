@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as lr
 
-from gradilocks import GradientControl, SkipSpikes, optim, schedule
+from gradilocks import GradientControl, SkipSpikes, optim
 from gradilocks.errors import BadState
+from gradilocks.step import lr_schedule as schedule
 
 MAKERS = {
     "StepLR": lambda o: lr.StepLR(o, 2, 0.5),

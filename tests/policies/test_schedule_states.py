@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as lr
 
-from gradilocks import GradientControl, schedule
+from gradilocks import GradientControl
 from gradilocks.errors import BadState
+from gradilocks.step import lr_schedule as schedule
 
 
 class Falling:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradilocks
-from gradilocks import ranks
+from gradilocks.ranks import layout as ranks
 
 STEPS = 5
 OVERFLOW_AT = 2

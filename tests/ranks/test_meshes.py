@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_programs import run_all
 from torch import Tensor, nn
 
 import gradilocks
 from gradilocks.errors import GradilocksError
+from tests.ranks.rank_programs import run_all
 
 Returned = dict[str, list[Any]]
 
@@ -554,7 +554,7 @@ def test_parts_that_show_a_gradient_later_are_refused_then(returned: Returned) -
 
 def copies_are_looked_at_until_all_are_known(rank: int) -> list[bool]:
     """At which steps the host reads what the ranks say: until the last copy has a gradient."""
-    from gradilocks import judge
+    from gradilocks.step import judge
 
     router, late = _plain([12.0]), _plain([0.0])
     control = _beside_shards([router, late], lr=0.0)
@@ -821,7 +821,7 @@ def _grid(mesh: Any) -> tuple[list[nn.Parameter], list[float]]:
 
 def a_mesh_without_a_group_of_its_own(rank: int) -> dict[str, Any]:
     """A group for all ranks of the mesh, and one for each dimension only."""
-    from gradilocks import ranks
+    from gradilocks.ranks import layout as ranks
 
     params, values = _grid(_mesh((2, 2), ("dp", "tp")))
     found: dict[str, Any] = {"values": values, "by one": _norms(params)}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_programs import run_all
 from torch import nn
 
 import gradilocks
+from tests.ranks.rank_programs import run_all
 
 Returned = dict[str, list[Any]]
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser, visit
-from made_audits import FORMATS, gradients, made_audit
-from made_runs import made_run
 
 from gradilocks.report.audit import write_audit_page
 from gradilocks.report.facts import report_on
 from gradilocks.report.page import render
 from gradilocks.report.words import percent
+from tests.report.browser import browser, visit
+from tests.report.made_audits import FORMATS, gradients, made_audit
+from tests.report.made_runs import made_run
 
 EVIL = "</script><script>alert(1)</script><!--\u2028<img src=x onerror=alert(2)>"
 COLUMNS = ("lost", "subnormal", "overflow")

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_audits import made_audit, with_audit
-from made_runs import header, made_run, write
 
 from gradilocks.cli import main
 from gradilocks.report.audited import UnreadableAudit, audited, mentioned
 from gradilocks.report.facts import report_on
 from gradilocks.report.page import render
+from tests.report.made_audits import made_audit, with_audit
+from tests.report.made_runs import header, made_run, write
 
 GOOD = made_audit()
 MISSING = object()

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from made_audits import FORMATS, gradients, made_audit, spread
 
 from gradilocks.errors import GradilocksError
 from gradilocks.report.audit import audit_page, write_audit_page
 from gradilocks.report.audit_figures import module_figure, window_figure
 from gradilocks.report.audited import Audit, audited, mentioned
 from gradilocks.report.words import percent
+from tests.report.made_audits import FORMATS, gradients, made_audit, spread
 
 EVIL = "</script><script>alert(1)</script><!--\u2028<img src=x onerror=alert(2)>&amp;%{y}"
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser, visit
-from made_runs import SKIPPED, made_run
 
 from gradilocks.report.experiment import experiment_page
 from gradilocks.report.experiment_figures import Drawn, clipping_figures, scaling_figures
 from gradilocks.report.tracks import tracks
+from tests.report.browser import browser, visit
+from tests.report.made_runs import SKIPPED, made_run
 
 ARMS = {
     "fp32": "fp32",

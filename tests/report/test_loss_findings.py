@@ -10,13 +10,13 @@ from html import escape
 from typing import Any
 
 import pytest
-from made_runs import SKIPPED, header, info, made_run, made_steps
 
 from gradilocks.report.facts import main_numbers, report_on
 from gradilocks.report.findings import examine
 from gradilocks.report.page import render
 from gradilocks.report.values import Finding
 from gradilocks.runfile import Run
+from tests.report.made_runs import SKIPPED, header, info, made_run, made_steps
 
 NAN_LOSS = {"loss": None, "norm": None, "nan": 5}
 SKIPPED_NAN_LOSS = {**SKIPPED, **NAN_LOSS}

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser, visit
-from made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 
 from gradilocks.report.facts import report_on
 from gradilocks.report.page import render
 from gradilocks.runfile import Culprit, End, Run, read_run
+from tests.report.browser import browser, visit
+from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 
 EVIL = "</script><script>alert(1)</script><!--\u2028<img src=x onerror=alert(2)>"
 

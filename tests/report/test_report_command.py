@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_runs import NAMES, SKIPPED, header, made_run, write
 
 import gradilocks
 from gradilocks.cli import main
+from tests.report.made_runs import NAMES, SKIPPED, header, made_run, write
 
 
 @pytest.fixture

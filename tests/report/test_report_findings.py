@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 
 from gradilocks.errors import BadRunFile
 from gradilocks.report.findings import examine
@@ -14,6 +13,7 @@ from gradilocks.report.series import skip_marks
 from gradilocks.report.tracks import tracks
 from gradilocks.report.values import Finding
 from gradilocks.runfile import Culprit, End, OptimizerInfo, Run, Step, Trace, read_run
+from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 
 
 def found(run: Run) -> dict[str, Finding]:

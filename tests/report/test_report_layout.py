@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser, visit
-from made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 
 from gradilocks.report.facts import report_on
 from gradilocks.report.page import render
 from gradilocks.runfile import Run
+from tests.report.browser import browser, visit
+from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 
 WIDTHS = (1280, 900, 400)
 # What is wider than its box, and which tiles lie over each other.

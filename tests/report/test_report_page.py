@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 
 from gradilocks.report.facts import Reported, main_numbers, report_on, what_ran
 from gradilocks.report.figures import sections
 from gradilocks.report.page import identity, render
 from gradilocks.runfile import Culprit, End, Run
+from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 
 EVIL = "</script><script>alert(1)</script><!--\u2028<img src=x onerror=alert(2)>&amp;%{y}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from made_runs import NAMES, SKIPPED, made_run
 
 from gradilocks.report.series import (
     MOST_COLUMNS,
@@ -22,6 +21,7 @@ from gradilocks.report.thinning import buckets, extremes, turns
 from gradilocks.report.tracks import Track, tracks
 from gradilocks.report.words import clean, count, duration, listed, number, percent, power
 from gradilocks.runfile import Culprit, Run
+from tests.report.made_runs import NAMES, SKIPPED, made_run
 
 NAN = math.nan
 

@@ -7,12 +7,20 @@ import math
 from pathlib import Path
 
 import pytest
-from run_files import END, LATER, lines_of, plain_step, skipped_step, training, write_run
 
 import gradilocks
 from gradilocks.report.comparison import compare
 from gradilocks.report.summary import quantile, seconds_of, summarize
 from gradilocks.runfile import End, Run
+from tests.runfile.run_files import (
+    END,
+    LATER,
+    lines_of,
+    plain_step,
+    skipped_step,
+    training,
+    write_run,
+)
 
 
 def run_of(tmp_path: Path, steps=(), **more) -> Run:

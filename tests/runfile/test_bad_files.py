@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_files import END, STEP, TRACE, lines_of, plain_step, training, write_run
 
 import gradilocks
 from gradilocks.errors import BadRunFile
 from gradilocks.runfile.opening import LONGEST_HEADER
+from tests.runfile.run_files import END, STEP, TRACE, lines_of, plain_step, training, write_run
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4
 

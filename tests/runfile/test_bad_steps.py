@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_files import FIRST, HEADER, NAMES, plain_step, skipped_step, write_run
 
 from gradilocks import read_run
 from gradilocks.errors import BadRunFile
@@ -18,6 +17,7 @@ from gradilocks.runfile import Run, Step
 from gradilocks.runfile.bad_steps import BadSteps
 from gradilocks.runfile.origins import Origin, origin_of
 from gradilocks.runfile.writing import step_line
+from tests.runfile.run_files import FIRST, HEADER, NAMES, plain_step, skipped_step, write_run
 
 BAD = skipped_step(3, "b", "a", loss_nonfinite=False)
 

@@ -9,7 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from run_files import (
+
+import gradilocks
+from gradilocks.errors import BadRunFile
+from gradilocks.runfile.following import Follower
+from gradilocks.runfile.writing import header_line, step_line
+from tests.runfile.run_files import (
     END,
     FIRST,
     HEADER,
@@ -21,11 +26,6 @@ from run_files import (
     training,
     write_run,
 )
-
-import gradilocks
-from gradilocks.errors import BadRunFile
-from gradilocks.runfile.following import Follower
-from gradilocks.runfile.writing import header_line, step_line
 
 
 @pytest.fixture

@@ -13,7 +13,13 @@ import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_files import (
+
+import gradilocks
+from gradilocks.errors import BadRunFile
+from gradilocks.runfile import Culprit, OptimizerInfo
+from gradilocks.runfile.reading import AT_ONCE
+from gradilocks.runfile.writing import header_line, step_line
+from tests.runfile.run_files import (
     END,
     FIRST,
     HEADER,
@@ -28,12 +34,6 @@ from run_files import (
     training,
     write_run,
 )
-
-import gradilocks
-from gradilocks.errors import BadRunFile
-from gradilocks.runfile import Culprit, OptimizerInfo
-from gradilocks.runfile.reading import AT_ONCE
-from gradilocks.runfile.writing import header_line, step_line
 
 
 @pytest.fixture

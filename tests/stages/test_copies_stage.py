@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from gradilocks.copies import MARKS, are_copies, fingerprint
-from gradilocks.measure import measure
+from gradilocks.ranks.copies import MARKS, are_copies, fingerprint
+from gradilocks.step.measure import measure
 
 
 def norms_of(tensors):

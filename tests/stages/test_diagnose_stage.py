@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradilocks import DynamicScale
-from gradilocks.diagnose import Symptom, diagnose, scale_path
+from gradilocks.step.diagnose import Symptom, diagnose, scale_path
 
 
 def symptoms(*scales, nan=0, inf=1, loss_nonfinite=False):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gradilocks.errors import SharedParameter
-from gradilocks.gradients import Names, collect, parameters_of
+from gradilocks.step.gradients import Names, collect, parameters_of
 
 
 def name(param):

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradilocks.measure import measure
-from gradilocks.reduce import reduce
+from gradilocks.ranks.collective import reduce
+from gradilocks.step.measure import measure
 from gradilocks.values import Meeting
 
 CPU = torch.device("cpu")

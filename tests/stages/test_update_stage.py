@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradilocks.update import handing_over, takes_decision, takes_scaler, update
+from gradilocks.step.update import handing_over, takes_decision, takes_scaler, update
 from gradilocks.values import Decision
 
 

@@ -23,7 +23,7 @@ from gradilocks.cli.program import program
 from gradilocks.errors import BadScript, GradilocksError
 
 if TYPE_CHECKING:
-    from gradilocks.auditing.script import Heard
+    from gradilocks.lab.audit.script import Heard
 
 FORMATS = ("fp16", "bf16", "fp8 e5m2", "fp8 e4m3")
 
@@ -103,10 +103,10 @@ def audit(
     given = list(script or ())
     if module is None and not given:
         raise typer.BadParameter("expected a script, as in 'gradilocks audit train.py'.")
-    from gradilocks.auditing.findings import refuse_blocks
-    from gradilocks.auditing.script import Wishes, audit_script
-    from gradilocks.precision import format_named
-    from gradilocks.running import Program
+    from gradilocks.lab.audit.findings import refuse_blocks
+    from gradilocks.lab.audit.script import Wishes, audit_script
+    from gradilocks.lab.formats import format_named
+    from gradilocks.observe import Program
 
     try:
         chosen = {each.name: each for each in map(format_named, format or FORMATS)}

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gradilocks.auditing import Audit
-from gradilocks.auditing.text import FORMAT_COLUMNS, MODULE_COLUMNS, footnotes, heading
-from gradilocks.auditing.text import format_rows as rows_of_formats
-from gradilocks.auditing.text import module_rows as rows_of_modules
+from gradilocks.lab.audit import Audit
+from gradilocks.lab.audit.text import FORMAT_COLUMNS, MODULE_COLUMNS, footnotes, heading
+from gradilocks.lab.audit.text import format_rows as rows_of_formats
+from gradilocks.lab.audit.text import module_rows as rows_of_modules
 
 
 def show(audit: Audit, name: str) -> None:

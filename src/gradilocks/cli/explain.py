@@ -12,7 +12,7 @@ import typer
 from gradilocks.cli.output import forgive_encoding
 
 if TYPE_CHECKING:
-    from gradilocks.precision import Stored
+    from gradilocks.lab.formats import Stored
 
 NUMBERS: dict[str, Any] = {"ignore_unknown_options": True}  # -1e-8 is a number, not an option.
 
@@ -67,7 +67,7 @@ def explain(
       gradilocks explain -1e-9 --scale 65536 --json
     """
     forgive_encoding()
-    from gradilocks.precision import describe
+    from gradilocks.lab.formats import describe
 
     try:
         shown = [describe(value)] + ([describe(value, scale)] if scale is not None else [])

@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from gradilocks.cli.options import whole_number
 from gradilocks.cli.program import program
 from gradilocks.errors import BadScript
-from gradilocks.running import Options, Program, Summary, run_script
+from gradilocks.observe import Options, Program, Summary, run_script
 
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
 _USAGE_ERROR: type[Exception] = typer.BadParameter.mro()[1]

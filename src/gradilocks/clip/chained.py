@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip.policy import ClipByValue, Memory, resolve_clip
-from gradilocks.total import total_norm
+from gradilocks.step.total import total_norm
 from gradilocks.values import ClipLimit, Measurement
 
 __all__ = ["Chain", "chain"]

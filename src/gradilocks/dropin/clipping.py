@@ -24,10 +24,10 @@ from gradilocks.dropin.once import writing_ourselves
 from gradilocks.dropin.shortly import clipped_shortly
 from gradilocks.dropin.total import by_device, measured
 from gradilocks.eager import eager, users_line
-from gradilocks.gradients import Gradients, collect
-from gradilocks.order import refuse_scaled
-from gradilocks.ranks import meetings_of
-from gradilocks.total import any_double
+from gradilocks.ranks.layout import meetings_of
+from gradilocks.step.call_order import refuse_scaled
+from gradilocks.step.gradients import Gradients, collect
+from gradilocks.step.total import any_double
 from gradilocks.values import moved, wide
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gradilocks import update
 from gradilocks.clip import AdaptiveClip
 from gradilocks.eager import users_line
 from gradilocks.errors import BadState
-from gradilocks.gradients import Gradients, Names, every_parameter
-from gradilocks.judge import Judge, Verdict
-from gradilocks.own_step import weakly
-from gradilocks.plain import describe, plain, read_memory, rebuild
-from gradilocks.ranks import meetings_of, refuse_flattened, team_of
+from gradilocks.ranks.layout import meetings_of, refuse_flattened, team_of
 from gradilocks.scale import NoScale
+from gradilocks.state.plain import describe, plain, read_memory, rebuild
+from gradilocks.step import update
+from gradilocks.step.gradients import Gradients, Names, every_parameter
+from gradilocks.step.judge import Judge, Verdict
+from gradilocks.step.own_step import weakly
 
 __all__ = ["Clipped", "Clips"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.reduce import largest_of_all
+from gradilocks.ranks.collective import largest_of_all
 from gradilocks.values import Meeting, moved, wide
 
 __all__ = [

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gradilocks import kernels
 from gradilocks.errors import BadState
-from gradilocks.foreign import Foreign
-from gradilocks.plain import load_scale, rebuild, refill, save_scale, with_settings
-from gradilocks.ranks import in_company
+from gradilocks.ranks.layout import in_company
 from gradilocks.scale import DynamicScale, NoScale, resolve_scale
+from gradilocks.state.foreign import Foreign
+from gradilocks.state.plain import load_scale, rebuild, refill, save_scale, with_settings
 from gradilocks.values import ScaleState, moved
 
 __all__ = ["Governed", "governed"]

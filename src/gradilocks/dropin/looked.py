@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.gradients import Gradients, Names, collect
-from gradilocks.own_step import weakly, why_not_itself
-from gradilocks.record import Findings
+from gradilocks.step.gradients import Gradients, Names, collect
+from gradilocks.step.outcome import Findings
+from gradilocks.step.own_step import weakly, why_not_itself
 from gradilocks.values import NonFinite, moved
 
 __all__ = ["Looked", "gradients_of"]

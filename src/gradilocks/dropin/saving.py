@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from gradilocks.checkpoint import SCALERS as KEY
 from gradilocks.dropin.once import UnscaledOnce
 from gradilocks.dropin.state import check_state
 from gradilocks.dropin.unscaling import Unscaling
 from gradilocks.errors import BadState
-from gradilocks.foreign import Foreign, recognized
-from gradilocks.plain import check_scale
-from gradilocks.record import fetch
 from gradilocks.scale import LARGEST, SMALLEST
+from gradilocks.state.checkpoint import SCALERS as KEY
+from gradilocks.state.foreign import Foreign, recognized
+from gradilocks.state.plain import check_scale
+from gradilocks.step.outcome import fetch
 
 __all__ = ["Saving"]
 

@@ -25,11 +25,11 @@ from gradilocks.dropin.once import UnscaledOnce
 from gradilocks.dropin.saving import Saving
 from gradilocks.dropin.state import set_scale
 from gradilocks.eager import eager, users_line
-from gradilocks.gradients import Names
-from gradilocks.judge import held_if
-from gradilocks.record import Findings
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
-from gradilocks.update import (
+from gradilocks.step.gradients import Names
+from gradilocks.step.judge import held_if
+from gradilocks.step.outcome import Findings
+from gradilocks.step.update import (
     handing_over,
     must_skip_on_host,
     takes_decision,

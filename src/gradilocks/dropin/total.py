@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.gradients import Gradients
-from gradilocks.measure import summarize
-from gradilocks.reduce import reduce_apart
-from gradilocks.total import rounded
+from gradilocks.ranks.collective import reduce_apart
+from gradilocks.step.gradients import Gradients
+from gradilocks.step.measure import summarize
+from gradilocks.step.total import rounded
 from gradilocks.values import Measurement, Meeting, Statistics, moved, wide
 
 __all__ = ["by_device", "measured", "total"]

@@ -20,8 +20,8 @@ from gradilocks.dropin.governed import Governed
 from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce, writing_ourselves
 from gradilocks.dropin.shortly import looked_shortly
-from gradilocks.gradients import Names, every_parameter
-from gradilocks.ranks import any_distributed, covers_world, meetings_of
+from gradilocks.ranks.layout import any_distributed, covers_world, meetings_of
+from gradilocks.step.gradients import Names, every_parameter
 from gradilocks.values import NonFinite, moved
 
 __all__ = ["Unscaling"]

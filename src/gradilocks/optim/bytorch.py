@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.gradients import Names
 from gradilocks.kernels.located import DTYPES
 from gradilocks.optim.checks import check_parameters, check_settings, refuse_gradients
 from gradilocks.optim.masters import mark, needs_master
 from gradilocks.optim.tidy import alike, check_shapes, tidy
+from gradilocks.step.gradients import Names
 
 __all__ = ["step_by_torch"]
 

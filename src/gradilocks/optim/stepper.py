@@ -15,7 +15,6 @@ from torch.optim.optimizer import (
 )
 
 from gradilocks.eager import eager
-from gradilocks.gradients import Names, parameters_of
 from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.captured import keeping
 from gradilocks.optim import masters
@@ -23,9 +22,10 @@ from gradilocks.optim.bytorch import step_by_torch
 from gradilocks.optim.checks import check_group
 from gradilocks.optim.plan import Plan
 from gradilocks.optim.watched import Changes, States, plain
-from gradilocks.own_step import register_ours
-from gradilocks.roll import Called, Roll
-from gradilocks.update import handing_over
+from gradilocks.step.gradients import Names, parameters_of
+from gradilocks.step.own_step import register_ours
+from gradilocks.step.roll import Called, Roll
+from gradilocks.step.update import handing_over
 
 __all__ = ["Stepper"]
 

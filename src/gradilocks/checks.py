@@ -1,0 +1,124 @@
+"""What users hand to a GradientControl, checked: what came, what was expected, the way out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradilocks.eager import users_line
+from gradilocks.errors import NoGradients
+from gradilocks.step.gradients import Gradients, Names, every_parameter
+
+__all__ = [
+    "check_any_gradient",
+    "check_closure",
+    "check_give_up_after",
+    "check_loss",
+    "check_parameters",
+    "check_scalar_loss",
+    "checked_optimizers",
+    "refuse_misfits",
+    "warn_of_strangers",
+]
+
+
+def checked_optimizers(optimizers: Sequence[Any]) -> tuple[Any, ...]:
+    for optimizer in optimizers:
+        if isinstance(optimizer, type) or not (
+            hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))
+        ):
+            came = (
+                f"the class {optimizer.__name__}"
+                if isinstance(optimizer, type)
+                else repr(type(optimizer).__name__)
+            )
+            raise TypeError(
+                "GradientControl takes optimizers, objects with param_groups and step(), got "
+                f"{came}. Write GradientControl(optimizer, model=model)."
+            )
+    return tuple(optimizers)
+
+
+def check_parameters(params: Sequence[Tensor], names: Names) -> None:
+    if not params:
+        raise ValueError("the optimizer has no parameters, so there are no gradients to control.")
+    for param in params:
+        if param.is_meta:
+            raise ValueError(
+                f"{names(param)} is on the meta device and has no values. Give the model real "
+                "storage first, for example model.to_empty(device='cpu')."
+            )
+
+
+def warn_of_strangers(model: Any, params: Iterable[Tensor], names: Names) -> None:
+    """Warns if the model owns none of the optimizers' parameters: it cannot name them."""
+    if model is not None and not names.knows_any(params):
+        warnings.warn(
+            "model= has none of the parameters that the optimizer was given, so they will not be "
+            "called by its names. Is it the model that is trained?",
+            stacklevel=users_line(),
+        )
+
+
+def refuse_misfits(policy: Any, names: Names) -> None:
+    """Raises if a group or a pattern of the policy fits no parameter of the optimizers."""
+    if hasattr(policy, "misfits"):
+        every = names.of(every_parameter(names.optimizers))
+        for message in policy.misfits(every, names.groups()).values():
+            raise ValueError(message)
+
+
+def check_give_up_after(value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"give_up_after must be an int or None, got {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"give_up_after must be at least 1, or None for never, got {value}.")
+
+
+def check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss must be a tensor, got {type(loss).__name__}.")
+    if not loss.is_floating_point():
+        raise TypeError(f"loss must be a real floating-point tensor, got {loss.dtype}.")
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss does not require grad, so it has no gradients. Was it computed under "
+            "torch.no_grad(), detached, or rebuilt from .item()?"
+        )
+
+
+def check_scalar_loss(loss: Tensor) -> None:
+    check_loss(loss)
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss must be a scalar, got shape {tuple(loss.shape)}. Reduce it first, for "
+            "example with loss.mean() or loss.sum()."
+        )
+
+
+def check_any_gradient(found: Sequence[Gradients]) -> None:
+    if not any(part.params for part in found):
+        raise NoGradients(
+            "no parameter of the optimizer has a gradient. Check that the loss depends on the "
+            "parameters the optimizer was given, that they require grad, and that nothing has "
+            "cleared the gradients after backward()."
+        )
+
+
+def check_closure(closure: object, optimizers: int) -> None:
+    """`step` takes a closure or nothing; who comes from GradScaler may hand it an optimizer."""
+    if not callable(closure) or isinstance(closure, Tensor):
+        raise TypeError(
+            f"closure must be a function that returns the loss, got {type(closure).__name__}. The "
+            "control knows its optimizers: call control.step()."
+        )
+    if optimizers != 1:
+        raise ValueError(
+            f"step(closure) drives one optimizer, this control has {optimizers}. Give each "
+            "optimizer that needs a closure a GradientControl of its own."
+        )

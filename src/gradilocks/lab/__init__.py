@@ -1,0 +1,1 @@
+"""What a number format would do to a training run."""

@@ -1,0 +1,182 @@
+"""A script and its arguments enter; it runs as `python script arguments` would run it.
+
+It sees its own `sys.argv`, `__main__`, `sys.path[0]` and working directory. An exception that it
+does not catch is shown as Python shows it, without the frames of this package.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradilocks.errors import BadScript
+from gradilocks.observe.ending import Ending
+
+__all__ = ["Program", "check", "execute"]
+
+_HERE = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What follows the options of `gradilocks run`."""
+
+    name: str
+    """A script's path, or a module's name, as it was typed."""
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+
+    @property
+    def stem(self) -> str:
+        """A short name for files."""
+        return self.name.rpartition(".")[2] if self.module else Path(self.name).stem
+
+
+def check(program: Program) -> None:
+    """Refuses what cannot be a script, before anything is written.
+
+    Raises:
+        BadScript: with what came and what was expected.
+    """
+    if program.module:
+        return
+    path = Path(program.name)
+    if path.is_dir():
+        raise BadScript(f"{program.name} is a folder. Name a script in it, or use -m MODULE.")
+    if not path.exists():
+        raise BadScript(f"there is no script {program.name}. Expected the path of a Python file.")
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096)
+    except OSError as error:
+        raise BadScript(f"{program.name} cannot be read: {error.strerror}.") from error
+    if b"\0" in start:
+        raise BadScript(f"{program.name} is not Python: it holds binary data.")
+
+
+def execute(program: Program, *, note: Callable[[Ending], None]) -> None:
+    """Runs the program to its end.
+
+    Args:
+        program: checked already.
+        note: told how it ended, before this function is left by the exit that Python would take.
+
+    Raises:
+        SystemExit: whenever Python would end with another status than 0.
+        BadScript: a module that cannot be found.
+    """
+    _set_path(program)
+    sys.argv[:] = [program.name, *program.arguments]
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    main.__dict__.setdefault("__annotations__", {})
+    try:
+        code = _module_code(program, main) if program.module else _script_code(program, main)
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)
+    except SystemExit as stop:
+        note(Ending.of_exit(stop.code))
+        raise
+    except BadScript:
+        raise
+    except BaseException as error:
+        note(Ending.of_error(error))
+        _show(error)
+        raise SystemExit(1) from None
+    note(Ending("finished", 0))
+
+
+def _set_path(program: Program) -> None:
+    """Puts the script's folder where Python put that of this program."""
+    if getattr(sys.flags, "safe_path", False) or not sys.path:
+        return
+    first = os.getcwd() if program.module else os.path.dirname(os.path.realpath(program.name))
+    sys.path[0] = first
+
+
+def _script_code(program: Program, main: types.ModuleType) -> types.CodeType:
+    path = os.path.abspath(program.name)
+    main.__file__ = path
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__spec__ = None
+    main.__package__ = None
+    main.__dict__["__cached__"] = None
+    source = Path(path).read_bytes()
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def _module_code(program: Program, main: types.ModuleType) -> types.CodeType:
+    spec = _found(program.name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _found(f"{program.name}.__main__")
+        if spec is None:
+            raise BadScript(
+                f"{program.name} is a package without a __main__ module, so it cannot be run."
+            )
+    if spec is None:
+        raise BadScript(f"there is no module named {program.name}.")
+    code = getattr(spec.loader, "get_code", lambda name: None)(spec.name)
+    if code is None:
+        raise BadScript(f"the module {program.name} has no Python code to run.")
+    main.__file__ = spec.origin
+    main.__loader__ = spec.loader
+    main.__spec__ = spec
+    main.__package__ = spec.parent
+    main.__dict__["__cached__"] = spec.cached
+    sys.argv[0] = spec.origin or program.name
+    return code  # type: ignore[no-any-return]
+
+
+def _found(name: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return None
+        raise
+    except ValueError:
+        return None
+
+
+def _show(error: BaseException) -> None:
+    """Shows an exception as Python would, by whatever `sys.excepthook` the script has set."""
+    strip(error)
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit:
+        raise
+    except BaseException as second:
+        sys.__excepthook__(type(second), second, second.__traceback__)
+        sys.__excepthook__(type(error), error, error.__traceback__)
+
+
+def strip(error: BaseException | None) -> None:
+    """Takes the frames of this package out of a traceback and out of those that it follows."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = _without_ours(one.__traceback__)
+        waiting += [one.__cause__, one.__context__]
+        waiting += getattr(one, "exceptions", ())
+
+
+def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
+    kept: list[types.TracebackType] = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_HERE):
+            kept.append(trace)
+        trace = trace.tb_next
+    for place, one in enumerate(kept):
+        one.tb_next = kept[place + 1] if place + 1 < len(kept) else None
+    return kept[0] if kept else None

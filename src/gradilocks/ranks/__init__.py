@@ -1,0 +1,1 @@
+"""Several ranks that train one model: how its tensors lie on them, what they tell each other."""

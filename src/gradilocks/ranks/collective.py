@@ -1,0 +1,241 @@
+"""This rank's Measurement in, the ranks' Measurement out: one small collective a process group.
+
+Every element counts once: of the ranks that hold the same elements one counts and the others send
+0. p-th powers are added in float64, in units of the largest norm; the skip flag is the largest of
+all flags. Every rank that a Meeting names takes part, also one without gradients, and every rank
+computes the same numbers from the same gathered values, so no two of them can decide differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.step.total import rounded
+from gradilocks.values import Measurement, Meeting, moved, wide
+
+__all__ = ["agreed", "largest_of_all", "reduce", "reduce_apart", "reduce_each"]
+
+_ROW = ("largest", "unit", "share", "nonfinite", "double")
+"""What a rank tells of a list of tensors: the largest of their norms, the unit (that norm, or 1
+where it cannot be one), the sum of their p-th powers in that unit, the skip flag, and whether one
+is float64: the norm is rounded alike on all ranks, also on those that hold none."""
+
+
+def reduce(
+    measurement: Measurement,
+    *,
+    meeting: Meeting,
+    counts: Sequence[bool] | None = None,
+    notes: Sequence[Tensor] = (),
+) -> tuple[Measurement, Tensor]:
+    """Brings the measurements of ranks together that hold one model between them.
+
+    Args:
+        measurement: of the gradients that this rank holds.
+        meeting: the ranks, by one process group.
+        counts: for each tensor, whether this rank's elements count; None if all do.
+        notes: 0-d numbers that are to be told to every rank besides.
+
+    Returns:
+        A Measurement with the norm and the flag of all; the per-tensor numbers stay this rank's.
+        And every rank's notes, a row a rank.
+    """
+    norms, order = measurement.tensors.norms, measurement.order
+    mine = _row(norms, order, counts, measurement.nonfinite, double=measurement.double)
+    told = torch.cat([mine, *(note.to(mine.dtype).reshape(1) for note in notes)])
+    (group,) = meeting.groups
+    gathered = _gathered(told, group, meeting.device)
+    together = _combined(gathered[:, : len(_ROW)], order)
+    return _whole(measurement, together), gathered[:, len(_ROW) :]
+
+
+def reduce_each(
+    whole: Measurement,
+    *,
+    meeting: Meeting,
+    counts: Sequence[bool],
+    places: Sequence[int],
+    count: int,
+) -> Measurement:
+    """The norm of each tensor over all ranks besides, for policies that bound them apart.
+
+    Args:
+        whole: what `reduce` made of the gradients that this rank holds; of one parameter another
+            rank may have none.
+        meeting: as in `reduce`.
+        counts: for each tensor, whether this rank's elements count.
+        places: for each tensor, the place of its parameter among those of the model.
+        count: how many parameters the model has, the same on every rank.
+    """
+    norms, order = whole.tensors.norms, whole.order
+    here = moved(torch.tensor(list(places), dtype=torch.int64, device="cpu"), norms.device)
+    counted = torch.where(_mask(counts, norms), norms, torch.zeros_like(norms))
+    mine = norms.new_zeros(count).index_copy(0, here, counted)
+    (group,) = meeting.groups
+    gathered = _gathered(mine, group, meeting.device).index_select(1, here)
+    largest = gathered.amax(dim=0)
+    if order == math.inf:
+        each = largest
+    else:
+        usable = (largest > 0) & torch.isfinite(largest)
+        unit = torch.where(usable, largest, torch.ones_like(largest))
+        powers = ((gathered / unit) ** order).sum(dim=0)
+        each = torch.where(usable, unit * powers ** (1.0 / order), largest)
+    return replace(whole, tensors=replace(whole.tensors, norms=each))
+
+
+def reduce_apart(
+    measurement: Measurement,
+    *,
+    meetings: Sequence[Meeting],
+    ranks: Sequence[tuple[int, ...] | None],
+    counts: Sequence[bool],
+) -> Measurement:
+    """Brings each tensor together over the ranks of its own mesh, and no others.
+
+    Args:
+        measurement: of the gradients that this rank holds.
+        meetings: the ranks that hold tensors together with this one, in an order that is the same
+            for all of them.
+        ranks: for each tensor, over which ranks it lies; None for a plain one, which is this
+            rank's own.
+        counts: for each tensor, whether this rank's elements count.
+
+    Returns:
+        A Measurement with the norm of all tensors of this rank, each one whole; the per-tensor
+        numbers stay this rank's.
+    """
+    order, norms, flag = measurement.order, measurement.tensors.norms, measurement.nonfinite
+    if order <= 0.0:
+        raise ValueError(
+            f"norm_type must be positive where gradients are distributed, got {order:g}: what such "
+            "a norm is over several ranks is not defined."
+        )
+
+    def row_of(theirs: tuple[int, ...] | None) -> Tensor:
+        at = [place for place, each in enumerate(ranks) if each == theirs]
+        places = torch.tensor(at, dtype=torch.int64, device="cpu")
+        chosen = norms.index_select(0, moved(places, norms.device))
+        own = [counts[place] for place in at]
+        return _row(chosen, order, own, flag, double=measurement.double)
+
+    rows = [row_of(None)]
+    for meeting in meetings:
+        row = row_of(meeting.ranks)
+        for group in meeting.groups:
+            row = _combined(_gathered(row, group, meeting.device), order)
+        flag = row[_ROW.index("nonfinite")]
+        rows.append(row)
+    return _whole(measurement, _combined(torch.stack(rows), order))
+
+
+def largest_of_all(numbers: Tensor, meetings: Sequence[Meeting]) -> Tensor:
+    """Each of `numbers`, the largest over the ranks of every meeting; on the device it came from.
+
+    Args:
+        numbers: 1-d, this rank's.
+        meetings: in an order that is the same for all of their ranks.
+    """
+    import torch.distributed as dist
+
+    together = numbers.clone()
+    for meeting in meetings:
+        together = moved(together, meeting.device)
+        for group in meeting.groups:
+            dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
+    return moved(together, numbers.device)
+
+
+def agreed(
+    peak: Tensor, broken_loss: Tensor, *, meeting: Meeting | None
+) -> tuple[Tensor, Tensor | None]:
+    """The largest magnitude, and whether a loss was not finite, alike on every rank.
+
+    Where ranks hold parts of the model it takes a small collective. Where each holds all of it the
+    gradients are the same, but a loss is a rank's own: then it is no evidence for anybody.
+
+    Args:
+        peak: 0-d, of this rank's gradients.
+        broken_loss: 0-d, 1 if this rank's loss was NaN or Inf.
+        meeting: the ranks that together hold the model; None if each holds all of it.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return peak, broken_loss
+    if meeting is None:
+        return peak, None
+    # As wide on every rank, whatever its gradients are, if it has any.
+    home = wide(peak.device)
+    both = largest_of_all(torch.stack([peak.to(home), broken_loss.to(home)]), [meeting])
+    # Ranks outside hold another copy of the model, and have seen other losses.
+    of_all = len(meeting.ranks) == dist.get_world_size()
+    return both[0], both[1] if of_all else None
+
+
+def _row(
+    norms: Tensor,
+    order: float,
+    counts: Sequence[bool] | None,
+    nonfinite: Tensor,
+    *,
+    double: bool,
+) -> Tensor:
+    largest = norms.amax() if norms.numel() else norms.new_zeros(())
+    unit = _unit(largest)
+    share = norms.new_zeros(())
+    if order != math.inf:
+        powers = (norms / unit) ** order
+        if counts is not None:
+            powers = torch.where(_mask(counts, norms), powers, torch.zeros_like(powers))
+        share = powers.sum()
+    wider = torch.full_like(largest, float(double))
+    return torch.stack([largest, unit, share, nonfinite.to(norms.dtype), wider])
+
+
+def _mask(counts: Sequence[bool], norms: Tensor) -> Tensor:
+    return moved(torch.tensor(list(counts), dtype=torch.bool, device="cpu"), norms.device)
+
+
+def _unit(largest: Tensor) -> Tensor:
+    usable = (largest > 0) & torch.isfinite(largest)
+    return torch.where(usable, largest, torch.ones_like(largest))
+
+
+def _gathered(mine: Tensor, group: Any, device: torch.device) -> Tensor:
+    """Every rank's numbers, a row a rank, where `mine` lies; they travel by `device`."""
+    import torch.distributed as dist
+
+    there = moved(mine, device).contiguous()
+    rows = there.new_zeros(dist.get_world_size(group), there.numel())
+    dist.all_gather(list(rows.unbind(0)), there, group=group)
+    return moved(rows, mine.device)
+
+
+def _combined(rows: Tensor, order: float) -> Tensor:
+    """One row from several."""
+    norms, units, shares, flags, double = rows.unbind(dim=1)
+    largest = norms.amax()
+    unit = _unit(largest)
+    share = torch.zeros_like(largest)
+    if order != math.inf:
+        # A row of nothing but zeros has unit 1 and share 0: it adds nothing, whatever the unit.
+        share = torch.where(shares > 0, shares * (units / unit) ** order, 0.0).sum()
+    return torch.stack([largest, unit, share, flags.amax(), double.amax()])
+
+
+def _whole(measurement: Measurement, row: Tensor) -> Measurement:
+    """The Measurement with the norm and the flag of all ranks."""
+    largest, unit, share, flag, double = row.unbind()
+    norm = largest
+    if measurement.order != math.inf:
+        usable = (largest > 0) & torch.isfinite(largest)
+        norm = torch.where(usable, unit * share ** (1.0 / measurement.order), largest)
+    norm = torch.where(double > 0, norm, rounded(norm))
+    return replace(measurement, norm=norm, nonfinite=flag.to(torch.float32))

@@ -1,0 +1,504 @@
+"""Parameters, and a process group if one was named, in; which ranks measure them together out.
+
+A DTensor says by its mesh which ranks hold it and who holds the same elements. What lies outside
+its mesh it does not say: copies of the model (data parallel) or other parts of it (pipeline stages,
+experts). The drop-ins, as torch, take each tensor over its own mesh. A GradientControl makes one
+decision for one model, so it takes only what is known to be one, and refuses the rest.
+
+Who takes part follows from the parameters, never from which gradients there are. Nothing is sent
+from here.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from gradilocks.ranks.copies import MARKS, are_copies
+from gradilocks.values import Meeting
+
+__all__ = [
+    "NOTES",
+    "Company",
+    "Layout",
+    "Team",
+    "any_distributed",
+    "covers_world",
+    "in_company",
+    "is_distributed",
+    "layout_of",
+    "meetings_of",
+    "refuse_flattened",
+    "team_of",
+]
+
+NOTES = ("refused", "unknown", "parts", "listing", "named", "waiting", "narrow", *MARKS)
+"""What a rank tells of itself: that it refuses the step, that it does not know who holds what, that
+its plain tensors are parts, what its parameters' shapes and names are, how many plain ones have not
+been compared yet, that not all of its gradients are float64, and what stands for the plain ones."""
+
+_Name = Callable[[Tensor], str]
+_Names = Callable[[Sequence[Tensor]], Sequence[str]]
+
+
+class Layout(NamedTuple):
+    """How a distributed gradient lies on its mesh."""
+
+    ranks: tuple[int, ...]
+    """The ranks of the mesh, ascending."""
+    counts: bool
+    """Whether this rank's elements count: of the ranks that hold the same ones, the first's do."""
+
+
+def in_company() -> bool:
+    """Whether other ranks train along."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return False
+    return int(dist.get_world_size()) > 1
+
+
+def covers_world(meeting: Meeting) -> bool:
+    """Whether all ranks that there are take part."""
+    import torch.distributed as dist
+
+    return len(meeting.ranks) == dist.get_world_size()
+
+
+def is_distributed(tensor: object) -> bool:
+    """Whether `tensor` is a DTensor; does not import torch.distributed to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def any_distributed(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of them is a DTensor.
+
+    Asked of parameters, not of gradients: a rank without gradients must not stay away.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return False
+    return any(issubclass(kind, module.DTensor) for kind in set(map(type, tensors)))
+
+
+def layout_of(
+    param: Tensor, grad: Tensor, name: _Name, known: dict[tuple[int, Any], Layout]
+) -> Layout:
+    """How the distributed gradient of `param` lies on its mesh; refuses what has no elements.
+
+    Args:
+        param: the parameter, or whatever holds the gradient in its place.
+        grad: its gradient, a DTensor.
+        name: tells the parameter's name, for the error message.
+        known: the layouts found so far, to be added to.
+    """
+    mesh, placements = cast("Any", grad).device_mesh, cast("Any", grad).placements
+    if isinstance(param, Tensor):
+        home = cast("Any", param).device_mesh if is_distributed(param) else None
+        if home is not mesh and (home is None or _ranks_on(home) != _ranks_on(mesh)):
+            raise ValueError(
+                f"the gradient of {name(param)} is a DTensor on other ranks than the parameter, so "
+                "which ranks measure it together is not known. Give it a gradient on its own mesh."
+            )
+    if (id(mesh), placements) in known:
+        return known[id(mesh), placements]
+    counts, mine = True, mesh.get_coordinate()
+    for dim, placement in enumerate(placements):
+        if placement.is_partial():
+            raise ValueError(
+                f"the gradient of {name(param)} is a DTensor with a Partial placement: its ranks "
+                "hold summands, not elements. Redistribute it to Replicate() or Shard() first."
+            )
+        if placement.is_replicate() and mine is not None and mine[dim] != 0:
+            counts = False
+    layout = known[id(mesh), placements] = Layout(_ranks_on(mesh), counts)
+    return layout
+
+
+def meetings_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[Meeting]:
+    """The ranks that hold some of `tensors` together with this one, each on a mesh of its own.
+
+    Args:
+        tensors: parameters or gradients.
+        group: ranks that belong together besides, whatever the tensors are.
+
+    Returns:
+        The meetings in an order that all of their ranks keep. Meshes of one shape come after each
+        other, so that going through all meetings once reaches every rank of a regular grid.
+    """
+    by_ranks: dict[tuple[int, ...], list[tuple[Any, Tensor]]] = {}
+    for mesh, tensor in _meshes_of(tensors):
+        if mesh.get_coordinate() is not None:  # Else this rank holds nothing of it.
+            by_ranks.setdefault(_ranks_on(mesh), []).append((mesh, tensor))
+    found = {ranks: _meeting(ranks, meshes) for ranks, meshes in by_ranks.items()}
+    if group is not None:
+        ranks = _ranks_in(group)
+        wanted = found[ranks].device if ranks in found else tensors[0].device
+        found[ranks] = Meeting(ranks, (group,), _reached(group, wanted))
+    return sorted(found.values(), key=_in_order)
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that hold one model together, as far as this rank can know."""
+
+    meeting: Meeting
+    unknown: str | None
+    """What this rank does not know, in words, if anything: all ranks have to be told."""
+    params: tuple[Tensor, ...]
+    """All parameters of this rank."""
+    plain: tuple[Tensor, ...]
+    """Plain parameters beside distributed ones that are trained, the same on every rank."""
+    parts: bool
+    """Whether plain tensors are parts of the model, as the user has said by a process group."""
+    listing: int
+    """A number that stands for the shapes of all parameters, in order."""
+    first: bool
+    """Whether this rank is the one that counts, where all of them hold the same."""
+
+    def counts(self, layouts: Sequence[Layout | None]) -> list[bool]:
+        """Whether this rank's elements count, for each gradient."""
+        own = self.parts or self.first
+        return [own if layout is None else layout.counts for layout in layouts]
+
+
+def refuse_flattened(params: Sequence[Tensor], *, name: _Name, way_out: str) -> None:
+    """Raises if FSDP1 has cut plain parameters into shards, which nothing else shows.
+
+    Args:
+        params: parameters that no process group was named for.
+        name: tells a parameter's name.
+        way_out: what to do instead, in words.
+    """
+    flattened = _flattened(params)
+    if flattened:
+        raise ValueError(
+            f"{name(flattened[0])} belongs to FullyShardedDataParallel (FSDP1): each rank holds a "
+            f"shard of it as a plain tensor, and would measure that shard alone. {way_out}"
+        )
+
+
+def _flattened(params: Sequence[Tensor]) -> list[Tensor]:
+    """Those that FSDP1 has cut into shards, as torch marks them; none where no other rank is."""
+    if not in_company() or "torch.distributed.fsdp" not in sys.modules:
+        return []
+    return [param for param in params if getattr(param, "_fsdp_flattened", False)]
+
+
+def _refuse_beside_flattened(params: Sequence[Tensor], *, name: _Name) -> None:
+    """Raises if there are trained parameters that FSDP1 was told to leave alone, beside others."""
+    flattened = {id(param) for param in _flattened(params)}
+    left = [p for p in params if flattened and id(p) not in flattened and _is_trained(p)]
+    if left:
+        raise ValueError(
+            f"{name(left[0])} is a plain tensor beside shards of FullyShardedDataParallel (FSDP1), "
+            "which was told to ignore it. Whether the ranks of process_group= hold copies of it or "
+            "other parts of the model is not known, and the norm depends on it. Let FSDP shard it, "
+            "or use fully_shard (FSDP2)."
+        )
+
+
+def team_of(params: Sequence[Tensor], *, group: Any, name: _Name, way_out: str = "") -> Team | None:
+    """Which ranks hold one model together; None if each holds all of it.
+
+    Args:
+        params: all parameters of the model on this rank.
+        group: the process group that the user has named, or None.
+        name: tells a parameter's name.
+        way_out: what to do where it cannot be known, in words, if not what a GradientControl needs.
+
+    Raises:
+        ValueError: if it cannot be known and no other rank would wait to hear of it.
+    """
+    if group is None:
+        refuse_flattened(params, name=name, way_out=way_out or _NAME_THE_GROUP)
+    meshes = _meshes_of(params)
+    if not meshes and group is None:
+        return None
+    import torch.distributed as dist
+
+    ranks = tuple(range(dist.get_world_size())) if group is None else _ranks_in(group)
+    fitting = [(mesh, param) for mesh, param in meshes if _ranks_on(mesh) == ranks]
+    if group is None and not fitting:
+        raise ValueError(_part_of_the_world(*meshes[0], name, way_out))
+    if len(ranks) > 1 and group is not None:
+        _refuse_beside_flattened(params, name=name)
+    strangers = [(mesh, param) for mesh, param in meshes if _ranks_on(mesh) != ranks]
+    unknown = None
+    if strangers:
+        named = group is not None
+        unknown = _other_ranks(*strangers[0], name, ranks, named=named, way_out=way_out)
+    wanted = params[0].device
+    if fitting:
+        wanted = _device_of(fitting[0][0], fitting[0][1].device)
+    plain = [p for p in params if not is_distributed(p) and _is_trained(p)] if meshes else []
+    return Team(
+        meeting=Meeting(ranks, (group,), _reached(group, wanted)),
+        unknown=unknown,
+        params=tuple(params),
+        plain=tuple(plain),
+        parts=not meshes,
+        listing=hash(tuple(tuple(param.shape) for param in params)) & 0xFFFFFFFF,
+        first=dist.get_rank() == ranks[0],
+    )
+
+
+class Company:
+    """What one control has learned of the other ranks, so that it need not ask again."""
+
+    def __init__(self) -> None:
+        self._known: int | None = None  # The listing under which all was well.
+        self._compared: dict[int, weakref.ref[Tensor]] = {}  # Plain parameters, by their id.
+
+    def __reduce__(self) -> Any:
+        return Company, ()  # Weak references do not travel; asking again costs one wait.
+
+    def is_new(self, team: Team) -> bool:
+        """Whether the host has to read what the ranks say of themselves: it may have to wait."""
+        return self._known != team.listing or bool(self.waiting(team))
+
+    def waiting(self, team: Team) -> dict[int, int]:
+        """The plain parameters that have not shown a gradient yet: by id, their places."""
+        return {
+            id(param): place
+            for place, param in enumerate(team.plain)
+            if id(param) not in self._compared or self._compared[id(param)]() is not param
+        }
+
+    def notes(
+        self, team: Team, *, refused: bool, wide: bool, apart: str, names: _Names
+    ) -> list[float]:
+        """What the other ranks have to know of this one, up to the marks.
+
+        Args:
+            team: this rank's.
+            refused: whether this rank refuses the step.
+            wide: whether all of its gradients are float64, or there are none.
+            apart: as in `meet`.
+            names: tells the names of parameters.
+        """
+        named, waiting = 0, {}
+        if self.is_new(team):
+            waiting = self.waiting(team)
+            if apart:
+                named = zlib.crc32("\n".join(names(team.params)).encode())
+        told = refused, team.unknown is not None, team.parts, team.listing, named, len(waiting)
+        return [float(number) for number in (*told, not wide)]
+
+    def meet(
+        self,
+        team: Team,
+        notes: Sequence[Sequence[float]],
+        *,
+        compared: Sequence[Tensor],
+        finite: bool,
+        apart: str,
+        names: _Names,
+    ) -> None:
+        """Raises, on every rank alike, if the ranks do not hold one model in a way that is known.
+
+        Args:
+            team: this rank's.
+            notes: of each rank, the numbers that NOTES names.
+            compared: this rank's plain parameters whose gradients are in the marks.
+            finite: whether all gradients are finite on all ranks.
+            apart: the policy that needs the same parameters in the same order everywhere, or "".
+            names: tells the names of parameters.
+        """
+        told = dict(zip(NOTES, zip(*notes, strict=True), strict=True))
+        if any(told["refused"]):
+            raise ValueError(_refused_by(team, told["refused"]))
+        if any(told["unknown"]):
+            raise ValueError(team.unknown or _ELSEWHERE)
+        if len(set(told["parts"])) > 1:
+            raise ValueError(_UNLIKE)
+        if apart and len(set(zip(told["listing"], told["named"], strict=True))) > 1:
+            raise ValueError(
+                f"{apart} bounds gradients apart from each other, and the ranks list different "
+                "parameters, or the same in another order, so which of them belong together is not "
+                "known. List them alike on every rank, or use ClipByNorm, or another policy that "
+                "bounds the norm of all."
+            )
+        if any(told["parts"]):
+            self._known = team.listing
+            return
+        if finite:
+            if not are_copies([row[-len(MARKS) :] for row in notes]):
+                raise ValueError(_no_copies(team, told["norm"], names))
+            self._compared.update((id(param), weakref.ref(param)) for param in compared)
+        # As long as a plain tensor has shown no gradient it may still turn out to be no copy.
+        settled = told["waiting"] == told["shown"] if finite else not any(told["waiting"])
+        self._known = team.listing if settled else None
+
+
+def _is_trained(param: Tensor) -> bool:
+    """Whether a gradient of `param` may count, now or later."""
+    return (param.requires_grad or param.grad is not None) and param.numel() > 0
+
+
+def _meshes_of(tensors: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
+    """The meshes of distributed tensors, each once, with the first tensor that lies on it."""
+    if not any_distributed(tensors):
+        return []
+    found: dict[int, tuple[Any, Tensor]] = {}
+    for tensor in tensors:
+        if is_distributed(tensor):
+            mesh = cast("Any", tensor).device_mesh
+            found.setdefault(id(mesh), (mesh, tensor))
+    return list(found.values())
+
+
+def _ranks_on(mesh: Any) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _ranks_in(group: Any) -> tuple[int, ...]:
+    import torch.distributed as dist
+
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            "process_group= names ranks of which this one is none. Give it on the ranks of the "
+            "group only, and to each rank the group that it is in."
+        )
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _meeting(ranks: tuple[int, ...], meshes: Sequence[tuple[Any, Tensor]]) -> Meeting:
+    """By one process group where torch has one for all of these ranks, else one a dimension."""
+    import torch.distributed as dist
+
+    mesh, tensor = min(meshes, key=lambda pair: int(pair[0].ndim))
+    groups = tuple(mesh.get_all_groups())
+    if mesh.ndim > 1 and len(ranks) == dist.get_world_size() and _reaches(None, mesh.device_type):
+        groups = (None,)
+    return Meeting(ranks, groups, _reached(groups[0], _device_of(mesh, tensor.device)))
+
+
+def _in_order(meeting: Meeting) -> tuple[Any, ...]:
+    first = meeting.ranks[0]
+    return len(meeting.ranks), tuple(rank - first for rank in meeting.ranks), first
+
+
+def _device_of(mesh: Any, near: torch.device) -> torch.device:
+    """This rank's device of the kind that the mesh is of."""
+    return near if near.type == mesh.device_type else _current(mesh.device_type)
+
+
+def _current(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _kinds(group: Any) -> list[str]:
+    """The kinds of devices that a process group has a backend for."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD if group is None else group
+    return [device.type for device in getattr(group, "_device_types", ())]
+
+
+def _reaches(group: Any, kind: str) -> bool:
+    kinds = _kinds(group)
+    return not kinds or kind in kinds  # Empty: a backend is made when it is first used.
+
+
+def _reached(group: Any, wanted: torch.device) -> torch.device:
+    """`wanted` if the group has a backend for it, else this rank's device that it has one for.
+
+    NCCL has none for the CPU, where gradients lie that are offloaded; gloo has one for both.
+    """
+    return wanted if _reaches(group, wanted.type) else _current(_kinds(group)[0])
+
+
+def _described(mesh: Any) -> str:
+    names = mesh.mesh_dim_names
+    dims = "" if names is None else f" ({', '.join(names)})"
+    return f"the mesh{dims} of ranks {_few(_ranks_on(mesh))}"
+
+
+def _few(items: Sequence[object]) -> str:
+    more = f", ... {len(items)} in all" if len(items) > 16 else ""
+    return f"[{', '.join(map(str, items[:16]))}{more}]"
+
+
+_NAME_THE_GROUP = (
+    "Write GradientControl(..., process_group=model.process_group) with the FSDP model, or "
+    "process_group=torch.distributed.group.WORLD if it is sharded over all ranks. With NO_SHARD "
+    "every rank holds all of it: use DistributedDataParallel."
+)
+
+
+def _part_of_the_world(mesh: Any, param: Tensor, name: _Name, way_out: str) -> str:
+    import torch.distributed as dist
+
+    line = "mesh.get_group()" if mesh.ndim == 1 else "mesh._flatten().get_group()"
+    way_out = way_out or (
+        f"If these ranks hold a whole model between them, write "
+        f"GradientControl(..., process_group={line}) with mesh = that parameter's device_mesh. If "
+        "the others hold other parts, bring get_total_norm's results together yourself and use "
+        "clip_grads_with_norm_."
+    )
+    return (
+        f"{name(param)} is a DTensor on {_described(mesh)}, and {dist.get_world_size()} ranks run. "
+        "Whether the others hold copies of the model (data parallel) or other parts of it "
+        f"(pipeline stages, experts) is not known, and the norm depends on it. {way_out}"
+    )
+
+
+def _other_ranks(
+    mesh: Any, param: Tensor, name: _Name, ranks: tuple[int, ...], *, named: bool, way_out: str
+) -> str:
+    whose = "process_group= names" if named else "other parameters lie on"
+    way_out = way_out or (
+        "Distribute every parameter over one mesh, with Replicate() where ranks hold copies, or "
+        "use gradilocks.GradScaler and gradilocks.clip_grad_norm_, which take each tensor over its "
+        "own mesh."
+    )
+    return (
+        f"{name(param)} is a DTensor on {_described(mesh)}, and {whose} ranks {_few(ranks)}. "
+        "Whether the ranks of one and not of the other hold copies of it or other parts of the "
+        f"model is not known, and the norm depends on it. {way_out}"
+    )
+
+
+_ELSEWHERE = (
+    "another rank has a DTensor on other ranks than these, and whether those hold copies of it or "
+    "other parts of the model is not known: the error on that rank names it, and the way out."
+)
+
+_UNLIKE = (
+    "some ranks of process_group= hold DTensors and others plain tensors only, so which of their "
+    "elements are the same is not known. Distribute every parameter over one mesh on all ranks, or "
+    "on none."
+)
+
+
+def _refused_by(team: Team, refused: Sequence[float]) -> str:
+    who = [rank for rank, told in zip(team.meeting.ranks, refused, strict=True) if told]
+    ranks = f"rank {who[0]}" if len(who) == 1 else f"ranks {_few(who)}"
+    return (
+        f"{ranks} refused the step, and the error there says why. The ranks decide together, so "
+        "nothing has moved here."
+    )
+
+
+def _no_copies(team: Team, norms: Sequence[float], names: _Names) -> str:
+    shown = ", ".join(names(team.plain[:3])) + (", ..." if len(team.plain) > 3 else "")
+    seen = _few([f"{norm:.6g}" for norm in norms])
+    return (
+        "plain tensors beside DTensors count once if every rank holds the same ones, and here "
+        f"their gradients are not the same; their norms are {seen} on ranks "
+        f"{_few(team.meeting.ranks)}: whether they are parts of the model, such as experts, or "
+        "copies whose gradients were not averaged, is not known. Plain on this rank: "
+        f"{shown or 'none'}. Make parts DTensors with Shard(), average the gradients of copies "
+        "before step(), and list copies in the same order on every rank."
+    )

@@ -1,0 +1,99 @@
+"""Gradients in, a Measurement out: the one read of every gradient that a step pays for.
+
+The norm, the skip flag, the culprits' names and the telemetry all come from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradilocks import kernels
+from gradilocks.step.total import any_double, rounded, total_norm
+from gradilocks.values import Measurement, Statistics, moved
+
+__all__ = ["measure", "summarize"]
+
+
+def measure(
+    tensors: Sequence[Tensor], *, home: torch.device, order: float = 2.0, detail: bool = False
+) -> Measurement:
+    """Measures gradients as they stand, on whatever devices they lie.
+
+    Args:
+        tensors: the gradients' elements; may be empty.
+        home: the device on which the results are brought together.
+        order: the p of the norm.
+        detail: also find the largest magnitude and count the zeros.
+
+    Returns:
+        The Measurement, on `home`; nothing waits.
+    """
+    places, double = kernels.by_device(tensors), any_double(tensors)
+    if len(places) == 1:
+        (device,) = places
+        found = kernels.for_device(device).measure(tensors, order=order, detail=detail)
+        return summarize(_moved(found, home), order=order, double=double)
+    parts = [
+        _moved(
+            kernels.for_device(device).measure(
+                [tensors[i] for i in indices], order=order, detail=detail
+            ),
+            home,
+        )
+        for device, indices in places.items()
+    ]
+    order_of_parts = [i for indices in places.values() for i in indices]
+    merged = _merged(parts, order_of_parts, home=home, detail=detail)
+    return summarize(merged, order=order, double=double)
+
+
+def summarize(statistics: Statistics, *, order: float, double: bool) -> Measurement:
+    """The Measurement of tensors whose statistics are known; `double` if one is float64."""
+    broken = (statistics.nan + statistics.inf).sum() > 0
+    return Measurement(
+        order=order,
+        tensors=statistics,
+        norm=rounded(total_norm(statistics.norms, order), double=double),
+        nonfinite=broken.to(torch.float32),
+        double=double,
+    )
+
+
+def _moved(found: Statistics, home: torch.device) -> Statistics:
+    if found.norms.device == home:
+        return found
+    return Statistics(
+        norms=moved(found.norms, home),
+        nan=moved(found.nan, home),
+        inf=moved(found.inf, home),
+        largest=None if found.largest is None else moved(found.largest, home),
+        zeros=None if found.zeros is None else moved(found.zeros, home),
+    )
+
+
+def _merged(
+    parts: Sequence[Statistics], places: Sequence[int], *, home: torch.device, detail: bool
+) -> Statistics:
+    """Puts the devices' results back into the gradients' own order."""
+    order = torch.tensor(sorted(range(len(places)), key=places.__getitem__), device=home)
+
+    def merge(columns: list[Tensor], dtype: torch.dtype) -> Tensor:
+        if not columns:
+            return torch.zeros(0, dtype=dtype, device=home)
+        return torch.cat(columns)[order]
+
+    real = parts[0].norms.dtype if parts else torch.float64
+    return Statistics(
+        norms=merge([p.norms for p in parts], real),
+        nan=merge([p.nan for p in parts], torch.int64),
+        inf=merge([p.inf for p in parts], torch.int64),
+        largest=merge([p.largest for p in parts if p.largest is not None], real)
+        if detail
+        else None,
+        zeros=merge([p.zeros for p in parts if p.zeros is not None], torch.int64)
+        if detail
+        else None,
+    )

@@ -1,0 +1,316 @@
+"""What a step leaves behind: kept on the device, brought to the host when somebody reads it.
+
+Reading is what waits. `Outcome` reads when its properties are asked for; `Streak` reads its counter
+no more often than it could have reached the limit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradilocks.errors import NonFiniteGradient
+from gradilocks.runfile.origins import FORWARD_OR_LOSS
+from gradilocks.step.diagnose import Symptom
+from gradilocks.values import ROW, Statistics, StepRecord, moved, wide
+
+__all__ = ["Findings", "NonFiniteCount", "Outcome", "Streak", "fetch", "nonfinite"]
+
+
+def fetch(*scalars: Tensor) -> list[float]:
+    """0-d tensors, or one 1-d tensor, as Python numbers, in one transfer."""
+    if scalars[0].dim() == 1:
+        return [float(value) for value in scalars[0].tolist()]
+    home = scalars[0].device
+    if home.type == "cpu":
+        return [float(s) for s in scalars]
+    return [float(v) for v in torch.stack([s.to(home, wide(home)) for s in scalars]).tolist()]
+
+
+class NonFiniteCount(NamedTuple):
+    """How many elements of one gradient are NaN, and how many are Inf."""
+
+    nan: int
+    inf: int
+
+    def __str__(self) -> str:
+        if self.nan and self.inf:
+            return "NaN and Inf"
+        return "NaN" if self.nan else "Inf"
+
+
+class Findings:
+    """Whether a step was skipped, at which scale, and whose gradients were not finite.
+
+    Reading any property waits for the device, once.
+    """
+
+    def __init__(
+        self,
+        *,
+        skip: Tensor,
+        scale: Tensor,
+        counted: Callable[[], tuple[Tensor, Tensor]],
+        names: Callable[[], Sequence[tuple[int, str]]],
+    ) -> None:
+        self._skip, self._scale, self._counted = skip, scale, counted
+        self._names = names
+        self._counts: dict[str, NonFiniteCount] | None = None
+        self._all_bad = False
+
+    @functools.cached_property
+    def _values(self) -> list[float]:
+        return fetch(self._skip, self._scale)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the parameters were left as they were."""
+        return self._values[0] > 0
+
+    @property
+    def rejected(self) -> bool:
+        """Whether a policy such as SkipSpikes has skipped a step whose gradients were finite."""
+        return self._values[0] == 2.0
+
+    @property
+    def scale(self) -> float:
+        """The scale that these gradients carried."""
+        return self._values[1]
+
+    @property
+    def culprits(self) -> tuple[str, ...]:
+        """Names of the parameters with non-finite gradients, in backward order; () if none.
+
+        Who has NaN or Inf, not where they began: after a loss that was itself NaN or Inf all have.
+        """
+        return tuple(self.counts)
+
+    @property
+    def counts(self) -> Mapping[str, NonFiniteCount]:
+        """How many NaN and Inf each culprit has, in backward order."""
+        skipped = self.skipped
+        if self._counts is None:
+            self._counts = {}
+            if skipped:
+                nan, inf = torch.stack(self._counted()).tolist()
+                self._all_bad = all(map(any, zip(nan, inf, strict=True)))
+                for place, name in self._names():
+                    if nan[place] or inf[place]:
+                        self._counts[name] = NonFiniteCount(nan[place], inf[place])
+        return self._counts
+
+    @property
+    def _loss_was_bad(self) -> bool:
+        """Whether the loss itself is known to have been NaN or Inf."""
+        return False
+
+    def describe(self, *, at_most: int = 3) -> str:
+        """The culprits in words: `Inf in head.weight, NaN in body.bias (+2 more)`.
+
+        None is named where that would tell nothing of where it began: after a loss that was itself
+        NaN or Inf, or if all gradients are.
+        """
+        parts = [f"{count} in {name}" for name, count in self.counts.items()]
+        if self.skipped and self._loss_was_bad:
+            return f"the loss itself was NaN or Inf ({FORWARD_OR_LOSS})"
+        if len(parts) > 1 and self._all_bad:
+            return f"NaN or Inf in all {len(parts)} gradients, so they do not tell where it began"
+        if not parts:
+            if not self.skipped:
+                return "finite gradients"
+            if self.rejected:
+                return "finite gradients, rejected by the clip policy"
+            return (
+                "no NaN or Inf in a gradient that is here: it is on another rank, its parameter is "
+                "gone, or finite gradients overflow when they are unscaled"
+            )
+        more = f" (+{len(parts) - at_most} more)" if len(parts) > at_most else ""
+        return ", ".join(parts[:at_most]) + more
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(skipped={self.skipped}, scale={self.scale:g}, "
+            f"culprits={self.culprits})"
+        )
+
+
+class Outcome(Findings):
+    """What became of one step of a GradientControl. Reading any property waits for the device.
+
+    Example:
+        >>> outcome = control.step()
+        >>> outcome.skipped, outcome.clipped
+        (False, True)
+    """
+
+    def __init__(
+        self,
+        record: StepRecord,
+        names: Callable[[], Sequence[tuple[int, str]]],
+        *,
+        step: int | None = None,
+        live: bool = False,
+    ) -> None:
+        self._record, self._names, self._step, self._live = record, names, step, live
+        self._counted = lambda: (record.statistics.nan, record.statistics.inf)
+        self._read: dict[str, float] | None = None
+        self._counts: dict[str, NonFiniteCount] | None = None
+        self._all_bad = False
+
+    @property
+    def _numbers(self) -> dict[str, float]:
+        # A step that was captured in a CUDA graph happens again at each replay.
+        if self._read is None or self._live:
+            self._read = dict(zip(ROW, fetch(self._record.row), strict=False))
+            self._counts = None
+        return self._read
+
+    @property
+    def _values(self) -> list[float]:
+        return [self._numbers["skip"], self._numbers["scale"]]
+
+    @property
+    def _loss_was_bad(self) -> bool:
+        return self._numbers["loss_nonfinite"] > 0
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was measured, gradient by gradient in the optimizers' order, on the device.
+
+        Taking it does not wait; the gradients were measured as they stood, so scaled. `largest`
+        and `zeros` are None where finding them would have cost another read.
+        """
+        return self._record.statistics
+
+    @property
+    def step(self) -> int:
+        """The number of this step, from 1."""
+        return int(self._numbers["step"]) if self._step is None else self._step
+
+    @property
+    def norm(self) -> float:
+        """The norm of the unscaled gradients before clipping; NaN or inf if they are not finite."""
+        return self._numbers["norm"]
+
+    def describe(self, *, at_most: int = 3) -> str:
+        """The culprits in words, or why a finite step was skipped."""
+        if self.rejected:
+            return f"finite gradients, rejected: norm {self.norm:.6g} over {self.limit:.6g}"
+        return super().describe(at_most=at_most)
+
+    @property
+    def limit(self) -> float:
+        """The bound that was put on the norm; inf if there was none."""
+        return self._numbers["limit"]
+
+    @property
+    def clipped(self) -> bool:
+        """Whether the gradients were pulled down. False when skipped."""
+        return self._numbers["clipped"] > 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Outcome(step={self.step}, skipped={self.skipped}, norm={self.norm:.6g}, "
+            f"clipped={self.clipped}, scale={self.scale:g}, culprits={self.culprits})"
+        )
+
+
+def nonfinite(outcome: Outcome) -> NonFiniteGradient:
+    """What to raise for a step that was skipped, if the caller wants to know at once."""
+    return NonFiniteGradient(
+        f"step {outcome.step} skipped: {outcome.describe()}; scale {outcome.scale:g}. "
+        "Parameters and optimizer state are as they were.",
+        culprits=outcome.culprits,
+    )
+
+
+class Streak:
+    """Counts non-finite steps in a row, on the device, and says when there are too many.
+
+    The counter is read only when it could have reached the limit, so a healthy run with a limit of
+    100 reads it once in 100 steps. On a GPU it is sent for without waiting and looked at when it
+    has arrived, so the host learns of the limit a few steps late.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.count = torch.zeros((), dtype=torch.int32, device="cpu")
+        self._until_reading = limit or 0
+        self._recent: deque[Tensor] = deque(maxlen=min(limit, 1000) if limit else 1)
+        self._coming: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def note(self, record: StepRecord) -> bool:
+        """Takes note of a step; True if the limit has been reached."""
+        skip = record.skip
+        self.move_to(skip.device)
+        self.count.copy_(torch.where(skip > 0, self.count + 1, 0))
+        return self.watch(record)
+
+    def watch(self, record: StepRecord) -> bool:
+        """As `note`, after a step that has been counted already."""
+        self._recent.append(record.row)
+        if self.limit is None:
+            return False
+        self._until_reading -= 1
+        if self._until_reading > 0:
+            return False
+        count = self._counted()
+        if count is None:
+            return False
+        if count >= self.limit:  # As it was then: a finite step may have come since. Worth a wait.
+            count = int(fetch(self.count)[0])
+        self._until_reading += max(1, self.limit - count)
+        return count >= self.limit
+
+    def move_to(self, device: torch.device) -> None:
+        """Counts on `device` from here on."""
+        if self.count.device != device:
+            self.count = moved(self.count, device)
+
+    def _counted(self) -> int | None:
+        """The counter when the host first asked for it; None if it has not arrived yet."""
+        if self.count.device.type != "cuda":
+            self._until_reading = 0
+            return int(self.count.item())
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        if self._coming is None:
+            host = torch.empty((), dtype=torch.int32, device="cpu", pin_memory=True)
+            host.copy_(self.count, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(torch.cuda.current_stream(self.count.device))
+            self._coming = host, arrived
+        host, arrived = self._coming
+        if not arrived.query():  # type: ignore[no-untyped-call]
+            return None
+        self._coming = None
+        return int(host.item())
+
+    def symptoms(self) -> list[Symptom]:
+        """The non-finite steps of the present run of them, oldest first."""
+        found: list[Symptom] = []
+        for row in reversed(self._recent):
+            numbers = dict(zip(ROW, fetch(row), strict=False))
+            if numbers["skip"] != 1.0:
+                break
+            found.append(
+                Symptom(
+                    scale=numbers["scale"],
+                    nan=int(numbers["nan"]),
+                    inf=int(numbers["inf"]),
+                    loss_nonfinite=numbers["loss_nonfinite"] > 0,
+                )
+            )
+        return found[::-1]
+
+    def restore(self, count: int) -> None:
+        """Goes on from a checkpoint."""
+        self.count.fill_(count)
+        self._recent.clear()
+        self._coming = None
+        self._until_reading = max(1, (self.limit or 0) - count)

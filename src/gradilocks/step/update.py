@@ -1,0 +1,270 @@
+"""A Decision in; an optimizer stepped, or left exactly as it was, comes out.
+
+An optimizer that can take the decision inside its own pass gets `grad_scale` and `found_inf`, and
+unscaling and clipping cost no pass of their own. Any other, and whatever wraps one, gets its
+gradients multiplied in place and is stepped or not, which the host has to know: one of the two
+places where it waits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks import kernels
+from gradilocks.step.own_step import is_ours, own_step, says_so_itself, why_not_itself
+from gradilocks.values import Decision, moved
+
+_LARGEST = float(torch.finfo(torch.float32).max)
+
+__all__ = [
+    "apply_bound",
+    "apply_factors",
+    "apply_in_place",
+    "check_unscaling_in_place",
+    "handing_over",
+    "must_skip_on_host",
+    "takes_decision",
+    "takes_directly",
+    "takes_scaler",
+    "update",
+]
+
+
+def update(
+    optimizer: Any,
+    decision: Decision,
+    tensors: Sequence[Tensor],
+    *,
+    multiplied: Callable[[], None] = lambda: None,
+) -> None:
+    """Steps `optimizer` on its gradients, or leaves it bit for bit as it was.
+
+    Args:
+        optimizer: any object with `param_groups` and `step`.
+        decision: on one device; the bound on elements has been applied already.
+        tensors: the elements of this optimizer's gradients.
+        multiplied: called when the gradients themselves have been made true, before the step.
+    """
+    if not tensors:
+        return
+    if takes_decision(optimizer) and not _too_small(decision):
+        if must_skip_on_host(optimizer, decision.skip, decision.multiplier):
+            return
+        grad_scale = decision.divisor
+        if grad_scale is None:
+            grad_scale = _as_divisor(decision.multiplier)
+        with handing_over(optimizer, grad_scale=grad_scale, found_inf=decision.skip):
+            optimizer.step()
+    elif not decision.skip.item():
+        apply_in_place(decision, tensors)
+        multiplied()
+        optimizer.step()
+
+
+def _too_small(decision: Decision) -> bool:
+    """Whether 1 / multiplier is more than float32 holds, as a norm of 1e39 clipped to 1 makes it.
+
+    Asked on the CPU alone, where asking is free. Elsewhere such a norm is clipped as far as float32
+    goes, to 3e-39 of itself.
+    """
+    multiplier = decision.multiplier
+    return multiplier.device.type == "cpu" and multiplier.item() < 1.0 / _LARGEST
+
+
+def _as_divisor(multiplier: Tensor) -> Tensor:
+    """1 / multiplier as fused optimizers take it; inf only for a multiplier of 0."""
+    divisor = torch.reciprocal(multiplier)
+    return torch.where(multiplier > 0, divisor.clamp(max=_LARGEST), divisor).to(torch.float32)
+
+
+def apply_in_place(decision: Decision, tensors: Sequence[Tensor]) -> None:
+    """Multiplies the gradients themselves: one pass, none if the multiplier is 1."""
+    for device, places in kernels.by_device(tensors).items():
+        on_device = [tensors[place] for place in places]
+        kernels.for_device(device).multiply_(on_device, decision.multiplier.to(device))
+
+
+def apply_bound(decision: Decision, tensors: Sequence[Tensor]) -> None:
+    """Bounds the elements of the gradients as they stand, if the decision has a bound."""
+    if decision.bound is None:
+        return
+    for device, places in kernels.by_device(tensors).items():
+        on_device = [tensors[place] for place in places]
+        kernels.for_device(device).clamp_(on_device, decision.bound.to(device))
+
+
+def apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int = 0) -> None:
+    """Multiplies each gradient by its own factor, and its parts by theirs, if there are any.
+
+    Args:
+        decision: for all gradients.
+        tensors: of one optimizer.
+        begin: the place of the first of them among all.
+    """
+    if decision.units is not None:
+        for tensor, unit in zip(tensors, decision.units[begin:], strict=False):
+            if unit is not None:
+                tensor.copy_(tensor.to(unit.dtype) * moved(unit, tensor.device))
+    if decision.factors is None:
+        return
+    factors = decision.factors[begin : begin + len(tensors)]
+    for device, places in kernels.by_device(tensors).items():
+        on_device = [tensors[place] for place in places]
+        mine = factors
+        if len(places) != len(tensors):
+            mine = factors[torch.tensor(places).to(factors.device, non_blocking=True)]
+        kernels.for_device(device).multiply_each_(on_device, moved(mine, device))
+
+
+def check_unscaling_in_place(
+    optimizer: Any,
+    params: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    name: Callable[[Tensor], str],
+) -> None:
+    """Refuses fp16 gradients that would have to be unscaled in fp16, before any step."""
+    for param, tensor in zip(params, tensors, strict=True):
+        if tensor.dtype is torch.float16:
+            raise ValueError(
+                f"Attempting to unscale FP16 gradients. {name(param)} is float16, and dividing its "
+                "gradient by the scale in float16 would round small values to zero again. Keep the "
+                "parameters in float32 and run the forward pass under torch.autocast; or use an "
+                "optimizer with fused=True, which unscales in float32; or use scale=None."
+                f"{why_not_itself(optimizer)}"
+            )
+
+
+def takes_decision(optimizer: Any) -> bool:
+    """Whether `step` reads `grad_scale` and `found_inf` off the optimizer, as torch's fused do.
+
+    Only if that is proven (`own_step.OwnStep.reads_decision`), and so never for a wrapper: its
+    gradients are multiplied in place, and the host decides whether its step is called.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    step = own_step(optimizer)
+    if step is None or not step.reads_decision:
+        return False
+    # A checkpoint of an unfused optimizer brings fused=None into the groups of a fused one, and
+    # torch's own step then goes by the groups.
+    groups = optimizer.param_groups if step.goes_by_groups else ()
+    return not any("fused" in group and not group["fused"] for group in groups)
+
+
+def takes_directly(optimizers: Sequence[Any]) -> bool:
+    """Whether there is one optimizer, and it takes the decision without a call of `step`."""
+    return len(optimizers) == 1 and is_ours(optimizers[0]) and bool(optimizers[0].is_direct())
+
+
+def takes_scaler(optimizer: Any) -> bool:
+    """Whether `step` has a parameter `grad_scaler`, the older contract of apex and others.
+
+    And whether who steps says so itself: a wrapper may have such a parameter and hand nothing on.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    step = getattr(optimizer.step, "__func__", optimizer.step)
+    known = _takes_scaler.get(step)
+    if known is None:
+        known = _takes_scaler[step] = "grad_scaler" in inspect.signature(step).parameters
+    return known and says_so_itself(optimizer)
+
+
+# By function, and only as long as it lives: a step that wraps its optimizer must not keep it alive.
+_takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def must_skip_on_host(optimizer: Any, skip: Tensor, multiplier: Tensor) -> bool:
+    """Whether a fused optimizer that cannot skip this one step by itself has to skip it.
+
+    A fused SGD makes its momentum buffers without filling them, and a step that is then skipped
+    leaves them so: the next one adds whatever was in that memory to the weights. So the host asks
+    before a step that makes buffers. If it is to be taken, and a group has buffers for some
+    parameters only, which torch's fused SGD cannot handle, the others get theirs here.
+
+    Args:
+        optimizer: takes the decision inside its own pass (`takes_decision`).
+        skip: the step's flag.
+        multiplier: what the gradients will be multiplied by.
+    """
+    if not isinstance(optimizer, torch.optim.SGD) or is_ours(optimizer):
+        return False
+    lacking = [
+        (group, fresh) for group in optimizer.param_groups if (fresh := _fresh(optimizer, group))
+    ]
+    if not lacking:
+        return False
+    if skip.item():
+        # As if stepped, so that an LR scheduler does not complain.
+        setattr(optimizer, "_opt_called", True)  # noqa: B010 (mypy knows no such attribute)
+        return True
+    for group, fresh in lacking:
+        if len(fresh) < sum(param.grad is not None for param in group["params"]):
+            for param in fresh:
+                optimizer.state[param]["momentum_buffer"] = _first_buffer(param, group, multiplier)
+    return False
+
+
+def _fresh(optimizer: Any, group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of a group that have a gradient and no momentum yet."""
+    if group["momentum"] == 0:
+        return []
+    nothing: dict[str, Any] = {}  # `state` would make an entry for whom it is asked.
+    return [
+        param
+        for param in group["params"]
+        if param.grad is not None
+        and optimizer.state.get(param, nothing).get("momentum_buffer") is None
+    ]
+
+
+def _first_buffer(param: Tensor, group: dict[str, Any], multiplier: Tensor) -> Tensor:
+    """What makes `momentum * buffer + (1 - dampening) * g` equal to g, which a first step is.
+
+    Here g is what SGD makes of the gradient: turned round by `maximize`, with the weight decay.
+    """
+    assert param.grad is not None
+    if group["dampening"] == 0:
+        return torch.zeros_like(param.grad)
+    gradient = param.grad.to(torch.promote_types(param.grad.dtype, torch.float32))
+    gradient = gradient * (-multiplier if group["maximize"] else multiplier).to(gradient.device)
+    gradient = gradient + group["weight_decay"] * param.detach()
+    buffer: Tensor = gradient * (group["dampening"] / group["momentum"])
+    return buffer.to(param.grad.dtype)
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def handing_over(
+    optimizer: Any, *, grad_scale: Tensor | None, found_inf: Tensor | None, consume: bool = False
+) -> Iterator[None]:
+    """Sets `grad_scale` and `found_inf` on the optimizer for one step, whatever becomes of it.
+
+    A `grad_scale` that the user had set is multiplied in and put back afterwards; with `consume`
+    it is put back only if the step raises, and taken away otherwise, as torch's scaler does.
+    """
+    before = {name: getattr(optimizer, name, _ABSENT) for name in ("grad_scale", "found_inf")}
+    preset = before["grad_scale"]
+    if preset is not _ABSENT and preset is not None:
+        grad_scale = preset if grad_scale is None else grad_scale * preset  # type: ignore[assignment,operator]
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    try:
+        yield
+    except BaseException:
+        consume = False
+        raise
+    finally:
+        for name, value in before.items():
+            if value is _ABSENT or consume:
+                delattr(optimizer, name)
+            else:
+                setattr(optimizer, name, value)

@@ -1,0 +1,90 @@
+"""Numbers that travel together arrive where they belong; samples of weights are fair."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gradilocks.record import Sample
+from gradilocks.record.batch import Batch, Held
+from gradilocks.record.weights import MOST, Weights
+
+
+def held(number):
+    return Held(Sample(), index=0, step=number, time=0.0, detail=True)
+
+
+def test_what_was_gathered_by_dtype_comes_back_to_its_own_step():
+    rows = [held(1), held(2), held(3)]
+    for number, row in enumerate(rows):
+        row.waiting = [
+            (("loss", "scale"), torch.tensor([number, 2.0 * number], dtype=torch.float32)),
+            ("nan", torch.tensor([number, 0, 7])),
+            (("norm",), torch.tensor([0.5 * number], dtype=torch.float64)),
+            ("norms", torch.arange(number, dtype=torch.float64)),
+        ]
+    batch = Batch(rows)
+    assert batch.arrived()
+    for number, row in enumerate(batch.unpack()):
+        assert (row.scalars["loss"], row.scalars["scale"]) == (number, 2.0 * number)
+        assert row.scalars["norm"] == 0.5 * number
+        assert row.columns["nan"] == [number, 0, 7]
+        assert row.columns["norms"] == list(range(number))
+
+
+def test_scalars_are_copied_when_they_are_handed_over():
+    flag = torch.zeros(())
+    row = Held(Sample(skip=flag, loss=torch.ones(1, requires_grad=True)), index=0, step=1, time=0.0,
+               detail=False)  # fmt: skip
+    flag.fill_(1.0)
+    assert (row.scalars["skip"], row.scalars["loss"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("shape", [(3,), (128, 256), (0, 4), ()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_small_tensor_is_looked_at_whole(shape, dtype):
+    torch.manual_seed(0)
+    param = torch.randn(shape, dtype=dtype)
+    before, weights = param.clone(), Weights([param])
+    param.mul_(1.5)
+    weight, update = weights.moved_by_step(torch.device("cpu"))
+    norm = before.to(torch.complex128 if dtype.is_complex else torch.float64).norm().item()
+    assert weight.item() == pytest.approx(norm, rel=1e-3)
+    assert update.item() == pytest.approx(0.5 if before.numel() else 0.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["plain", "channels last", "transposed", "a slice"])
+def test_a_large_tensor_is_estimated_from_a_fixed_sample(layout):
+    torch.manual_seed(0)
+    param = {
+        "plain": torch.randn(700, 512),
+        "channels last": torch.randn(64, 32, 9, 16).to(memory_format=torch.channels_last),
+        "transposed": torch.randn(512, 700).t(),
+        "a slice": torch.randn(700, 600)[:, 5:517],
+    }[layout]
+    before, weights = param.clone(), Weights([param])
+    assert sum(sample.numel() for sample in weights._before) <= MOST
+    param.add_(torch.randn_like(param), alpha=0.01)
+    weight, update = weights.moved_by_step(torch.device("cpu"))
+    assert weight.item() == pytest.approx(before.norm().item(), rel=0.02)
+    exact = ((param - before).norm() / before.norm()).item()
+    assert update.item() == pytest.approx(exact, rel=0.02)
+
+
+def test_the_sample_sees_every_column_of_a_matrix():
+    param = torch.zeros(1536, 384)
+    columns = torch.arange(384.0).expand(1536, 384)
+    weights = Weights([param.copy_(columns)])
+    assert weights._before[0].unique().numel() == 384
+
+
+def test_nothing_moved_is_exactly_zero_and_a_start_from_zero_has_no_ratio():
+    still, started = torch.zeros(3), torch.zeros(3)
+    weights = Weights([still, started])
+    started.add_(1.0)
+    weight, update = weights.moved_by_step(torch.device("cpu"))
+    assert weight.tolist() == [0.0, 0.0]
+    assert update[0] == 0.0
+    assert math.isinf(update[1])
