@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -21,13 +21,13 @@ from gradilocks.kernels import KernelFailed, reference
 from gradilocks.kernels.launch import Launch, launch_for
 from gradilocks.kernels.located import Located, locate
 from gradilocks.kernels.programs import change_kernel, gather_kernel, measure_kernel
-from gradilocks.kernels.settling import settle_kernel
 from gradilocks.kernels.table import Layout
 from gradilocks.values import NonFinite, Statistics
 
 __all__ = [
     "change_located",
     "clamp_",
+    "lanes_for",
     "measure",
     "measure_located",
     "multiply_",
@@ -35,7 +35,6 @@ __all__ = [
     "multiply_each_",
     "nonfinite_of",
     "scratch_for",
-    "settle",
     "statistics_of",
     "try_out",
 ]
@@ -155,68 +154,6 @@ def scratch_for(located: Located) -> tuple[Tensor, Tensor]:
     )
 
 
-def settle(
-    located: Located,
-    scratch: tuple[Tensor, Tensor],
-    found: Tensor,
-    row: Tensor,
-    standing: Standing,
-    loss: Tensor | None,
-    rating: tuple[str, tuple[Tensor, ...]] | None,
-    *,
-    order: float,
-    clip: bool,
-    dynamic: bool,
-    unscaled: bool,
-    prepare_only: bool = False,
-) -> None:
-    """Adds up what `measure_located` found, decides the step and moves the scale on: one launch.
-
-    Args:
-        located: the tensors.
-        scratch: as `measure_located` left it.
-        found: float64 [5, tensors], to be filled as `gather_kernel` says.
-        row: float64 [12], to be filled as `settling` says.
-        standing: what is read and moved on.
-        loss: 0-d; to be looked at for NaN and Inf.
-        rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
-        order, clip, dynamic, unscaled: which rules apply.
-        prepare_only: compile it, so that what comes before may be done.
-    """
-    layout = located.layout
-    key = (
-        "settle", order, clip, dynamic, unscaled,
-        None if loss is None else loss.dtype, None if rating is None else rating[0],
-    )  # fmt: skip
-    tables = (row, row, row, row) if rating is None else rating[1]
-    args = (
-        layout.begin, layout.counts, *scratch, found,
-        *standing.before_loss, row if loss is None else loss, *standing.after_loss, row, *tables,
-        layout.chunks, layout.count,
-    )  # fmt: skip
-    launches = layout.launches.get(key)
-    if launches is None:
-        launch = launch_for(
-            settle_kernel, 4, key[5], ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
-            UNSCALED=unscaled, LOSS=loss is not None, BLOCK=_lanes(layout),
-            DOUBLE=any(kind[0] is torch.float64 for kind in cast("Any", layout.kinds) if kind),
-            RATES=0 if rating is None else {"adam": 1, "sgd": 2}[rating[0]],
-        )  # fmt: skip
-        launch.prepare(located.device, *args)
-        launches = layout.launches[key] = [launch]
-    if not prepare_only:
-        launches[0](layout.count, located.device, *args)
-
-
-class Standing(NamedTuple):
-    """What settling reads and moves on, all on the device, in the kernel's order."""
-
-    before_loss: tuple[Tensor, ...]
-    """The counter of programs, the rules, scale, tracker, hysteresis, streak, steps."""
-    after_loss: tuple[Tensor, ...]
-    """Skip, divisor, multiplier."""
-
-
 def _measuring(kind: Any, chunk: int, power: int, multiplier: Tensor | None) -> Launch:
     dtype, align = kind
     return launch_for(
@@ -245,7 +182,7 @@ def _gathered(located: Located, multiplier: Tensor | None, order: float) -> Tens
     layout, scratch = located.layout, scratch_for(located)
     found = torch.empty(5, layout.count, dtype=torch.float64, device=located.device)
     args = (layout.begin, layout.counts, *scratch, found, layout.chunks, layout.count)
-    launch = launch_for(gather_kernel, 4, ORDER=ORDERS[order], BLOCK=_lanes(layout))
+    launch = launch_for(gather_kernel, 4, ORDER=ORDERS[order], BLOCK=lanes_for(layout))
     launch.prepare(located.device, *args)  # Before anything is multiplied.
     measure_located(located, scratch, multiplier=multiplier, order=order)
     launch(layout.count, located.device, *args)
@@ -324,7 +261,7 @@ def _changing(kind: Any, chunk: int, number: Tensor, clamp: bool) -> Launch:
     )  # fmt: skip
 
 
-def _lanes(layout: Layout) -> int:
+def lanes_for(layout: Layout) -> int:
     """As many as a program has to add up at most: the fewer, the sooner a launch is over."""
     lanes = 128
     while lanes < min(max(layout.count, layout.longest), LANES):

@@ -1,0 +1,498 @@
+"""A step settled on the device: norm, clip coefficient, skip flag and next scale, in one launch.
+
+It computes what the policies that everybody uses (`ScaleRules`, `ClipRules`) and the engine compute
+in plain torch, with the same formulas, in one program of a few hundred bytes instead of forty small
+launches. What is measured comes from `triton_backend`; nothing is read back by the host.
+"""
+
+# Kernel arguments have no types that a checker knows, and tl.constexpr names are capitals.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradilocks.kernels.adam import adam_rates
+from gradilocks.kernels.captured import capturing, keep_if_captured
+from gradilocks.kernels.launch import launch_for
+from gradilocks.kernels.located import Located
+from gradilocks.kernels.programs import gather, settled
+from gradilocks.kernels.sgd import sgd_rates
+from gradilocks.kernels.table import rules_for, send, stream_of
+from gradilocks.kernels.triton_backend import (
+    CHANGE_CHUNK,
+    ORDERS,
+    change_located,
+    lanes_for,
+    measure_located,
+    nonfinite_of,
+    scratch_for,
+    statistics_of,
+)
+from gradilocks.values import Decision, NonFinite, Rules, ScaleState, StepRecord
+
+__all__ = ["Settler", "advance", "limit", "look", "multiply_"]
+
+_LARGEST = torch.finfo(torch.float64).max
+
+
+class _Addressed(Protocol):
+    """Gradients that kernels reach by their addresses, as `step.table` finds them."""
+
+    device: torch.device
+    tensors: list[Tensor]
+
+    @property
+    def located(self) -> Located: ...
+
+    def located_in(self, chunk: int | None) -> Located: ...
+
+
+class Settler:
+    """Settles the steps of one engine, and keeps what the kernel reads and writes besides.
+
+    Args:
+        device: of the gradients and of the state.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._skip = torch.zeros((), dtype=torch.float32, device=device)
+        self._divisor = torch.ones((), dtype=torch.float32, device=device)
+        self._multiplier = torch.ones((), dtype=torch.float64, device=device)
+        self._arrived = torch.zeros((), dtype=torch.int32, device=device)
+        self._results = (self._skip, self._divisor, self._multiplier)
+        self._decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
+        self._prepared_for: tuple[object, ...] = ()
+        self._state: tuple[object, ...] = ()
+
+    def settle(
+        self,
+        gradients: Any,
+        rules: Rules,
+        state: ScaleState,
+        *,
+        streak: Tensor,
+        steps: Tensor,
+        loss: Tensor | None,
+        unscaled: bool,
+        rating: Any = None,
+    ) -> tuple[Decision, StepRecord]:
+        """Measures, decides, and moves the scale, the streak and the count of steps on.
+
+        Args:
+            gradients: of this step.
+            rules: of the scale policy and the clip policy.
+            state: of the scale.
+            streak, steps: the counts of non-finite steps in a row and of all steps.
+            loss: 0-d; to be looked at for NaN and Inf.
+            unscaled: whether the gradients have lost the scale already.
+            rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
+        """
+        self._prepare(gradients, rules)
+        located, order = gradients.located, rules.clip.order
+        measure_located(located, self._scratch, order=order)
+        found = torch.empty(5, located.layout.count, dtype=torch.float64, device=self.device)
+        row = torch.empty(12, dtype=torch.float64, device=self.device)
+        if self._state[:2] != (id(state), id(streak)):
+            moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
+            self._reads = (self._arrived, self._numbers, *moving)
+            self._state = id(state), id(streak), state, streak
+        launch_settle(
+            located, self._scratch, found, row, Standing(self._reads, self._results), loss, rating,
+            order=order, clip=rules.clip.max_norm is not None, dynamic=rules.scale.moves,
+            unscaled=unscaled,
+        )  # fmt: skip
+        keep_if_captured(self._reads, self._results, self._scratch)
+        return self._decision, StepRecord(row, self._skip, lambda: statistics_of(found))
+
+    @staticmethod
+    def undo(record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
+        """Puts back what `settle` has moved on."""
+        state.scale.copy_(record.row[1])
+        for number, tensor in zip(
+            record.row[9:].unbind(), (state.growth_tracker, state.hysteresis, streak), strict=True
+        ):
+            tensor.copy_(number)
+        steps.sub_(1)
+
+    def _prepare(self, gradients: Any, rules: Rules) -> None:
+        # Weak: a number would be taken for the next one's, and the old parameters would be kept.
+        wanted: tuple[object, ...] = (weakref.ref(gradients), rules)
+        if wanted == self._prepared_for:
+            return
+        clip, scale = rules.clip, rules.scale
+        numbers = [float("inf") if clip.max_norm is None else clip.max_norm]
+        numbers += [gradients.largest_finite, *scale.numbers()]
+        host = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        self._numbers = send(host, self.device)
+        self._scratch = scratch_for(gradients.located)
+        self._state = ()
+        # What a graph sends is there only when it is replayed.
+        self._prepared_for = () if capturing() else wanted
+
+
+class _Spare:
+    """What the kernel reads and writes besides what a drop-in asks for, on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        def zero(dtype: torch.dtype) -> Tensor:
+            return torch.zeros((), dtype=dtype, device=device)
+
+        self.arrived = zero(torch.int32)
+        self.scale = torch.ones((), dtype=torch.float32, device=device)
+        self.moving = (zero(torch.int32), zero(torch.int32), zero(torch.int32), zero(torch.int64))
+        self.skip, self.divisor = zero(torch.float32), zero(torch.float32)
+
+
+_spares: dict[tuple[torch.device, int | None], _Spare] = {}
+
+
+def look(
+    gradients: _Addressed, multiplier: Tensor | None
+) -> tuple[Tensor, Callable[[], NonFinite]]:
+    """Multiplies the gradients in place and looks at the result, in two launches.
+
+    Args:
+        gradients: at least one.
+        multiplier: 0-d, on their device; None to look without multiplying.
+
+    Returns:
+        float32, 0-d: exactly 1 if an element is NaN or Inf, else exactly 0. And what counts them,
+        gradient by gradient, if somebody asks.
+
+    Raises:
+        KernelFailed: one of the kernels does not compile; nothing has been done.
+    """
+    located, device = gradients.located, gradients.device
+    found = torch.empty(5, located.layout.count, dtype=torch.float64, device=device)
+    skip = torch.empty((), dtype=torch.float32, device=device)
+    scratch = scratch_for(located)
+    if "looked" not in located.layout.launches:  # Nothing is multiplied if that cannot be launched.
+        _settle_spare(located, scratch, found, 2.0, None, skip=skip, prepare_only=True)
+        located.layout.launches["looked"] = []
+    measure_located(located, scratch, multiplier=multiplier)
+    if multiplier is not None:
+        torch.autograd.graph.increment_version(gradients.tensors)
+    _settle_spare(located, scratch, found, 2.0, None, skip=skip)
+    return skip, lambda: nonfinite_of(found)
+
+
+def limit(gradients: _Addressed, bound: float, order: float) -> tuple[Tensor, Tensor]:
+    """The norm of the gradients, and what they are to be multiplied by, in two launches.
+
+    Args:
+        gradients: at least one.
+        bound: the largest norm.
+        order: the p of the norm: 1, 2 or inf.
+
+    Returns:
+        Both 0-d float64.
+
+    Raises:
+        KernelFailed: one of the kernels does not compile; nothing has been done.
+    """
+    located = gradients.located
+    found = torch.empty(5, located.layout.count, dtype=torch.float64, device=gradients.device)
+    scratch = scratch_for(located)
+    measure_located(located, scratch, order=order)
+    return _settle_spare(located, scratch, found, order, bound)
+
+
+def multiply_(gradients: _Addressed, coefficient: Tensor) -> None:
+    """Multiplies every gradient in place; reads nothing if the coefficient is 1.
+
+    Raises:
+        KernelFailed: the kernel does not compile; nothing has been written.
+    """
+    change_located(gradients.located_in(CHANGE_CHUNK), coefficient, clamp=False)
+    torch.autograd.graph.increment_version(gradients.tensors)
+
+
+def advance(state: ScaleState, skip: Tensor, numbers: tuple[float, ...]) -> None:
+    """Moves scale, growth tracker and hysteresis on in place, in one launch.
+
+    Args:
+        state: of a DynamicScale.
+        skip: 0-d, on the state's device; above 0 if the step was skipped.
+        numbers: growth, backoff, interval, min, max, hysteresis.
+
+    Raises:
+        KernelFailed: the kernel does not compile; nothing has moved.
+    """
+    moving = state.scale, state.growth_tracker, state.hysteresis
+    device: torch.device = state.scale.device
+    sent = rules_for(numbers, device)
+    keep_if_captured(skip, *moving)
+    launch_for(advance_kernel, 1, skip.dtype)(1, device, skip, sent, *moving)
+
+
+def _settle_spare(
+    located: Located,
+    scratch: tuple[Tensor, Tensor],
+    found: Tensor,
+    order: float,
+    bound: float | None,
+    *,
+    skip: Tensor | None = None,
+    prepare_only: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The norm, and the coefficient for `bound` if there is one, at a scale of 1 that stays."""
+    device = located.device
+    # What a graph makes is there only when it is replayed.
+    spare = None if capturing() else _spares.get((device, stream_of(device)))
+    if spare is None:
+        spare = _Spare(device)
+        if not capturing():
+            _spares[device, stream_of(device)] = spare
+    numbers = rules_for((_LARGEST if bound is None else bound, _LARGEST), device)
+    row = torch.empty(12, dtype=torch.float64, device=device)
+    coefficient = torch.empty((), dtype=torch.float64, device=device)
+    standing = Standing(
+        (spare.arrived, numbers, spare.scale, *spare.moving),
+        (spare.skip if skip is None else skip, spare.divisor, coefficient),
+    )
+    launch_settle(
+        located, scratch, found, row, standing, None, None, order=order,
+        clip=bound is not None, dynamic=False, unscaled=True, prepare_only=prepare_only,
+    )  # fmt: skip
+    keep_if_captured(spare, standing, scratch, found, located)
+    return row[2], coefficient
+
+
+class Standing(NamedTuple):
+    """What settling reads and moves on, all on the device, in the kernel's order."""
+
+    before_loss: tuple[Tensor, ...]
+    """The counter of programs, the rules, scale, tracker, hysteresis, streak, steps."""
+    after_loss: tuple[Tensor, ...]
+    """Skip, divisor, multiplier."""
+
+
+def launch_settle(
+    located: Located,
+    scratch: tuple[Tensor, Tensor],
+    found: Tensor,
+    row: Tensor,
+    standing: Standing,
+    loss: Tensor | None,
+    rating: tuple[str, tuple[Tensor, ...]] | None,
+    *,
+    order: float,
+    clip: bool,
+    dynamic: bool,
+    unscaled: bool,
+    prepare_only: bool = False,
+) -> None:
+    """Adds up what `measure_located` found, decides the step and moves the scale on: one launch.
+
+    Args:
+        located: the tensors.
+        scratch: as `measure_located` left it.
+        found: float64 [5, tensors], to be filled as `gather_kernel` says.
+        row: float64 [12], to be filled as `settling` says.
+        standing: what is read and moved on.
+        loss: 0-d; to be looked at for NaN and Inf.
+        rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
+        order, clip, dynamic, unscaled: which rules apply.
+        prepare_only: compile it, so that what comes before may be done.
+    """
+    layout = located.layout
+    key = (
+        "settle", order, clip, dynamic, unscaled,
+        None if loss is None else loss.dtype, None if rating is None else rating[0],
+    )  # fmt: skip
+    tables = (row, row, row, row) if rating is None else rating[1]
+    args = (
+        layout.begin, layout.counts, *scratch, found,
+        *standing.before_loss, row if loss is None else loss, *standing.after_loss, row, *tables,
+        layout.chunks, layout.count,
+    )  # fmt: skip
+    launches = layout.launches.get(key)
+    if launches is None:
+        launch = launch_for(
+            settle_kernel, 4, key[5], ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
+            UNSCALED=unscaled, LOSS=loss is not None, BLOCK=lanes_for(layout),
+            DOUBLE=any(kind[0] is torch.float64 for kind in cast("Any", layout.kinds) if kind),
+            RATES=0 if rating is None else {"adam": 1, "sgd": 2}[rating[0]],
+        )  # fmt: skip
+        launch.prepare(located.device, *args)
+        launches = layout.launches[key] = [launch]
+    if not prepare_only:
+        launches[0](layout.count, located.device, *args)
+
+
+@settled
+def settle_kernel(
+    begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, found_ptr, arrived_ptr, rules_ptr,
+    scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
+    skip_ptr, divisor_ptr, multiplier_ptr, row_ptr,
+    own_ptr, groups_ptr, settings_ptr, rates_ptr,
+    chunks, tensors,
+    ORDER: tl.constexpr, CLIP: tl.constexpr, DYNAMIC: tl.constexpr, UNSCALED: tl.constexpr,
+    LOSS: tl.constexpr, DOUBLE: tl.constexpr, RATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds up each tensor, a program a tensor; the program that is last decides the step.
+
+    With RATES 1 or 2 it also works out the rates of Adam or SGD, which saves that launch.
+    """
+    gather(
+        begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, found_ptr, chunks, tensors, ORDER, BLOCK
+    )
+    tl.debug_barrier()  # All of this program's numbers are there before it says so.
+    arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
+    if arrived == tensors - 1:
+        tl.store(arrived_ptr, 0)
+        skipped = _settle(
+            found_ptr, rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr,
+            loss_ptr, skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
+            ORDER, CLIP, DYNAMIC, UNSCALED, LOSS, DOUBLE, BLOCK,
+        )  # fmt: skip
+        if skipped == 0:
+            lanes = tl.arange(0, BLOCK)
+            for place in range(0, tensors, BLOCK):
+                if RATES == 1:
+                    adam_rates(own_ptr, groups_ptr, settings_ptr, rates_ptr, place + lanes, tensors)
+                if RATES == 2:
+                    sgd_rates(own_ptr, groups_ptr, settings_ptr, rates_ptr, place + lanes, tensors)
+
+
+@triton.jit
+def _settle(
+    found_ptr, rules_ptr,
+    scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
+    skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
+    ORDER: tl.constexpr, CLIP: tl.constexpr, DYNAMIC: tl.constexpr, UNSCALED: tl.constexpr,
+    LOSS: tl.constexpr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Decides one step and moves the scale on; returns whether it is skipped.
+
+    `found`: as `gather` leaves it.
+    `rules`: largest norm, roof, growth, backoff, interval, min, max, hysteresis.
+    `row`: skip, scale, norm, limit, clipped, step, loss not finite, NaN, Inf, and the tracker, the
+    hysteresis and the streak as they were.
+    """
+    lanes = tl.arange(0, BLOCK)
+    units = tl.zeros([BLOCK], tl.float64)
+    nans = tl.zeros([BLOCK], tl.float64)
+    infs = tl.zeros([BLOCK], tl.float64)
+    for place in range(0, tensors, BLOCK):
+        at = place + lanes
+        inside = at < tensors
+        norms = tl.load(found_ptr + at, mask=inside, other=0.0)
+        units = tl.maximum(units, tl.where(norms == norms, norms, 0.0))
+        nans += tl.load(found_ptr + 3 * tensors + at, mask=inside, other=0.0)
+        infs += tl.load(found_ptr + 4 * tensors + at, mask=inside, other=0.0)
+    nan = tl.sum(nans)
+    inf = tl.sum(infs)
+    largest = tl.max(units)
+    usable = (largest > 0.0) & (largest < float("inf"))
+    unit = tl.where(usable, largest, 1.0)
+    sums = tl.zeros([BLOCK], tl.float64)
+    for place in range(0, tensors, BLOCK):
+        at = place + lanes
+        norms = tl.load(found_ptr + at, mask=at < tensors, other=0.0) / unit
+        sums += norms * norms if ORDER == 2 else norms
+    norm = tl.sum(sums)
+    if ORDER == 2:
+        norm = tl.sqrt(norm)
+    norm = tl.where(usable, norm * unit, largest)
+    if ORDER == 0:
+        norm = largest
+    if DOUBLE == 0:  # Rounded once, as `total.rounded` does it.
+        fits = (norm >= 1.1754943508222875e-38) & (norm <= 3.4028234663852886e38)
+        norm = tl.where(fits, norm.to(tl.float32).to(tl.float64), norm)
+    norm = tl.where(nan > 0.0, float("nan"), norm)
+    broken = (nan + inf) > 0.0
+
+    stored = tl.load(scale_ptr)
+    scale = stored.to(tl.float64)
+    carried = scale * 0.0 + 1.0 if UNSCALED else scale
+    true_norm = norm / carried
+    coefficient = carried * 0.0 + 1.0
+    limit = tl.load(rules_ptr)
+    if CLIP:
+        finite = tl.where(true_norm > 1.7976931348623157e308, 1.7976931348623157e308, true_norm)
+        coefficient = limit / (finite + 1e-6)
+        coefficient = tl.where(coefficient < 1.0, coefficient, 1.0)
+        coefficient = tl.where(broken, 1.0, coefficient)
+    multiplier = coefficient / carried
+    roof = tl.load(rules_ptr + 1)
+    too_large = (multiplier > 1.0) & (norm * multiplier > roof)
+    usable_multiplier = multiplier < float("inf")
+    skipped = broken | too_large | (usable_multiplier == 0)
+    clipped = (coefficient < 1.0) & (skipped == 0)
+    multiplier = tl.where(skipped, 1.0, multiplier)
+    # As the fused optimizers take it: float32, and infinite only for a multiplier of 0.
+    divisor = 1.0 / tl.where(multiplier > 0.0, multiplier, 1.0)
+    divisor = tl.where(divisor > 3.4028234663852886e38, 3.4028234663852886e38, divisor)
+    divisor = tl.where(multiplier > 0.0, divisor, float("inf"))
+    skip = tl.where(skipped, 1.0, 0.0)
+    tl.store(skip_ptr, skip.to(tl.float32))
+    tl.store(divisor_ptr, divisor.to(tl.float32))
+    tl.store(multiplier_ptr, multiplier)
+
+    tracker = tl.load(tracker_ptr)
+    hysteresis = tl.load(hysteresis_ptr)
+    streak = tl.load(streak_ptr)
+    steps = tl.load(steps_ptr) + 1
+    if LOSS:
+        value = tl.load(loss_ptr).to(tl.float64)
+        loss = tl.where(tl.abs(value) < float("inf"), 0.0, 1.0)
+    else:
+        loss = scale * 0.0
+    tl.store(row_ptr, skip)
+    tl.store(row_ptr + 1, scale)
+    tl.store(row_ptr + 2, true_norm)
+    tl.store(row_ptr + 3, limit)
+    tl.store(row_ptr + 4, tl.where(clipped, 1.0, 0.0))
+    tl.store(row_ptr + 5, steps.to(tl.float64))
+    tl.store(row_ptr + 6, loss)
+    tl.store(row_ptr + 7, nan)
+    tl.store(row_ptr + 8, inf)
+    tl.store(row_ptr + 9, tracker.to(tl.float64))
+    tl.store(row_ptr + 10, hysteresis.to(tl.float64))
+    tl.store(row_ptr + 11, streak.to(tl.float64))
+    tl.store(streak_ptr, tl.where(skipped, streak + 1, 0))
+    tl.store(steps_ptr, steps)
+    if DYNAMIC:
+        _advance(rules_ptr + 2, scale_ptr, tracker_ptr, hysteresis_ptr, skipped)
+    return skipped.to(tl.int32)
+
+
+@settled
+def advance_kernel(skip_ptr, rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr):
+    """Moves a dynamic scale on after a step that was taken or skipped."""
+    _advance(rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, tl.load(skip_ptr) > 0.0)
+
+
+@triton.jit
+def _advance(rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, skipped):
+    """The rule of `DynamicScale`; `rules`: growth, backoff, interval, min, max, hysteresis."""
+    growth = tl.load(rules_ptr)
+    backoff = tl.load(rules_ptr + 1)
+    interval = tl.load(rules_ptr + 2)
+    lowest = tl.load(rules_ptr + 3)
+    highest = tl.load(rules_ptr + 4)
+    refill = tl.load(rules_ptr + 5)
+    scale = tl.load(scale_ptr).to(tl.float64)
+    tracker = tl.load(tracker_ptr)
+    hysteresis = tl.load(hysteresis_ptr)
+    remaining = tl.where(skipped, hysteresis - 1, hysteresis)
+    counted = tl.where(skipped, 0, tracker + 1)
+    full = counted.to(tl.float64) >= interval
+    grown = tl.where(scale * growth <= highest, scale * growth, scale)
+    moved = tl.where(skipped & (remaining <= 0), scale * backoff, scale)
+    moved = tl.where(full, grown, moved)
+    moved = tl.where(moved < lowest, lowest, tl.where(moved > highest, highest, moved))
+    tl.store(scale_ptr, moved.to(tl.float32))
+    tl.store(tracker_ptr, tl.where(full, 0, counted))
+    tl.store(hysteresis_ptr, tl.where(full, refill.to(tl.int32), remaining))
