@@ -65,10 +65,9 @@ def warn_of_strangers(model: Any, params: Iterable[Tensor], names: Names) -> Non
 
 def refuse_misfits(policy: Any, names: Names) -> None:
     """Raises if a group or a pattern of the policy fits no parameter of the optimizers."""
-    if hasattr(policy, "misfits"):
-        every = names.of(every_parameter(names.optimizers))
-        for message in policy.misfits(every, names.groups()).values():
-            raise ValueError(message)
+    every = names.of(every_parameter(names.optimizers))
+    for message in policy.misfits(every, names.groups()).values():
+        raise ValueError(message)
 
 
 def check_give_up_after(value: object) -> None:

@@ -89,8 +89,7 @@ def judged(policy, tensors, scale=1.0):
         groups=lambda: [(0, None)] * count,
     )
     measurement = dataclasses.replace(measurement, scene=scene)
-    more = (policy.start(CPU, count),) if hasattr(policy, "start") else ()
-    limit = policy.limit(measurement, carried, *more)
+    limit = policy.limit(measurement, carried, policy.start(CPU, count))
     return limit, decide(measurement, carried, limit)
 
 

@@ -14,6 +14,7 @@ POLICIES = [
     for room in (clip, scale)
     for name in room.__all__
     if dataclasses.is_dataclass(policy := getattr(room, name))
+    and issubclass(policy, (clip.ClipPolicy, scale.ScalePolicy))
 ]
 PRESETS = ["torch", "megatron", "deepspeed", "fairseq"]
 

@@ -2,18 +2,21 @@
 
 from gradilocks.clip.adagc import AdaGC
 from gradilocks.clip.chained import Chain, chain
-from gradilocks.clip.history import QuantileClip, SkipSpikes, ZScoreClip
-from gradilocks.clip.parts import ClipPerGroup, ClipPerTensor
-from gradilocks.clip.policy import (
+from gradilocks.clip.clip_policy import (
     ClipByNorm,
     ClipByValue,
     ClipPolicy,
-    MovingClip,
+    ClipRules,
+    Memory,
     NoClip,
     check_max_norm,
     clip_coefficient,
+    remap_memory,
     resolve_clip,
+    same_parameters,
 )
+from gradilocks.clip.history import QuantileClip, SkipSpikes, ZScoreClip
+from gradilocks.clip.parts import ClipPerGroup, ClipPerTensor
 from gradilocks.clip.units import AdaptiveClip
 
 __all__ = [
@@ -25,7 +28,8 @@ __all__ = [
     "ClipPerGroup",
     "ClipPerTensor",
     "ClipPolicy",
-    "MovingClip",
+    "ClipRules",
+    "Memory",
     "NoClip",
     "QuantileClip",
     "SkipSpikes",
@@ -33,5 +37,7 @@ __all__ = [
     "chain",
     "check_max_norm",
     "clip_coefficient",
+    "remap_memory",
     "resolve_clip",
+    "same_parameters",
 ]

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradilocks.clip.parts import among_all, at_places
-from gradilocks.clip.policy import (
-    ByTwoNorm,
+from gradilocks.clip.clip_policy import (
+    ClipPolicy,
     Memory,
     check_count,
     check_fraction,
@@ -19,13 +18,14 @@ from gradilocks.clip.policy import (
     clip_coefficient,
     pulled_down,
 )
+from gradilocks.clip.parts import among_all, at_places
 from gradilocks.values import ClipLimit, Measurement, wide
 
 __all__ = ["AdaGC"]
 
 
 @dataclass(frozen=True)
-class AdaGC(ByTwoNorm):
+class AdaGC(ClipPolicy):
     """Bounds the norm of each gradient by a multiple of its own usual norm.
 
         first `warmup` steps:  all together clipped to `warmup_norm`;  usual = min of the norms
@@ -53,6 +53,8 @@ class AdaGC(ByTwoNorm):
     beta: float = 0.98
     warmup: int = 100
     warmup_norm: float = 1.0
+    apart = True
+    by_parameter = ("usual",)
 
     def __post_init__(self) -> None:
         check_positive("ratio", self.ratio)
@@ -60,21 +62,14 @@ class AdaGC(ByTwoNorm):
         check_count("warmup", self.warmup, lowest=1)
         check_max_norm(self.warmup_norm, name="warmup_norm")
 
-    @property
-    def apart(self) -> bool:
-        """Bounds gradients apart from each other."""
-        return True
-
-    @property
-    def by_parameter(self) -> tuple[str, ...]:
-        """Which of what it remembers has a number for each parameter."""
-        return ("usual",)
-
     def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
         usual = torch.full((count,), math.inf, dtype=wide(device), device=device)
         return {"count": torch.zeros((), dtype=torch.int64, device=device), "usual": usual}
 
-    def limit(self, measurement: Measurement, scale: Tensor, state: Memory) -> ClipLimit:
+    def limit(
+        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
+    ) -> ClipLimit:
+        assert state is not None
         norm, norms = measurement.norm / scale, measurement.tensors.norms / scale
         usual = at_places(state["usual"], measurement)
         warming = state["count"] < self.warmup

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.clip.policy import ClipByValue, Memory, resolve_clip
+from gradilocks.clip.clip_policy import ClipByValue, ClipPolicy, Memory, resolve_clip
 from gradilocks.step.total import total_norm
 from gradilocks.values import ClipLimit, Measurement
 
@@ -31,7 +31,7 @@ def chain(*policies: Any) -> Chain:
 
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(ClipPolicy):
     """What `chain` makes: policies one after the other.
 
         for each policy:  its limit for the gradients as the one before has left them
@@ -45,27 +45,23 @@ class Chain:
     Reference: optax.chain, for the idea. Use it to skip what is hopeless and clip the rest.
     """
 
-    policies: tuple[Any, ...]
+    policies: tuple[ClipPolicy, ...]
 
     def __post_init__(self) -> None:
-        flat: list[Any] = []
-        for policy in self.policies:
-            flat += policy.policies if isinstance(policy, Chain) else [_meant(policy)]
+        flat: list[ClipPolicy] = []
+        for given in self.policies:
+            policy = _resolved(given)
+            flat += policy.policies if isinstance(policy, Chain) else [policy]
         object.__setattr__(self, "policies", tuple(flat))
         if len(self.policies) < 2:
             raise ValueError(f"chain takes two policies or more, got {len(self.policies)}.")
-        for policy in self.policies:
-            if isinstance(policy, type) or not hasattr(policy, "limit"):
-                raise TypeError(
-                    f"chain takes clip policies such as ClipByNorm(1.0), got {policy!r}."
-                )
         orders = {float(policy.order) for policy in self.policies}
         if len(orders) > 1:
             raise ValueError(
                 f"the policies of a chain measure one norm, got orders {sorted(orders)}. Give them "
                 "the same order."
             )
-        if any(getattr(policy, "by_unit", False) for policy in self.policies[1:]):
+        if any(policy.by_unit for policy in self.policies[1:]):
             raise ValueError(
                 "AdaptiveClip must be the first of a chain: it looks at the gradients themselves, "
                 "which the policies before it have not changed yet."
@@ -76,53 +72,39 @@ class Chain:
                 "only by measuring again."
             )
 
-    @property
-    def order(self) -> float:
-        return float(self.policies[0].order)
-
-    @property
-    def needs_largest(self) -> bool:
-        return any(policy.needs_largest for policy in self.policies)
-
-    @property
-    def apart(self) -> bool:
-        """Whether one of them bounds gradients apart from each other."""
-        return any(getattr(policy, "apart", False) for policy in self.policies)
-
-    @property
-    def by_unit(self) -> bool:
-        """Whether one of them needs whole units."""
-        return any(getattr(policy, "by_unit", False) for policy in self.policies)
-
-    @property
-    def by_parameter(self) -> tuple[str, ...]:
-        """Which of what they remember has a number for each parameter."""
-        return tuple(
-            f"{k}.{name}"
-            for k, policy in enumerate(self.policies)
-            for name in getattr(policy, "by_parameter", ())
+        # What one of them needs, the chain needs.
+        object.__setattr__(self, "order", orders.pop())
+        for name in ("needs_largest", "apart", "by_unit"):
+            needed = any(getattr(policy, name) for policy in self.policies)
+            object.__setattr__(self, name, needed)
+        by_parameter = tuple(
+            f"{k}.{name}" for k, policy in enumerate(self.policies) for name in policy.by_parameter
         )
+        object.__setattr__(self, "by_parameter", by_parameter)
+
+    @property
+    def needs_scene(self) -> bool:
+        return any(policy.needs_scene for policy in self.policies)
 
     def misfits(
         self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]
     ) -> dict[str | int, str]:
-        """The groups and patterns of all of them that fit no parameter."""
         found: dict[str | int, str] = {}
         for policy in self.policies:
-            if hasattr(policy, "misfits"):
-                found.update(policy.misfits(names, groups))
+            found.update(policy.misfits(names, groups))
         return found
 
     def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         for k, policy in enumerate(self.policies):
-            if hasattr(policy, "start"):
-                for name, tensor in policy.start(device, count).items():
-                    state[f"{k}.{name}"] = tensor
+            for name, tensor in (policy.start(device, count) or {}).items():
+                state[f"{k}.{name}"] = tensor
         return state
 
-    def limit(self, measurement: Measurement, scale: Tensor, state: Memory) -> ClipLimit:
-        limits = self._limits(measurement, scale, state)
+    def limit(
+        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
+    ) -> ClipLimit:
+        limits = self._limits(measurement, scale, state or {})
         coefficient, clipped = limits[0][1].coefficient, limits[0][1].clipped
         factors, units, reject = (getattr(limits[0][1], f) for f in ("factors", "units", "reject"))
         value, bound = limits[0][1].value, limits[0][1].limit
@@ -151,8 +133,8 @@ class Chain:
     ) -> None:
         # Not worked out again: by now gradients and weights are no longer what they were.
         for k, (policy, (seen, each)) in enumerate(zip(self.policies, limit.parts, strict=True)):
-            if hasattr(policy, "start"):
-                policy.advance(_own(state, k), seen, scale, each, skip)
+            if own := _own(state, k):
+                policy.advance(own, seen, scale, each, skip)
 
     def _limits(
         self, measurement: Measurement, scale: Tensor, state: Memory
@@ -160,19 +142,22 @@ class Chain:
         """What each policy sees, and what limit it sets."""
         found = []
         for k, policy in enumerate(self.policies):
-            if hasattr(policy, "start"):
-                limit = policy.limit(measurement, scale, _own(state, k))
-            else:
-                limit = policy.limit(measurement, scale)
+            own = _own(state, k)
+            more = (own,) if own else ()
+            limit = policy.limit(measurement, scale, *more)
             found.append((measurement, limit))
             measurement = _after(measurement, limit)
         return found
 
 
-def _meant(given: Any) -> Any:
-    """As `clip=` takes it: a number is the largest norm."""
-    number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    return resolve_clip(given) if number else given
+def _resolved(given: object) -> ClipPolicy:
+    """The policy that `given` stands for, as `clip=` takes it; None is no part of a chain."""
+    try:
+        if given is not None:
+            return resolve_clip(given)
+    except TypeError:
+        pass  # Its message speaks of clip=.
+    raise TypeError(f"chain takes clip policies such as ClipByNorm(1.0), got {given!r}.")
 
 
 def _own(state: Memory, k: int) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradilocks.clip.policy import (
-    ByTwoNorm,
+from gradilocks.clip.clip_policy import (
+    ClipPolicy,
     Memory,
     bounded,
     check_count,
@@ -26,7 +26,7 @@ __all__ = ["QuantileClip", "SkipSpikes", "ZScoreClip"]
 
 
 @dataclass(frozen=True)
-class QuantileClip(ByTwoNorm):
+class QuantileClip(ClipPolicy):
     """Bounds the norm by a quantile of the norms so far, this one included.
 
         limit = quantile(the last `window` norms, this one included, q)
@@ -59,7 +59,10 @@ class QuantileClip(ByTwoNorm):
     def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
         return _empty_window(self.window, device)
 
-    def limit(self, measurement: Measurement, scale: Tensor, state: Memory) -> ClipLimit:
+    def limit(
+        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
+    ) -> ClipLimit:
+        assert state is not None
         norm = measurement.norm / scale
         values, filled = _entered(state, norm)
         ordered = torch.where(_places(values) < filled, values, math.inf).sort().values
@@ -83,7 +86,7 @@ class QuantileClip(ByTwoNorm):
 
 
 @dataclass(frozen=True)
-class ZScoreClip(ByTwoNorm):
+class ZScoreClip(ClipPolicy):
     """Pulls a norm that stands out back towards the usual: the further it stands out, the more.
 
         z = (norm - mean) / (std + 1e-6)
@@ -121,7 +124,10 @@ class ZScoreClip(ByTwoNorm):
 
         return {"count": zero(torch.int64), "mean": zero(wide(device)), "var": zero(wide(device))}
 
-    def limit(self, measurement: Measurement, scale: Tensor, state: Memory) -> ClipLimit:
+    def limit(
+        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
+    ) -> ClipLimit:
+        assert state is not None
         norm = measurement.norm / scale
         deviation = state["var"].clamp(min=0.0).sqrt()
         z = (norm - state["mean"]) / (deviation + 1e-6)
@@ -153,7 +159,7 @@ class ZScoreClip(ByTwoNorm):
 
 
 @dataclass(frozen=True)
-class SkipSpikes(ByTwoNorm):
+class SkipSpikes(ClipPolicy):
     """Skips a step whose norm is far above those of the last steps that were taken.
 
         bound = mean + sigmas * std of the last `window` accepted norms
@@ -192,7 +198,10 @@ class SkipSpikes(ByTwoNorm):
     def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
         return _empty_window(self.window, device)
 
-    def limit(self, measurement: Measurement, scale: Tensor, state: Memory) -> ClipLimit:
+    def limit(
+        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
+    ) -> ClipLimit:
+        assert state is not None
         norm = measurement.norm / scale
         values, count = state["norms"], state["count"]
         there = _places(values) < count

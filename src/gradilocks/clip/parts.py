@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.clip.policy import check_max_norm, clip_coefficient
+from gradilocks.clip.clip_policy import (
+    ClipPolicy,
+    Memory,
+    check_max_norm,
+    check_order,
+    clip_coefficient,
+)
 from gradilocks.values import ClipLimit, Measurement, Scene, moved
 
 __all__ = ["ClipPerGroup", "ClipPerTensor", "among_all", "at_places", "scene_of"]
@@ -20,7 +26,7 @@ _MOST_KNOWN = 16
 
 
 @dataclass(frozen=True)
-class ClipPerTensor:
+class ClipPerTensor(ClipPolicy):
     """Shortens each gradient on its own so that its norm is at most `max_norm`.
 
         factor = min(1, max_norm / (norm of this gradient + 1e-6))
@@ -39,28 +45,22 @@ class ClipPerTensor:
 
     max_norm: float
     order: float = 2.0
+    apart = True
 
     def __post_init__(self) -> None:
         check_max_norm(self.max_norm)
-        _check_order(self.order)
+        check_order(self.order)
 
-    @property
-    def needs_largest(self) -> bool:
-        return False
-
-    @property
-    def apart(self) -> bool:
-        """Bounds gradients apart from each other."""
-        return True
-
-    def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
+    def limit(
+        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
+    ) -> ClipLimit:
         norms = measurement.tensors.norms / scale
         factors = clip_coefficient(norms, self.max_norm, measurement.nonfinite)
         return _apart(measurement, factors)
 
 
 @dataclass(frozen=True)
-class ClipPerGroup:
+class ClipPerGroup(ClipPolicy):
     """Shortens the gradients of each group together, each group to its own limit or to none.
 
         factor = min(1, limit / (norm of the group's gradients + 1e-6))
@@ -84,6 +84,7 @@ class ClipPerGroup:
     limits: Mapping[str | int, float | None]
     otherwise: float | None = None
     order: float = 2.0
+    apart = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_known", {})
@@ -104,24 +105,14 @@ class ClipPerGroup:
                 check_max_norm(bound, name=f"limits[{key!r}]", none="None")
         if self.otherwise is not None:
             check_max_norm(self.otherwise, name="otherwise", none="None")
-        _check_order(self.order)
+        check_order(self.order)
 
     def __reduce__(self) -> Any:
         return ClipPerGroup, (dict(self.limits), self.otherwise, self.order)
 
-    @property
-    def needs_largest(self) -> bool:
-        return False
-
-    @property
-    def apart(self) -> bool:
-        """Bounds gradients apart from each other."""
-        return True
-
     def misfits(
         self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]
     ) -> dict[str | int, str]:
-        """The groups and patterns that fit no parameter, each with what to tell the user."""
         pairs = list(zip(names, groups, strict=True))
         there = sorted({name for _, name in groups if name is not None})
         described = (
@@ -134,7 +125,9 @@ class ClipPerGroup:
             if not any(_fits(key, name, group) for name, group in pairs)
         }
 
-    def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
+    def limit(
+        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
+    ) -> ClipLimit:
         norms = measurement.tensors.norms
         scene = scene_of(measurement, "ClipPerGroup")
         member, bounds = self._members(scene, norms)
@@ -189,13 +182,6 @@ def _apart(measurement: Measurement, factors: Tensor) -> ClipLimit:
         clipped=(factors < 1.0).any().to(torch.float32),
         factors=factors,
     )
-
-
-def _check_order(order: object) -> None:
-    if isinstance(order, bool) or not isinstance(order, (int, float)):
-        raise TypeError(f"order must be a number, got {type(order).__name__}.")
-    if not order >= 1.0:
-        raise ValueError(f"order must be at least 1 or math.inf, got {order}.")
 
 
 def scene_of(measurement: Measurement, policy: str) -> Scene:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks.clip.clip_policy import ClipPolicy, Memory, check_positive
 from gradilocks.clip.parts import scene_of
-from gradilocks.clip.policy import ByTwoNorm, check_positive
 from gradilocks.values import ClipLimit, Measurement, wide
 
 __all__ = ["AdaptiveClip"]
@@ -22,7 +22,7 @@ _AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class AdaptiveClip(ByTwoNorm):
+class AdaptiveClip(ClipPolicy):
     """Bounds the gradient of each unit by a share of the norm of the unit's weights.
 
         for each unit:  limit = clipping * max(norm of its weights, eps)
@@ -48,6 +48,8 @@ class AdaptiveClip(ByTwoNorm):
     clipping: float = 0.01
     eps: float = 1e-3
     exclude: tuple[str, ...] = ()
+    apart = True
+    by_unit = True
 
     def __post_init__(self) -> None:
         check_positive("clipping", self.clipping)
@@ -58,20 +60,9 @@ class AdaptiveClip(ByTwoNorm):
             raise TypeError(f"exclude must be a tuple of patterns, got {given!r}.")
         object.__setattr__(self, "exclude", patterns)
 
-    @property
-    def apart(self) -> bool:
-        """Bounds gradients apart from each other."""
-        return True
-
-    @property
-    def by_unit(self) -> bool:
-        """Needs whole units."""
-        return True
-
     def misfits(
         self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]
-    ) -> dict[str, str]:
-        """The patterns that fit no parameter, each with what to tell the user."""
+    ) -> dict[str | int, str]:
         return {
             pattern: f"exclude: {pattern!r} fits no parameter. There are parameters such as "
             f"{', '.join(names[:3])}."
@@ -79,7 +70,9 @@ class AdaptiveClip(ByTwoNorm):
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
         }
 
-    def limit(self, measurement: Measurement, scale: Tensor) -> ClipLimit:
+    def limit(
+        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
+    ) -> ClipLimit:
         scene = scene_of(measurement, "AdaptiveClip")
         names = scene.names() if self.exclude else ()
         norm, norms = measurement.norm, measurement.tensors.norms

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradilocks.clip import AdaptiveClip
@@ -57,21 +58,19 @@ class Clips:
         self._loaded: list[dict[str, Any]] = []
         self.pending: dict[int, tuple[Judge, Verdict]] = {}
         """By optimizer: what was decided of a step that has not been taken yet."""
-        self._warned = not hasattr(policy, "misfits")
+        self._warned = False
         _refuse_patterns(policy, model)
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_judges": [], "pending": {}, "_warned": not hasattr(self.policy, "misfits")}
+        fresh = {"_judges": [], "pending": {}, "_warned": False}
         return {**self.__dict__, **fresh, "_loaded": self._learned()}
 
     @property
     def goes_by_names(self) -> bool:
         """Whether parameters' names decide what it does, or where what it has learned belongs."""
-        if hasattr(self.policy, "start"):
+        if self.policy.start(torch.device("cpu"), 1) is not None:
             return True
-        return hasattr(self.policy, "misfits") and any(
-            isinstance(key, str) for key in self.policy.misfits((), ())
-        )
+        return any(isinstance(key, str) for key in self.policy.misfits((), ()))
 
     def now(self, optimizer: Any, found: Gradients, names: Names, ranks: dict[str, Any]) -> Clipped:
         """Clips unscaled gradients in place.
@@ -102,11 +101,11 @@ class Clips:
         each other needs all ranks to know all of them, as a GradientControl does.
         """
         params = list(every_parameter([optimizer]))
-        if not getattr(self.policy, "apart", False):
+        if not self.policy.apart:
             refuse_flattened(params, name=names, way_out=_FLATTENED)
             return {"meetings": meetings_of(params)}
         way_out = (
-            f"{type(self.policy).__name__} bounds gradients apart from each other, for which a "
+            f"{self.policy.policy_name} bounds gradients apart from each other, for which a "
             "GradScaler needs every parameter on all ranks. Give clip= a policy that bounds the "
             "norm of all, such as ClipByNorm, which takes each tensor over its own mesh; or use "
             "GradientControl(process_group=)."
@@ -202,7 +201,7 @@ class Clips:
         _logger.warning(
             "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that was "
             "loaded does not know it.",
-            type(self.policy).__name__,
+            self.policy.policy_name,
             len(mine["names"]),
             mine["names"][0],
         )
@@ -222,7 +221,7 @@ class Clips:
 
 def _refuse_patterns(policy: Any, model: Any) -> None:
     """Raises if what is surely a pattern of names fits nothing; a group may still come."""
-    if model is None or not hasattr(policy, "misfits"):
+    if model is None:
         return
     every = Names(model, ()).every()
     for key, message in policy.misfits(every, [(-1, None)] * len(every)).items():

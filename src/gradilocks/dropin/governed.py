@@ -49,7 +49,7 @@ class Governed:
 
     @property
     def _asks(self) -> bool:
-        return bool(getattr(self.policy, "needs_largest", False))
+        return bool(self.policy.needs_largest)
 
     def start(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The scale and its tracker, as torch's scaler holds them."""
@@ -138,7 +138,7 @@ class Governed:
             system = "torch's GradScaler" if foreign is None else f"{foreign.system}'s scaler"
             raise BadState(
                 f"the state_dict is one of {system} and needs a DynamicScale, this scaler has "
-                f"policy={type(self.policy).__name__}(...). Start without the state_dict."
+                f"policy={self.policy.policy_name}(...). Start without the state_dict."
             )
         if foreign is not None:
             return with_settings(self.policy, foreign.settings)

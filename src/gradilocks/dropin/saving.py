@@ -63,7 +63,7 @@ class Saving(Unscaling):
         self._init_scale = float(start.scale)
         self._init_growth_tracker = int(start.growth_tracker)
         for name in ("growth_factor", "backoff_factor", "growth_interval"):
-            setattr(self, f"_{name}", getattr(policy, name, getattr(self, f"_{name}")))
+            setattr(self, f"_{name}", getattr(policy.as_given, name, getattr(self, f"_{name}")))
 
     def _refuse_setting(self, name: str) -> None:
         if self._governed is not None:
@@ -116,7 +116,7 @@ class Saving(Unscaling):
             governed, policy, delay = self._governed, None, 0
             if governed is not None and _has_numbers(state_dict):
                 policy = governed.policy_of(state_dict, ours["scale"], foreign)
-                delay = getattr(policy, "delay", 0)
+                delay = policy.delay
             check_state(state_dict, lowest=self._min_scale, highest=self._max_scale, delay=delay)
             state_dict = {**state_dict, "scale": float(state_dict["scale"])}
             if governed is not None:
@@ -137,7 +137,7 @@ class Saving(Unscaling):
             )
         if self._model is not None and self._clips is not None and self._clips.goes_by_names:
             raise TypeError(
-                f"a GradScaler with model= and clip={type(self._clips.policy).__name__}(...) "
+                f"a GradScaler with model= and clip={self._clips.policy.policy_name}(...) "
                 "cannot be pickled: the model stays behind, and the policy goes by its names. Save "
                 "state_dict() instead."
             )

@@ -25,7 +25,7 @@ from gradilocks.dropin.once import UnscaledOnce
 from gradilocks.dropin.saving import Saving
 from gradilocks.dropin.state import set_scale
 from gradilocks.eager import eager, users_line
-from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
+from gradilocks.scale import LARGEST, SMALLEST, ScaleRules, advance_dynamic
 from gradilocks.step.gradients import Names
 from gradilocks.step.judge import held_if
 from gradilocks.step.outcome import Findings
@@ -231,15 +231,15 @@ class GradScaler(Saving):
             self._hysteresis = torch.ones_like(tracker)
         state = ScaleState(scale, tracker, self._hysteresis)  # Of 1: any skip backs off.
         with held_if(rejected, state):
-            advance_dynamic(
-                state,
-                flag,
+            rules = ScaleRules(
+                moves=True,
                 growth_factor=self._growth_factor,
                 backoff_factor=self._backoff_factor,
                 growth_interval=self._growth_interval,
                 min_scale=self._min_scale,
                 max_scale=self._max_scale,
             )
+            advance_dynamic(state, flag, rules)
 
     def _start_iteration(self) -> None:
         for each in (self._governed, self._clips):

@@ -2,11 +2,12 @@
 
 from gradilocks.scale.dynamic import DynamicScale, advance_dynamic, resolve_scale
 from gradilocks.scale.headroom import HeadroomScale
-from gradilocks.scale.policy import (
+from gradilocks.scale.scale_policy import (
     LARGEST,
     SMALLEST,
     NoScale,
     ScalePolicy,
+    ScaleRules,
     StaticScale,
     scale_loss,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "HeadroomScale",
     "NoScale",
     "ScalePolicy",
+    "ScaleRules",
     "StaticScale",
     "advance_dynamic",
     "resolve_scale",

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.scale.policy import (
+from gradilocks.scale.scale_policy import (
     HIGHEST,
     SMALLEST,
+    AdaptedScale,
     NoScale,
     ScalePolicy,
+    ScaleRules,
     StaticScale,
     check_moving,
     check_whole,
@@ -30,7 +32,7 @@ _MOST = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
-class DynamicScale:
+class DynamicScale(ScalePolicy):
     """Grows the scale while all is well and backs off when a gradient overflows.
 
         skipped step:  tracker = -delay;  hysteresis -= 1
@@ -173,13 +175,23 @@ class DynamicScale:
                 state.more[name] = torch.zeros((), dtype=torch.int32, device=device)
         return state
 
-    def advance(self, state: ScaleState, skip: Tensor) -> None:
-        if self.tolerance or self.delay:
-            self._advance_more(state, skip)
-            return
-        advance_dynamic(
-            state,
-            skip,
+    def advance(
+        self,
+        state: ScaleState,
+        skip: Tensor,
+        *,
+        largest: Tensor | None = None,
+        loss_nonfinite: Tensor | None = None,
+    ) -> None:
+        advance_dynamic(state, skip, self._rules(), delay=self.delay, tolerance=self.tolerance)
+
+    def rules(self) -> ScaleRules | None:
+        followed = type(self) is DynamicScale and not self.delay and not self.tolerance
+        return self._rules() if followed else None
+
+    def _rules(self) -> ScaleRules:
+        return ScaleRules(
+            moves=True,
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
@@ -188,28 +200,6 @@ class DynamicScale:
             hysteresis=self.hysteresis,
         )
 
-    def _advance_more(self, state: ScaleState, skip: Tensor) -> None:
-        """As `advance_dynamic`, with a delay or a tolerance."""
-        skipped = skip > 0
-        scale = state.scale.to(wide(state.scale.device))
-        tracker = torch.where(skipped, -self.delay, state.growth_tracker + 1)
-        full = tracker >= min(self.growth_interval, _MOST)
-        left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
-        backs_off = skipped & (left <= 0)
-        if self.tolerance:
-            since, overflows = state.more["since"] + 1, state.more["overflows"] + skipped
-            share = overflows.to(scale.dtype) / since.to(scale.dtype)
-            backs_off = backs_off & (share >= self.tolerance)
-            state.more["since"].copy_(torch.where(backs_off | full, 0, since))
-            state.more["overflows"].copy_(torch.where(backs_off, 0, overflows))
-        grown = scale * self.growth_factor
-        grown = torch.where(grown <= self.max_scale, grown, scale)
-        scale = torch.where(backs_off, scale * self.backoff_factor, scale)
-        scale = torch.where(full, grown, scale).clamp(self.min_scale, self.max_scale)
-        state.scale.copy_(scale)
-        state.growth_tracker.copy_(torch.where(full, 0, tracker))
-        state.hysteresis.copy_(torch.where(full, self.hysteresis, left))
-
     def bounds(self) -> tuple[float, float]:
         return self.min_scale, self.max_scale
 
@@ -217,39 +207,53 @@ class DynamicScale:
 def advance_dynamic(
     state: ScaleState,
     skip: Tensor,
+    rules: ScaleRules,
     *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis: int = 1,
+    delay: int = 0,
+    tolerance: float = 0.0,
 ) -> None:
-    """The rule of `DynamicScale`, for callers whose factors may change in mid-run."""
+    """The rule of DynamicScale, also for a GradScaler, whose factors may change in mid-run.
+
+    Args:
+        state: moved on in place.
+        skip: 0-d, 1 if the step was skipped, else 0.
+        rules: factors, interval, bounds and hysteresis.
+        delay: as DynamicScale's.
+        tolerance: as DynamicScale's; `state.more` has "since" and "overflows" then.
+    """
     # The tracker is an int32: a longer interval is one that no run reaches.
-    interval = min(growth_interval, _MOST)
-    if kernels.is_fused(state.scale.device) and skip.device == state.scale.device:
+    interval = min(rules.growth_interval, _MOST) if rules.growth_interval > 0 else math.inf
+    device = state.scale.device
+    if not (delay or tolerance) and kernels.is_fused(device) and skip.device == device:
         advancing = importlib.import_module("gradilocks.kernels.advancing")
-        rules = [growth_factor, backoff_factor, interval if growth_interval > 0 else math.inf]
-        rules += [min_scale, max_scale, hysteresis]
+        sent = [rules.growth_factor, rules.backoff_factor, interval]
+        sent += [rules.min_scale, rules.max_scale, rules.hysteresis]
         try:
             moving = state.scale, state.growth_tracker, state.hysteresis
-            advancing.advance(moving, skip, tuple(map(float, rules)))
-        except kernels.KernelFailed:  # Which has been said, and nothing has moved.
+            advancing.advance(moving, skip, tuple(map(float, sent)))
+        except kernels.KernelFailed:  # The user has been warned, and nothing has moved.
             pass
         else:
             return
     skipped = skip > 0
+    scale = state.scale.to(wide(device))
+    tracker = torch.where(skipped, -delay, state.growth_tracker + 1)
+    full = tracker >= interval
     left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
-    tracker = torch.where(skipped, 0, state.growth_tracker + 1)
-    full = (tracker >= interval) & (growth_interval > 0)
-    scale = state.scale.to(wide(state.scale.device))
-    grown = scale * growth_factor
-    grown = torch.where(grown <= max_scale, grown, scale)
-    scale = torch.where(skipped & (left <= 0), scale * backoff_factor, scale)
-    state.scale.copy_(torch.where(full, grown, scale).clamp(min_scale, max_scale))
+    backs_off = skipped & (left <= 0)
+    if tolerance:
+        since, overflows = state.more["since"] + 1, state.more["overflows"] + skipped
+        share = overflows.to(scale.dtype) / since.to(scale.dtype)
+        backs_off = backs_off & (share >= tolerance)
+        state.more["since"].copy_(torch.where(backs_off | full, 0, since))
+        state.more["overflows"].copy_(torch.where(backs_off, 0, overflows))
+    grown = scale * rules.growth_factor
+    grown = torch.where(grown <= rules.max_scale, grown, scale)
+    scale = torch.where(backs_off, scale * rules.backoff_factor, scale)
+    scale = torch.where(full, grown, scale).clamp(rules.min_scale, rules.max_scale)
+    state.scale.copy_(scale)
     state.growth_tracker.copy_(torch.where(full, 0, tracker))
-    state.hysteresis.copy_(torch.where(full, hysteresis, left))
+    state.hysteresis.copy_(torch.where(full, rules.hysteresis, left))
 
 
 def resolve_scale(given: object, *, name: str = "scale") -> ScalePolicy:
@@ -266,4 +270,4 @@ def resolve_scale(given: object, *, name: str = "scale") -> ScalePolicy:
             f"{name} must be 'dynamic', None, a number or a scale policy such as "
             f"DynamicScale(init_scale=1024.0), got {came}."
         )
-    return given  # type: ignore[return-value]
+    return given if isinstance(given, ScalePolicy) else AdaptedScale(given)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradilocks.scale.policy import check_moving, check_scale, check_whole
+from gradilocks.scale.scale_policy import ScalePolicy, check_moving, check_scale, check_whole
 from gradilocks.values import ScaleState, wide
 
 __all__ = ["HeadroomScale"]
@@ -18,7 +18,7 @@ _FROM_NOTHING = 16.0
 
 
 @dataclass(frozen=True)
-class HeadroomScale:
+class HeadroomScale(ScalePolicy):
     """Keeps `margin` doublings between the largest gradient and the largest number of the format.
 
         taken step:    held = scale
@@ -62,17 +62,13 @@ class HeadroomScale:
     growth_interval: int = 1000
     min_scale: float = 2.0**-24
     max_scale: float = 2.0**32
+    needs_largest = True
 
     def __post_init__(self) -> None:
         check_moving(self)
         check_scale("largest_value", self.largest_value)
         for name, lowest in (("margin", 0), ("growth_interval", 1)):
             check_whole(name, getattr(self, name), lowest=lowest)
-
-    @property
-    def needs_largest(self) -> bool:
-        """Asks for the largest magnitude, and whether the loss was finite."""
-        return True
 
     def start(self, device: torch.device) -> ScaleState:
         def one(value: float, dtype: torch.dtype) -> Tensor:
@@ -98,14 +94,6 @@ class HeadroomScale:
         largest: Tensor | None = None,
         loss_nonfinite: Tensor | None = None,
     ) -> None:
-        """Moves `state` on in place.
-
-        Args:
-            state: of this policy.
-            skip: 0-d, 1 if a gradient was not finite.
-            largest: 0-d, the largest magnitude of the scaled gradients; None if it is not known.
-            loss_nonfinite: 0-d, 1 if the loss itself was NaN or Inf.
-        """
         scale = state.scale.to(wide(state.scale.device))
         ceiling, overflow = state.more["ceiling"], skip > 0
         if loss_nonfinite is not None:

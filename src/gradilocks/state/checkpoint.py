@@ -139,7 +139,7 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any, *, count
         clip_policy=clip,
         scale=check_scale(saved["scale"]),
         growth_tracker=check_count(
-            "_growth_tracker", saved["_growth_tracker"], lowest=-getattr(rebuilt, "delay", 0)
+            "_growth_tracker", saved["_growth_tracker"], lowest=-rebuilt.delay
         ),
         hysteresis=check_count("hysteresis", ours["hysteresis"], lowest=-(2**31)),
         more=read_more(rebuilt, ours.get("scale_state") or {}),

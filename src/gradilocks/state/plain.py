@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.clip import Chain, ClipPerGroup
+from gradilocks.clip import Chain, ClipPerGroup, resolve_clip
 from gradilocks.errors import BadState, MissingKey
-from gradilocks.scale import LARGEST, SMALLEST
+from gradilocks.scale import LARGEST, SMALLEST, resolve_scale
 from gradilocks.step.outcome import fetch
 from gradilocks.values import ScaleState, moved
 
@@ -38,10 +38,11 @@ def describe(policy: Any) -> dict[str, Any]:
     """A policy as its name and its settings."""
     if isinstance(policy, Chain):
         return {"name": "Chain", "config": {"policies": [describe(p) for p in policy.policies]}}
-    config = dataclasses.asdict(policy)
-    if isinstance(policy, ClipPerGroup):
-        config["limits"] = [[key, bound] for key, bound in policy.limits.items()]
-    return {"name": type(policy).__name__, "config": config}
+    given = policy.as_given
+    config = dataclasses.asdict(given)
+    if isinstance(given, ClipPerGroup):
+        config["limits"] = [[key, bound] for key, bound in given.limits.items()]
+    return {"name": type(given).__name__, "config": config}
 
 
 def plain_number(tensor: Tensor) -> Any:
@@ -55,10 +56,10 @@ def plain_number(tensor: Tensor) -> Any:
 
 def read_more(policy: Any, saved: Any) -> dict[str, float]:
     """What a scale policy keeps besides, or BadState."""
-    expected = getattr(policy.start(torch.device("cpu")), "more", {})
+    expected = policy.start(torch.device("cpu")).more
     if not isinstance(saved, Mapping) or set(saved) != set(expected):
         raise BadState(
-            f"the state of the scale policy {type(policy).__name__} in the state_dict must have "
+            f"the state of the scale policy {policy.policy_name} in the state_dict must have "
             f"{sorted(expected)}, got {saved!r:.100}."
         )
     lowest, highest = policy.bounds()
@@ -96,8 +97,7 @@ def load_scale(policy: Any, fresh: ScaleState, saved: Mapping[str, Any], more: A
     """
     require(saved, ("scale", "_growth_tracker"), where="state_dict")
     scale = check_scale(saved["scale"])
-    lowest = -getattr(policy, "delay", 0)
-    tracker = check_count("_growth_tracker", saved["_growth_tracker"], lowest=lowest)
+    tracker = check_count("_growth_tracker", saved["_growth_tracker"], lowest=-policy.delay)
     if more is not None:
         if not isinstance(more, Mapping) or set(more) != {"policy", "hysteresis", "state"}:
             raise BadState(f"the scale policy in the state_dict does not fit: {more!r:.80}.")
@@ -126,21 +126,19 @@ def refill(state: ScaleState, fresh: ScaleState) -> None:
 
 def read_memory(policy: Any, saved: Any, count: int) -> dict[str, Tensor] | None:
     """What the clip policy remembers, as a new one would lay it out, or BadState."""
-    if not hasattr(policy, "start"):
+    memory: dict[str, Tensor] | None = policy.start(torch.device("cpu"), count)
+    if memory is None or saved is None:  # It remembers nothing, or was saved before its first step.
         return None
-    memory: dict[str, Tensor] = policy.start(torch.device("cpu"), count)
-    if saved is None:
-        return None  # Saved before its first step.
     if not isinstance(saved, Mapping) or set(saved) != set(memory):
         raise BadState(
-            f"the state of the clip policy {type(policy).__name__} in the state_dict must have "
+            f"the state of the clip policy {policy.policy_name} in the state_dict must have "
             f"{', '.join(map(repr, memory))}, got {saved!r:.100}."
         )
     for name, tensor in memory.items():
         numbers = saved[name] if isinstance(saved[name], list) else [saved[name]]
         if len(numbers) != tensor.numel() or isinstance(saved[name], list) != bool(tensor.dim()):
             raise BadState(
-                f"{name} of the clip policy {type(policy).__name__} in the state_dict has "
+                f"{name} of the clip policy {policy.policy_name} in the state_dict has "
                 f"{len(numbers)} numbers, expected {tensor.numel()}. It was saved with another "
                 "model or another window."
             )
@@ -151,7 +149,7 @@ def read_memory(policy: Any, saved: Any, count: int) -> dict[str, Tensor] | None
         if min(checked) < 0.0 or not whole:
             what = "numbers" if tensor.is_floating_point() else "whole numbers"
             raise BadState(
-                f"{name} of the clip policy {type(policy).__name__} in the state_dict must hold "
+                f"{name} of the clip policy {policy.policy_name} in the state_dict must hold "
                 f"{what} of at least 0, got {saved[name]!r:.80}."
             )
         tensor.copy_(torch.tensor(checked, dtype=torch.float64).reshape(tensor.shape))
@@ -160,7 +158,7 @@ def read_memory(policy: Any, saved: Any, count: int) -> dict[str, Tensor] | None
 
 def rebuild(policy: Any, described: Any, kind: str, *, owner: str = "control") -> Any:
     """The policy that was saved, of the class of the present one, or BadState."""
-    present = type(policy).__name__
+    present = policy.policy_name
     name = described.get("name") if isinstance(described, Mapping) else None
     if name != present:
         argument = "policy" if (owner, kind) == ("scaler", "scale") else kind
@@ -174,7 +172,8 @@ def rebuild(policy: Any, described: Any, kind: str, *, owner: str = "control") -
             parts = described["config"]["policies"]
             pairs = zip(policy.policies, parts, strict=True)
             return Chain(tuple(rebuild(each, part, kind, owner=owner) for each, part in pairs))
-        return type(policy)(**described["config"])
+        made = type(policy.as_given)(**described["config"])
+        return resolve_clip(made) if kind == "clip" else resolve_scale(made)
     except (KeyError, TypeError, ValueError) as error:
         raise BadState(f"the {kind} policy in the state_dict does not fit: {error}") from error
 

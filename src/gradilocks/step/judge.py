@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.checks import refuse_misfits
-from gradilocks.clip import ClipByNorm, ClipByValue, ClipPolicy, NoClip
-from gradilocks.clip.memory import remapped, same
+from gradilocks.clip import ClipPolicy, Memory, remap_memory, same_parameters
 from gradilocks.errors import NeverFinite
 from gradilocks.kernels.captured import capturing
 from gradilocks.ranks.collective import agreed, reduce, reduce_apart, reduce_each
@@ -47,8 +46,6 @@ from gradilocks.values import (
 )
 
 __all__ = ["Judge", "Verdict", "held_if"]
-
-_SIMPLE = (NoClip, ClipByNorm, ClipByValue)
 
 
 class Lesson(NamedTuple):
@@ -136,12 +133,12 @@ class Judge:
         tensors = [tensor for part in found for tensor in part.tensors]
         home = self.state.scale.device
         policy = self.clip_policy
-        asking = self.detail or getattr(self.scale_policy, "needs_largest", False)
+        asking = self.detail or self.scale_policy.needs_largest
         measurement = measure(
             tensors, home=home, order=float(policy.order), detail=policy.needs_largest or asking
         )
         self._meeting = None if team is None else team.meeting
-        scene = None if type(policy) in _SIMPLE else self._scene(found)
+        scene = self._scene(found) if policy.needs_scene else None
         roof: float | Tensor = roof_of(tensors)
         if team is not None:
             measurement, roof = self._over_ranks(measurement, found, scene, team)
@@ -162,7 +159,7 @@ class Judge:
         if memory is None:
             limit = policy.limit(measurement, scale)
         else:
-            limit = policy.limit(measurement, scale, memory)  # type: ignore[call-arg]
+            limit = policy.limit(measurement, scale, memory)
         decision = decide(measurement, scale, limit, roof=roof)
         overflow = decision.skip if decision.overflow is None else decision.overflow
         statistics = measurement.tensors
@@ -244,7 +241,7 @@ class Judge:
     def _advance_by_policy(self, verdict: Verdict) -> None:
         policy: Any = self.scale_policy
         record = verdict.record
-        if not getattr(policy, "needs_largest", False):
+        if not policy.needs_largest:
             policy.advance(self.state, record.skip)
             return
         largest = record.statistics.largest
@@ -354,7 +351,7 @@ class Judge:
         if not apart:
             return whole, roof
         assert scene is not None
-        if team.parts or getattr(policy, "by_unit", False):
+        if team.parts or policy.by_unit:
             raise ValueError(
                 f"{apart} bounds gradients apart from each other, and ranks hold parts of them "
                 "here that are not known to belong together. Use ClipByNorm, or another policy "
@@ -398,20 +395,19 @@ class Judge:
     def _apart(self) -> str:
         """The clip policy's name if it bounds gradients apart from each other, else ""."""
         policy = self.clip_policy
-        return type(policy).__name__ if getattr(policy, "apart", False) else ""
+        return policy.policy_name if policy.apart else ""
 
     def _memory_on(self, home: torch.device) -> dict[str, Tensor] | None:
         """What the clip policy remembers, if it is one that learns."""
-        policy: Any = self.clip_policy
-        if not hasattr(policy, "start"):
-            return None
         every = list(every_parameter(self.names.optimizers))
-        memory = self.memory
+        memory: Memory | None = self.memory
         if memory is None:
-            memory = policy.start(home, len(every))
-        elif self._whose and not same(self._whose, every):
-            memory = remapped(policy, memory, self._whose, every, home)
-        if not same(self._whose, every):
+            memory = self.clip_policy.start(home, len(every))
+            if memory is None:
+                return None
+        elif self._whose and not same_parameters(self._whose, every):
+            memory = remap_memory(self.clip_policy, memory, self._whose, every, home)
+        if not same_parameters(self._whose, every):
             self._whose = [weakref.ref(param) for param in every]
         self.memory = {name: moved(tensor, home) for name, tensor in memory.items()}
         return self.memory

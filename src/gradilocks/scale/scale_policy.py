@@ -1,4 +1,4 @@
-"""What a scale policy is, and those that never move.
+"""What a scale policy is, those that never move, and the loss times the scale.
 
 A policy is a frozen configuration. What moves is a ScaleState, advanced in place on its device, so
 that neither the host nor a captured graph has to know what the scale is.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ __all__ = [
     "HIGHEST",
     "LARGEST",
     "SMALLEST",
+    "AdaptedScale",
     "NoScale",
     "ScalePolicy",
+    "ScaleRules",
     "StaticScale",
     "check_moving",
     "check_scale",
@@ -37,21 +39,138 @@ HIGHEST = 2.0**127
 """The largest power of two in float32: a scale that starts as one stays one."""
 
 
-class ScalePolicy(Protocol):
-    """How the scale starts and how it moves on after each step."""
+@dataclass(frozen=True)
+class ScaleRules:
+    """A scale policy in plain numbers, for a device that follows it without asking Python."""
 
-    def start(self, device: torch.device) -> ScaleState:
-        """The state before the first step."""
+    moves: bool
+    """Whether the scale moves at all. If it does not, the numbers below do not matter."""
+    growth_factor: float = 1.0
+    backoff_factor: float = 1.0
+    growth_interval: int = 0
+    """How many finite steps in a row it takes to grow; below 1 for never."""
+    min_scale: float = SMALLEST
+    max_scale: float = LARGEST
+    hysteresis: int = 1
+    """How many non-finite steps it takes to back off."""
 
-    def advance(self, state: ScaleState, skip: Tensor) -> None:
-        """Moves `state` on in place, given the step's skip flag (exactly 0 or 1)."""
+
+class ScalePolicy:
+    """How the scale starts and how it moves on after each step. The base of all scale policies.
+
+    A subclass defines `start` and `advance`, and overrides what differs from the defaults below.
+    Whoever advances a policy passes `largest` and `loss_nonfinite` only if it `needs_largest`, so
+    that any other may define `advance(self, state, skip)`.
+    """
+
+    needs_largest: bool = False
+    """Whether it asks for the largest magnitude, and whether the loss was finite."""
+    delay: int = 0
+    """How far below 0 the growth tracker of its state may start."""
+
+    @property
+    def as_given(self) -> Any:
+        """The object that the user handed over: this one, unless it stands for another."""
+        return self
+
+    @property
+    def policy_name(self) -> str:
+        """The name of the user's class, for messages and checkpoints."""
+        return type(self.as_given).__name__
+
+    def rules(self) -> ScaleRules | None:
+        """Its rule in numbers, if a device can follow it by itself."""
+        return None
 
     def bounds(self) -> tuple[float, float]:
         """The smallest and the largest scale that this policy can reach."""
+        return SMALLEST, LARGEST
+
+    def start(self, device: torch.device) -> ScaleState:
+        """The state before the first step."""
+        raise NotImplementedError(f"{type(self).__name__} has no start(device).")
+
+    def advance(
+        self,
+        state: ScaleState,
+        skip: Tensor,
+        *,
+        largest: Tensor | None = None,
+        loss_nonfinite: Tensor | None = None,
+    ) -> None:
+        """Moves `state` on in place.
+
+        Args:
+            state: of this policy.
+            skip: 0-d, exactly 1 if a gradient was not finite, else exactly 0.
+            largest: 0-d, the largest magnitude of the scaled gradients; None if it is not known.
+            loss_nonfinite: 0-d, 1 if the loss itself was NaN or Inf; None if it is not known.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no advance(state, skip).")
+
+
+class AdaptedScale(ScalePolicy):
+    """A user's policy that is no ScalePolicy, with the defaults for what it does not define."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        for name in ("needs_largest", "delay"):
+            if hasattr(given, name):
+                setattr(self, name, getattr(given, name))
+        self._bounds = given.bounds if hasattr(given, "bounds") else super().bounds
+
+    def __reduce__(self) -> Any:
+        return AdaptedScale, (self._given,)
+
+    def __repr__(self) -> str:
+        return repr(self._given)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._given == (other._given if isinstance(other, AdaptedScale) else other))
+
+    def __hash__(self) -> int:
+        return hash(self._given)
+
+    @property
+    def as_given(self) -> Any:
+        return self._given
+
+    def bounds(self) -> tuple[float, float]:
+        lowest, highest = self._bounds()
+        return lowest, highest
+
+    def start(self, device: torch.device) -> ScaleState:
+        state: ScaleState = self._given.start(device)
+        return state
+
+    def advance(
+        self,
+        state: ScaleState,
+        skip: Tensor,
+        *,
+        largest: Tensor | None = None,
+        loss_nonfinite: Tensor | None = None,
+    ) -> None:
+        seen = {"largest": largest, "loss_nonfinite": loss_nonfinite}
+        self._given.advance(state, skip, **(seen if self.needs_largest else {}))
+
+
+class _Fixed(ScalePolicy):
+    """Of a scale that does not move."""
+
+    def advance(
+        self,
+        state: ScaleState,
+        skip: Tensor,
+        *,
+        largest: Tensor | None = None,
+        loss_nonfinite: Tensor | None = None,
+    ) -> None:
+        """Leaves the scale as it is."""
 
 
 @dataclass(frozen=True)
-class NoScale:
+class NoScale(_Fixed):
     """Leaves the loss as it is; gradients are still measured, guarded and clipped.
 
         scale = 1
@@ -66,15 +185,15 @@ class NoScale:
     def start(self, device: torch.device) -> ScaleState:
         return state_of(1.0, 0, 0, device)
 
-    def advance(self, state: ScaleState, skip: Tensor) -> None:
-        """A scale that is not there does not move."""
+    def rules(self) -> ScaleRules | None:
+        return ScaleRules(moves=False) if type(self) is NoScale else None
 
     def bounds(self) -> tuple[float, float]:
         return 1.0, 1.0
 
 
 @dataclass(frozen=True)
-class StaticScale:
+class StaticScale(_Fixed):
     """Multiplies the loss by the same number at every step.
 
         scale = scale
@@ -98,8 +217,8 @@ class StaticScale:
     def start(self, device: torch.device) -> ScaleState:
         return state_of(self.scale, 0, 0, device)
 
-    def advance(self, state: ScaleState, skip: Tensor) -> None:
-        """A static scale does not move."""
+    def rules(self) -> ScaleRules | None:
+        return ScaleRules(moves=False) if type(self) is StaticScale else None
 
     def bounds(self) -> tuple[float, float]:
         return self.scale, self.scale
