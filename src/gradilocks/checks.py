@@ -10,16 +10,17 @@ from torch import Tensor
 
 from gradilocks.eager import users_line
 from gradilocks.errors import NoGradients
-from gradilocks.step.gradients import Gradients, Names, every_parameter
+from gradilocks.names import Names
+from gradilocks.step.table import every_parameter, refuse_twice
 
 __all__ = [
-    "check_any_gradient",
     "check_closure",
     "check_give_up_after",
     "check_loss",
     "check_parameters",
     "check_scalar_loss",
     "checked_optimizers",
+    "no_gradients",
     "refuse_misfits",
     "warn_of_strangers",
 ]
@@ -42,9 +43,11 @@ def checked_optimizers(optimizers: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(optimizers)
 
 
-def check_parameters(params: Sequence[Tensor], names: Names) -> None:
+def check_parameters(optimizers: Sequence[Any], names: Names) -> None:
+    params = list(every_parameter(optimizers))
     if not params:
         raise ValueError("the optimizer has no parameters, so there are no gradients to control.")
+    refuse_twice(params, names)
     for param in params:
         if param.is_meta:
             raise ValueError(
@@ -100,13 +103,12 @@ def check_scalar_loss(loss: Tensor) -> None:
         )
 
 
-def check_any_gradient(found: Sequence[Gradients]) -> None:
-    if not any(part.params for part in found):
-        raise NoGradients(
-            "no parameter of the optimizer has a gradient. Check that the loss depends on the "
-            "parameters the optimizer was given, that they require grad, and that nothing has "
-            "cleared the gradients after backward()."
-        )
+def no_gradients() -> NoGradients:
+    return NoGradients(
+        "no parameter of the optimizer has a gradient. Check that the loss depends on the "
+        "parameters the optimizer was given, that they require grad, and that nothing has "
+        "cleared the gradients after backward()."
+    )
 
 
 def check_closure(closure: object, optimizers: int) -> None:

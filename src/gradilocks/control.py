@@ -1,13 +1,10 @@
-"""GradientControl: the one stateful object that users hold, and all that they can ask of it.
-
-How a step is taken is in `stepping.py`.
-"""
+"""GradientControl: one object that does the whole step in the right order, on the device."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,33 +16,41 @@ from gradilocks.checks import (
     check_parameters,
     check_scalar_loss,
     checked_optimizers,
+    no_gradients,
     refuse_misfits,
     warn_of_strangers,
 )
 from gradilocks.clip import resolve_clip
 from gradilocks.eager import eager
-from gradilocks.kernels import KernelFailed
+from gradilocks.errors import NoGradients
 from gradilocks.kernels.captured import keeping
-from gradilocks.record import Recorder
+from gradilocks.names import Names
+from gradilocks.ranks.layout import Team, any_distributed, in_company, team_of
 from gradilocks.record.journal import journal_for
 from gradilocks.scale import resolve_scale
-from gradilocks.step import update
 from gradilocks.step.call_order import CallOrder
-from gradilocks.step.gradients import (
-    Names,
-    every_parameter,
-    parameters_of,
-)
-from gradilocks.step.judge import Judge
+from gradilocks.step.closure import step_with_closure
+from gradilocks.step.engine import Engine, Verdict
 from gradilocks.step.lr_schedule import Listeners, Scheduler
-from gradilocks.step.outcome import Outcome, fetch
-from gradilocks.step.stepping import Stepping
-from gradilocks.values import Decision
+from gradilocks.step.measure import multiply_
+from gradilocks.step.outcome import Outcome, fetch, nonfinite
+from gradilocks.step.own_step import is_ours
+from gradilocks.step.table import Gradients, every_parameter
+from gradilocks.step.update import (
+    apply_in_place,
+    check_unscaling_in_place,
+    takes_decision,
+    takes_directly,
+    update,
+)
+
+if TYPE_CHECKING:
+    from gradilocks.record import Recorder
 
 __all__ = ["GradientControl"]
 
 
-class GradientControl(Stepping):
+class GradientControl:
     """Scales, checks, clips and steps: one object between the loss and the optimizers.
 
         backward(loss):  gradients += d(loss * scale)
@@ -92,7 +97,7 @@ class GradientControl(Stepping):
     ) -> None:
         self._optimizers = checked_optimizers((optimizer, *more))
         self._names = Names(model, self._optimizers)
-        check_parameters(parameters_of(self._optimizers, name=self._names), self._names)
+        check_parameters(self._optimizers, self._names)
         warn_of_strangers(model, self._parameters(), self._names)
         policies = resolve_scale(scale), resolve_clip(clip)
         if on_nonfinite not in ("skip", "raise"):
@@ -101,24 +106,24 @@ class GradientControl(Stepping):
         refuse_misfits(policies[1], self._names)
         self._on_nonfinite = on_nonfinite
         self._process_group = process_group
-        self._judge = Judge(
-            *policies,
-            names=self._names,
-            give_up_after=give_up_after,
-        )
-        self._team()  # Refuses, now rather than at the first step, what no rank can know.
+        self._engine = Engine(*policies, names=self._names, give_up_after=give_up_after)
+        self._team(
+            at_once=True
+        )  # Refuses, now rather than at the first step, what no rank can know.
         self._schedulers = Listeners()
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)
-        self._order = CallOrder(parameters if self._judge.scales else tuple)
+        self._order = CallOrder(parameters if self._engine.scales else tuple)
         self._journal = journal_for(
             record, self._optimizers, self._names, scale=policies[0], clip=policies[1]
         )
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
-        judge = self._judge
-        return f"GradientControl({kinds}, scale={judge.scale_policy!r}, clip={judge.clip_policy!r})"
+        engine = self._engine
+        return (
+            f"GradientControl({kinds}, scale={engine.scale_policy!r}, clip={engine.clip_policy!r})"
+        )
 
     @property
     def recorder(self) -> Recorder | None:
@@ -128,7 +133,7 @@ class GradientControl(Stepping):
     @property
     def scale(self) -> float:
         """What the next loss is multiplied by. Reading it waits for the device."""
-        return fetch(self._judge.state.scale)[0]
+        return fetch(self._engine.state.scale)[0]
 
     @eager
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -164,12 +169,9 @@ class GradientControl(Stepping):
         Costs a pass over the gradients; `step` then measures and decides on what it finds.
         """
         self._order.check_unscale()
-        found = self._find_gradients()
-        for part, optimizer in zip(found, self._optimizers, strict=True):
-            self._check_unscaling(optimizer, part, in_place=True)
-        multiplier = torch.reciprocal(self._judge.state.scale)
-        decision = Decision(skip=torch.zeros_like(multiplier), multiplier=multiplier)
-        update.apply_in_place(decision, [t for part in found for t in part.tensors])
+        gradients = self._find(taken_inside=[False] * len(self._optimizers))
+        with torch.no_grad():
+            multiply_(gradients, torch.reciprocal(self._engine.state.scale))
         self._order.note_unscaled()
 
     @eager
@@ -185,20 +187,10 @@ class GradientControl(Stepping):
         Returns:
             The Outcome. Reading it is what waits for the device.
         """
-        with keeping(self._judge.express.captured):
-            self._journal.before_step(self._judge, unscaled=self._order.unscaled)
-            if closure is not None:
-                check_closure(closure, len(self._optimizers))
-                return self._step_with_closure(closure)
-            called = self._call()
-            if called is not None:
-                try:
-                    return self._step_shortly(called)
-                except KernelFailed:  # Which has been said, and nothing has been decided.
-                    pass
-                finally:
-                    called.release()
-            return self._step_by_stages()
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return self._step(closure)
+        with keeping(self._engine.table.captured):
+            return self._step(closure)
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -211,7 +203,7 @@ class GradientControl(Stepping):
                 param.grad.zero_()
         self._order.note_cleared()
         if not self._order.scaled:
-            self._judge.losses.forget()
+            self._engine.losses.forget()
 
     def scheduler(self, lr_scheduler: Any) -> Scheduler:
         """`lr_scheduler`, stepped only for steps that were taken, without a wait.
@@ -232,7 +224,7 @@ class GradientControl(Stepping):
         With a DynamicScale it also carries the keys of torch's `GradScaler.state_dict()`, so
         torch's scaler loads it as it is.
         """
-        return self._judge.saved()
+        return self._engine.saved()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint of this class or of torch's `GradScaler`.
@@ -240,7 +232,7 @@ class GradientControl(Stepping):
         The policies' settings come from the checkpoint, as with torch's. A checkpoint that does not
         fit raises BadState and changes nothing.
         """
-        self._judge.load(state_dict)
+        self._engine.load(state_dict)
         self._order.note_step(self._parameters())  # What is there carries another scale.
 
     def _begins_anew(self) -> bool:
@@ -249,17 +241,159 @@ class GradientControl(Stepping):
             return True
         if not self._order.dropped(self._parameters()):
             return False
-        self._judge.losses.forget()
+        self._engine.losses.forget()
         return True
 
     def _scaled(self, loss: Tensor) -> Tensor:
         check_loss(loss)
-        if self._judge.scales:
+        if self._engine.scales:
             self._order.check_backward(self._parameters())
         first = next(self._parameters(), None)
         if first is None:
-            check_parameters([], self._names)
+            check_parameters((), self._names)
             raise AssertionError("an optimizer without parameters was not refused")
-        scaled = self._judge.scaled(loss, first.device)
+        scaled = self._engine.scaled(loss, first.device)
         self._order.scaled = True
         return scaled
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return every_parameter(self._optimizers)
+
+    def _step(self, closure: Callable[[], Tensor] | None) -> Outcome:
+        self._journal.before_step(self._engine, unscaled=self._order.unscaled)
+        if closure is not None:
+            check_closure(closure, len(self._optimizers))
+            return self._step_with_closure(closure)
+        engine = self._engine
+        taken_inside = [takes_decision(optimizer) for optimizer in self._optimizers]
+        gradients, team = self._find_with_ranks(taken_inside)
+        try:
+            rating, direct = None, False
+            if team is None and engine.settles(gradients):
+                direct = takes_directly(self._optimizers)
+                # Work out an optimizer's rates where the step is settled: one launch less.
+                rating = self._optimizers[0].ready(gradients) if direct else None
+            verdict = engine.decide(
+                gradients, unscaled=self._order.unscaled, team=team, rating=rating
+            )
+            try:
+                if direct and verdict.settled:
+                    skip, divisor = verdict.decision.skip, verdict.decision.divisor
+                    self._optimizers[0].take(skip, divisor, rated=rating is not None)
+                else:
+                    self._update(verdict, gradients, taken_inside)
+            except BaseException:
+                self._after_a_failed_update(verdict)
+                raise
+        finally:
+            gradients.release()
+        return self._conclude(verdict)
+
+    def _update(self, verdict: Verdict, gradients: Gradients, taken_inside: Sequence[bool]) -> None:
+        """Steps each optimizer on its gradients, or none."""
+        begin = 0
+        for number, optimizer in enumerate(self._optimizers):
+            if verdict.settled and is_ours(optimizer):
+                optimizer.hold(gradients if len(self._optimizers) == 1 else None)
+            _, tensors = gradients.of_optimizer(number)
+            update(
+                optimizer,
+                verdict.decision,
+                tensors,
+                begin=begin,
+                inside=taken_inside[number],
+                multiplied=self._order.note_unscaled,
+            )
+            begin += len(tensors)
+
+    def _find(self, taken_inside: Sequence[bool]) -> Gradients:
+        """The gradients, after checking that a scaled loss made them.
+
+        Args:
+            taken_inside: for each optimizer, whether its own step unscales; else its gradients are
+                unscaled in place, which float16 would not survive.
+        """
+        gradients = self._engine.find(self._optimizers)
+        if self._engine.scales:
+            self._order.check_scaled("step()")
+            for number, inside in enumerate(taken_inside):
+                if not inside:
+                    params, tensors = gradients.of_optimizer(number)
+                    optimizer = self._optimizers[number]
+                    check_unscaling_in_place(optimizer, params, tensors, self._names)
+        if not gradients.params and not (
+            self._process_group is not None or any_distributed(self._parameters())
+        ):
+            raise no_gradients()
+        return gradients
+
+    def _find_with_ranks(self, taken_inside: Sequence[bool]) -> tuple[Gradients, Team | None]:
+        """The gradients, and the ranks that hold the model together with this one, if any."""
+        team = self._team()
+        try:
+            gradients = self._find(taken_inside)
+        except Exception:
+            if team is not None:  # Else the other ranks would wait for this one.
+                self._engine.refuse(team)
+            raise
+        if not self._engine.scales:  # No loss was scaled, which would have brought the state there.
+            first = next(self._parameters(), None)
+            if first is not None:
+                self._engine.move_to(first.device)
+        return gradients, team
+
+    def _after_a_failed_update(self, verdict: Verdict) -> None:
+        """As if nothing had been decided; several optimizers are not to be stepped twice."""
+        self._engine.undo(verdict)
+        if len(self._optimizers) > 1:
+            self._order.note_step(self._parameters())
+
+    def _conclude(self, verdict: Verdict) -> Outcome:
+        """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
+        outcome = verdict.outcome
+        hopeless = self._engine.conclude(verdict)
+        self._journal.after_step(verdict.record, self._engine)
+        for scheduler in self._schedulers:
+            scheduler.note(verdict.record.row)
+        self._order.note_step(self._parameters())
+        if hopeless:
+            raise self._engine.never_finite(outcome)
+        if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
+            raise nonfinite(outcome)
+        return outcome
+
+    def _step_with_closure(self, closure: Callable[[], Tensor]) -> Outcome:
+        (optimizer,) = self._optimizers
+        last: Verdict | None = None
+
+        def make_true() -> bool:
+            nonlocal last
+            gradients, team = self._find_with_ranks([False])
+            unscaled = self._order.unscaled
+            last = self._engine.decide(gradients, unscaled=unscaled, team=team, on_device=False)
+            if last.outcome.skipped:
+                return False
+            apply_in_place(last.decision, gradients.tensors)
+            self._order.note_step(self._parameters())
+            return True
+
+        step_with_closure(
+            optimizer,
+            closure,
+            make_true=make_true,
+            gradients_are_waiting=self._order.scaled
+            and any(param.grad is not None for param in self._parameters()),
+        )
+        if last is None:
+            raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
+        return self._conclude(last)
+
+    def _team(self, *, at_once: bool = False) -> Team | None:
+        """The ranks that hold the model together; raises if they are not known.
+
+        Args:
+            at_once: check what the user has named also where no other rank trains along.
+        """
+        if not (in_company() or at_once):
+            return None
+        return team_of(list(self._parameters()), group=self._process_group, name=self._names)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip.clip_policy import ClipByValue, ClipPolicy, Memory, resolve_clip
-from gradilocks.step.total import total_norm
+from gradilocks.kernels.totals import total_norm
 from gradilocks.values import ClipLimit, Measurement
 
 __all__ = ["Chain", "chain"]

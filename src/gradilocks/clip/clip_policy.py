@@ -8,7 +8,7 @@ step is a dict of tensors, its memory, which it changes in place on the memory's
 from __future__ import annotations
 
 import math
-import weakref
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +78,11 @@ class ClipPolicy:
         return True
 
     @property
+    def learns(self) -> bool:
+        """Whether it has a memory: `start` makes one, and `advance` moves it on."""
+        return type(self).start is not ClipPolicy.start
+
+    @property
     def as_given(self) -> Any:
         """The object that the user handed over: this one, unless it stands for another."""
         return self
@@ -131,7 +136,6 @@ class _AdaptedClip(ClipPolicy):
         for name in ("order", "needs_largest", "apart", "by_unit", "by_parameter"):
             if hasattr(given, name):
                 setattr(self, name, getattr(given, name))
-        self._remembers = hasattr(given, "start")
 
     def __reduce__(self) -> Any:
         return _AdaptedClip, (self._given,)
@@ -144,6 +148,10 @@ class _AdaptedClip(ClipPolicy):
 
     def __hash__(self) -> int:
         return hash(self._given)
+
+    @property
+    def learns(self) -> bool:
+        return hasattr(self._given, "start")
 
     @property
     def as_given(self) -> Any:
@@ -159,14 +167,14 @@ class _AdaptedClip(ClipPolicy):
 
     def start(self, device: torch.device, count: int) -> dict[str, Tensor] | None:
         memory: dict[str, Tensor] | None = None
-        if self._remembers:
+        if self.learns:
             memory = self._given.start(device, count)
         return memory
 
     def limit(
         self, measurement: Measurement, scale: Tensor, state: Memory | None = None
     ) -> ClipLimit:
-        more = (state,) if self._remembers else ()
+        more = (state,) if self.learns else ()
         found: ClipLimit = self._given.limit(measurement, scale, *more)
         return found
 
@@ -383,17 +391,15 @@ def resolve_clip(given: object) -> ClipPolicy:
     return given if isinstance(given, ClipPolicy) else _AdaptedClip(given)
 
 
-def same_parameters(whose: Sequence[weakref.ref[Tensor]], params: Sequence[Tensor]) -> bool:
+def same_parameters(whose: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
     """Whether `whose` are just these parameters, in this order."""
-    return len(whose) == len(params) and all(
-        ref() is param for ref, param in zip(whose, params, strict=True)
-    )
+    return len(whose) == len(params) and all(map(operator.is_, whose, params))
 
 
 def remap_memory(
     policy: ClipPolicy,
     memory: Memory,
-    whose: Sequence[weakref.ref[Tensor]],
+    whose: Sequence[Tensor],
     params: Sequence[Tensor],
     home: torch.device,
 ) -> Memory:
@@ -406,7 +412,7 @@ def remap_memory(
         params: the parameters now, in order.
         home: where the memory is to be.
     """
-    at = {id(param): place for place, ref in enumerate(whose) if (param := ref()) is not None}
+    at = {id(param): place for place, param in enumerate(whose)}
     pairs = [(k, at[id(param)]) for k, param in enumerate(params) if id(param) in at]
     fresh = policy.start(home, len(params)) or {}
     if pairs:

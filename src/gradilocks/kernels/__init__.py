@@ -6,6 +6,7 @@ Every implementation is a module with the functions of `reference`, same names a
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -18,7 +19,16 @@ from gradilocks.kernels import reference
 from gradilocks.kernels.captured import capturing
 from gradilocks.values import NonFinite, Statistics
 
-__all__ = ["KernelFailed", "Kernels", "by_device", "describe", "for_device", "give_up", "is_fused"]
+__all__ = [
+    "ORDERS",
+    "Backend",
+    "KernelFailed",
+    "by_device",
+    "describe",
+    "for_device",
+    "give_up",
+    "is_fused",
+]
 
 
 class KernelFailed(RuntimeError):
@@ -28,7 +38,7 @@ class KernelFailed(RuntimeError):
     """
 
 
-class Kernels(Protocol):
+class Backend(Protocol):
     """What an implementation offers. All tensors of one call lie on one device."""
 
     def measure(
@@ -51,13 +61,16 @@ class Kernels(Protocol):
         """Bounds the magnitude of every element in place; NaN stays NaN."""
 
 
+ORDERS = frozenset((2.0, 1.0, math.inf))
+"""The p of the norms that a device can settle by itself."""
+
 # Device type -> implementation. A device that is not listed is served by the reference.
 _TABLE = {"cpu": "reference", "cuda": "fused"}
 
-_chosen: dict[str, tuple[Kernels, str]] = {}
+_chosen: dict[str, tuple[Backend, str]] = {}
 
 
-def for_device(device: torch.device) -> Kernels:
+def for_device(device: torch.device) -> Backend:
     """The implementation that serves `device`; chosen on first use."""
     kind = device.type
     if kind not in _chosen:
@@ -72,7 +85,7 @@ def for_device(device: torch.device) -> Kernels:
 
 def is_fused(device: torch.device) -> bool:
     """Whether the kernels in Triton serve `device`."""
-    return for_device(device) is not cast("Kernels", reference)
+    return for_device(device) is not cast("Backend", reference)
 
 
 def give_up(device: torch.device, what: str, error: Exception) -> None:
@@ -85,7 +98,7 @@ def give_up(device: torch.device, what: str, error: Exception) -> None:
     """
     if device.type in _chosen and is_fused(device):
         why = _reason(what, error)
-        _chosen[device.type] = cast("Kernels", reference), f"reference: {why}"
+        _chosen[device.type] = cast("Backend", reference), f"reference: {why}"
         _warn(device.type, why)
 
 
@@ -102,12 +115,12 @@ def describe() -> dict[str, str]:
     return {kind: why for kind, (_, why) in _chosen.items()}
 
 
-def _choose(kind: str) -> tuple[Kernels, str]:
-    plain = cast("Kernels", reference)
+def _choose(kind: str) -> tuple[Backend, str]:
+    plain = cast("Backend", reference)
     if _TABLE.get(kind) != "fused":
         return plain, f"reference: plain torch serves {kind}"
     try:
-        fused = importlib.import_module("gradilocks.kernels.fused")
+        fused = importlib.import_module("gradilocks.kernels.triton_backend")
     except Exception as error:  # A Triton of another time may fail in any way.
         return plain, f"reference: Triton cannot be imported ({error})"
     before = torch.cuda.get_sync_debug_mode() if kind == "cuda" else 0
@@ -126,7 +139,7 @@ def _choose(kind: str) -> tuple[Kernels, str]:
     finally:
         if before:
             torch.cuda.set_sync_debug_mode(before)
-    return cast("Kernels", fused), f"fused: Triton's kernels run on {kind}"
+    return cast("Backend", fused), f"fused: Triton's kernels run on {kind}"
 
 
 def _reason(what: str, error: Exception) -> str:

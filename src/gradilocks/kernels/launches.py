@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels.adam import adam_kernel, adam_rates_kernel
-from gradilocks.kernels.fused import TYPES
 from gradilocks.kernels.launch import Launch, launch_for
 from gradilocks.kernels.sgd import sgd_kernel, sgd_rates_kernel
 from gradilocks.kernels.table import Layout
+from gradilocks.kernels.triton_backend import TYPES
 
 __all__ = ["step", "work_out_rates"]
 

@@ -37,7 +37,7 @@ from gradilocks.kernels.triton_backend import (
     scratch_for,
     statistics_of,
 )
-from gradilocks.values import Decision, NonFinite, Rules, ScaleState, StepRecord
+from gradilocks.values import Decision, NonFinite, ScaleState, StepRecord
 
 __all__ = ["Settler", "advance", "limit", "look", "multiply_"]
 
@@ -77,28 +77,31 @@ class Settler:
     def settle(
         self,
         gradients: Any,
-        rules: Rules,
+        clip: Any,
+        scale: Any,
         state: ScaleState,
         *,
         streak: Tensor,
         steps: Tensor,
         loss: Tensor | None,
         unscaled: bool,
+        moves: bool,
         rating: Any = None,
     ) -> tuple[Decision, StepRecord]:
         """Measures, decides, and moves the scale, the streak and the count of steps on.
 
         Args:
             gradients: of this step.
-            rules: of the scale policy and the clip policy.
+            clip, scale: the ClipRules and the ScaleRules.
             state: of the scale.
             streak, steps: the counts of non-finite steps in a row and of all steps.
             loss: 0-d; to be looked at for NaN and Inf.
             unscaled: whether the gradients have lost the scale already.
+            moves: whether the scale may move on.
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
-        self._prepare(gradients, rules)
-        located, order = gradients.located, rules.clip.order
+        self._prepare(gradients, clip, scale)
+        located, order = gradients.located, clip.order
         measure_located(located, self._scratch, order=order)
         found = torch.empty(5, located.layout.count, dtype=torch.float64, device=self.device)
         row = torch.empty(12, dtype=torch.float64, device=self.device)
@@ -108,7 +111,7 @@ class Settler:
             self._state = id(state), id(streak), state, streak
         launch_settle(
             located, self._scratch, found, row, Standing(self._reads, self._results), loss, rating,
-            order=order, clip=rules.clip.max_norm is not None, dynamic=rules.scale.moves,
+            order=order, clip=clip.max_norm is not None, dynamic=moves and scale.moves,
             unscaled=unscaled,
         )  # fmt: skip
         keep_if_captured(self._reads, self._results, self._scratch)
@@ -124,12 +127,11 @@ class Settler:
             tensor.copy_(number)
         steps.sub_(1)
 
-    def _prepare(self, gradients: Any, rules: Rules) -> None:
+    def _prepare(self, gradients: Any, clip: Any, scale: Any) -> None:
         # Weak: a number would be taken for the next one's, and the old parameters would be kept.
-        wanted: tuple[object, ...] = (weakref.ref(gradients), rules)
+        wanted: tuple[object, ...] = (weakref.ref(gradients), clip, scale)
         if wanted == self._prepared_for:
             return
-        clip, scale = rules.clip, rules.scale
         numbers = [float("inf") if clip.max_norm is None else clip.max_norm]
         numbers += [gradients.largest_finite, *scale.numbers()]
         host = torch.tensor(numbers, dtype=torch.float64, device="cpu")

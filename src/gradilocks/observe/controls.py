@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from gradilocks.control import GradientControl
+from gradilocks.names import Names
 from gradilocks.observe.naming import name_parameters
 from gradilocks.observe.watching import Watch
 from gradilocks.record.journal import Journal, NoJournal
-from gradilocks.step.gradients import Names, every_parameter
+from gradilocks.step.table import every_parameter
 from gradilocks.values import StepRecord
 
 __all__ = ["Controls"]

@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gradilocks.kernels.totals import any_double
 from gradilocks.step.measure import measure
-from gradilocks.step.total import any_double
 from gradilocks.values import Statistics
 
 __all__ = ["Look", "Looks", "elements"]

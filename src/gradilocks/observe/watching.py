@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.totals import rounded, total_norm
 from gradilocks.lab.trace import Tracer
 from gradilocks.observe.clips import Clips
 from gradilocks.observe.ending import Held
@@ -27,9 +28,8 @@ from gradilocks.observe.losses import Losses
 from gradilocks.observe.naming import name_parameters, owners_of
 from gradilocks.record import Recorder, Sample
 from gradilocks.record.weights import Weights
-from gradilocks.step.gradients import every_parameter
 from gradilocks.step.own_step import weakly
-from gradilocks.step.total import rounded, total_norm
+from gradilocks.step.table import every_parameter
 from gradilocks.values import moved
 
 __all__ = ["Attempt", "Watch"]

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from gradilocks.kernels.captured import capturing, keep_if_captured
 from gradilocks.kernels.table import layout_for, send
+from gradilocks.names import Names
 from gradilocks.optim.checks import check_parameters, check_settings
 from gradilocks.optim.masters import Marks, follow, needs_master
 from gradilocks.optim.tidy import alike, check_shapes, common_dtype, tidy
-from gradilocks.step.gradients import Names
-from gradilocks.step.roll import Called
+from gradilocks.step.table import TableGradients
 
 __all__ = ["Plan"]
 
@@ -41,7 +41,7 @@ _address = torch._C.TensorBase.data_ptr
 class Plan:
     """One optimizer's parameters with gradients, as its kernels see them."""
 
-    def __init__(self, optimizer: Any, called: Called) -> None:
+    def __init__(self, optimizer: Any, called: TableGradients) -> None:
         self.called, self.device = called, called.device
         self._launches: Any = importlib.import_module("gradilocks.kernels.launches")
         params = called.params
@@ -54,7 +54,7 @@ class Plan:
         numbers = [number[id(param)] for param in params]
         groups = [optimizer.param_groups[place] for place in numbers]
         self._check(optimizer, dict(zip(numbers[::-1], params[::-1], strict=True)))
-        self._odd = [i for i, p in enumerate(params) if not alike(p, called.grads[i])]
+        self._odd = [i for i, p in enumerate(params) if not alike(p, called.tensors[i])]
         mastered = [needs_master(p, group) for p, group in zip(params, groups, strict=True)]
         optimizer.fill_state(params, groups, mastered)
         self.states: list[dict[str, Any]] = [optimizer.state.watch(param) for param in params]
@@ -69,7 +69,7 @@ class Plan:
         held: list[list[Tensor | None]] = [list(params), *self._columns]
         self._rows = [[0 if t is None else t.data_ptr() for t in column] for column in held]
         self.layout = layout_for(
-            tuple(called.sizes),
+            called.sizes,
             tuple(
                 [
                     self._kind(place, mastered[place], optimizer.flags(groups[place]))
@@ -119,7 +119,7 @@ class Plan:
         stored = param if state is None else state.dtype
         return (param, called.dtypes[place], stored, master, aligned, flags)
 
-    def fits(self, optimizer: Any, called: Called) -> bool:
+    def fits(self, optimizer: Any, called: TableGradients) -> bool:
         """Whether parameters, groups and state are still those that this plan was made for."""
         if self._dropped or called is not self.called or _shape(optimizer) != self._shape:
             return False
@@ -209,7 +209,7 @@ class Plan:
         copies = []
         for place in self._odd:
             param = called.params[place].detach().clone(memory_format=torch.contiguous_format)
-            grad = called.grads[place].contiguous()
+            grad = called.tensors[place].contiguous()
             if grad.data_ptr() % 16:  # `_kind` has promised aligned copies.
                 grad = grad.clone()
             rows[0][place], addresses[place] = param.data_ptr(), grad.data_ptr()

@@ -17,14 +17,20 @@ from torch.optim.optimizer import (
 from gradilocks.eager import eager
 from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.captured import keeping
+from gradilocks.names import Names
 from gradilocks.optim import masters
 from gradilocks.optim.bytorch import step_by_torch
 from gradilocks.optim.checks import check_group
 from gradilocks.optim.plan import Plan
 from gradilocks.optim.watched import Changes, States, plain
-from gradilocks.step.gradients import Names, parameters_of
 from gradilocks.step.own_step import register_ours
-from gradilocks.step.roll import Called, Roll
+from gradilocks.step.table import (
+    GradientTable,
+    TableGradients,
+    every_parameter,
+    lists_of,
+    refuse_twice,
+)
 from gradilocks.step.update import handing_over
 
 __all__ = ["Stepper"]
@@ -43,13 +49,13 @@ class Stepper(torch.optim.Optimizer):
         """Ends every constructor, and every return from a pickle or a checkpoint."""
         self.changes = Changes()
         self.state: Any = States(self.changes, self.state)
-        before = self.__dict__.get("_roll")
-        self._roll = Roll()
+        before = self.__dict__.get("_table")
+        self._table = GradientTable()
         if before is not None:  # Graphs from before a checkpoint was loaded go on.
-            self._roll.captured = before.captured
+            self._table.captured = before.captured
         self._plan: Plan | None = None
-        self._held: Called | None = None
-        self._looked_at: Called | None = None
+        self._held: TableGradients | None = None
+        self._looked_at: TableGradients | None = None
         self._step_supports_amp_scaling = True
         self.marks: masters.Marks = {}
         if master_weights is not None:
@@ -79,7 +85,7 @@ class Stepper(torch.optim.Optimizer):
         _be_fused(group)
         try:
             check_group(group, name)
-            parameters_of((self,), name=name)  # Refuses what is listed twice.
+            refuse_twice(list(every_parameter((self,))), name)
         except Exception:
             self.param_groups.pop()
             raise
@@ -117,7 +123,7 @@ class Stepper(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._keep_watching()
-        with torch.no_grad(), keeping(self._roll.captured):
+        with torch.no_grad(), keeping(self._table.captured):
             if not self._step_on_device():
                 step_by_torch(self, self._torch_step)
         return loss
@@ -126,9 +132,9 @@ class Stepper(torch.optim.Optimizer):
         if type(self.state) is not States or self.state.changes is not self.changes:
             self.state = States(self.changes, self.state)  # Somebody has put another there.
 
-    def gradients(self) -> Called | None:
+    def gradients(self) -> TableGradients | None:
         """The gradients of this moment if the kernels can take them, for whoever measures them."""
-        called = self._roll.call([group["params"] for group in self.param_groups])
+        called = self._table.find_addressed(lists_of((self,)), name=Names(None, (self,)))
         if called is not self._looked_at:
             # A parameter that wraps other tensors has no address of its own.
             if called is not None and any(
@@ -138,7 +144,7 @@ class Stepper(torch.optim.Optimizer):
             self._looked_at = called
         return called
 
-    def hold(self, called: Called | None) -> None:
+    def hold(self, called: TableGradients | None) -> None:
         """Hands the next step gradients that were found a moment ago, so it need not look."""
         may_change = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         self._held = None if may_change else called
@@ -156,7 +162,7 @@ class Stepper(torch.optim.Optimizer):
                 return False
         return not _profiler_enabled()
 
-    def ready(self, called: Called) -> tuple[str, tuple[Tensor, ...]] | None:
+    def ready(self, called: TableGradients) -> tuple[str, tuple[Tensor, ...]] | None:
         """Before `take`: raises what there is to raise, and has everything sent.
 
         Returns:
@@ -187,7 +193,7 @@ class Stepper(torch.optim.Optimizer):
     def _step_on_device(self) -> bool:
         """Steps with the kernels; False if torch has to do it."""
         called, self._held = self._held, None
-        if called is None or not called.grads:  # Held for a step that was not taken.
+        if called is None or not called.tensors:  # Held for a step that was not taken.
             called = self.gradients()
         try:
             self._plan_for(called)
@@ -201,7 +207,7 @@ class Stepper(torch.optim.Optimizer):
                 called.release()
         return called is not None
 
-    def _plan_for(self, called: Called | None) -> None:
+    def _plan_for(self, called: TableGradients | None) -> None:
         """The plan that there is, if it still fits, or a new one."""
         plan = self._plan
         if plan is not None and called is not None and plan.fits(self, called):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradilocks.step.total import total_norm
+from gradilocks.kernels.totals import total_norm
 from gradilocks.values import moved, wide
 
 __all__ = ["MARKS", "Fingerprint", "are_copies", "fingerprint"]

@@ -7,7 +7,6 @@ is read and never written, and nothing waits.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -15,13 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradilocks.names import Names
 from gradilocks.ranks.layout import is_distributed
 from gradilocks.record.ending import refuse_capture
 from gradilocks.record.recorder import Recorder
 from gradilocks.record.sample import Sample
 from gradilocks.record.weights import Weights
-from gradilocks.step.gradients import Names, collect, every_parameter
 from gradilocks.step.measure import measure
+from gradilocks.step.table import every_parameter, gradients_of
 from gradilocks.values import ROW, Statistics, StepRecord, wide
 
 __all__ = ["Journal", "NoJournal", "journal_for"]
@@ -99,7 +99,7 @@ class Journal(NoJournal):
                 )
 
     def _look_closely(self, wanted: Sequence[bool], judge: _Judge) -> None:
-        found = collect(every_parameter(self._optimizers), name=self._names)
+        found = gradients_of(list(every_parameter(self._optimizers)), name=self._names)
         self._elements = [tensor.numel() for tensor in found.tensors]
         if float(judge.clip_policy.order) != 2.0 and found.tensors:
             home = judge.state.scale.device
@@ -149,7 +149,7 @@ class Journal(NoJournal):
     def _meet(self) -> None:
         """Introduces the optimizers, with their parameters as they are at this moment."""
         every = list(every_parameter(self._optimizers))
-        order = self._names.in_backward_order([weakref.ref(p) for p in every])
+        order = self._names.in_backward_order(every)
         named = {every[place]: name for place, name in reversed(order)}
         ordered = self._names.knows_all(every)
         self._indices = [

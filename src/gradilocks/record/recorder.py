@@ -37,8 +37,8 @@ from gradilocks.runfile.bad_steps import BadSteps
 from gradilocks.runfile.records import VERSION
 from gradilocks.runfile.sinks import Sink
 from gradilocks.runfile.writing import audit_line, end_line, optimizer_line, step_line, trace_line
-from gradilocks.step.gradients import every_parameter
 from gradilocks.step.own_step import weakly
+from gradilocks.step.table import every_parameter
 
 __all__ = ["Recorder"]
 

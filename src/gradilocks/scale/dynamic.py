@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import dataclass
 
 import torch
@@ -221,16 +220,11 @@ def advance_dynamic(
         delay: as DynamicScale's.
         tolerance: as DynamicScale's; `state.more` has "since" and "overflows" then.
     """
-    # The tracker is an int32: a longer interval is one that no run reaches.
-    interval = min(rules.growth_interval, _MOST) if rules.growth_interval > 0 else math.inf
-    device = state.scale.device
+    numbers, device = rules.numbers(), state.scale.device
     if not (delay or tolerance) and kernels.is_fused(device) and skip.device == device:
-        advancing = importlib.import_module("gradilocks.kernels.advancing")
-        sent = [rules.growth_factor, rules.backoff_factor, interval]
-        sent += [rules.min_scale, rules.max_scale, rules.hysteresis]
+        settling = importlib.import_module("gradilocks.kernels.triton_settle")
         try:
-            moving = state.scale, state.growth_tracker, state.hysteresis
-            advancing.advance(moving, skip, tuple(map(float, sent)))
+            settling.advance(state, skip, numbers)
         except kernels.KernelFailed:  # The user has been warned, and nothing has moved.
             pass
         else:
@@ -238,7 +232,7 @@ def advance_dynamic(
     skipped = skip > 0
     scale = state.scale.to(wide(device))
     tracker = torch.where(skipped, -delay, state.growth_tracker + 1)
-    full = tracker >= interval
+    full = tracker >= numbers[2]
     left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
     backs_off = skipped & (left <= 0)
     if tolerance:

@@ -35,6 +35,7 @@ __all__ = [
 SMALLEST = 2.0**-126
 """The smallest scale whose reciprocal, and whose own float32 value, are both normal numbers."""
 LARGEST = float(torch.finfo(torch.float32).max)
+_LONGEST = torch.iinfo(torch.int32).max
 HIGHEST = 2.0**127
 """The largest power of two in float32: a scale that starts as one stays one."""
 
@@ -53,6 +54,16 @@ class ScaleRules:
     max_scale: float = LARGEST
     hysteresis: int = 1
     """How many non-finite steps it takes to back off."""
+
+    def numbers(self) -> tuple[float, ...]:
+        """Growth, backoff, interval, lowest, highest and hysteresis, as kernels read them."""
+        # The tracker is an int32: a longer interval is one that no run reaches.
+        never = self.growth_interval < 1
+        interval = math.inf if never else min(self.growth_interval, _LONGEST)
+        return (
+            float(self.growth_factor), float(self.backoff_factor), float(interval),
+            float(self.min_scale), float(self.max_scale), float(self.hysteresis),
+        )  # fmt: skip
 
 
 class ScalePolicy:

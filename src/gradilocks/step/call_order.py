@@ -6,16 +6,19 @@ trains on numbers that are wrong by a factor of the scale, and nothing else woul
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradilocks.errors import ScaleMisuse
+from gradilocks.errors import ScaleMisuse, SharedParameter
 
-__all__ = ["CallOrder", "refuse_scaled"]
+__all__ = ["CallOrder", "UnscaledGuard", "own_write", "refuse_scaled"]
 
 
 class CallOrder:
@@ -31,13 +34,10 @@ class CallOrder:
         """Whether a scaled loss was handed out, so that its backward may come at any time."""
         self.unscaled = False
         """Whether `unscale_` has made the gradients true already."""
-        self._stepped_on: tuple[weakref.ref[Tensor], int] | None = None
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_stepped_on": None}  # Weak references do not travel.
+        self._number = next(_numbers)
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _number=next(_numbers))
         with _lock:
             _alive.add(self)
 
@@ -53,14 +53,15 @@ class CallOrder:
                 "backward() after unscale_() would add scaled gradients to unscaled ones. Call "
                 "control.step() first, or clear the gradients with control.zero_grad()."
             )
-        elif self._stepped_on is not None:
-            tensor, version = self._stepped_on
-            if tensor() is there and there._version == version and not _cleared_unseen(there):
-                raise ScaleMisuse(
-                    "the gradients of the last step are still there, and backward() would add "
-                    "scaled gradients to them. Clear them with control.zero_grad() after every "
-                    "control.step()."
-                )
+        elif self._has_stepped_on(there) and not _cleared_unseen(there):
+            raise ScaleMisuse(
+                "the gradients of the last step are still there, and backward() would add "
+                "scaled gradients to them. Clear them with control.zero_grad() after every "
+                "control.step()."
+            )
+
+    def _has_stepped_on(self, grad: Tensor) -> bool:
+        return getattr(grad, _STEPPED, None) == (self._number, grad._version)
 
     def check_scaled(self, caller: str) -> None:
         """Before gradients are divided by the scale."""
@@ -89,13 +90,13 @@ class CallOrder:
         """The gradients have been used up; they should be cleared next."""
         self.scaled = self.handed_out = self.unscaled = False
         grad = next((p.grad for p in params if p.grad is not None), None)
-        self._stepped_on = None if grad is None else (weakref.ref(grad), grad._version)
+        if grad is not None:
+            setattr(grad, _STEPPED, (self._number, grad._version))
 
     def note_cleared(self) -> None:
         """The gradients are gone. A loss that was handed out may still bring new ones."""
         self.scaled = self.handed_out
         self.unscaled = False
-        self._stepped_on = None
 
     def dropped(self, params: Iterable[Tensor]) -> bool:
         """Whether the gradients of the losses so far are gone, though nobody said so.
@@ -113,6 +114,10 @@ class CallOrder:
 
 
 _alive: weakref.WeakSet[CallOrder] = weakref.WeakSet()
+_numbers = itertools.count()
+_STEPPED = "_gradilocks_stepped"
+"""Marks, on the gradient itself, which CallOrder has stepped on it, and at which version. A weak
+reference would do the same, but `torch.utils.swap_tensors` refuses tensors that have one."""
 _lock = threading.Lock()
 
 
@@ -136,3 +141,72 @@ def _cleared_unseen(grad: Tensor) -> bool:
     if grad.device.type != "cpu" or grad.layout is not torch.strided:
         return False
     return not bool(grad.count_nonzero())
+
+
+_guards: weakref.WeakSet[UnscaledGuard] = weakref.WeakSet()
+
+
+class UnscaledGuard:
+    """The gradients that have been unscaled since the last `update()`."""
+
+    def __init__(self) -> None:
+        self._losses = 0
+        # By the parameter's id. Two dicts, as a tuple a parameter would wake the garbage collector.
+        self._grads: dict[int, weakref.ref[Tensor]] = {}
+        self._versions: dict[int, int] = {}
+        with _lock:
+            _guards.add(self)
+
+    def note_scaled(self, outputs: Any) -> None:
+        """Losses have been scaled; with more than one, backward may come between two steps."""
+        self._losses += 1 if isinstance(outputs, Tensor) else 2
+
+    def mark(self, params: Iterable[Tensor]) -> None:
+        """The gradients of `params` are unscaled now."""
+        grads = _gradients(params)
+        self._grads.update(zip(grads, map(weakref.ref, grads.values()), strict=True))
+        self._versions.update(zip(grads, [g._version for g in grads.values()], strict=True))
+
+    def refuse_twice(self, params: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
+        """Raises if one of them has been unscaled already.
+
+        The same tensor may be unscaled again if somebody has written to it since, other than our
+        own clip functions, and there was more than one loss to run backward on.
+        """
+        if not self._grads:
+            return
+        for param in params:
+            done, grad = self._grads.get(id(param)), param.grad
+            if done is None or grad is None or done() is not grad:
+                continue
+            if grad._version == self._versions[id(param)] or self._losses == 1:
+                raise SharedParameter(
+                    f"the gradient of {name(param)} has been unscaled already since the last "
+                    "update() and would be divided by the scale twice. Put each parameter into one "
+                    "optimizer, and give unscale_() and step() the same optimizer object."
+                )
+
+    def _follow(self, grads: dict[int, Tensor], versions: Sequence[int]) -> None:
+        for param, grad, version in zip(grads, grads.values(), versions, strict=True):
+            if self._versions.get(param) == version and self._grads[param]() is grad:
+                self._versions[param] = grad._version
+
+
+@contextmanager
+def own_write(params: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, our own clip writes to the gradients of `params`; that makes no new gradients."""
+    with _lock:
+        living = [guard for guard in _guards if guard._grads]
+    if not living:
+        yield
+        return
+    grads = _gradients(params)
+    versions = [grad._version for grad in grads.values()]
+    yield
+    for guard in living:
+        guard._follow(grads, versions)
+
+
+def _gradients(params: Iterable[Tensor]) -> dict[int, Tensor]:
+    """The gradients that there are, by their parameter's id."""
+    return {id(param): grad for param in params if (grad := param.grad) is not None}

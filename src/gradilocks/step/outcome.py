@@ -19,7 +19,7 @@ from gradilocks.runfile.origins import FORWARD_OR_LOSS
 from gradilocks.step.diagnose import Symptom
 from gradilocks.values import ROW, Statistics, StepRecord, moved, wide
 
-__all__ = ["Findings", "NonFiniteCount", "Outcome", "Streak", "fetch", "nonfinite"]
+__all__ = ["NonFiniteCount", "Outcome", "ScalerOutcome", "Streak", "fetch", "nonfinite"]
 
 
 def fetch(*scalars: Tensor) -> list[float]:
@@ -44,7 +44,7 @@ class NonFiniteCount(NamedTuple):
         return "NaN" if self.nan else "Inf"
 
 
-class Findings:
+class ScalerOutcome:
     """Whether a step was skipped, at which scale, and whose gradients were not finite.
 
     Reading any property waits for the device, once.
@@ -62,6 +62,18 @@ class Findings:
         self._names = names
         self._counts: dict[str, NonFiniteCount] | None = None
         self._all_bad = False
+
+    @classmethod
+    def of_nothing(cls, *, skip: Tensor | None = None) -> ScalerOutcome:
+        """What a disabled scaler tells: nothing was looked at, nothing skipped but by a clip."""
+        zero = torch.zeros((), dtype=torch.float32, device="cpu")
+        none = torch.zeros(0, dtype=torch.int64, device="cpu")
+        return cls(
+            skip=zero if skip is None else skip,
+            scale=torch.ones_like(zero),
+            counted=lambda: (none, none),
+            names=list,
+        )
 
     @functools.cached_property
     def _values(self) -> list[float]:
@@ -139,7 +151,7 @@ class Findings:
         )
 
 
-class Outcome(Findings):
+class Outcome(ScalerOutcome):
     """What became of one step of a GradientControl. Reading any property waits for the device.
 
     Example:

@@ -31,11 +31,13 @@ __all__ = [
     "AddressedGradients",
     "GradientTable",
     "Gradients",
+    "TableGradients",
     "every_parameter",
     "gradients_among",
     "gradients_of",
     "largest_finite",
     "lists_of",
+    "refuse_twice",
 ]
 
 Name = Callable[[Tensor], str]
@@ -123,7 +125,7 @@ class AddressedGradients(Gradients):
         return found
 
 
-class _Remembered(AddressedGradients):
+class TableGradients(AddressedGradients):
     """Those of a table, which takes the same object again for the next step if it can."""
 
     def __init__(self, params: list[Tensor], tensors: list[Tensor], *args: Any, **more: Any):
@@ -180,24 +182,25 @@ class Roster(list[Any]):
 class GradientTable:
     """Finds the gradients of the same lists of parameters at every step.
 
+    Two parameters that have one tensor as their gradient are refused: it would be unscaled twice.
+
     Args:
-        refuse_shared: raise if a parameter is listed twice, or if two parameters have one gradient
-            tensor, which would be unscaled twice; else such a parameter counts once.
+        refuse_twice: raise if a parameter is listed twice; else it counts once.
     """
 
-    def __init__(self, *, refuse_shared: bool = True) -> None:
-        self._refuse_shared = refuse_shared
+    def __init__(self, *, refuse_twice: bool = True) -> None:
+        self._refuse_twice = refuse_twice
         self._lists: list[list[list[Tensor]]] = []
         self._one_element: list[tuple[int, int, int]] = []
         self._lacking: list[Tensor] = []
-        self._found: _Remembered | None = None
+        self._found: TableGradients | None = None
         self._roster = Roster()
         self._rosters: weakref.WeakSet[Roster] = weakref.WeakSet()
         self.captured: list[object] = []
         """What the CUDA graphs of the steps need for as long as they are replayed."""
 
     def __reduce__(self) -> Any:
-        return _new_table, (self._refuse_shared,)  # A copy is over other parameters.
+        return _new_table, (self._refuse_twice,)  # A copy is over other parameters.
 
     def find(self, lists: Lists, *, name: Name) -> Gradients:
         """The gradients that there are; raises if one of them cannot be measured.
@@ -210,9 +213,9 @@ class GradientTable:
         if found is not None:
             return found
         self._found = None
-        return _walk(lists, name=name, refuse_shared=self._refuse_shared)
+        return _walk(lists, name=name, refuse_twice=self._refuse_twice, refuse_shared=True)
 
-    def find_addressed(self, lists: Lists, *, name: Name) -> _Remembered | None:
+    def find_addressed(self, lists: Lists, *, name: Name) -> TableGradients | None:
         """The gradients if the kernels can take all of them, else None.
 
         They can take plain, dense gradients of the dtypes they know, each on the device of its
@@ -261,18 +264,18 @@ class GradientTable:
             param.grad is None for param in self._lacking
         )
 
-    def _look(self, lists: Lists, name: Name) -> _Remembered | None:
+    def _look(self, lists: Lists, name: Name) -> TableGradients | None:
         first = next((param for groups in lists for group in groups for param in group), None)
         if first is None or not kernels.is_fused(first.device):
             return None
-        params, ends = _flat(lists, name, refuse_twice=self._refuse_shared)
+        params, ends = _flat(lists, name, twice_is_an_error=self._refuse_twice)
         if any(map(is_distributed, params)):  # A gradient may be on another rank.
             return None
         having = [param for param in params if param.grad is not None]
         tensors = cast("list[Tensor]", [param.grad for param in having])
         if len(having) != len(params):
             ends = _ends_among(ends, params)
-        addressed = _addressed(having, tensors, ends, _Remembered)
+        addressed: TableGradients | None = _addressed(having, tensors, ends, TableGradients)
         self._lists = [[list(group) for group in groups] for groups in lists]
         self._lacking = [param for param in params if param.grad is None]
         self._one_element = [
@@ -285,8 +288,8 @@ class GradientTable:
         return addressed
 
 
-def _new_table(refuse_shared: bool) -> GradientTable:
-    return GradientTable(refuse_shared=refuse_shared)
+def _new_table(refuse_twice: bool) -> GradientTable:
+    return GradientTable(refuse_twice=refuse_twice)
 
 
 def gradients_of(params: Sequence[Tensor], *, name: Name) -> Gradients:
@@ -295,10 +298,10 @@ def gradients_of(params: Sequence[Tensor], *, name: Name) -> Gradients:
         once = params if len(set(map(id, params))) == len(params) else _each_once(params)
         having = [param for param in once if param.grad is not None]
         tensors = cast("list[Tensor]", [param.grad for param in having])
-        found = _addressed(having, tensors, [len(tensors)], AddressedGradients)
+        found: Gradients | None = _addressed(having, tensors, [len(tensors)], AddressedGradients)
         if found is not None:
             return found
-    return _walk([[list(params)]], name=name, refuse_shared=False)
+    return _walk([[list(params)]], name=name, refuse_twice=False, refuse_shared=False)
 
 
 def gradients_among(tensors: Sequence[Tensor], *, name: Name) -> Gradients:
@@ -306,8 +309,8 @@ def gradients_among(tensors: Sequence[Tensor], *, name: Name) -> Gradients:
     return _elements(list(tensors), list(tensors), [len(tensors)], name)
 
 
-def _walk(lists: Lists, *, name: Name, refuse_shared: bool) -> Gradients:
-    params, ends = _flat(lists, name, refuse_twice=refuse_shared)
+def _walk(lists: Lists, *, name: Name, refuse_twice: bool, refuse_shared: bool) -> Gradients:
+    params, ends = _flat(lists, name, twice_is_an_error=refuse_twice)
     tensors = [grad for param in params if (grad := param.grad) is not None]
     having = params
     if len(tensors) != len(params):
@@ -318,7 +321,7 @@ def _walk(lists: Lists, *, name: Name, refuse_shared: bool) -> Gradients:
     return _elements(having, tensors, ends, name)
 
 
-def _flat(lists: Lists, name: Name, *, refuse_twice: bool) -> tuple[list[Tensor], list[int]]:
+def _flat(lists: Lists, name: Name, *, twice_is_an_error: bool) -> tuple[list[Tensor], list[int]]:
     """All parameters in order, and where each optimizer's end."""
     params: list[Tensor] = []
     ends: list[int] = []
@@ -328,9 +331,17 @@ def _flat(lists: Lists, name: Name, *, refuse_twice: bool) -> tuple[list[Tensor]
         ends.append(len(params))
     if len(set(map(id, params))) == len(params):
         return params, ends
-    if not refuse_twice:
+    if not twice_is_an_error:
         once = _each_once(params)
         return once, [len(once)]
+    refuse_twice(params, name)
+    raise AssertionError("no parameter is listed twice")
+
+
+def refuse_twice(params: Sequence[Tensor], name: Name) -> None:
+    """Raises if a parameter is listed twice."""
+    if len(set(map(id, params))) == len(params):
+        return
     seen: set[int] = set()
     for param in params:
         if id(param) in seen:
@@ -339,7 +350,6 @@ def _flat(lists: Lists, name: Name, *, refuse_twice: bool) -> tuple[list[Tensor]
                 "would be stepped twice. List it once."
             )
         seen.add(id(param))
-    raise AssertionError("no parameter is listed twice")
 
 
 def _each_once(params: Iterable[Tensor]) -> list[Tensor]:
@@ -352,8 +362,8 @@ def _refuse_one_gradient(params: Sequence[Tensor], tensors: Sequence[Tensor], na
         other = first.setdefault(id(tensor), param)
         if other is not param:
             raise SharedParameter(
-                f"{name(other)} and {name(param)} have one tensor as their gradient, which would be "
-                "unscaled and clipped twice. Give each its own: param.grad = param.grad.clone()."
+                f"{name(other)} and {name(param)} have one tensor as their gradient, which would "
+                "be unscaled and clipped twice. Give each its own: param.grad = param.grad.clone()."
             )
 
 
@@ -366,9 +376,7 @@ def _ends_among(ends: Sequence[int], params: Sequence[Tensor]) -> list[int]:
     return [sum(counts[: number + 1]) for number in range(len(counts))]
 
 
-def _elements(
-    params: list[Tensor], grads: list[Tensor], ends: list[int], name: Name
-) -> Gradients:
+def _elements(params: list[Tensor], grads: list[Tensor], ends: list[int], name: Name) -> Gradients:
     """The gradients' own elements; refuses what cannot be measured."""
     kinds = {(type(grad), grad.dtype, grad.layout, grad.device) for grad in grads}
     devices = {kind[3] for kind in kinds}
@@ -435,7 +443,7 @@ def _addressed(
     base = torch._C.TensorBase
     try:
         addresses = list(map(_address, tensors))
-        if any(map(base.is_neg, tensors)):  # Its memory holds the opposite.
+        if any(map(torch.is_neg, tensors)):  # Its memory holds the opposite.
             return None
     except RuntimeError:  # A sparse one has no address.
         return None

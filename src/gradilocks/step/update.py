@@ -24,8 +24,6 @@ from gradilocks.values import Decision, moved
 _LARGEST = float(torch.finfo(torch.float32).max)
 
 __all__ = [
-    "apply_bound",
-    "apply_factors",
     "apply_in_place",
     "check_unscaling_in_place",
     "handing_over",
@@ -42,30 +40,47 @@ def update(
     decision: Decision,
     tensors: Sequence[Tensor],
     *,
+    inside: bool,
+    begin: int = 0,
     multiplied: Callable[[], None] = lambda: None,
-) -> None:
+    step: Callable[[], Any] | None = None,
+    consume: bool = False,
+) -> Any:
     """Steps `optimizer` on its gradients, or leaves it bit for bit as it was.
 
     Args:
         optimizer: any object with `param_groups` and `step`.
-        decision: on one device; the bound on elements has been applied already.
+        decision: on one device, for the gradients of all optimizers.
         tensors: the elements of this optimizer's gradients.
+        inside: whether it takes the decision inside its own pass (`takes_decision`).
+        begin: the place of the first of `tensors` among the gradients of all optimizers.
         multiplied: called when the gradients themselves have been made true, before the step.
+        step: calls the optimizer's step; by default without arguments.
+        consume: as in `handing_over`.
+
+    Returns:
+        What the step returned; None if the host knows that it was skipped.
     """
+    _apply_factors(decision, tensors, begin=begin)
+    _apply_bound(decision, tensors)
     if not tensors:
-        return
-    if takes_decision(optimizer) and not _too_small(decision):
+        return None
+    step = optimizer.step if step is None else step
+    if inside and not _too_small(decision):
         if must_skip_on_host(optimizer, decision.skip, decision.multiplier):
-            return
+            return None
         grad_scale = decision.divisor
         if grad_scale is None:
             grad_scale = _as_divisor(decision.multiplier)
-        with handing_over(optimizer, grad_scale=grad_scale, found_inf=decision.skip):
-            optimizer.step()
-    elif not decision.skip.item():
-        apply_in_place(decision, tensors)
-        multiplied()
-        optimizer.step()
+        with handing_over(
+            optimizer, grad_scale=grad_scale, found_inf=decision.skip, consume=consume
+        ):
+            return step()
+    if decision.skip.item():
+        return None
+    _multiply(decision, tensors)
+    multiplied()
+    return step()
 
 
 def _too_small(decision: Decision) -> bool:
@@ -85,13 +100,20 @@ def _as_divisor(multiplier: Tensor) -> Tensor:
 
 
 def apply_in_place(decision: Decision, tensors: Sequence[Tensor]) -> None:
-    """Multiplies the gradients themselves: one pass, none if the multiplier is 1."""
+    """Makes the gradients of one optimizer true: factors, bound and multiplier, in place."""
+    _apply_factors(decision, tensors, begin=0)
+    _apply_bound(decision, tensors)
+    _multiply(decision, tensors)
+
+
+def _multiply(decision: Decision, tensors: Sequence[Tensor]) -> None:
+    """One pass, none if the multiplier is 1."""
     for device, places in kernels.by_device(tensors).items():
         on_device = [tensors[place] for place in places]
         kernels.for_device(device).multiply_(on_device, decision.multiplier.to(device))
 
 
-def apply_bound(decision: Decision, tensors: Sequence[Tensor]) -> None:
+def _apply_bound(decision: Decision, tensors: Sequence[Tensor]) -> None:
     """Bounds the elements of the gradients as they stand, if the decision has a bound."""
     if decision.bound is None:
         return
@@ -100,14 +122,8 @@ def apply_bound(decision: Decision, tensors: Sequence[Tensor]) -> None:
         kernels.for_device(device).clamp_(on_device, decision.bound.to(device))
 
 
-def apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int = 0) -> None:
-    """Multiplies each gradient by its own factor, and its parts by theirs, if there are any.
-
-    Args:
-        decision: for all gradients.
-        tensors: of one optimizer.
-        begin: the place of the first of them among all.
-    """
+def _apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int) -> None:
+    """Multiplies each gradient by its own factor, and its parts by theirs, if there are any."""
     if decision.units is not None:
         for tensor, unit in zip(tensors, decision.units[begin:], strict=False):
             if unit is not None:
@@ -130,6 +146,8 @@ def check_unscaling_in_place(
     name: Callable[[Tensor], str],
 ) -> None:
     """Refuses fp16 gradients that would have to be unscaled in fp16, before any step."""
+    if torch.float16 not in {tensor.dtype for tensor in tensors}:
+        return
     for param, tensor in zip(params, tensors, strict=True):
         if tensor.dtype is torch.float16:
             raise ValueError(

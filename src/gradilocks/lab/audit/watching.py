@@ -31,7 +31,7 @@ from gradilocks.observe.importing import when_imported
 from gradilocks.observe.naming import owners_of
 from gradilocks.observe.watching import Attempt, Watch
 from gradilocks.record import Recorder
-from gradilocks.step.gradients import every_parameter
+from gradilocks.step.table import every_parameter
 
 __all__ = ["AuditHooks", "AuditWatch"]
 
@@ -233,7 +233,7 @@ class _AuditControls(Controls):
         self, original: Callable[..., Any], control: GradientControl, *args: Any, **kwargs: Any
     ) -> Any:
         """Around `backward`, which runs the loss, and `scale_loss`, which returns it."""
-        scale = control._judge.state.scale.detach().clone()
+        scale = control._engine.state.scale.detach().clone()
         with self._audit.with_scale(scale):
             returned = super().calling(original, control, *args, **kwargs)
         self._audit.safely(lambda: self._audit.bind_scale(returned, scale))

@@ -1,12 +1,18 @@
-"""The control's state and its judgement: what the scale is, and what becomes of this step.
+"""The engine that every step runs through: gradients are measured, ranks combined, a step decided.
 
-Measures all gradients together and decides, by the stages or, where it can, by the short way that
-does the same; then moves the scale on and counts the steps that were not finite.
+A GradientControl has one for all of its optimizers, a GradScaler with `policy=` or `clip=` one for
+each. It holds the table of gradients, the policies and everything of them that moves. Where both
+policies say their rule in numbers and the gradients' back end can follow it, the device settles the
+step by itself; else the policies are asked in Python, on the same measurement.
+
+    find ─▶ measure ─▶ combine ranks ─▶ limit ─▶ decide ─▶ (update) ─▶ conclude
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,24 +21,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradilocks import kernels
 from gradilocks.checks import refuse_misfits
-from gradilocks.clip import ClipPolicy, Memory, remap_memory, same_parameters
+from gradilocks.clip import ClipPolicy, remap_memory, same_parameters
 from gradilocks.errors import NeverFinite
 from gradilocks.kernels.captured import capturing
+from gradilocks.names import Names
 from gradilocks.ranks.collective import agreed, reduce, reduce_apart, reduce_each
 from gradilocks.ranks.copies import MARKS, fingerprint
 from gradilocks.ranks.layout import NOTES, Company, Layout, Team
 from gradilocks.scale import NoScale, ScalePolicy, scale_loss
 from gradilocks.state import checkpoint
 from gradilocks.state.plain import read_memory, refill
-from gradilocks.step.decide import decide
 from gradilocks.step.diagnose import never_finite
-from gradilocks.step.express import Express
-from gradilocks.step.gradients import Gradients, Names, every_parameter, roof_of
-from gradilocks.step.losses import Losses
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, Streak, fetch
-from gradilocks.step.roll import Called
+from gradilocks.step.own_step import is_ours
+from gradilocks.step.table import (
+    AddressedGradients,
+    Gradients,
+    GradientTable,
+    every_parameter,
+    largest_finite,
+    lists_of,
+)
 from gradilocks.values import (
     ROW,
     ClipLimit,
@@ -45,11 +57,11 @@ from gradilocks.values import (
     moved,
 )
 
-__all__ = ["Judge", "Verdict", "held_if"]
+__all__ = ["Engine", "Losses", "Verdict", "decide", "held_if", "peak_of"]
 
 
 class Lesson(NamedTuple):
-    """What a clip policy has seen, and what it made of it."""
+    """What a clip policy that learns has seen of a step, and what limit it made of it."""
 
     memory: dict[str, Tensor]
     measurement: Measurement
@@ -58,21 +70,28 @@ class Lesson(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a step."""
+    """What is to become of a step."""
 
     decision: Decision
     outcome: Outcome
     record: StepRecord
     settled: bool
-    """Whether the scale has moved on already."""
+    """Whether the device has settled the step: the scale has moved on and the step is counted."""
     lesson: Lesson | None = None
     """What a clip policy that learns is to learn from."""
     unscaled: bool = False
     """Whether the gradients had lost the scale already."""
 
 
-class Judge:
-    """Holds the policies and everything that moves, on one device: the home of the scale."""
+class Engine:
+    """Holds the table of gradients, the policies, and their state on the device of the scale.
+
+    Args:
+        scale: the scale policy.
+        clip: the clip policy.
+        names: of the parameters.
+        give_up_after: so many non-finite steps in a row are too many; None if none are.
+    """
 
     def __init__(
         self,
@@ -80,27 +99,31 @@ class Judge:
         clip: ClipPolicy,
         *,
         names: Names,
-        give_up_after: int | None,
+        give_up_after: int | None = None,
     ) -> None:
         self.scale_policy, self.clip_policy = scale, clip
         self.state = scale.start(torch.device("cpu"))
         self.steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self._counted: int | None = 0  # `steps`, as long as the host can know it.
         self.streak = Streak(give_up_after)
-        self.express = Express()
         self.detail = False
         """Whether largest magnitudes and zeros are wanted of the next step, at whatever price."""
         self.names = names
         self.memory: dict[str, Tensor] | None = None
         """What the clip policy remembers."""
-        self._whose: list[weakref.ref[Tensor]] = []  # The parameters that it knows, in order.
+        self._memory_of: list[Tensor] = []  # The parameters that it remembers, in order.
         self._meeting: Meeting | None = None  # The ranks that the latest step was measured over.
         self._company = Company()
         self.losses = Losses()
+        self.table = GradientTable()
+        self.keeps_parameters = True
+        """Whether an Outcome may keep the parameters alive; a GradScaler owns none."""
+        self._settler: Any = None  # Settles steps on the device, where kernels serve it.
 
     def __getstate__(self) -> dict[str, Any]:
-        # Weak references and process groups do not travel.
-        return {**self.__dict__, "_whose": [], "_meeting": None}
+        # Process groups and what lies on a device for kernels do not travel.
+        left: dict[str, Any] = {"_memory_of": [], "_meeting": None, "_settler": None}
+        return {**self.__dict__, **left}
 
     @property
     def scales(self) -> bool:
@@ -113,54 +136,90 @@ class Judge:
         self.losses.note(loss, self.state.scale.device)
         return scale_loss(loss, self.state.scale) if self.scales else loss
 
-    def judge(
+    def find(self, optimizers: Sequence[Any]) -> Gradients:
+        """The gradients of all optimizers; raises if one cannot be measured."""
+        if len(optimizers) == 1 and is_ours(optimizers[0]):
+            found = optimizers[0].gradients()  # Its step will want the same.
+            if isinstance(found, AddressedGradients):
+                return found
+        return self.table.find(lists_of(optimizers), name=self.names)
+
+    def settles(self, gradients: Gradients) -> bool:
+        """Whether the device can settle a step on these gradients by the policies' rules."""
+        if not isinstance(gradients, AddressedGradients):
+            return False
+        clip = self.clip_policy.rules()
+        return (
+            gradients.device == self.state.scale.device
+            and clip is not None
+            and clip.order in kernels.ORDERS
+            and self.scale_policy.rules() is not None
+        )
+
+    def decide(
         self,
-        found: Sequence[Gradients],
+        gradients: Gradients,
         *,
         unscaled: bool,
         team: Team | None = None,
         meetings: Sequence[Meeting] = (),
+        rating: Any = None,
+        on_device: bool = True,
+        moves: bool = True,
     ) -> Verdict:
-        """Measures all gradients together and decides, by the stages. Changes nothing.
+        """Measures all gradients together and decides; changes no gradient and no parameter.
 
         Args:
-            found: the gradients, of each optimizer.
+            gradients: as `find` found them.
             unscaled: whether they have lost the scale already.
             team: the ranks that hold the model together; None if each holds all of it.
             meetings: without a team, the ranks that hold some of the tensors together with this
                 one, each on a mesh of its own.
+            rating: for a device that settles the step: "adam" or "sgd" and its tables, whose rates
+                are worked out on the way.
+            on_device: whether the device may settle the step, which counts it; not while a closure
+                may be evaluated again.
+            moves: whether the scale may move on with this step; a GradScaler moves it later.
         """
-        tensors = [tensor for part in found for tensor in part.tensors]
-        home = self.state.scale.device
-        policy = self.clip_policy
-        asking = self.detail or self.scale_policy.needs_largest
+        if on_device and team is None and not meetings and self.settles(gradients):
+            try:
+                return self._settled(gradients, unscaled=unscaled, rating=rating, moves=moves)
+            except kernels.KernelFailed:  # The user has been warned, and nothing has been decided.
+                pass
+        home, policy = self.state.scale.device, self.clip_policy
         measurement = measure(
-            tensors, home=home, order=float(policy.order), detail=policy.needs_largest or asking
+            gradients.tensors,
+            home=home,
+            order=float(policy.order),
+            detail=policy.needs_largest or self.detail or self.scale_policy.needs_largest,
         )
         self._meeting = None if team is None else team.meeting
-        scene = self._scene(found) if policy.needs_scene else None
-        roof: float | Tensor = roof_of(tensors)
+        scene = self._scene(gradients) if policy.needs_scene else None
+        largest: float | Tensor = largest_finite(gradients.tensors)
         if team is not None:
-            measurement, roof = self._over_ranks(measurement, found, scene, team)
+            measurement, largest = self._over_ranks(measurement, gradients, scene, team)
         elif meetings:
-            layouts = _layouts(found)
+            layouts = gradients.every_layout()
             measurement = reduce_apart(
                 measurement,
                 meetings=meetings,
                 ranks=[None if layout is None else layout.ranks for layout in layouts],
                 counts=[layout is None or layout.counts for layout in layouts],
             )
-        scale = self.state.scale
-        if unscaled:
-            scale = torch.ones_like(scale)
+        scale = torch.ones_like(self.state.scale) if unscaled else self.state.scale
         if scene is not None:
             measurement = dataclasses.replace(measurement, scene=scene)
         memory = self._memory_on(home)
-        if memory is None:
-            limit = policy.limit(measurement, scale)
-        else:
-            limit = policy.limit(measurement, scale, memory)
-        decision = decide(measurement, scale, limit, roof=roof)
+        limit = policy.limit(measurement, scale, *([] if memory is None else [memory]))
+        decision = decide(measurement, scale, limit, largest_finite=largest)
+        record = self._record(measurement, scale, limit, decision)
+        outcome = Outcome(record, self.namer(gradients.params), step=self._number())
+        lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
+        return Verdict(decision, outcome, record, False, lesson, unscaled)
+
+    def _record(
+        self, measurement: Measurement, scale: Tensor, limit: ClipLimit, decision: Decision
+    ) -> StepRecord:
         overflow = decision.skip if decision.overflow is None else decision.overflow
         statistics = measurement.tensors
         numbers = [
@@ -170,54 +229,62 @@ class Judge:
             limit.limit,
             limit.clipped * (1 - decision.skip),
             self.steps + 1,
-            self.losses.broken(home),
+            self.losses.broken(measurement.norm.device),
             statistics.nan.sum(),
             statistics.inf.sum(),
         ]
         row = torch.stack([number.to(measurement.norm.dtype) for number in numbers])
-        record = StepRecord(row, overflow, lambda: statistics)
-        # Weak: an Outcome that somebody keeps must not keep a parameter that was replaced.
-        params = [weakref.ref(param) for part in found for param in part.params]
-        outcome = Outcome(record, self._namer(params), step=self._number())
-        lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
-        return Verdict(decision, outcome, record, False, lesson, unscaled)
+        return StepRecord(row, overflow, lambda: statistics)
 
-    def settle(self, called: Called, *, unscaled: bool, rating: Any = None) -> Verdict:
-        """As `judge` and the first half of `conclude`, the short way."""
-        self.streak.move_to(self.state.scale.device)
-        decision, record = self.express.settle(
-            called,
-            scale=self.scale_policy,
-            clip=self.clip_policy,
-            state=self.state,
+    def _settled(self, gradients: Any, *, unscaled: bool, rating: Any, moves: bool) -> Verdict:
+        """The step as the device settles it, by the policies' rules."""
+        device = gradients.device
+        self.streak.move_to(device)
+        if self._settler is None or self._settler.device != device:
+            settling: Any = importlib.import_module("gradilocks.kernels.triton_settle")
+            self._settler = settling.Settler(device)
+        decision, record = self._settler.settle(
+            gradients,
+            self.clip_policy.rules(),
+            self.scale_policy.rules(),
+            self.state,
             streak=self.streak.count,
             steps=self.steps,
-            loss=self.losses.as_one(called.device),
+            loss=self.losses.as_one(device),
             unscaled=unscaled,
+            moves=moves,
             rating=rating,
         )
         captured = capturing()
         if captured:
             self._counted = None
-        outcome = Outcome(record, self._namer(called.refs), step=self._number(), live=captured)
+        outcome = Outcome(record, self.namer(gradients.params), step=self._number(), live=captured)
         return Verdict(decision, outcome, record, True)
 
     def undo(self, verdict: Verdict) -> None:
         """After an update that failed: nothing has been decided."""
         if verdict.settled:
-            self.express.undo(verdict.record, self.state, self.streak.count, self.steps)
+            self._settler.undo(verdict.record, self.state, self.streak.count, self.steps)
 
-    def conclude(self, verdict: Verdict) -> bool:
-        """Moves the scale on; True if there were too many non-finite steps in a row."""
+    def conclude(self, verdict: Verdict, *, moves: bool = True) -> bool:
+        """After the update: policies learn, the scale moves on, the step is counted.
+
+        Args:
+            verdict: of this step.
+            moves: whether the scale moves on with it.
+
+        Returns:
+            Whether there were too many non-finite steps in a row.
+        """
         self.losses.forget()
         if self._counted is not None:
             self._counted += 1
         if verdict.settled:
             return self.streak.watch(verdict.record)
-        if verdict.lesson is not None:  # Before the scale moves, which it was judged under.
-            policy: Any = self.clip_policy
-            policy.advance(*verdict.lesson, verdict.decision.skip)
-        self._advance_scale(verdict)
+        if verdict.lesson is not None:  # Before the scale moves, under which the policy was asked.
+            self.clip_policy.advance(*verdict.lesson, verdict.decision.skip)
+        if moves:
+            self._advance_scale(verdict)
         self.steps.add_(1)
         return self.streak.note(verdict.record)
 
@@ -239,19 +306,16 @@ class Judge:
             self._advance_by_policy(verdict)
 
     def _advance_by_policy(self, verdict: Verdict) -> None:
-        policy: Any = self.scale_policy
-        record = verdict.record
+        policy, record = self.scale_policy, verdict.record
         if not policy.needs_largest:
             policy.advance(self.state, record.skip)
             return
-        largest = record.statistics.largest
-        assert largest is not None
-        peak = largest.amax() if largest.numel() else largest.new_zeros(())
+        peak = peak_of(record)
         if verdict.unscaled:
             peak = peak * self.state.scale
         broken = record.row[ROW.index("loss_nonfinite")]
-        told = agreed(peak, broken, meeting=self._meeting)
-        policy.advance(self.state, record.skip, largest=told[0], loss_nonfinite=told[1])
+        largest, loss = agreed(peak, broken, meeting=self._meeting)
+        policy.advance(self.state, record.skip, largest=largest, loss_nonfinite=loss)
 
     def saved(self) -> dict[str, Any]:
         """Policies and state as a checkpoint."""
@@ -283,14 +347,14 @@ class Judge:
             self._counted = loaded.steps
         home, memory = self.state.scale.device, loaded.memory
         self.memory = None if memory is None else {k: moved(t, home) for k, t in memory.items()}
-        self._whose = []
+        self._memory_of = []
         self.losses.forget()
 
     def recall(self, saved: Any) -> None:
         """Goes on with what the clip policy remembered, as `plain` wrote it."""
         count = sum(1 for _ in every_parameter(self.names.optimizers))
         self.memory = read_memory(self.clip_policy, saved, count)
-        self._whose = []
+        self._memory_of = []
 
     def refuse(self, team: Team) -> None:
         """Tells the other ranks, as long as they listen, that this one refuses the step.
@@ -306,17 +370,16 @@ class Judge:
             self._gather(skip, team, layouts=(), refused=True, wide=True)
 
     def _over_ranks(
-        self, mine: Measurement, found: Sequence[Gradients], scene: Scene | None, team: Team
+        self, mine: Measurement, gradients: Gradients, scene: Scene | None, team: Team
     ) -> tuple[Measurement, Tensor]:
-        """The measurement of all ranks, and their roof.
+        """The measurement of all ranks, and what the gradients of all can hold.
 
         Raises on all of them if it is not known who holds what.
         """
         policy, meeting = self.clip_policy, team.meeting
         apart = self._apart
-        params = [param for part in found for param in part.params]
-        tensors = [tensor for part in found for tensor in part.tensors]
-        layouts = _layouts(found)
+        params, tensors = gradients.params, gradients.tensors
+        layouts = gradients.every_layout()
         waiting, looking = self._company.waiting(team), self._company.is_new(team)
         plain = [at for at, param in enumerate(params) if id(param) in waiting]
         shown = None
@@ -347,9 +410,9 @@ class Judge:
                 apart=apart,
                 names=self.names.of,
             )
-        roof = _roof(every[:, NOTES.index("narrow")])
+        largest = _largest_finite_of(every[:, NOTES.index("narrow")])
         if not apart:
-            return whole, roof
+            return whole, largest
         assert scene is not None
         if team.parts or policy.by_unit:
             raise ValueError(
@@ -364,7 +427,7 @@ class Judge:
             places=scene.places,
             count=scene.count,
         )
-        return each, roof
+        return each, largest
 
     def _gather(
         self,
@@ -399,29 +462,28 @@ class Judge:
 
     def _memory_on(self, home: torch.device) -> dict[str, Tensor] | None:
         """What the clip policy remembers, if it is one that learns."""
+        policy = self.clip_policy
+        if not policy.learns:
+            return None
         every = list(every_parameter(self.names.optimizers))
-        memory: Memory | None = self.memory
+        memory = self.memory
         if memory is None:
-            memory = self.clip_policy.start(home, len(every))
-            if memory is None:
-                return None
-        elif self._whose and not same_parameters(self._whose, every):
-            memory = remap_memory(self.clip_policy, memory, self._whose, every, home)
-        if not same_parameters(self._whose, every):
-            self._whose = [weakref.ref(param) for param in every]
+            memory = policy.start(home, len(every)) or {}
+        elif self._memory_of and not same_parameters(self._memory_of, every):
+            memory = dict(remap_memory(policy, memory, self._memory_of, every, home))
+        self._memory_of = every
         self.memory = {name: moved(tensor, home) for name, tensor in memory.items()}
         return self.memory
 
-    def _scene(self, found: Sequence[Gradients]) -> Scene:
+    def _scene(self, gradients: Gradients) -> Scene:
         every = list(every_parameter(self.names.optimizers))
-        params = [param for part in found for param in part.params]
         places: Sequence[int] = range(len(every))
-        if len(params) != len(every):
+        if len(gradients.params) != len(every):
             at = {id(param): place for place, param in enumerate(every)}
-            places = [at[id(param)] for param in params]
+            places = [at[id(param)] for param in gradients.params]
         return Scene(
-            params=params,
-            tensors=[tensor for part in found for tensor in part.tensors],
+            params=gradients.params,
+            tensors=gradients.tensors,
             places=places,
             count=len(every),
             names=lambda: self.names.of(every),
@@ -432,10 +494,13 @@ class Judge:
         """The number of the step that is being judged; None if graphs have been replayed."""
         return None if self._counted is None else self._counted + 1
 
-    def _namer(
-        self, params: Sequence[weakref.ref[Tensor]]
-    ) -> Callable[[], Sequence[tuple[int, str]]]:
-        return lambda: self.names.in_backward_order(params)
+    def namer(self, params: Sequence[Tensor]) -> Callable[[], Sequence[tuple[int, str]]]:
+        """What tells the places and names of `params` later, in backward order."""
+        roster, names = self.table.roster(params), self.names
+        if self.keeps_parameters:
+            return lambda: names.in_backward_order(roster)
+        weak = weakref.ref(roster)
+        return lambda: names.in_backward_order(weak() or ())
 
     def move_to(self, device: torch.device) -> None:
         """Keeps what moves on `device` from here on."""
@@ -449,12 +514,14 @@ class Judge:
             self.steps = moved(self.steps, device)
 
 
-def _layouts(found: Sequence[Gradients]) -> list[Layout | None]:
-    """How each gradient lies on the ranks; None for a plain one."""
-    return [each for part in found for each in part.layouts or [None] * len(part.params)]
+def peak_of(record: StepRecord) -> Tensor:
+    """The largest magnitude of a step's gradients as they stood; 0 if there are none."""
+    largest = record.statistics.largest
+    assert largest is not None
+    return largest.amax() if largest.numel() else largest.new_zeros(())
 
 
-def _roof(narrow: Tensor) -> Tensor:
+def _largest_finite_of(narrow: Tensor) -> Tensor:
     """The largest number that the gradients of all ranks can hold.
 
     Args:
@@ -477,3 +544,98 @@ def held_if(rejected: Tensor | None, state: ScaleState) -> Iterator[None]:
         held = moved(rejected, state.scale.device) > 0
         for tensor, old in zip(moving, before, strict=True):
             tensor.copy_(torch.where(held, old, tensor))
+
+
+def decide(
+    measurement: Measurement,
+    scale: Tensor,
+    limit: ClipLimit,
+    *,
+    largest_finite: float | Tensor = math.inf,
+) -> Decision:
+    """Step or skip, and one multiplier: decided on the device, on the gradients as they stand.
+
+    Args:
+        measurement: of the gradients as they stand.
+        scale: 0-d, what they carry and must lose.
+        limit: for the unscaled gradients.
+        largest_finite: what the gradients' dtype holds, on all ranks that decide together.
+
+    Returns:
+        `skip`, exactly 0 or 1; `multiplier`, clip coefficient over scale; the bound on each element
+        and the gradients' own factors if the limit has any. A multiplier that is not finite skips
+        the step, and so does one above 1 that takes finite gradients beyond their dtype.
+    """
+    multiplier = limit.coefficient / scale
+    too_large = (multiplier > 1.0) & (measurement.norm * multiplier > largest_finite)
+    unusable = too_large | torch.logical_not(torch.isfinite(multiplier))
+    skip = torch.maximum(measurement.nonfinite, unusable.to(torch.float32))
+    overflow = None
+    if limit.reject is not None:
+        overflow, skip = skip, torch.maximum(skip, limit.reject)
+    skipped = skip > 0
+    bound = None
+    if limit.value is not None:
+        # It holds for what the multiplier leaves, and is applied before that.
+        bound = limit.value / multiplier.clamp(min=torch.finfo(multiplier.dtype).tiny)
+        bound = torch.where(skipped, math.inf, bound)
+    return Decision(
+        skip=skip,
+        multiplier=torch.where(skipped, torch.ones_like(multiplier), multiplier),
+        bound=bound,
+        overflow=overflow,
+        factors=None if limit.factors is None else torch.where(skipped, 1.0, limit.factors),
+        units=None if limit.units is None else [_unless(skipped, unit) for unit in limit.units],
+    )
+
+
+def _unless(skipped: Tensor, unit: Tensor | None) -> Tensor | None:
+    return None if unit is None else torch.where(skipped, torch.ones_like(unit), unit)
+
+
+class Losses:
+    """What is known of the losses whose gradients are waiting for a step."""
+
+    def __init__(self) -> None:
+        self._latest: Tensor | None = None
+        self._broken: Tensor | None = None
+
+    def note(self, loss: Tensor, home: torch.device) -> None:
+        """Another loss is about to be scaled."""
+        self._fold(home)
+        self._latest = loss.detach()
+
+    def forget(self) -> None:
+        """The gradients of the losses so far are gone."""
+        self._latest = self._broken = None
+
+    def as_one(self, device: torch.device) -> Tensor | None:
+        """The loss if there was one, else a number that is not finite if one of them was not."""
+        loss = self._latest
+        if loss is None and self._broken is None:
+            return None
+        if (
+            loss is not None
+            and self._broken is None
+            and type(loss) is Tensor
+            and loss.numel() == 1
+            and loss.device == device
+            and loss.is_floating_point()
+        ):
+            return loss
+        return torch.where(self.broken(device) > 0, float("inf"), 0.0)
+
+    def broken(self, home: torch.device) -> Tensor:
+        """float32, 0-d, on `home`: 1 if one of them was NaN or Inf, else 0."""
+        self._fold(home)
+        if self._broken is None:
+            return torch.zeros((), dtype=torch.float32, device=home)
+        return moved(self._broken, home)
+
+    def _fold(self, home: torch.device) -> None:
+        if self._latest is None:
+            return
+        broken = torch.logical_not(torch.isfinite(self._latest).all()).to(torch.float32)
+        broken, before = moved(broken, home), self._broken
+        self._broken = broken if before is None else torch.maximum(moved(before, home), broken)
+        self._latest = None

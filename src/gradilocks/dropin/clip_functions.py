@@ -20,15 +20,13 @@ from torch import Tensor
 
 from gradilocks import kernels
 from gradilocks.clip import check_max_norm, clip_coefficient
-from gradilocks.dropin.once import writing_ourselves
-from gradilocks.dropin.shortly import clipped_shortly
-from gradilocks.dropin.total import by_device, measured
 from gradilocks.eager import eager, users_line
-from gradilocks.ranks.layout import meetings_of
-from gradilocks.step.call_order import refuse_scaled
-from gradilocks.step.gradients import Gradients, collect
-from gradilocks.step.total import any_double
-from gradilocks.values import moved, wide
+from gradilocks.ranks.collective import reduce_apart
+from gradilocks.ranks.layout import in_company, meetings_of
+from gradilocks.step.call_order import own_write, refuse_scaled
+from gradilocks.step.measure import measure, multiply_, norm_and_coefficient
+from gradilocks.step.table import AddressedGradients, Gradients, gradients_among, gradients_of
+from gradilocks.values import Measurement, moved, wide
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -64,23 +62,22 @@ def clip_grad_norm_(
     bound = _bound("max_norm", max_norm)
     refuse_scaled(params)
     order = _order(norm_type)
-
-    def checked(norm: Tensor, double: bool) -> Tensor:
-        return _checked_norm(norm, order, double, error_if_nonfinite)
-
-    meetings = meetings_of(params)
-    short = None if meetings else clipped_shortly(params, bound, order, checked)
-    if short is not None:
-        return short
-    found = collect(params, name=_place(params))
-    _check_foreach(foreach, found.tensors)
-    devices, double = by_device(found.tensors), any_double(found.tensors)
-    measurement = measured(found, order, devices, double=double, meetings=meetings)
-    norm = checked(measurement.norm, double)
-    if found.tensors:
-        coefficient = clip_coefficient(measurement.norm, bound, measurement.nonfinite)
-        _multiply_(found, devices, coefficient)
-    return norm
+    gradients = _found(params, foreach)
+    settled = None
+    if isinstance(gradients, AddressedGradients) and not in_company():
+        settled = norm_and_coefficient(gradients, bound, order)
+    if settled is not None:
+        norm, coefficient = settled
+        double = torch.float64 in {tensor.dtype for tensor in gradients.tensors}
+    else:
+        measurement = _measured(gradients, params, order)
+        norm, double = measurement.norm, measurement.double
+        coefficient = clip_coefficient(norm, bound, measurement.nonfinite)
+    returned = _checked_norm(norm, order, double, error_if_nonfinite)
+    if gradients.tensors:
+        with own_write(gradients.params):
+            multiply_(gradients, coefficient)
+    return returned
 
 
 @eager
@@ -102,15 +99,14 @@ def clip_grads_with_norm_(
     params = _listed(parameters)
     bound = _bound("max_norm", max_norm)
     refuse_scaled(params)
-    found = collect(params, name=_place(params))
-    _check_foreach(foreach, found.tensors)
-    if found.tensors:
-        device = found.tensors[0].device
+    gradients = _found(params, foreach)
+    if gradients.tensors:
+        device = gradients.tensors[0].device
         norm = _on_device(total_norm, device)
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
         nonfinite = torch.logical_not(norm.abs() < math.inf).to(torch.float32)
-        coefficient = clip_coefficient(norm, bound, nonfinite)
-        _multiply_(found, by_device(found.tensors), coefficient)
+        with own_write(gradients.params):
+            multiply_(gradients, clip_coefficient(norm, bound, nonfinite))
 
 
 @eager
@@ -133,14 +129,11 @@ def get_total_norm(
         The norm: float32, or float64 if a tensor is float64.
     """
     given = _listed(tensors)
-    # Measured as gradients are: sparse ones coalesced, distributed ones by their shard.
-    holders = [_Holder(tensor) for tensor in given]
-    found = collect(holders, name=_place(given))  # type: ignore[arg-type]
-    _check_foreach(foreach, found.tensors)
-    devices, double = by_device(found.tensors), any_double(found.tensors)
     order = _order(norm_type)
-    norm = measured(found, order, devices, double=double, meetings=meetings_of(given)).norm
-    return _checked_norm(norm, order, double, error_if_nonfinite)
+    gradients = gradients_among(given, name=_place(given))
+    _check_foreach(foreach, gradients.tensors)
+    measurement = _measured(gradients, given, order)
+    return _checked_norm(measurement.norm, order, measurement.double, error_if_nonfinite)
 
 
 @eager
@@ -158,19 +151,35 @@ def clip_grad_value_(
     params = _listed(parameters)
     bound = _bound("clip_value", clip_value)
     refuse_scaled(params)
-    found = collect(params, name=_place(params))
-    _check_foreach(foreach, found.tensors)
-    with writing_ourselves(found.params):
-        for device, tensors in by_device(found.tensors).items():
+    gradients = _found(params, foreach)
+    with own_write(gradients.params):
+        for device, places in kernels.by_device(gradients.tensors).items():
             limit = torch.full((), bound, dtype=wide(device), device=device)
+            tensors = [gradients.tensors[place] for place in places]
             kernels.for_device(device).clamp_(tensors, limit)
 
 
-class _Holder:
-    """Stands where `collect` expects a parameter, for a caller who has only the gradient."""
+def _found(params: Sequence[Tensor], foreach: bool | None) -> Gradients:
+    gradients = gradients_of(params, name=_place(params))
+    _check_foreach(foreach, gradients.tensors)
+    return gradients
 
-    def __init__(self, grad: Tensor) -> None:
-        self.grad = grad
+
+def _measured(gradients: Gradients, given: Sequence[Tensor], order: float) -> Measurement:
+    """Of all gradients together, on the first one's device; a distributed one over its mesh."""
+    tensors = gradients.tensors
+    home = tensors[0].device if tensors else torch.device("cpu")
+    measurement = measure(tensors, home=home, order=order)
+    meetings = meetings_of(given) if in_company() else []
+    if not meetings:
+        return measurement
+    layouts = gradients.every_layout()
+    return reduce_apart(
+        measurement,
+        meetings=meetings,
+        ranks=[None if layout is None else layout.ranks for layout in layouts],
+        counts=[layout is None or layout.counts for layout in layouts],
+    )
 
 
 def _on_device(number: Any, device: torch.device) -> Tensor:
@@ -188,14 +197,6 @@ def _checked_norm(norm: Tensor, order: float, double: bool, error_if_nonfinite: 
             "the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     return norm.to(torch.float64 if double else torch.float32)
-
-
-def _multiply_(
-    found: Gradients, devices: dict[torch.device, list[Tensor]], coefficient: Tensor
-) -> None:
-    with writing_ourselves(found.params):
-        for device, tensors in devices.items():
-            kernels.for_device(device).multiply_(tensors, moved(coefficient, device))
 
 
 def _listed(given: _TensorOrTensors, *, warn_if_empty_generator: bool = False) -> list[Tensor]:

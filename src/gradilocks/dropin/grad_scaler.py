@@ -1,0 +1,909 @@
+"""Drop-in for torch.amp.GradScaler: the same numbers, and a name for the overflow.
+
+What differs from torch is what torch gets wrong: the skip flag is exactly 0 or 1, the scale has a
+floor, a step that raises leaves nothing behind, a gradient is never unscaled twice, bfloat16
+gradients work on every device, and a fused SGD whose first step is skipped starts clean.
+
+With `policy=` or `clip=` a step goes through the engine, as that of a GradientControl does: the
+gradients are read once, and one decision unscales, clips and steps. Without them each call does
+what torch's does.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from gradilocks.clip import NoClip, resolve_clip
+from gradilocks.dropin.optimizer_engines import OptimizerEngines
+from gradilocks.dropin.scaler_state import (
+    check_state,
+    checked_policies,
+    has_torchs_numbers,
+    policy_from,
+    set_scale,
+    state_from,
+)
+from gradilocks.eager import eager, users_line
+from gradilocks.names import Names
+from gradilocks.ranks.collective import largest_of_all
+from gradilocks.ranks.layout import (
+    any_distributed,
+    covers_world,
+    in_company,
+    meetings_of,
+    refuse_flattened,
+    team_of,
+)
+from gradilocks.scale import (
+    LARGEST,
+    SMALLEST,
+    NoScale,
+    ScalePolicy,
+    ScaleRules,
+    advance_dynamic,
+    resolve_scale,
+)
+from gradilocks.state.checkpoint import SCALERS as KEY
+from gradilocks.state.foreign import Foreign, recognized
+from gradilocks.state.plain import check_scale, refill, save_scale
+from gradilocks.step.call_order import UnscaledGuard, own_write
+from gradilocks.step.engine import Engine, Verdict, held_if, peak_of
+from gradilocks.step.measure import Look, look, measure
+from gradilocks.step.outcome import ScalerOutcome, fetch
+from gradilocks.step.own_step import why_not_itself
+from gradilocks.step.table import Gradients, every_parameter, lists_of
+from gradilocks.step.update import (
+    apply_in_place,
+    handing_over,
+    must_skip_on_host,
+    takes_decision,
+    takes_scaler,
+    update,
+)
+from gradilocks.values import Meeting, ScaleState, moved, wide
+
+__all__ = ["GradScaler"]
+
+_DEFAULTS = {
+    "init_scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "min_scale": SMALLEST,
+    "max_scale": LARGEST,
+}
+_FLATTENED = (
+    "A GradScaler cannot clip it: use GradientControl(..., process_group=model.process_group) with "
+    "the FSDP model, or torch's ShardedGradScaler and model.clip_grad_norm_."
+)
+
+
+class _OptimizerStep(NamedTuple):
+    """What is known of one optimizer since the last `update`."""
+
+    optimizer: Any
+    """Alive until `update`, so that its id means no other."""
+    params: Sequence[Tensor] = ()
+    """Its parameters with gradients."""
+    outcome: Callable[[Tensor, Tensor], ScalerOutcome] | None = None
+    """Makes the outcome from the skip flag and the scale."""
+    verdict: Verdict | None = None
+    """What the engine decided, with `policy=` or `clip=`."""
+
+
+class _SinceUpdate:
+    """What has happened since the last `update`."""
+
+    def __init__(self) -> None:
+        self.guard = UnscaledGuard()
+        self.steps: dict[int, _OptimizerStep] = {}
+        """By the id of the optimizer."""
+        self.peak: Tensor | None = None
+        """The largest magnitude of the scaled gradients, if the scale policy asks for it."""
+        self.loss_nonfinite: Tensor | None = None
+        """Above 0 if a loss was NaN or Inf, if the scale policy asks for it."""
+        self.loss_nonfinite_anywhere: Tensor | None = None
+        """The same of all ranks, where they have told each other."""
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler, with the same arguments and the same results.
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        min_scale: the floor under the scale; by default the smallest normal float32.
+        max_scale: the ceiling; a growth that would pass it is not taken.
+        model: the module that names the parameters in `outcome` and in error messages.
+        process_group: the ranks that must skip together when gradients are sharded plain tensors,
+            besides those that share a mesh of DTensors.
+        policy: a scale policy in place of torch's rule and its numbers, such as HeadroomScale().
+        clip: a number or a clip policy; `step` unscales and clips each optimizer's gradients, and
+            with `enabled=False` it clips them as they are.
+
+    Example:
+        >>> scaler = GradScaler("cpu", model=model)
+        >>> scaler.scale(loss).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.outcome.culprits
+        ('head.weight',)
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = SMALLEST,
+        max_scale: float = LARGEST,
+        model: nn.Module | Mapping[str, nn.Module] | None = None,
+        process_group: Any = None,
+        policy: object = None,
+        clip: object = None,
+    ) -> None:
+        if isinstance(device, nn.Module):
+            raise TypeError(
+                "device must be a str such as 'cuda' or 'cpu', got a module. Write "
+                "GradScaler('cuda', model=model)."
+            )
+        for name, number in (("init_scale", init_scale), ("min_scale", min_scale)):
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                raise TypeError(f"{name} must be a number, got {type(number).__name__}.")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            super().__init__(
+                device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+            )
+        for warning in caught:  # Again, so that it points at the caller's line and not at ours.
+            warnings.warn(warning.message, warning.category, stacklevel=2)
+        if self._enabled and not SMALLEST <= min_scale <= init_scale <= max_scale <= LARGEST:
+            raise ValueError(
+                "init_scale must be positive and finite and lie between min_scale and max_scale, "
+                f"got init_scale={init_scale}, min_scale={min_scale}, max_scale={max_scale}."
+            )
+        self._min_scale, self._max_scale = float(min_scale), float(max_scale)
+        Names(model, ())  # Refuses what is no model, now rather than at the first overflow.
+        self._model = model
+        self._process_group = process_group
+        if process_group is not None and not (policy is None and clip is None):
+            raise ValueError(
+                "policy= and clip= of a GradScaler do not know process_group=: a rank would clip "
+                "and scale by its own part of the gradients. Use GradientControl(process_group=)."
+            )
+        self._policy = _scale_policy(policy)
+        self._clips = clip is not None
+        clip_policy = NoClip() if clip is None else resolve_clip(clip)
+        self._engines = OptimizerEngines(self._policy, clip_policy, model)
+        self._scale_state: ScaleState | None = None
+        if self._policy is not None:
+            given = locals()
+            for name, default in _DEFAULTS.items():
+                if given[name] != default:
+                    raise ValueError(
+                        f"{name}={given[name]} stands beside policy={self._policy!r}, which "
+                        f"has numbers of its own. Say it there, or leave out policy=."
+                    )
+            if self._enabled:
+                self._show_policys_numbers(self._policy)
+        self._outcome: ScalerOutcome | None = None
+        self._now = _SinceUpdate()
+
+    # The contract of torch.amp.GradScaler.
+
+    @property
+    def outcome(self) -> ScalerOutcome | None:
+        """What became of the latest `step`, or None before the first. Reading it waits."""
+        return self._outcome
+
+    @eager
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies a tensor, or every tensor of an iterable, by the scale; fp16 in float32."""
+        if not self._enabled:
+            return outputs
+        self._now.guard.note_scaled(outputs)
+        return super().scale(self._widened(outputs))
+
+    @eager
+    def unscale_(self, optimizer: Any) -> None:
+        """Divides the optimizer's gradients by the scale, looking for NaN and Inf on the way."""
+        super().unscale_(optimizer)
+
+    @eager
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        """Unscales if that has not been done, then steps unless a gradient is NaN or Inf.
+
+        Args:
+            optimizer: any object with `param_groups` and `step`.
+            args: handed to `optimizer.step`.
+            kwargs: handed to `optimizer.step`; `closure` is refused, as in torch.
+
+        Returns:
+            What `optimizer.step` returns, or None when the host knows that it was skipped.
+        """
+        if not self._enabled:
+            return self._step_disabled(optimizer, args, kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError(
+                "Closure use is not currently supported if GradScaler is enabled. "
+                "gradilocks.GradientControl.step(closure) is."
+            )
+        self._check_scale_growth_tracker("step")
+        self._now.steps.setdefault(id(optimizer), _OptimizerStep(optimizer))
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if self._policy is not None or self._clips:
+            returned = self._step_by_engine(optimizer, state, args, kwargs)
+        elif takes_scaler(optimizer):
+            returned = self._step_with_scaler(optimizer, args, kwargs)
+        elif takes_decision(optimizer):
+            returned = self._step_fused(optimizer, state, args, kwargs)
+        else:
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            self._require_flags(state)
+            flag = _any_flag(list(state["found_inf_per_device"].values()))
+            self._tell(optimizer, flag)
+            asked = {**state, "found_inf_per_device": {flag.device: flag}}
+            returned = self._maybe_opt_step(optimizer, asked, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return returned
+
+    @eager
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Moves the scale on, or sets it to `new_scale`; begins the next iteration."""
+        if not self._enabled:
+            self._start_iteration()
+            return
+        scale, _ = self._check_scale_growth_tracker("update")
+        if new_scale is not None:
+            bounds = self._min_scale, self._max_scale
+            lowest, highest = bounds if self._policy is None else self._policy.bounds()
+            set_scale(scale, new_scale, device=self._device, lowest=lowest, highest=highest)
+        else:
+            found = [
+                moved(flag, scale.device)
+                for state in self._per_optimizer_states.values()
+                for flag in state["found_inf_per_device"].values()
+            ]
+            if not found:
+                raise AssertionError(
+                    "No inf checks were recorded prior to update. Call scaler.step(optimizer) on "
+                    "an optimizer whose parameters have gradients first."
+                )
+            self._advance(_largest_flag(found))
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._start_iteration()
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """As torch's; a scaler with a `policy` refuses it."""
+        self._refuse_setting("growth_factor")
+        super().set_growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """As torch's; a scaler with a `policy` refuses it."""
+        self._refuse_setting("backoff_factor")
+        super().set_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """As torch's; a scaler with a `policy` refuses it."""
+        self._refuse_setting("growth_interval")
+        super().set_growth_interval(new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; with `policy` or `clip`, what they keep is there besides."""
+        saved: dict[str, Any] = super().state_dict()
+        scale = None
+        if self._policy is not None and self._enabled:
+            state = self._scale_state
+            if state is None:
+                state = self._policy.start(torch.device("cpu"))
+            scale = save_scale(self._policy, state)
+        clip = self._engines.saved_clip() if self._clips else None
+        if scale is not None or clip is not None:
+            saved[KEY] = {"scale": scale, "clip": clip}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a `state_dict` of this class, of torch's, or of another system's scaler.
+
+        The settings of `policy` and `clip` come from the state_dict too, as torch's do. One that
+        does not fit raises BadState and changes nothing.
+
+        Args:
+            state_dict: also of the scalers of Megatron-LM, DeepSpeed, fairseq and apex.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}.")
+        ours = checked_policies(state_dict, scale=self._policy is not None, clip=self._clips)
+        clip = None
+        if self._clips:
+            clip = self._engines.clip, list[dict[str, Any]]()
+            if ours["clip"] is not None:
+                clip = self._engines.checked_clip(ours["clip"], self._model)
+        policy, fresh = None, None
+        if self._enabled and len(state_dict):
+            foreign = None if KEY in state_dict else recognized(state_dict, self._growth_rule())
+            if foreign is not None:
+                state_dict = self._as_torchs(foreign)
+            if self._policy is not None and has_torchs_numbers(state_dict):
+                policy = policy_from(state_dict, self._policy, ours["scale"], foreign)
+            delay = 0 if policy is None else policy.delay
+            check_state(state_dict, lowest=self._min_scale, highest=self._max_scale, delay=delay)
+            state_dict = {**state_dict, "scale": float(state_dict["scale"])}
+            if policy is not None:
+                fresh = state_from(state_dict, policy, ours["scale"], foreign)
+                state_dict["scale"] = fetch(fresh.scale)[0]  # Within the policy's bounds.
+        super().load_state_dict(state_dict)
+        if policy is not None and fresh is not None:
+            self._policy = self._engines.scale = policy
+            if self._scale_state is None:
+                self._scale_state = fresh
+            else:
+                refill(self._scale_state, fresh)
+        if clip is not None:
+            self._engines.go_on_with(*clip)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._process_group is not None:
+            raise TypeError(
+                "a GradScaler with a process_group cannot be pickled: the group belongs to this "
+                "process, and without it the ranks would stop agreeing. Save state_dict() instead."
+            )
+        if self._model is not None and self._clips and self._engines.goes_by_names:
+            raise TypeError(
+                f"a GradScaler with model= and clip={self._engines.clip.policy_name}(...) "
+                "cannot be pickled: the model stays behind, and the policy goes by its names. Save "
+                "state_dict() instead."
+            )
+        state: dict[str, Any] = super().__getstate__()
+        state.update(_model=None, _outcome=None, _now=None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._now = _SinceUpdate()
+
+    def __copy__(self) -> GradScaler:
+        """Shares the model and the process group; steps of its own from here on."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(super().__getstate__())
+        made._outcome, made._now = None, _SinceUpdate()
+        made._scale_state = copy.deepcopy(made._scale_state)
+        made._engines = copy.deepcopy(self._engines).with_model(self._model)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
+        made = self.__copy__()
+        made._model = _copied(self._model, memo)
+        made._engines = made._engines.with_model(made._model)
+        shared = {"_model", "_process_group", "_now", "_engines"}
+        for name, value in made.__dict__.items():
+            if name not in shared:
+                made.__dict__[name] = copy.deepcopy(value, memo)
+        return made
+
+    # What torch's own methods call.
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._policy is None:
+            super()._lazy_init_scale_growth_tracker(dev)
+            return
+        state = self._scale_state
+        if state is None:
+            state = self._policy.start(dev)
+        else:  # From a checkpoint, or a pickle.
+            state = ScaleState(
+                scale=moved(state.scale, dev),
+                growth_tracker=moved(state.growth_tracker, dev),
+                hysteresis=moved(state.hysteresis, dev),
+                more={name: moved(tensor, dev) for name, tensor in state.more.items()},
+            )
+        self._scale_state = state
+        self._scale, self._growth_tracker = state.scale, state.growth_tracker
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Multiplies the gradients by `inv_scale` while looking at them; a flag a device."""
+        return self._looked_at(optimizer, inv_scale, found_inf, allow_fp16=allow_fp16)
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
+        """Looks at the gradients and leaves them as they are; a flag a device."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        flags: Any = self._looked_at(optimizer, None, torch.zeros_like(scale), allow_fp16=True)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags  # type: ignore[no-any-return]
+
+    # How gradients are looked at, unscaled and stepped on.
+
+    def _start_iteration(self) -> None:
+        if self._now.steps and self._clips:
+            self._engines.warn_of_misfits()
+        self._now = _SinceUpdate()
+
+    def _widened(self, outputs: Any) -> Any:
+        """fp16 as float32; a policy that asks takes note of each loss as it comes by."""
+        if isinstance(outputs, Tensor):
+            if self._policy is not None and self._policy.needs_largest:
+                broken = torch.logical_not(torch.isfinite(outputs.detach()).all())
+                broken = broken.to(torch.float32)
+                self._now.loss_nonfinite = _larger(self._now.loss_nonfinite, broken)
+            return outputs.float() if outputs.dtype is torch.float16 else outputs
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(self._widened(each) for each in outputs)
+        if isinstance(outputs, Iterable):
+            return (self._widened(each) for each in outputs)
+        return outputs
+
+    def _gradients(self, optimizer: Any, engine: Engine, *, allow_fp16: bool) -> Gradients:
+        """The gradients of an optimizer's parameters; refuses what torch's scaler refuses."""
+        lists = lists_of([optimizer])
+        for group in lists[0]:
+            for kind in set(map(type, group)):
+                if not issubclass(kind, Tensor):
+                    raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")
+        gradients = engine.table.find(lists, name=engine.names)
+        if not allow_fp16 and torch.float16 in {tensor.dtype for tensor in gradients.tensors}:
+            for param, tensor in zip(gradients.params, gradients.tensors, strict=True):
+                if tensor.dtype is torch.float16:
+                    raise ValueError(
+                        f"Attempting to unscale FP16 gradients. {engine.names(param)} is float16: "
+                        "keep the parameters in float32 and run the forward pass under "
+                        "torch.autocast, or use an optimizer with fused=True and let scaler.step() "
+                        f"unscale inside it.{why_not_itself(optimizer)}"
+                    )
+        return gradients
+
+    def _looked_at(
+        self, optimizer: Any, inv_scale: Tensor | None, found_inf: Tensor, *, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscales the gradients if `inv_scale` is given, and looks at them; a flag a device."""
+        engine = self._engines.of(optimizer)
+        with torch.no_grad():
+            gradients = self._gradients(optimizer, engine, allow_fp16=allow_fp16)
+            if inv_scale is not None:
+                self._now.guard.refuse_twice(gradients.params, engine.names)
+            meetings = self._meetings(optimizer)
+            peak = None
+            if self._policy is not None and self._policy.needs_largest:
+                found = measure(gradients.tensors, home=found_inf.device, detail=True).tensors
+                assert found.largest is not None
+                peak = found.largest.amax() if gradients.tensors else found.norms.new_zeros(())
+            seen = look(gradients, inv_scale)
+            flags = seen.flags
+            if inv_scale is None and self._scale is not None:  # Before the ranks agree on it.
+                _refuse_overflow(flags, gradients.tensors, self._scale)
+            self._agree(flags, found_inf, peak, meetings)
+            if inv_scale is not None:
+                self._now.guard.mark(gradients.params)
+            outcome = _outcome_of(engine, gradients, seen)
+            self._now.steps[id(optimizer)] = _OptimizerStep(optimizer, gradients.params, outcome)
+            gradients.release()
+        return flags
+
+    def _meetings(self, optimizer: Any) -> list[Meeting]:
+        """The ranks that hold some of the gradients together with this one."""
+        if self._process_group is None and not in_company():
+            return []
+        return meetings_of(list(every_parameter([optimizer])), group=self._process_group)
+
+    def _agree(
+        self,
+        flags: dict[torch.device, Tensor],
+        found_inf: Tensor,
+        peak: Tensor | None,
+        meetings: Sequence[Meeting],
+    ) -> None:
+        """Brings flags, and what the scale policy asks for, together where ranks hold parts.
+
+        Args:
+            flags: this rank's, a device; all are set if a rank of the meetings has one set.
+            found_inf: what a rank without gradients says.
+            peak: the largest magnitude, if the policy asks for it.
+            meetings: the ranks that hold gradients together with this one.
+        """
+        if peak is not None:
+            self._now.peak = _larger(self._now.peak, peak)
+        if not meetings:
+            return
+        if not flags:
+            flags[found_inf.device] = found_inf.clone()
+        mine = _any_flag(list(flags.values()))
+        numbers = [mine]
+        if peak is not None:
+            nothing = torch.zeros_like(mine)
+            broken = self._now.loss_nonfinite
+            numbers += [nothing if self._now.peak is None else self._now.peak]
+            numbers += [nothing if broken is None else broken]
+        home = wide(mine.device)
+        stacked = torch.stack([moved(each, mine.device).to(home) for each in numbers])
+        told = largest_of_all(stacked, meetings)
+        for device in flags:
+            flags[device] = moved(told[0].float(), device)
+        if peak is not None:
+            self._now.peak = told[1]
+            if any(map(covers_world, meetings)):  # A loss is a rank's own.
+                self._now.loss_nonfinite_anywhere = told[2]
+
+    def _step_by_engine(
+        self, optimizer: Any, state: dict[str, Any], args: Any, kwargs: dict[str, Any]
+    ) -> float | None:
+        """With `policy=` or `clip=`: one read, one decision, and the step or none."""
+        engine = self._engines.of(optimizer)
+        ranks = self._ranks_of(optimizer, engine)  # Refuses before anything is unscaled.
+        takes_all = takes_scaler(optimizer)
+        if takes_all and state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        unscaled = state["stage"] is OptState.UNSCALED
+        inside = takes_decision(optimizer) and not takes_all
+        with torch.no_grad():
+            gradients = self._gradients(optimizer, engine, allow_fp16=unscaled or inside)
+        if not unscaled:
+            self._now.guard.refuse_twice(gradients.params, engine.names)
+        elif gradients.tensors and not state["found_inf_per_device"]:
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer. Its gradients came after "
+                "unscale_() and still carry the scale: call backward() before unscale_()."
+            )
+        if not gradients.tensors and not any_distributed(every_parameter([optimizer])):
+            if not inside:
+                self._require_flags(state)
+            returned: float | None = optimizer.step(*args, **kwargs)
+            return returned
+        verdict = self._decided(optimizer, engine, gradients, state, ranks, unscaled=unscaled)
+
+        def multiplied() -> None:
+            # A step that raises may be tried again: the gradients are true by now.
+            state["stage"] = OptState.UNSCALED
+            if not unscaled:
+                self._now.guard.mark(gradients.params)
+
+        def step() -> float | None:
+            if takes_all:
+                return self._step_with_scaler(optimizer, args, kwargs)
+            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+
+        with own_write(gradients.params):
+            returned = update(
+                optimizer,
+                verdict.decision,
+                gradients.tensors,
+                inside=inside,
+                multiplied=multiplied,
+                step=step,
+                consume=True,
+            )
+        if not unscaled:
+            self._now.guard.mark(gradients.params)
+        gradients.release()
+        engine.conclude(verdict, moves=False)
+        return returned
+
+    def _decided(
+        self,
+        optimizer: Any,
+        engine: Engine,
+        gradients: Gradients,
+        state: dict[str, Any],
+        ranks: dict[str, Any],
+        *,
+        unscaled: bool,
+    ) -> Verdict:
+        """The engine's verdict on these gradients, taken down for `outcome` and `update`."""
+        engine.state = self._state()
+        with torch.no_grad():
+            verdict = engine.decide(gradients, unscaled=unscaled, moves=False, **ranks)
+            decision = verdict.decision
+            if unscaled:  # What `unscale_` found, perhaps on another rank, counts as well.
+                flag = _any_flag(list(state["found_inf_per_device"].values()))
+                skip = torch.maximum(decision.skip, moved(flag, decision.skip.device))
+                verdict = verdict._replace(decision=replace(decision, skip=skip))
+            else:
+                overflow = decision.skip if decision.overflow is None else decision.overflow
+                flags = {overflow.device: overflow}
+                state["found_inf_per_device"] = flags
+                if engine.scale_policy.needs_largest:
+                    self._agree(flags, overflow, peak_of(verdict.record), ranks.get("meetings", ()))
+        self._now.steps[id(optimizer)] = _OptimizerStep(optimizer, verdict=verdict)
+        self._outcome = verdict.outcome
+        return verdict
+
+    def _ranks_of(self, optimizer: Any, engine: Engine) -> dict[str, Any]:
+        """Over which ranks the engine is to measure; raises if it is not known.
+
+        As `clip_grad_norm_`, each tensor over its own mesh; a policy that bounds tensors apart from
+        each other needs all ranks to know all of them, as a GradientControl does.
+        """
+        if not in_company():
+            return {}
+        params, clip = list(every_parameter([optimizer])), self._engines.clip
+        if not clip.apart:
+            if self._clips:
+                refuse_flattened(params, name=engine.names, way_out=_FLATTENED)
+            return {"meetings": meetings_of(params)}
+        way_out = (
+            f"{clip.policy_name} bounds gradients apart from each other, for which a "
+            "GradScaler needs every parameter on all ranks. Give clip= a policy that bounds the "
+            "norm of all, such as ClipByNorm, which takes each tensor over its own mesh; or use "
+            "GradientControl(process_group=)."
+        )
+        return {"team": team_of(params, group=None, name=engine.names, way_out=way_out)}
+
+    def _step_with_scaler(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
+        """For an optimizer with the older contract, whose step takes the scaler itself."""
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the passed "
+            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
+            "directly.",
+            FutureWarning,
+            stacklevel=users_line(),
+        )
+        return optimizer.step(*args, **{**kwargs, "grad_scaler": self})  # type: ignore[no-any-return]
+
+    def _step_fused(
+        self, optimizer: Any, state: dict[str, Any], args: Any, kwargs: dict[str, Any]
+    ) -> float | None:
+        """For an optimizer that unscales and skips inside its own pass."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        unscaled = state["stage"] is OptState.UNSCALED
+        if not unscaled:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self._now.guard.refuse_twice(params, self._engines.of(optimizer).names)
+            self._check_inf_per_device(optimizer)
+        flags = list(state["found_inf_per_device"].values())
+        if not flags and any(param.grad is not None for param in every_parameter([optimizer])):
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer. Its gradients came after "
+                "unscale_() and still carry the scale: call backward() before unscale_()."
+            )
+        found_inf = torch.zeros_like(scale)
+        if flags:
+            found_inf = moved(_any_flag(flags), scale.device)
+            self._tell(optimizer, found_inf)
+        if isinstance(optimizer, torch.optim.SGD):
+            multiplier = torch.ones_like(scale) if unscaled else torch.reciprocal(scale)
+            if must_skip_on_host(optimizer, found_inf, multiplier):
+                return None
+        with handing_over(
+            optimizer, grad_scale=None if unscaled else scale, found_inf=found_inf, consume=True
+        ):
+            returned: float | None = optimizer.step(*args, **kwargs)
+        if not unscaled:
+            self._now.guard.mark(self._now.steps[id(optimizer)].params)
+        return returned
+
+    def _step_disabled(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
+        """Without scale and check, as torch has it; a clip policy is obeyed."""
+        self._outcome = ScalerOutcome.of_nothing()
+        if not self._clips:
+            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+        if args or "closure" in kwargs:
+            raise RuntimeError(
+                "clip= cannot reach gradients that a closure makes inside optimizer.step(). "
+                "gradilocks.GradientControl(scale=None, clip=...).step(closure) can."
+            )
+        self._now.steps[id(optimizer)] = _OptimizerStep(optimizer)
+        engine = self._engines.of(optimizer)
+        ranks = self._ranks_of(optimizer, engine)
+        gradients = self._gradients(optimizer, engine, allow_fp16=True)
+        params = list(every_parameter([optimizer]))
+        # A rank without gradients takes part where others hold parts of the same tensors.
+        if not gradients.tensors and not any_distributed(params):
+            return optimizer.step(**kwargs)  # type: ignore[no-any-return]
+        engine.move_to((gradients.tensors or params)[0].device)
+        with torch.no_grad(), own_write(gradients.params):
+            verdict = engine.decide(gradients, unscaled=True, moves=False, **ranks)
+            decision = verdict.decision
+            apply_in_place(decision, gradients.tensors)
+        gradients.release()
+        returned: float | None = None
+        if decision.overflow is None:
+            returned = optimizer.step(**kwargs)
+        else:  # The policy may reject finite gradients.
+            self._outcome = ScalerOutcome.of_nothing(
+                skip=decision.skip + (decision.skip - decision.overflow)
+            )
+            if takes_decision(optimizer):
+                if not must_skip_on_host(optimizer, decision.skip, torch.ones_like(decision.skip)):
+                    with handing_over(
+                        optimizer, grad_scale=None, found_inf=decision.skip, consume=True
+                    ):
+                        returned = optimizer.step(**kwargs)
+            else:
+                asked = {"found_inf_per_device": {decision.skip.device: decision.skip}}
+                returned = self._maybe_opt_step(optimizer, asked, **kwargs)
+        engine.conclude(verdict, moves=False)
+        return returned
+
+    def _tell(self, optimizer: Any, skip: Tensor) -> None:
+        """Keeps what this step found, for `outcome`; everything stays on the device."""
+        known = self._now.steps.get(id(optimizer))
+        if known is not None and known.outcome is not None and self._scale is not None:
+            self._outcome = known.outcome(skip, self._scale)
+
+    @staticmethod
+    def _require_flags(state: dict[str, Any]) -> None:
+        if not state["found_inf_per_device"]:
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer. None of its parameters has a "
+                "gradient: was backward() called, and does the loss depend on them?"
+            )
+
+    # The scale and its rule.
+
+    def _state(self) -> ScaleState:
+        """The moving part of the scale; torch's own methods move and replace two of its tensors."""
+        scale, tracker = self._check_scale_growth_tracker("step")
+        state = self._scale_state
+        if state is None or state.scale is not scale or state.growth_tracker is not tracker:
+            hysteresis = torch.ones_like(tracker)  # Of 1: any skip backs off.
+            more = {}
+            if state is not None and self._policy is not None:
+                hysteresis, more = state.hysteresis, state.more
+            state = self._scale_state = ScaleState(scale, tracker, hysteresis, more)
+        return state
+
+    def _advance(self, flag: Tensor) -> None:
+        """Moves the scale on, unless a clip has rejected a step: nothing overflowed."""
+        decisions = [
+            each.verdict.decision for each in self._now.steps.values() if each.verdict is not None
+        ]
+        flags = [each.skip - each.overflow for each in decisions if each.overflow is not None]
+        rejected = None
+        if flags:  # One that overflowed, beside it, does count.
+            rejected = _largest_flag(flags)
+            rejected = rejected * (1.0 - moved(flag, rejected.device))
+        state = self._state()
+        with held_if(rejected, state):
+            if self._policy is None:
+                advance_dynamic(state, flag, self._torchs_rules())
+            elif not self._policy.needs_largest:
+                self._policy.advance(state, flag)
+            else:
+                # A loss is a rank's own, and the ranks' scales must not part.
+                company = in_company()
+                loss = self._now.loss_nonfinite_anywhere if company else self._now.loss_nonfinite
+                home = state.scale.device
+                self._policy.advance(
+                    state,
+                    flag,
+                    largest=None if self._now.peak is None else moved(self._now.peak, home),
+                    loss_nonfinite=None if loss is None else moved(loss, home),
+                )
+
+    def _torchs_rules(self) -> ScaleRules:
+        """How torch's scaler moves; its setters change the numbers in mid-run."""
+        return ScaleRules(
+            moves=True,
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+            min_scale=self._min_scale,
+            max_scale=self._max_scale,
+        )
+
+    def _show_policys_numbers(self, policy: ScalePolicy) -> None:
+        """Torch's own numbers, as far as the policy has them: they are shown and saved."""
+        start = policy.start(torch.device("cpu"))
+        self._init_scale = float(start.scale)
+        self._init_growth_tracker = int(start.growth_tracker)
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            setattr(self, f"_{name}", getattr(policy.as_given, name, getattr(self, f"_{name}")))
+
+    def _refuse_setting(self, name: str) -> None:
+        if self._policy is not None:
+            raise RuntimeError(
+                f"the scale is ruled by policy={self._policy!r}, which does not change. "
+                f"Make a scaler with another policy, set its {name} there, and load the state_dict."
+            )
+
+    def _growth_rule(self) -> Any:
+        """How the scale grows, as `recognized` asks for it."""
+        if self._policy is not None:
+            return self._policy.as_given
+        return SimpleNamespace(growth_interval=self._growth_interval, delay=0)
+
+    def _as_torchs(self, foreign: Foreign) -> dict[str, Any]:
+        """What torch's scaler would have saved in the place of another system's."""
+        return {
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            **foreign.settings,
+            "scale": check_scale(foreign.scale),
+            "_growth_tracker": foreign.growth_tracker,
+        }
+
+
+def _scale_policy(given: object) -> ScalePolicy | None:
+    """The policy meant by `policy=`; None for torch's own rule."""
+    policy = None if given is None else resolve_scale(given, name="policy")
+    if isinstance(policy, NoScale):
+        raise TypeError(
+            "policy must be a scale policy such as HeadroomScale(), got NoScale(). A GradScaler "
+            "scales; use enabled=False, or GradientControl(scale=None)."
+        )
+    return policy
+
+
+def _outcome_of(
+    engine: Engine, gradients: Gradients, seen: Look
+) -> Callable[[Tensor, Tensor], ScalerOutcome]:
+    """What makes the outcome of a step on these gradients, without keeping them alive."""
+    params = gradients.params
+    if len(seen.counted) > 1:
+        params = [params[place] for place in seen.places]
+    names, counts = engine.namer(params), tuple(seen.counted)
+
+    def outcome(skip: Tensor, scale: Tensor) -> ScalerOutcome:
+        home = scale.device
+
+        def counted() -> tuple[Tensor, Tensor]:
+            found = [count() for count in counts]
+            nothing = torch.zeros(0, dtype=torch.int64, device=home)
+            nan = torch.cat([nothing, *(moved(each.nan, home) for each in found)])
+            return nan, torch.cat([nothing, *(moved(each.inf, home) for each in found)])
+
+        return ScalerOutcome(
+            skip=moved(skip, home), scale=scale.clone(), counted=counted, names=names
+        )
+
+    return outcome
+
+
+def _largest_flag(flags: Sequence[Tensor]) -> Tensor:
+    """Above 0 if any flag is set; with one flag, that one itself."""
+    together = flags[0]
+    for flag in flags[1:]:
+        together = torch.maximum(together, moved(flag, together.device))
+    return together
+
+
+def _any_flag(flags: Sequence[Tensor]) -> Tensor:
+    """Exactly 1 if any flag is set, exactly 0 if none is; a sum of flags would be neither."""
+    return (_largest_flag(flags) > 0).to(torch.float32)
+
+
+def _larger(before: Tensor | None, now: Tensor) -> Tensor:
+    return now if before is None else torch.maximum(before, moved(now, before.device))
+
+
+def _refuse_overflow(
+    flags: dict[torch.device, Tensor], tensors: Iterable[Tensor], scale: Tensor
+) -> None:
+    """Sets the flag where finite gradients, divided by a scale below 1, are finite no longer.
+
+    A fused optimizer divides where nobody looks. Looked at on the CPU alone, where it costs
+    nothing to find out that the scale is not below 1.
+    """
+    cpu = torch.device("cpu")
+    if scale.device != cpu or cpu not in flags or bool(scale >= 1.0):
+        return
+    most = torch.finfo(torch.float32).max * scale.double()
+    for tensor in tensors:
+        over = tensor.device == cpu and tensor.numel() > 0 and tensor.dtype is not torch.float64
+        if over and bool(tensor.abs().max().double() > most):
+            flags[cpu] = torch.ones_like(flags[cpu])
+
+
+def _copied(model: Any, memo: dict[int, Any]) -> Any:
+    """The copy of the model if it was copied along, else the model itself."""
+    if isinstance(model, Mapping):
+        return {prefix: memo.get(id(module), module) for prefix, module in model.items()}
+    return memo.get(id(model), model)

@@ -1,0 +1,198 @@
+"""The engines of a GradScaler, one for each optimizer that it has met.
+
+A scaler meets its optimizers one by one and owns none of them: engines are kept beside weak
+references. What a clip policy has learned of an optimizer is found again after a checkpoint by the
+names and sizes of its parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gradilocks.clip import AdaptiveClip, ClipPolicy
+from gradilocks.eager import users_line
+from gradilocks.errors import BadState
+from gradilocks.names import Names
+from gradilocks.scale import NoScale, ScalePolicy
+from gradilocks.state.plain import describe, plain, read_memory, rebuild
+from gradilocks.step.engine import Engine
+from gradilocks.step.table import GradientTable, every_parameter
+
+__all__ = ["OptimizerEngines"]
+
+_logger = logging.getLogger("gradilocks")
+_FIELDS = {"names", "sizes", "memory"}
+_IN_A_PATTERN = set("*?[.")
+
+
+class OptimizerEngines:
+    """One scale policy and one clip policy, and an engine for each optimizer.
+
+    Args:
+        scale: the scale policy; None if the scale moves by torch's rule.
+        clip: the clip policy.
+        model: names the parameters.
+    """
+
+    def __init__(self, scale: ScalePolicy | None, clip: ClipPolicy, model: Any) -> None:
+        self.scale, self.clip, self._model = scale, clip, model
+        self._engines: list[tuple[Callable[[], Any], Engine]] = []
+        self._loaded: list[dict[str, Any]] = []
+        self._warned_of_misfits = False
+        _refuse_patterns(clip, model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = {"_engines": [], "_warned_of_misfits": False, "_model": None}
+        return {**self.__dict__, **fresh, "_loaded": self._learned()}
+
+    def with_model(self, model: Any) -> OptimizerEngines:
+        """Itself, naming parameters by `model` from here on."""
+        self._model = model
+        return self
+
+    @property
+    def goes_by_names(self) -> bool:
+        """Whether parameters' names decide what the clip does, or where its memory belongs."""
+        return self.clip.learns or any(isinstance(key, str) for key in self.clip.misfits((), ()))
+
+    def of(self, optimizer: Any) -> Engine:
+        """The engine of an optimizer, made when it is first met."""
+        for known, engine in self._engines:
+            if known() is optimizer:
+                return engine
+        mine = weakref.ref(self)
+
+        def forget(gone: object) -> None:
+            """Its parameters are not kept either."""
+            engines = mine()
+            if engines is not None:
+                engines._engines = [pair for pair in engines._engines if pair[0] is not gone]
+
+        try:
+            ref: Callable[[], Any] = weakref.ref(optimizer, forget)
+        except TypeError:  # A class with slots and none for references.
+            ref = lambda: optimizer  # noqa: E731
+        names = Names(self._model, _IfAlive(ref))
+        engine = Engine(self.scale or NoScale(), self.clip, names=names)
+        engine.table, engine.keeps_parameters = GradientTable(refuse_twice=False), False
+        if self._loaded and self.clip.learns:
+            place = self._place(_signature(optimizer, engine.names))
+            if place is not None:
+                engine.recall(self._loaded[place]["memory"])
+                del self._loaded[place]
+        self._engines.append((ref, engine))
+        return engine
+
+    def warn_of_misfits(self) -> None:
+        """Warns, once, of groups and patterns of the clip policy that fit no parameter so far."""
+        if not self._engines or self._warned_of_misfits:
+            return
+        self._warned_of_misfits = True
+        names: list[str] = []
+        groups: list[tuple[int, str | None]] = []
+        for ref, engine in self._engines:
+            optimizer = ref()
+            if optimizer is not None:
+                names += engine.names.of(every_parameter([optimizer]))
+                groups += engine.names.groups()
+        for message in self.clip.misfits(names, groups).values():
+            warnings.warn(
+                f"{message} If it is meant for an optimizer that has not stepped yet, all is well.",
+                stacklevel=users_line(),
+            )
+
+    def saved_clip(self) -> dict[str, Any]:
+        """The clip policy and what it has learned, in plain numbers."""
+        return {"policy": describe(self.clip), "states": self._learned()}
+
+    def checked_clip(self, saved: Any, model: Any) -> tuple[ClipPolicy, list[dict[str, Any]]]:
+        """The policy and its memories from `saved_clip`; raises BadState and changes nothing."""
+        if not isinstance(saved, Mapping) or set(saved) != {"policy", "states"}:
+            raise BadState(f"the clip in the state_dict does not fit: {saved!r:.80}.")
+        policy = rebuild(self.clip, saved["policy"], "clip", owner="scaler")
+        states = saved["states"]
+        fit = isinstance(states, list)
+        for state in states if fit else ():
+            fit = fit and isinstance(state, Mapping) and set(state) == _FIELDS
+            fit = fit and isinstance(state["names"], list) and isinstance(state["sizes"], list)
+            fit = fit and len(state["names"]) == len(state["sizes"])
+        if not fit:
+            raise BadState(
+                f"what the clip policy has learned, in the state_dict, does not fit: {states!r:.80}"
+            )
+        for state in states:
+            read_memory(policy, state["memory"], len(state["names"]))
+        try:
+            _refuse_patterns(policy, model)
+        except ValueError as error:
+            raise BadState(f"the clip policy in the state_dict does not fit: {error}") from error
+        return policy, [dict(state) for state in states]
+
+    def go_on_with(self, clip: ClipPolicy, memories: list[dict[str, Any]]) -> None:
+        """Starts afresh with a policy and memories that `checked_clip` has found."""
+        self.clip, self._engines, self._loaded = clip, [], memories
+
+    def _learned(self) -> list[dict[str, Any]]:
+        known = []
+        for ref, engine in self._engines:
+            optimizer = ref()
+            if optimizer is not None:
+                signature = _signature(optimizer, engine.names)
+                known.append({**signature, "memory": plain(engine.memory)})
+        return known + self._loaded
+
+    def _place(self, mine: dict[str, list[Any]]) -> int | None:
+        """Which of the loaded memories is of these parameters; None if none is."""
+        for place, state in enumerate(self._loaded):
+            if all(state[key] == mine[key] for key in ("names", "sizes")):
+                return place
+        for place, state in enumerate(self._loaded):
+            unnamed = _unnamed(mine["names"]) or _unnamed(state["names"])
+            if unnamed and state["sizes"] == mine["sizes"]:
+                return place
+        _logger.warning(
+            "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that was "
+            "loaded does not know it.",
+            self.clip.policy_name,
+            len(mine["names"]),
+            mine["names"][0],
+        )
+        return None
+
+
+class _IfAlive(Sequence[Any]):
+    """The optimizer that a weak reference is to; nothing when it is gone."""
+
+    def __init__(self, ref: Callable[[], Any]) -> None:
+        self._ref = ref
+
+    def __len__(self) -> int:
+        return int(self._ref() is not None)
+
+    def __getitem__(self, place: Any) -> Any:
+        optimizer = self._ref()
+        return ([] if optimizer is None else [optimizer])[place]
+
+
+def _refuse_patterns(policy: ClipPolicy, model: Any) -> None:
+    """Raises if what is surely a pattern of names fits nothing; a group may still come."""
+    if model is None:
+        return
+    every = Names(model, ()).every()
+    for key, message in policy.misfits(every, [(-1, None)] * len(every)).items():
+        if isinstance(key, str) and (isinstance(policy, AdaptiveClip) or set(key) & _IN_A_PATTERN):
+            raise ValueError(message)
+
+
+def _unnamed(names: Sequence[str]) -> bool:
+    """Whether these are only the parameters' places in the optimizer."""
+    return all(name.startswith("param_groups[") for name in names)
+
+
+def _signature(optimizer: Any, names: Names) -> dict[str, list[Any]]:
+    params = list(every_parameter([optimizer]))
+    return {"names": names.of(params), "sizes": [param.numel() for param in params]}

@@ -1,0 +1,185 @@
+"""A state_dict or a new scale that a GradScaler is given, checked before anything changes.
+
+A state_dict has torch's five keys and, with a policy or a clip, what they keep besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradilocks.errors import BadState, MissingKey
+from gradilocks.scale import DynamicScale, ScalePolicy
+from gradilocks.state.checkpoint import SCALERS as KEY
+from gradilocks.state.foreign import Foreign
+from gradilocks.state.plain import load_scale, rebuild, with_settings
+from gradilocks.values import ScaleState
+
+__all__ = [
+    "check_state",
+    "checked_policies",
+    "has_torchs_numbers",
+    "policy_from",
+    "set_scale",
+    "state_from",
+]
+
+_TORCHS = ("growth_factor", "backoff_factor", "growth_interval")
+_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def check_state(state: Mapping[str, Any], *, lowest: float, highest: float, delay: int = 0) -> None:
+    """Raises if `state` lacks a key or holds a scale that cannot be trained with.
+
+    Args:
+        state: a scaler's state_dict.
+        lowest: the smallest scale.
+        highest: the largest.
+        delay: how far below 0 the growth tracker may start.
+    """
+    missing = [key for key in _KEYS if key not in state]
+    if missing:
+        raise MissingKey(
+            f"the state_dict has no {', '.join(map(repr, missing))}; it has "
+            f"{', '.join(map(repr, state))}. Expected what GradScaler.state_dict() returns."
+        )
+    for key in _KEYS:
+        if isinstance(state[key], bool) or not isinstance(state[key], (int, float)):
+            raise BadState(f"{key} in the state_dict must be a number, got {state[key]!r}.")
+        at_least = -1 - delay if key == "_growth_tracker" else 0
+        if key != "scale" and not at_least < state[key] < math.inf:
+            raise BadState(
+                f"{key} in the state_dict must be positive and finite, got {state[key]}."
+            )
+    tracker = state["_growth_tracker"]
+    if tracker != int(tracker) or tracker < -delay:
+        raise BadState(
+            "_growth_tracker in the state_dict must be a whole number, got "
+            f"{state['_growth_tracker']}."
+        )
+    scale = state["scale"]
+    if not lowest <= scale <= highest:
+        collapsed = (
+            " A scale of 0 is what torch's scaler leaves behind after it has collapsed: start from "
+            "a new one."
+        )
+        raise BadState(
+            f"the scale in the state_dict must lie in [{lowest:g}, {highest:g}], got {scale}."
+            + (collapsed if scale == 0 else "")
+        )
+
+
+def set_scale(
+    scale: Tensor, new_scale: object, *, device: str, lowest: float, highest: float
+) -> None:
+    """Fills `scale` with what the user gave, kept within its bounds."""
+    if isinstance(new_scale, (int, float)):
+        if not 0.0 < new_scale < math.inf:
+            raise ValueError(f"new_scale must be positive and finite, got {new_scale}.")
+        scale.fill_(min(max(float(new_scale), lowest), highest))
+        return
+    if not isinstance(new_scale, Tensor):
+        raise TypeError(f"new_scale must be a float or a tensor, got {type(new_scale).__name__}.")
+    if new_scale.device.type != device or new_scale.numel() != 1 or new_scale.requires_grad:
+        raise AssertionError(
+            "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+            "torch.FloatTensor with requires_grad=False. "
+            f"Got {new_scale.numel()} element(s) on {new_scale.device.type}, "
+            f"requires_grad={new_scale.requires_grad}."
+        )
+    given = new_scale.reshape(()).to(scale.dtype)
+    scale.copy_(torch.where(torch.isnan(given), scale, given.clamp(lowest, highest)))
+
+
+def has_torchs_numbers(state_dict: Mapping[str, Any]) -> bool:
+    """Whether torch's settings are there; `check_state` says what is missing."""
+    return all(name in state_dict for name in _TORCHS)
+
+
+def checked_policies(
+    state_dict: Mapping[str, Any], *, scale: bool, clip: bool
+) -> Mapping[str, Any]:
+    """What policies have saved, after checking that the scaler has such policies.
+
+    Args:
+        state_dict: given to a scaler.
+        scale, clip: whether that scaler has a `policy` and a `clip`.
+    """
+    ours = state_dict.get(KEY, {"scale": None, "clip": None})
+    if not isinstance(ours, Mapping) or set(ours) != {"scale", "clip"}:
+        raise BadState(f"{KEY} in the state_dict must be what state_dict() made, got {ours!r:.80}.")
+    _refuse_a_controls(state_dict)
+    here = {"scale": ("policy", scale), "clip": ("clip", clip)}
+    for name, part in ours.items():
+        word, is_here = here[name]
+        if part is not None and not is_here:
+            what = part.get("policy") if isinstance(part, Mapping) else None
+            kind = what.get("name") if isinstance(what, Mapping) else "?"
+            raise BadState(
+                f"the state_dict was saved with {word}={kind}(...), this scaler has "
+                f"none. Make it with {word}={kind}(...), or take {KEY!r} out of the "
+                "state_dict to go on without what it has learned."
+            )
+    return ours
+
+
+def _refuse_a_controls(state_dict: Mapping[str, Any]) -> None:
+    """A GradientControl's state is taken as torch's, unless something would be lost by it."""
+    theirs = state_dict.get("gradilocks")
+    if not isinstance(theirs, Mapping):
+        return
+    policy = theirs.get("scale_policy")
+    name = policy.get("name") if isinstance(policy, Mapping) else None
+    if name != "DynamicScale":
+        raise BadState(
+            f"the state_dict is one of a GradientControl with the scale policy {name}; a "
+            "GradScaler takes one with a DynamicScale. Start without the state_dict."
+        )
+    if theirs.get("clip_state") is not None:
+        raise BadState(
+            "the state_dict is one of a GradientControl whose clip policy has learned "
+            "something, which a GradScaler would lose. Take 'gradilocks' out of the "
+            "state_dict to go on without it."
+        )
+
+
+def policy_from(
+    state_dict: Mapping[str, Any], policy: ScalePolicy, saved: Any, foreign: Foreign | None
+) -> ScalePolicy:
+    """The scaler's policy with the settings of a checkpoint; BadState if it is another's.
+
+    Args:
+        state_dict: with torch's keys.
+        policy: of the scaler.
+        saved: the policy as it was saved, or None if another scaler has saved the state_dict.
+        foreign: what another system's scaler had besides, if it was one.
+    """
+    if saved is not None:
+        if not isinstance(saved, Mapping) or set(saved) != {"policy", "hysteresis", "state"}:
+            raise BadState(f"the scale policy in the state_dict does not fit: {saved!r:.80}.")
+        rebuilt: ScalePolicy = rebuild(policy, saved["policy"], "scale", owner="scaler")
+        return rebuilt
+    if not isinstance(policy, DynamicScale):
+        system = "torch's GradScaler" if foreign is None else f"{foreign.system}'s scaler"
+        raise BadState(
+            f"the state_dict is one of {system} and needs a DynamicScale, this scaler has "
+            f"policy={policy.policy_name}(...). Start without the state_dict."
+        )
+    settings = {name: state_dict[name] for name in _TORCHS}
+    made: ScalePolicy = with_settings(policy, settings if foreign is None else foreign.settings)
+    return made
+
+
+def state_from(
+    state_dict: Mapping[str, Any], policy: ScalePolicy, saved: Any, foreign: Foreign | None
+) -> ScaleState:
+    """The state of `policy_from`'s policy, on the CPU; raises BadState."""
+    fresh = policy.start(torch.device("cpu"))
+    load_scale(policy, fresh, state_dict, saved)
+    if foreign is not None and foreign.hysteresis is not None:
+        fresh.hysteresis.fill_(foreign.hysteresis)
+    return fresh
