@@ -114,6 +114,8 @@ class _SinceUpdate:
         """Above 0 if a loss was NaN or Inf, if the scale policy asks for it."""
         self.loss_nonfinite_anywhere: Tensor | None = None
         """The same of all ranks, where they have told each other."""
+        self.only_looking: Tensor | None = None
+        """The 1 by which gradients are "unscaled" that are looked at and left as they are."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -420,12 +422,18 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Multiplies the gradients by `inv_scale` while looking at them; a flag a device."""
-        return self._looked_at(optimizer, inv_scale, found_inf, allow_fp16=allow_fp16)
+        only_looking = inv_scale is self._now.only_looking
+        factor = None if only_looking else inv_scale
+        return self._looked_at(optimizer, factor, found_inf, allow_fp16=allow_fp16)
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[str, Any]:
         """Looks at the gradients and leaves them as they are; a flag a device."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        flags: Any = self._looked_at(optimizer, None, torch.zeros_like(scale), allow_fp16=True)
+        # A subclass that overrides `_unscale_grads_` is asked here too, as torch asks it.
+        self._now.only_looking = torch.ones_like(scale)
+        flags: Any = self._unscale_grads_(
+            optimizer, self._now.only_looking, torch.zeros_like(scale), True
+        )
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags  # type: ignore[no-any-return]
 
