@@ -613,7 +613,7 @@ class GradScaler(torch.amp.GradScaler):
         unscaled: bool,
     ) -> Verdict:
         """The engine's verdict on these gradients, taken down for `outcome` and `update`."""
-        engine.state = self._state()
+        engine.follow(self._state())
         with torch.no_grad():
             verdict = engine.decide(gradients, unscaled=unscaled, moves=False, **ranks)
             decision = verdict.decision

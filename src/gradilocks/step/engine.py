@@ -502,6 +502,12 @@ class Engine:
         weak = weakref.ref(roster)
         return lambda: names.in_backward_order(weak() or ())
 
+    def follow(self, state: ScaleState) -> None:
+        """Decides under a scale that a GradScaler holds and moves."""
+        self.state = state
+        if self.steps.device != state.scale.device:
+            self.steps = moved(self.steps, state.scale.device)
+
     def move_to(self, device: torch.device) -> None:
         """Keeps what moves on `device` from here on."""
         if device.type != "meta" and self.state.scale.device != device:
