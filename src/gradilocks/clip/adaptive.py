@@ -14,10 +14,10 @@ from gradilocks.clip.clip_policy import (
     NOTHING,
     ClipPolicy,
     Memory,
-    check_positive,
     scene_of,
     without_coefficient,
 )
+from gradilocks.policy import check_positive
 from gradilocks.values import ClipLimit, Measurement, wide
 
 __all__ = ["AdaptiveClip"]

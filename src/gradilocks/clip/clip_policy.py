@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks.policy import Adapted, Policy, number
 from gradilocks.values import ClipLimit, Measurement, Scene, moved
 
 __all__ = [
@@ -27,11 +28,8 @@ __all__ = [
     "ClipRules",
     "Memory",
     "NoClip",
-    "check_count",
-    "check_fraction",
     "check_max_norm",
     "check_order",
-    "check_positive",
     "clip_coefficient",
     "moving_coefficient",
     "remap_memory",
@@ -59,7 +57,7 @@ class ClipRules:
     """The bound on the norm of all gradients together; None if there is none."""
 
 
-class ClipPolicy:
+class ClipPolicy(Policy):
     """What to measure, and what limit follows from it. The base of all clip policies.
 
     A subclass defines `limit`, and overrides what differs from the defaults below. Whoever asks a
@@ -82,16 +80,6 @@ class ClipPolicy:
     def needs_scene(self) -> bool:
         """Whether `limit` may look at `measurement.scene`: whose gradients these are."""
         return True
-
-    @property
-    def as_given(self) -> Any:
-        """The object that the user handed over: this one, unless it stands for another."""
-        return self
-
-    @property
-    def policy_name(self) -> str:
-        """The name of the user's class, for messages and checkpoints."""
-        return type(self.as_given).__name__
 
     def rules(self) -> ClipRules | None:
         """Its rule in numbers, if a device can follow it by itself."""
@@ -122,31 +110,13 @@ class ClipPolicy:
         """Moves its memory on in place. A skipped step (1) must leave it as it was."""
 
 
-class _AdaptedClip(ClipPolicy):
+class _AdaptedClip(Adapted, ClipPolicy):
     """A user's policy that is no ClipPolicy, with the defaults for what it does not define."""
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
-        attributes = "order", "needs_largest", "apart", "by_unit", "by_parameter"
-        for name in (*attributes, "misfits", "start", "limit", "advance"):
-            if hasattr(given, name):
-                setattr(self, name, getattr(given, name))
-
-    def __reduce__(self) -> Any:
-        return _AdaptedClip, (self._given,)
-
-    def __repr__(self) -> str:
-        return repr(self._given)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self._given == (other._given if isinstance(other, _AdaptedClip) else other))
-
-    def __hash__(self) -> int:
-        return hash(self._given)
-
-    @property
-    def as_given(self) -> Any:
-        return self._given
+    _taken = (
+        *("order", "needs_largest", "apart", "by_unit", "by_parameter"),
+        *("misfits", "start", "limit", "advance"),
+    )
 
 
 @dataclass(frozen=True)
@@ -293,44 +263,18 @@ def scene_of(measurement: Measurement, policy: ClipPolicy) -> Scene:
 
 def check_max_norm(value: object, *, name: str = "max_norm", none: str = "math.inf") -> float:
     """`value` as a float; a clear error if it is no number, negative or NaN."""
-    number = _number(name, value)
-    if not number >= 0.0:
+    max_norm = number(name, value)
+    if not max_norm >= 0.0:
         raise ValueError(
             f"{name} must not be negative or NaN, got {value}. Use {none} to measure only."
         )
-    return float(number)
+    return max_norm
 
 
 def check_order(order: object) -> None:
     """Raises unless `order` is a number of at least 1, of which infinity is one."""
-    if not _number("order", order) >= 1.0:
+    if not number("order", order) >= 1.0:
         raise ValueError(f"order must be at least 1 or math.inf, got {order}.")
-
-
-def check_fraction(name: str, value: object) -> None:
-    """Raises unless `value` is a number between 0 and 1, neither of them."""
-    if not 0.0 < _number(name, value) < 1.0:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}.")
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raises unless `value` is a positive, finite number."""
-    if not 0.0 < _number(name, value) < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value}.")
-
-
-def check_count(name: str, value: object, *, lowest: int) -> None:
-    """Raises unless `value` is a whole number of at least `lowest`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
-    if value < lowest:
-        raise ValueError(f"{name} must be at least {lowest}, got {value}.")
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
-    return value
 
 
 def resolve_clip(given: object) -> ClipPolicy:

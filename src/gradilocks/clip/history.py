@@ -16,13 +16,11 @@ from gradilocks.clip.clip_policy import (
     NOTHING,
     ClipPolicy,
     Memory,
-    check_count,
-    check_fraction,
     check_max_norm,
-    check_positive,
     clip_coefficient,
     moving_coefficient,
 )
+from gradilocks.policy import check_count, check_fraction, check_positive
 from gradilocks.values import ClipLimit, Measurement, moved, wide
 
 __all__ = ["AdaGC", "QuantileClip", "SkipSpikes", "ZScoreClip"]
