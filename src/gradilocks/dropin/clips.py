@@ -20,7 +20,7 @@ from gradilocks.eager import users_line
 from gradilocks.errors import BadState
 from gradilocks.ranks.layout import meetings_of, refuse_flattened, team_of
 from gradilocks.scale import NoScale
-from gradilocks.state.plain import describe, plain, read_memory, rebuild
+from gradilocks.state.checkpoint import describe, load_memory, rebuild, save_memory
 from gradilocks.step import update
 from gradilocks.step.gradients import Gradients, Names, every_parameter
 from gradilocks.step.judge import Judge, Verdict
@@ -152,7 +152,7 @@ class Clips:
                 f"what the clip policy has learned, in the state_dict, does not fit: {states!r:.80}"
             )
         for state in states:
-            read_memory(policy, state["memory"], len(state["names"]))
+            load_memory(policy, state["memory"], len(state["names"]))
         try:
             _refuse_patterns(policy, model)
         except ValueError as error:
@@ -168,7 +168,9 @@ class Clips:
         for ref, judge in self._judges:
             optimizer = ref()
             if optimizer is not None:
-                known.append({**_signature(optimizer, judge.names), "memory": plain(judge.memory)})
+                known.append(
+                    {**_signature(optimizer, judge.names), "memory": save_memory(judge.memory)}
+                )
         return known + self._loaded
 
     def _judge_of(self, optimizer: Any, names: Names) -> Judge:

@@ -16,8 +16,8 @@ from gradilocks import kernels
 from gradilocks.errors import BadState
 from gradilocks.ranks.layout import in_company
 from gradilocks.scale import DynamicScale, NoScale, resolve_scale
-from gradilocks.state.foreign import Foreign
-from gradilocks.state.plain import load_scale, rebuild, refill, save_scale, with_settings
+from gradilocks.state.checkpoint import load_scale, rebuild, refill, save_scale, with_settings
+from gradilocks.state.other_scalers import OtherScaler
 from gradilocks.values import ScaleState, moved
 
 __all__ = ["Governed", "governed"]
@@ -122,7 +122,9 @@ class Governed:
         state = self.policy.start(torch.device("cpu")) if self.state is None else self.state
         return save_scale(self.policy, state)
 
-    def policy_of(self, state_dict: Mapping[str, Any], ours: Any, foreign: Foreign | None) -> Any:
+    def policy_of(
+        self, state_dict: Mapping[str, Any], ours: Any, foreign: OtherScaler | None
+    ) -> Any:
         """The policy with the settings of a checkpoint; raises BadState if it is another's.
 
         Args:
@@ -147,11 +149,10 @@ class Governed:
 
     @staticmethod
     def state_of(
-        policy: Any, state_dict: Mapping[str, Any], ours: Any, foreign: Foreign | None
+        policy: Any, state_dict: Mapping[str, Any], ours: Any, foreign: OtherScaler | None
     ) -> ScaleState:
         """The state of `policy_of`'s policy; raises BadState."""
-        fresh: ScaleState = policy.start(torch.device("cpu"))
-        load_scale(policy, fresh, state_dict, ours)
+        fresh = load_scale(policy, state_dict, ours)
         if foreign is not None and foreign.hysteresis is not None:
             fresh.hysteresis.fill_(foreign.hysteresis)
         return fresh

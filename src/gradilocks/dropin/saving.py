@@ -19,8 +19,8 @@ from gradilocks.dropin.unscaling import Unscaling
 from gradilocks.errors import BadState
 from gradilocks.scale import LARGEST, SMALLEST
 from gradilocks.state.checkpoint import SCALERS as KEY
-from gradilocks.state.foreign import Foreign, recognized
-from gradilocks.state.plain import check_scale
+from gradilocks.state.checkpoint import check_scale
+from gradilocks.state.other_scalers import OtherScaler, recognize
 from gradilocks.step.outcome import fetch
 
 __all__ = ["Saving"]
@@ -110,7 +110,7 @@ class Saving(Unscaling):
                 clips = self._clips.checked(ours["clip"], self._model)
         scale = None
         if self._enabled and len(state_dict):
-            foreign = None if KEY in state_dict else recognized(state_dict, self._rule())
+            foreign = None if KEY in state_dict else recognize(state_dict, self._rule())
             if foreign is not None:
                 state_dict = self._as_torchs(foreign)
             governed, policy, delay = self._governed, None, 0
@@ -176,12 +176,12 @@ class Saving(Unscaling):
         }
 
     def _rule(self) -> Any:
-        """How the scale grows, as `recognized` asks for it."""
+        """How the scale grows, as `recognize` asks for it."""
         if self._governed is not None:
             return self._governed.policy
         return SimpleNamespace(growth_interval=self._growth_interval, delay=0)
 
-    def _as_torchs(self, foreign: Foreign) -> dict[str, Any]:
+    def _as_torchs(self, foreign: OtherScaler) -> dict[str, Any]:
         """What torch's scaler would have saved in the place of another system's."""
         settings = {
             "growth_factor": self._growth_factor,

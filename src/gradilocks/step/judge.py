@@ -24,7 +24,6 @@ from gradilocks.ranks.copies import MARKS, fingerprint
 from gradilocks.ranks.layout import NOTES, Company, Layout, Team
 from gradilocks.scale import NoScale, ScalePolicy, scale_loss
 from gradilocks.state import checkpoint
-from gradilocks.state.plain import read_memory, refill
 from gradilocks.step.decide import decide
 from gradilocks.step.diagnose import never_finite
 from gradilocks.step.express import Express
@@ -270,13 +269,7 @@ class Judge:
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, count=count)
         refuse_misfits(loaded.clip_policy, self.names)
         self.scale_policy, self.clip_policy = loaded.scale_policy, loaded.clip_policy
-        fresh = self.scale_policy.start(torch.device("cpu"))
-        fresh.scale.fill_(loaded.scale)
-        fresh.growth_tracker.fill_(loaded.growth_tracker)
-        fresh.hysteresis.fill_(loaded.hysteresis)
-        for name, value in loaded.more.items():
-            fresh.more[name].fill_(value)
-        refill(self.state, fresh)
+        checkpoint.refill(self.state, loaded.state)
         self.streak.restore(loaded.streak)
         if loaded.steps is not None:
             self.steps.fill_(loaded.steps)
@@ -289,7 +282,7 @@ class Judge:
     def recall(self, saved: Any) -> None:
         """Goes on with what the clip policy remembered, as `plain` wrote it."""
         count = sum(1 for _ in every_parameter(self.names.optimizers))
-        self.memory = read_memory(self.clip_policy, saved, count)
+        self.memory = checkpoint.load_memory(self.clip_policy, saved, count)
         self._whose = []
 
     def refuse(self, team: Team) -> None:
