@@ -18,7 +18,7 @@ from torch import Tensor
 from gradilocks.clip import AdaptiveClip
 from gradilocks.eager import users_line
 from gradilocks.errors import BadState
-from gradilocks.ranks.layout import meetings_of, refuse_flattened, team_of
+from gradilocks.ranks.layout import meetings_of, model_ranks_of, refuse_fsdp1_shards
 from gradilocks.scale import NoScale
 from gradilocks.state.checkpoint import describe, load_memory, rebuild, save_memory
 from gradilocks.step import update
@@ -102,7 +102,7 @@ class Clips:
         """
         params = list(every_parameter([optimizer]))
         if not self.policy.apart:
-            refuse_flattened(params, name=names, way_out=_FLATTENED)
+            refuse_fsdp1_shards(params, name=names, way_out=_FLATTENED)
             return {"meetings": meetings_of(params)}
         way_out = (
             f"{self.policy.policy_name} bounds gradients apart from each other, for which a "
@@ -110,7 +110,7 @@ class Clips:
             "norm of all, such as ClipByNorm, which takes each tensor over its own mesh; or use "
             "GradientControl(process_group=)."
         )
-        return {"team": team_of(params, group=None, name=names, way_out=way_out)}
+        return {"team": model_ranks_of(params, group=None, name=names, way_out=way_out)}
 
     def learn(self, optimizer: Any) -> None:
         """The optimizer has stepped, or was meant not to: the policy may learn from it."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradilocks import kernels
 from gradilocks.errors import BadState
-from gradilocks.ranks.layout import in_company
+from gradilocks.ranks.layout import has_other_ranks
 from gradilocks.scale import DynamicScale, NoScale, resolve_scale
 from gradilocks.state.checkpoint import load_scale, rebuild, refill, save_scale, with_settings
 from gradilocks.state.other_scalers import OtherScaler
@@ -105,7 +105,7 @@ class Governed:
         if self._asks:
             home = self.state.scale.device
             seen = {"largest": self._largest, "loss_nonfinite": self._loss}
-            if in_company():  # A loss is a rank's own, and the ranks' scales must not part.
+            if has_other_ranks():  # A loss is a rank's own, and the ranks' scales must not part.
                 seen["loss_nonfinite"] = self._loss_anywhere
             given = {name: moved(t, home) for name, t in seen.items() if t is not None}
             self.policy.advance(self.state, skip, **given)

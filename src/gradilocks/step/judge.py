@@ -19,9 +19,9 @@ from gradilocks.checks import refuse_misfits
 from gradilocks.clip import ClipPolicy, Memory, remap_memory, same_parameters
 from gradilocks.errors import NeverFinite
 from gradilocks.kernels.captured import capturing
+from gradilocks.ranks.agreement import FINGERPRINT, REPORT, RankAgreement, fingerprint
 from gradilocks.ranks.collective import agreed, reduce, reduce_apart, reduce_each
-from gradilocks.ranks.copies import MARKS, fingerprint
-from gradilocks.ranks.layout import NOTES, Company, Layout, Team
+from gradilocks.ranks.layout import Layout, ModelRanks
 from gradilocks.scale import NoScale, ScalePolicy, scale_loss
 from gradilocks.state import checkpoint
 from gradilocks.step.decide import decide
@@ -94,7 +94,7 @@ class Judge:
         """What the clip policy remembers."""
         self._whose: list[weakref.ref[Tensor]] = []  # The parameters that it knows, in order.
         self._meeting: Meeting | None = None  # The ranks that the latest step was measured over.
-        self._company = Company()
+        self._agreement = RankAgreement()
         self.losses = Losses()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Judge:
         found: Sequence[Gradients],
         *,
         unscaled: bool,
-        team: Team | None = None,
+        team: ModelRanks | None = None,
         meetings: Sequence[Meeting] = (),
     ) -> Verdict:
         """Measures all gradients together and decides, by the stages. Changes nothing.
@@ -285,13 +285,13 @@ class Judge:
         self.memory = checkpoint.load_memory(self.clip_policy, saved, count)
         self._whose = []
 
-    def refuse(self, team: Team) -> None:
+    def refuse(self, team: ModelRanks) -> None:
         """Tells the other ranks, as long as they listen, that this one refuses the step.
 
         At the first steps the host waits for them anyway. Later nobody waits: a rank that raises
         ends the run, as it does anywhere else.
         """
-        if self._company.is_new(team):
+        if self._agreement.is_pending(team):
             order = float(self.clip_policy.order)
             nothing = measure((), home=self.state.scale.device, order=order)
             # Whoever does not listen any more skips the step.
@@ -299,7 +299,7 @@ class Judge:
             self._gather(skip, team, layouts=(), refused=True, wide=True)
 
     def _over_ranks(
-        self, mine: Measurement, found: Sequence[Gradients], scene: Scene | None, team: Team
+        self, mine: Measurement, found: Sequence[Gradients], scene: Scene | None, team: ModelRanks
     ) -> tuple[Measurement, Tensor]:
         """The measurement of all ranks, and their roof.
 
@@ -310,7 +310,7 @@ class Judge:
         params = [param for part in found for param in part.params]
         tensors = [tensor for part in found for tensor in part.tensors]
         layouts = _layouts(found)
-        waiting, looking = self._company.waiting(team), self._company.is_new(team)
+        waiting, looking = self._agreement.uncompared(team), self._agreement.is_pending(team)
         plain = [at for at, param in enumerate(params) if id(param) in waiting]
         shown = None
         if plain:
@@ -325,26 +325,28 @@ class Judge:
             mine,
             team,
             layouts=layouts,
-            marks=None if shown is None else shown.marks,
+            marks=None if shown is None else shown.numbers,
             wide=all(tensor.dtype is torch.float64 for tensor in tensors),
         )
         if looking:
             columns = [whole.nonfinite.reshape(1).to(every.dtype), every.flatten()]
-            broken, *numbers = fetch(torch.cat(columns + ([] if shown is None else [shown.shown])))
+            broken, *numbers = fetch(
+                torch.cat(columns + ([] if shown is None else [shown.compared]))
+            )
             rows, rest = numbers[: every.numel()], numbers[every.numel() :]
-            self._company.meet(
+            self._agreement.check(
                 team,
-                [rows[at : at + len(NOTES)] for at in range(0, len(rows), len(NOTES))],
+                [rows[at : at + len(REPORT)] for at in range(0, len(rows), len(REPORT))],
                 compared=[params[at] for at, seen in zip(plain, rest, strict=True) if seen],
                 finite=not broken,
                 apart=apart,
                 names=self.names.of,
             )
-        roof = _roof(every[:, NOTES.index("narrow")])
+        roof = _roof(every[:, REPORT.index("narrow")])
         if not apart:
             return whole, roof
         assert scene is not None
-        if team.parts or policy.by_unit:
+        if team.plain_are_parts or policy.by_unit:
             raise ValueError(
                 f"{apart} bounds gradients apart from each other, and ranks hold parts of them "
                 "here that are not known to belong together. Use ClipByNorm, or another policy "
@@ -362,7 +364,7 @@ class Judge:
     def _gather(
         self,
         mine: Measurement,
-        team: Team,
+        team: ModelRanks,
         *,
         layouts: Sequence[Layout | None],
         wide: bool,
@@ -371,12 +373,12 @@ class Judge:
     ) -> tuple[Measurement, Tensor]:
         """The measurement of all ranks, and the notes of each."""
         norms = mine.tensors.norms
-        notes = self._company.notes(
+        notes = self._agreement.report(
             team, refused=refused, wide=wide, apart=self._apart, names=self.names.of
         )
         told = moved(torch.tensor(notes, dtype=norms.dtype, device="cpu"), norms.device)
         if marks is None:
-            marks = norms.new_zeros(len(MARKS))
+            marks = norms.new_zeros(len(FINGERPRINT))
         return reduce(
             mine,
             meeting=team.meeting,

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.checks import check_any_gradient
 from gradilocks.errors import NoGradients
-from gradilocks.ranks.layout import Team, any_distributed, team_of
+from gradilocks.ranks.layout import ModelRanks, any_distributed, model_ranks_of
 from gradilocks.record.journal import NoJournal
 from gradilocks.step import update
 from gradilocks.step.call_order import CallOrder
@@ -199,9 +199,9 @@ class Stepping:
         if in_place and self._judge.scales:
             update.check_unscaling_in_place(optimizer, part.params, part.tensors, self._names)
 
-    def _team(self) -> Team | None:
+    def _team(self) -> ModelRanks | None:
         """The ranks that hold the model together; raises if they are not known."""
-        return team_of(list(self._parameters()), group=self._process_group, name=self._names)
+        return model_ranks_of(list(self._parameters()), group=self._process_group, name=self._names)
 
     def _has_ranks(self) -> bool:
         return self._process_group is not None or any_distributed(self._parameters())
