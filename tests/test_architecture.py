@@ -26,7 +26,6 @@ MEETING_PLACES = {
     "step.express",
     "dropin",
     "state.checkpoint",
-    "state.plain",
     "__init__",
 }
 # Reading a number off a tensor waits for its device. These may: the two named places, and the

@@ -25,7 +25,12 @@ from gradilocks.eager import eager
 from gradilocks.errors import NoGradients
 from gradilocks.kernels.captured import keeping
 from gradilocks.names import Names
-from gradilocks.ranks.layout import Team, any_distributed, in_company, team_of
+from gradilocks.ranks.layout import (
+    ModelRanks,
+    any_distributed,
+    has_other_ranks,
+    model_ranks_of,
+)
 from gradilocks.record.journal import journal_for
 from gradilocks.scale import resolve_scale
 from gradilocks.step.call_order import CallOrder
@@ -327,7 +332,7 @@ class GradientControl:
             raise no_gradients()
         return gradients
 
-    def _find_with_ranks(self, taken_inside: Sequence[bool]) -> tuple[Gradients, Team | None]:
+    def _find_with_ranks(self, taken_inside: Sequence[bool]) -> tuple[Gradients, ModelRanks | None]:
         """The gradients, and the ranks that hold the model together with this one, if any."""
         team = self._team()
         try:
@@ -388,12 +393,12 @@ class GradientControl:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
         return self._conclude(last)
 
-    def _team(self, *, at_once: bool = False) -> Team | None:
+    def _team(self, *, at_once: bool = False) -> ModelRanks | None:
         """The ranks that hold the model together; raises if they are not known.
 
         Args:
             at_once: check what the user has named also where no other rank trains along.
         """
-        if not (in_company() or at_once):
+        if not (has_other_ranks() or at_once):
             return None
-        return team_of(list(self._parameters()), group=self._process_group, name=self._names)
+        return model_ranks_of(list(self._parameters()), group=self._process_group, name=self._names)

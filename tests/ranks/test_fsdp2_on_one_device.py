@@ -193,7 +193,8 @@ def test_a_collective_runs_where_its_group_has_a_backend(
     monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...], wanted: str, chosen: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert ranks._reached(_Group(*kinds), torch.device(wanted)) == torch.device(chosen)
+    near = torch.device(wanted)
+    assert ranks.device_for(_Group(*kinds), near.type, near) == torch.device(chosen)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a group for CUDA is made, and not used")
@@ -205,7 +206,7 @@ def test_a_group_for_cuda_alone_is_never_handed_numbers_on_the_cpu(
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         param = nn.Parameter(torch.zeros(2))
-        team = ranks.team_of([param], group=dist.group.WORLD, name=str)
+        team = ranks.model_ranks_of([param], group=dist.group.WORLD, name=str)
         (meeting,) = ranks.meetings_of([param], group=dist.group.WORLD)
     finally:
         dist.destroy_process_group()

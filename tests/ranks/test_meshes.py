@@ -826,7 +826,7 @@ def a_mesh_without_a_group_of_its_own(rank: int) -> dict[str, Any]:
     params, values = _grid(_mesh((2, 2), ("dp", "tp")))
     found: dict[str, Any] = {"values": values, "by one": _norms(params)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_reaches", lambda group, kind: group is not None)
+        patch.setattr(ranks, "_kinds", lambda group: ["meta"] if group is None else [])
         (meeting,) = ranks.meetings_of(params)
         found["groups"] = len(meeting.groups)
         found["by two"] = _norms(params)

@@ -1,6 +1,6 @@
 """A Measurement in, a ClipLimit out: how far the gradients are pulled down, policy by policy."""
 
-from gradilocks.clip.adagc import AdaGC
+from gradilocks.clip.adaptive import AdaptiveClip
 from gradilocks.clip.chained import Chain, chain
 from gradilocks.clip.clip_policy import (
     ClipByNorm,
@@ -15,9 +15,8 @@ from gradilocks.clip.clip_policy import (
     resolve_clip,
     same_parameters,
 )
-from gradilocks.clip.history import QuantileClip, SkipSpikes, ZScoreClip
-from gradilocks.clip.parts import ClipPerGroup, ClipPerTensor
-from gradilocks.clip.units import AdaptiveClip
+from gradilocks.clip.history import AdaGC, QuantileClip, SkipSpikes, ZScoreClip
+from gradilocks.clip.per_group import ClipPerGroup, ClipPerTensor
 
 __all__ = [
     "AdaGC",

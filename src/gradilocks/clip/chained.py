@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.clip.clip_policy import ClipByValue, ClipPolicy, Memory, resolve_clip
+from gradilocks.clip.clip_policy import NOTHING, ClipByValue, ClipPolicy, Memory, resolve_clip
 from gradilocks.kernels.totals import total_norm
 from gradilocks.values import ClipLimit, Measurement
 
@@ -71,7 +72,6 @@ class Chain(ClipPolicy):
                 "ClipByValue must be the last of a chain: what is left of a norm after it is known "
                 "only by measuring again."
             )
-
         # What one of them needs, the chain needs.
         object.__setattr__(self, "order", orders.pop())
         for name in ("needs_largest", "apart", "by_unit"):
@@ -101,53 +101,35 @@ class Chain(ClipPolicy):
                 state[f"{k}.{name}"] = tensor
         return state
 
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
-        limits = self._limits(measurement, scale, state or {})
-        coefficient, clipped = limits[0][1].coefficient, limits[0][1].clipped
-        factors, units, reject = (getattr(limits[0][1], f) for f in ("factors", "units", "reject"))
-        value, bound = limits[0][1].value, limits[0][1].limit
-        for _, each in limits[1:]:
-            if each.value is not None:  # It bounds what the others have left.
-                value = each.value
-            coefficient = coefficient * each.coefficient
-            clipped = torch.maximum(clipped, each.clipped)
-            factors = _product(factors, each.factors)
-            units = _unit_product(units, each.units)
-            bound = torch.minimum(bound, each.limit)
-            if each.reject is not None:
-                reject = each.reject if reject is None else torch.maximum(reject, each.reject)
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
+        seen: list[tuple[Measurement, ClipLimit]] = []
+        for k, policy in enumerate(self.policies):
+            own = _own(state, k)
+            limit = policy.limit(measurement, scale, *([own] if own else []))
+            seen.append((measurement, limit))
+            measurement = _after(measurement, limit)
+        limits = [limit for _, limit in seen]
+        values = [each.value for each in limits if each.value is not None]
+        units = [each.units for each in limits if each.units is not None]
+        rejections = [each.reject for each in limits if each.reject is not None]
         return ClipLimit(
-            coefficient=coefficient, limit=bound, clipped=clipped, value=value,
-            factors=factors, units=units, norms=None, reject=reject, parts=limits,
-        )  # fmt: skip
+            coefficient=functools.reduce(torch.mul, [each.coefficient for each in limits]),
+            limit=functools.reduce(torch.minimum, [each.limit for each in limits]),
+            clipped=functools.reduce(torch.maximum, [each.clipped for each in limits]),
+            value=values[-1] if values else None,  # It bounds what the others have left.
+            factors=_product([each.factors for each in limits]),
+            units=[_product(each) for each in zip(*units, strict=True)] if units else None,
+            reject=functools.reduce(torch.maximum, rejections) if rejections else None,
+            parts=seen,
+        )
 
     def advance(
-        self,
-        state: Memory,
-        measurement: Measurement,
-        scale: Tensor,
-        limit: ClipLimit,
-        skip: Tensor,
+        self, state: Memory, measurement: Measurement, scale: Tensor, limit: ClipLimit, skip: Tensor
     ) -> None:
         # Not worked out again: by now gradients and weights are no longer what they were.
         for k, (policy, (seen, each)) in enumerate(zip(self.policies, limit.parts, strict=True)):
             if own := _own(state, k):
                 policy.advance(own, seen, scale, each, skip)
-
-    def _limits(
-        self, measurement: Measurement, scale: Tensor, state: Memory
-    ) -> list[tuple[Measurement, ClipLimit]]:
-        """What each policy sees, and what limit it sets."""
-        found = []
-        for k, policy in enumerate(self.policies):
-            own = _own(state, k)
-            more = (own,) if own else ()
-            limit = policy.limit(measurement, scale, *more)
-            found.append((measurement, limit))
-            measurement = _after(measurement, limit)
-        return found
 
 
 def _resolved(given: object) -> ClipPolicy:
@@ -182,15 +164,7 @@ def _after(measurement: Measurement, limit: ClipLimit) -> Measurement:
     )
 
 
-def _product(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return one if other is None else other
-    return one * other
-
-
-def _unit_product(
-    one: Sequence[Tensor | None] | None, other: Sequence[Tensor | None] | None
-) -> Sequence[Tensor | None] | None:
-    if one is None or other is None:
-        return one if other is None else other
-    return [_product(a, b) for a, b in zip(one, other, strict=True)]
+def _product(factors: Sequence[Tensor | None]) -> Tensor | None:
+    """The product of those that are there; None if none is."""
+    there = [factor for factor in factors if factor is not None]
+    return functools.reduce(torch.mul, there) if there else None

@@ -11,34 +11,38 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradilocks.values import ClipLimit, Measurement, moved
+from gradilocks.policy import Adapted, Policy, number
+from gradilocks.values import ClipLimit, Measurement, Scene, moved
 
 __all__ = [
+    "NOTHING",
     "ClipByNorm",
     "ClipByValue",
     "ClipPolicy",
     "ClipRules",
     "Memory",
     "NoClip",
-    "bounded",
-    "check_count",
-    "check_fraction",
     "check_max_norm",
     "check_order",
-    "check_positive",
     "clip_coefficient",
-    "pulled_down",
+    "moving_coefficient",
     "remap_memory",
     "resolve_clip",
     "same_parameters",
+    "scene_of",
+    "without_coefficient",
 ]
 
 Memory = Mapping[str, Tensor]
+"""What a policy has learned, by name; it is changed in place."""
+NOTHING: Memory = MappingProxyType({})
+"""The memory of a policy that remembers nothing."""
 EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch does."""
 
@@ -53,7 +57,7 @@ class ClipRules:
     """The bound on the norm of all gradients together; None if there is none."""
 
 
-class ClipPolicy:
+class ClipPolicy(Policy):
     """What to measure, and what limit follows from it. The base of all clip policies.
 
     A subclass defines `limit`, and overrides what differs from the defaults below. Whoever asks a
@@ -80,17 +84,7 @@ class ClipPolicy:
     @property
     def learns(self) -> bool:
         """Whether it has a memory: `start` makes one, and `advance` moves it on."""
-        return type(self).start is not ClipPolicy.start
-
-    @property
-    def as_given(self) -> Any:
-        """The object that the user handed over: this one, unless it stands for another."""
-        return self
-
-    @property
-    def policy_name(self) -> str:
-        """The name of the user's class, for messages and checkpoints."""
-        return type(self.as_given).__name__
+        return getattr(self.start, "__func__", None) is not ClipPolicy.start
 
     def rules(self) -> ClipRules | None:
         """Its rule in numbers, if a device can follow it by itself."""
@@ -111,82 +105,23 @@ class ClipPolicy:
         """Its memory before the first step of a model with `count` parameters; None for none."""
         return None
 
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
         """The limit for gradients that were measured under `scale`; changes nothing."""
         raise NotImplementedError(f"{type(self).__name__} has no limit(measurement, scale).")
 
     def advance(
-        self,
-        state: Memory,
-        measurement: Measurement,
-        scale: Tensor,
-        limit: ClipLimit,
-        skip: Tensor,
+        self, state: Memory, measurement: Measurement, scale: Tensor, limit: ClipLimit, skip: Tensor
     ) -> None:
         """Moves its memory on in place. A skipped step (1) must leave it as it was."""
 
 
-class _AdaptedClip(ClipPolicy):
+class _AdaptedClip(Adapted, ClipPolicy):
     """A user's policy that is no ClipPolicy, with the defaults for what it does not define."""
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
-        for name in ("order", "needs_largest", "apart", "by_unit", "by_parameter"):
-            if hasattr(given, name):
-                setattr(self, name, getattr(given, name))
-
-    def __reduce__(self) -> Any:
-        return _AdaptedClip, (self._given,)
-
-    def __repr__(self) -> str:
-        return repr(self._given)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self._given == (other._given if isinstance(other, _AdaptedClip) else other))
-
-    def __hash__(self) -> int:
-        return hash(self._given)
-
-    @property
-    def learns(self) -> bool:
-        return hasattr(self._given, "start")
-
-    @property
-    def as_given(self) -> Any:
-        return self._given
-
-    def misfits(
-        self, names: Sequence[str], groups: Sequence[tuple[int, str | None]]
-    ) -> dict[str | int, str]:
-        found: dict[str | int, str] = {}
-        if hasattr(self._given, "misfits"):
-            found = self._given.misfits(names, groups)
-        return found
-
-    def start(self, device: torch.device, count: int) -> dict[str, Tensor] | None:
-        memory: dict[str, Tensor] | None = None
-        if self.learns:
-            memory = self._given.start(device, count)
-        return memory
-
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
-        more = (state,) if self.learns else ()
-        found: ClipLimit = self._given.limit(measurement, scale, *more)
-        return found
-
-    def advance(
-        self,
-        state: Memory,
-        measurement: Measurement,
-        scale: Tensor,
-        limit: ClipLimit,
-        skip: Tensor,
-    ) -> None:
-        self._given.advance(state, measurement, scale, limit, skip)
+    _taken = (
+        *("order", "needs_largest", "apart", "by_unit", "by_parameter"),
+        *("misfits", "start", "limit", "advance"),
+    )
 
 
 @dataclass(frozen=True)
@@ -204,21 +139,14 @@ class NoClip(ClipPolicy):
 
     @property
     def needs_scene(self) -> bool:
-        return type(self) is not NoClip  # A subclass may look at it.
+        return type(self) is not NoClip  # A subclass may look at it, here and below.
 
     def rules(self) -> ClipRules | None:
-        # A subclass may compute another limit.
+        # A subclass may compute another limit, here and below.
         return ClipRules(self.order, None) if type(self) is NoClip else None
 
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
-        norm = measurement.norm
-        return ClipLimit(
-            coefficient=torch.ones_like(norm),
-            limit=torch.full_like(norm, math.inf),
-            clipped=torch.zeros_like(measurement.nonfinite),
-        )
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
+        return without_coefficient(measurement, torch.zeros_like(measurement.nonfinite))
 
 
 @dataclass(frozen=True)
@@ -251,15 +179,12 @@ class ClipByNorm(ClipPolicy):
 
     @property
     def needs_scene(self) -> bool:
-        return type(self) is not ClipByNorm  # A subclass may look at it.
+        return type(self) is not ClipByNorm
 
     def rules(self) -> ClipRules | None:
-        # A subclass may compute another limit.
         return ClipRules(self.order, self.max_norm) if type(self) is ClipByNorm else None
 
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
         norm = measurement.norm / scale
         coefficient = clip_coefficient(norm, self.max_norm, measurement.nonfinite)
         return ClipLimit(
@@ -294,86 +219,67 @@ class ClipByValue(ClipPolicy):
 
     @property
     def needs_scene(self) -> bool:
-        return type(self) is not ClipByValue  # A subclass may look at it.
+        return type(self) is not ClipByValue
 
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
-        norm, largest = measurement.norm, measurement.tensors.largest
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
+        largest = measurement.tensors.largest
         assert largest is not None
-        peak = largest.amax() if largest.numel() else norm.new_zeros(())
+        peak = largest.amax() if largest.numel() else largest.new_zeros(())
         over = (peak / scale > self.value) & (measurement.nonfinite == 0)
-        return ClipLimit(
-            coefficient=torch.ones_like(norm),
-            limit=torch.full_like(norm, math.inf),
-            clipped=over.to(torch.float32),
-            value=float(self.value),
-        )
+        return without_coefficient(measurement, over, value=float(self.value))
 
 
-def pulled_down(norm: Tensor, limit: Tensor, nonfinite: Tensor) -> Tensor:
+def without_coefficient(measurement: Measurement, clipped: Tensor, **more: Any) -> ClipLimit:
+    """The ClipLimit of a policy that puts no bound on the norm of all gradients together.
+
+    Args:
+        measurement: the gradients.
+        clipped: 0-d, whether it changes them all the same.
+        more: how: the other fields of the ClipLimit.
+    """
+    norm = measurement.norm
+    unbounded = torch.full_like(norm, math.inf)
+    return ClipLimit(torch.ones_like(norm), unbounded, clipped.to(torch.float32), **more)
+
+
+def moving_coefficient(norm: Tensor, limit: Tensor, nonfinite: Tensor) -> Tensor:
     """As `clip_coefficient`, for a limit that moves: exactly 1 for a norm that does not pass it."""
     over = (norm > limit) & (nonfinite == 0)
     finite = torch.clamp(norm, max=torch.finfo(norm.dtype).max)
     return torch.where(over, limit / finite, torch.ones_like(norm))
 
 
-def bounded(norm: Tensor, limit: Tensor, nonfinite: Tensor) -> ClipLimit:
-    """The ClipLimit that bounds the norm of all gradients together by a limit that moves."""
-    coefficient = pulled_down(norm, limit, nonfinite)
-    return ClipLimit(
-        coefficient=coefficient, limit=limit, clipped=(coefficient < 1.0).to(torch.float32)
-    )
-
-
-def clip_coefficient(norm: Tensor, max_norm: float, nonfinite: Tensor) -> Tensor:
+def clip_coefficient(norm: Tensor, max_norm: float | Tensor, nonfinite: Tensor) -> Tensor:
     """What the unscaled gradients are multiplied by, in [0, 1]; 1 if they are not finite."""
     finite = torch.clamp(norm, max=torch.finfo(norm.dtype).max)
     coefficient = torch.clamp(max_norm / (finite + EPSILON), max=1.0)
     return torch.where(nonfinite > 0, torch.ones_like(norm), coefficient)
 
 
+def scene_of(measurement: Measurement, policy: ClipPolicy) -> Scene:
+    """Whose gradients were measured, for a policy that cannot do without knowing it."""
+    if measurement.scene is None:
+        raise ValueError(
+            f"{policy.policy_name} needs to know whose gradients were measured: use it through "
+            "GradientControl(clip=...) or GradScaler(clip=...)."
+        )
+    return measurement.scene
+
+
 def check_max_norm(value: object, *, name: str = "max_norm", none: str = "math.inf") -> float:
     """`value` as a float; a clear error if it is no number, negative or NaN."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
-    if not value >= 0.0:
+    max_norm = number(name, value)
+    if not max_norm >= 0.0:
         raise ValueError(
             f"{name} must not be negative or NaN, got {value}. Use {none} to measure only."
         )
-    return float(value)
+    return max_norm
 
 
 def check_order(order: object) -> None:
     """Raises unless `order` is a number of at least 1, of which infinity is one."""
-    if isinstance(order, bool) or not isinstance(order, (int, float)):
-        raise TypeError(f"order must be a number, got {type(order).__name__}.")
-    if not order >= 1.0:
+    if not number("order", order) >= 1.0:
         raise ValueError(f"order must be at least 1 or math.inf, got {order}.")
-
-
-def check_count(name: str, value: object, *, lowest: int) -> None:
-    """Raises unless `value` is a whole number of at least `lowest`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
-    if value < lowest:
-        raise ValueError(f"{name} must be at least {lowest}, got {value}.")
-
-
-def check_fraction(name: str, value: object) -> None:
-    """Raises unless `value` is a number between 0 and 1, neither of them."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
-    if not 0.0 < value < 1.0:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}.")
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raises unless `value` is a positive, finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value}.")
 
 
 def resolve_clip(given: object) -> ClipPolicy:

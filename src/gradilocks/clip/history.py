@@ -1,4 +1,4 @@
-"""Policies that learn what norms are usual: QuantileClip, ZScoreClip, SkipSpikes.
+"""Policies that learn what norms are usual: QuantileClip, ZScoreClip, SkipSpikes, AdaGC.
 
 What they remember moves on the device. A step that is skipped, whoever skipped it, leaves it as it
 was, so neither a NaN nor a rejected norm ever enters it.
@@ -13,20 +13,43 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip.clip_policy import (
+    NOTHING,
     ClipPolicy,
     Memory,
-    bounded,
-    check_count,
-    check_fraction,
-    check_positive,
+    check_max_norm,
+    clip_coefficient,
+    moving_coefficient,
 )
-from gradilocks.values import ClipLimit, Measurement, wide
+from gradilocks.policy import check_count, check_fraction, check_positive
+from gradilocks.values import ClipLimit, Measurement, moved, wide
 
-__all__ = ["QuantileClip", "SkipSpikes", "ZScoreClip"]
+__all__ = ["AdaGC", "QuantileClip", "SkipSpikes", "ZScoreClip"]
+
+
+class _Windowed(ClipPolicy):
+    """Of a policy that remembers the last `window` norms, as they were before clipping."""
+
+    window: int
+
+    def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
+        return {
+            "norms": torch.zeros(self.window, dtype=wide(device), device=device),
+            "count": torch.zeros((), dtype=torch.int64, device=device),
+        }
+
+    def advance(
+        self, state: Memory, measurement: Measurement, scale: Tensor, limit: ClipLimit, skip: Tensor
+    ) -> None:
+        norm = measurement.norm / scale
+        values, _ = _entered(state, norm)
+        # Finite gradients can have a norm beyond float64.
+        taken = (skip == 0) & torch.isfinite(norm)
+        state["norms"].copy_(torch.where(taken, values, state["norms"]))
+        state["count"].add_(taken)
 
 
 @dataclass(frozen=True)
-class QuantileClip(ClipPolicy):
+class QuantileClip(_Windowed):
     """Bounds the norm by a quantile of the norms so far, this one included.
 
         limit = quantile(the last `window` norms, this one included, q)
@@ -56,13 +79,7 @@ class QuantileClip(ClipPolicy):
         check_count("window", self.window, lowest=2)
         check_count("warmup", self.warmup, lowest=0)
 
-    def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
-        return _empty_window(self.window, device)
-
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
-        assert state is not None
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
         norm = measurement.norm / scale
         values, filled = _entered(state, norm)
         ordered = torch.where(_places(values) < filled, values, math.inf).sort().values
@@ -72,17 +89,7 @@ class QuantileClip(ClipPolicy):
         high = ordered.gather(0, place.ceil().to(torch.int64).reshape(1))[0]
         bound = low + (place - below) * (high - low)
         bound = torch.where(state["count"] < self.warmup, math.inf, bound)
-        return bounded(norm, bound, measurement.nonfinite)
-
-    def advance(
-        self,
-        state: Memory,
-        measurement: Measurement,
-        scale: Tensor,
-        limit: ClipLimit,
-        skip: Tensor,
-    ) -> None:
-        _remember(state, measurement.norm / scale, skip)
+        return _bounded(norm, bound, measurement.nonfinite)
 
 
 @dataclass(frozen=True)
@@ -124,24 +131,16 @@ class ZScoreClip(ClipPolicy):
 
         return {"count": zero(torch.int64), "mean": zero(wide(device)), "var": zero(wide(device))}
 
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
-        assert state is not None
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
         norm = measurement.norm / scale
         deviation = state["var"].clamp(min=0.0).sqrt()
         z = (norm - state["mean"]) / (deviation + 1e-6)
         bound = state["mean"] + self.threshold**2 / z * deviation
         out = (z > self.threshold) & (state["count"] >= self.warmup)
-        return bounded(norm, torch.where(out, bound, math.inf), measurement.nonfinite)
+        return _bounded(norm, torch.where(out, bound, math.inf), measurement.nonfinite)
 
     def advance(
-        self,
-        state: Memory,
-        measurement: Measurement,
-        scale: Tensor,
-        limit: ClipLimit,
-        skip: Tensor,
+        self, state: Memory, measurement: Measurement, scale: Tensor, limit: ClipLimit, skip: Tensor
     ) -> None:
         taken = (skip == 0) & torch.isfinite(measurement.norm)
         seen = torch.minimum(measurement.norm / scale, limit.limit)
@@ -159,7 +158,7 @@ class ZScoreClip(ClipPolicy):
 
 
 @dataclass(frozen=True)
-class SkipSpikes(ClipPolicy):
+class SkipSpikes(_Windowed):
     """Skips a step whose norm is far above those of the last steps that were taken.
 
         bound = mean + sigmas * std of the last `window` accepted norms
@@ -195,13 +194,7 @@ class SkipSpikes(ClipPolicy):
                 f"window={self.window}: so many would never be remembered."
             )
 
-    def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
-        return _empty_window(self.window, device)
-
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
-        assert state is not None
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
         norm = measurement.norm / scale
         values, count = state["norms"], state["count"]
         there = _places(values) < count
@@ -220,22 +213,87 @@ class SkipSpikes(ClipPolicy):
             reject=torch.where(accepted, nothing, torch.ones_like(nothing)),
         )
 
+
+@dataclass(frozen=True)
+class AdaGC(ClipPolicy):
+    """Bounds the norm of each gradient by a multiple of its own usual norm.
+
+        first `warmup` steps:  all together clipped to `warmup_norm`;  usual = min of the norms
+        then, for each:        factor = min(1, ratio * usual / norm)
+                               usual = beta usual + (1 - beta) factor norm
+
+    A gradient of norm 0 says nothing of what is usual and is passed over, so that a layer that was
+    idle for a step is not held at 0 for ever.
+
+    Args:
+        ratio: how far above the usual a norm may be.
+        beta: how much of the usual stays at each step.
+        warmup: so many taken steps are clipped together.
+        warmup_norm: to this norm.
+
+    Example:
+        >>> AdaGC()
+        AdaGC(ratio=1.05, beta=0.98, warmup=100, warmup_norm=1.0)
+
+    Reference: Wang et al., "AdaGC: Improving Training Stability for Large Language Model
+    Pretraining", 2025. Use it where single layers spike, which a norm over all of them hides.
+    """
+
+    ratio: float = 1.05
+    beta: float = 0.98
+    warmup: int = 100
+    warmup_norm: float = 1.0
+    apart = True
+    by_parameter = ("usual",)
+
+    def __post_init__(self) -> None:
+        check_positive("ratio", self.ratio)
+        check_fraction("beta", self.beta)
+        check_count("warmup", self.warmup, lowest=1)
+        check_max_norm(self.warmup_norm, name="warmup_norm")
+
+    def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
+        usual = torch.full((count,), math.inf, dtype=wide(device), device=device)
+        return {"count": torch.zeros((), dtype=torch.int64, device=device), "usual": usual}
+
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
+        norm, norms = measurement.norm / scale, measurement.tensors.norms / scale
+        usual = state["usual"][_with_gradients(state["usual"], measurement)]
+        warming = state["count"] < self.warmup
+        together = clip_coefficient(norm, self.warmup_norm, measurement.nonfinite)
+        bounds = torch.where(warming, math.inf, self.ratio * usual)
+        factors = moving_coefficient(norms, bounds, measurement.nonfinite)
+        coefficient = torch.where(warming, together, torch.ones_like(norm))
+        clipped = (coefficient < 1.0) | (factors < 1.0).any()
+        return ClipLimit(
+            coefficient=coefficient,
+            limit=torch.where(warming, self.warmup_norm, math.inf).to(norm.dtype),
+            clipped=clipped.to(torch.float32),
+            factors=factors,
+        )
+
     def advance(
-        self,
-        state: Memory,
-        measurement: Measurement,
-        scale: Tensor,
-        limit: ClipLimit,
-        skip: Tensor,
+        self, state: Memory, measurement: Measurement, scale: Tensor, limit: ClipLimit, skip: Tensor
     ) -> None:
-        _remember(state, measurement.norm / scale, skip)
+        assert limit.factors is not None
+        norms = measurement.tensors.norms / scale * limit.coefficient * limit.factors
+        here = _with_gradients(state["usual"], measurement)
+        before = state["usual"][here]
+        first = (state["count"] < self.warmup) | torch.isinf(before)
+        after = torch.where(
+            first, torch.minimum(before, norms), self.beta * before + (1.0 - self.beta) * norms
+        )
+        after = torch.where((skip == 0) & (norms > 0), after, before)
+        state["usual"].index_copy_(0, here, after)
+        state["count"].add_(skip == 0)
 
 
-def _empty_window(window: int, device: torch.device) -> dict[str, Tensor]:
-    return {
-        "norms": torch.zeros(window, dtype=wide(device), device=device),
-        "count": torch.zeros((), dtype=torch.int64, device=device),
-    }
+def _bounded(norm: Tensor, limit: Tensor, nonfinite: Tensor) -> ClipLimit:
+    """The ClipLimit that bounds the norm of all gradients together by a limit that moves."""
+    coefficient = moving_coefficient(norm, limit, nonfinite)
+    return ClipLimit(
+        coefficient=coefficient, limit=limit, clipped=(coefficient < 1.0).to(torch.float32)
+    )
 
 
 def _places(values: Tensor) -> Tensor:
@@ -249,8 +307,9 @@ def _entered(state: Memory, norm: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(here, norm.to(values.dtype), values), (count + 1).clamp(max=values.numel())
 
 
-def _remember(state: Memory, norm: Tensor, skip: Tensor) -> None:
-    values, _ = _entered(state, norm)
-    taken = (skip == 0) & torch.isfinite(norm)  # Finite gradients can have a norm beyond float64.
-    state["norms"].copy_(torch.where(taken, values, state["norms"]))
-    state["count"].add_(taken)
+def _with_gradients(every: Tensor, measurement: Measurement) -> Tensor:
+    """The places, among all parameters, of those that have a gradient."""
+    scene = measurement.scene
+    if scene is None or len(scene.places) == every.numel():
+        return _places(every)
+    return moved(torch.tensor(list(scene.places), dtype=torch.int64), every.device)

@@ -22,7 +22,7 @@ from gradilocks import kernels
 from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.eager import eager, users_line
 from gradilocks.ranks.collective import reduce_apart
-from gradilocks.ranks.layout import in_company, meetings_of
+from gradilocks.ranks.layout import has_other_ranks, meetings_of
 from gradilocks.step.call_order import own_write, refuse_scaled
 from gradilocks.step.measure import measure, multiply_, norm_and_coefficient
 from gradilocks.step.table import AddressedGradients, Gradients, gradients_among, gradients_of
@@ -64,7 +64,7 @@ def clip_grad_norm_(
     order = _order(norm_type)
     gradients = _found(params, foreach)
     settled = None
-    if isinstance(gradients, AddressedGradients) and not in_company():
+    if isinstance(gradients, AddressedGradients) and not has_other_ranks():
         settled = norm_and_coefficient(gradients, bound, order)
     if settled is not None:
         norm, coefficient = settled
@@ -170,7 +170,7 @@ def _measured(gradients: Gradients, given: Sequence[Tensor], order: float) -> Me
     tensors = gradients.tensors
     home = tensors[0].device if tensors else torch.device("cpu")
     measurement = measure(tensors, home=home, order=order)
-    meetings = meetings_of(given) if in_company() else []
+    meetings = meetings_of(given) if has_other_ranks() else []
     if not meetings:
         return measurement
     layouts = gradients.every_layout()

@@ -39,10 +39,10 @@ from gradilocks.ranks.collective import largest_of_all
 from gradilocks.ranks.layout import (
     any_distributed,
     covers_world,
-    in_company,
+    has_other_ranks,
     meetings_of,
-    refuse_flattened,
-    team_of,
+    model_ranks_of,
+    refuse_fsdp1_shards,
 )
 from gradilocks.scale import (
     LARGEST,
@@ -54,8 +54,8 @@ from gradilocks.scale import (
     resolve_scale,
 )
 from gradilocks.state.checkpoint import SCALERS as KEY
-from gradilocks.state.foreign import Foreign, recognized
-from gradilocks.state.plain import check_scale, refill, save_scale
+from gradilocks.state.checkpoint import check_scale, refill, save_scale
+from gradilocks.state.other_scalers import OtherScaler, recognize
 from gradilocks.step.call_order import UnscaledGuard, own_write
 from gradilocks.step.engine import Engine, Verdict, held_if, peak_of
 from gradilocks.step.measure import Look, look, measure
@@ -339,7 +339,7 @@ class GradScaler(torch.amp.GradScaler):
                 clip = self._engines.checked_clip(ours["clip"], self._model)
         policy, fresh = None, None
         if self._enabled and len(state_dict):
-            foreign = None if KEY in state_dict else recognized(state_dict, self._growth_rule())
+            foreign = None if KEY in state_dict else recognize(state_dict, self._growth_rule())
             if foreign is not None:
                 state_dict = self._as_torchs(foreign)
             if self._policy is not None and has_torchs_numbers(state_dict):
@@ -506,7 +506,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _meetings(self, optimizer: Any) -> list[Meeting]:
         """The ranks that hold some of the gradients together with this one."""
-        if self._process_group is None and not in_company():
+        if self._process_group is None and not has_other_ranks():
             return []
         return meetings_of(list(every_parameter([optimizer])), group=self._process_group)
 
@@ -637,12 +637,12 @@ class GradScaler(torch.amp.GradScaler):
         As `clip_grad_norm_`, each tensor over its own mesh; a policy that bounds tensors apart from
         each other needs all ranks to know all of them, as a GradientControl does.
         """
-        if not in_company():
+        if not has_other_ranks():
             return {}
         params, clip = list(every_parameter([optimizer])), self._engines.clip
         if not clip.apart:
             if self._clips:
-                refuse_flattened(params, name=engine.names, way_out=_FLATTENED)
+                refuse_fsdp1_shards(params, name=engine.names, way_out=_FLATTENED)
             return {"meetings": meetings_of(params)}
         way_out = (
             f"{clip.policy_name} bounds gradients apart from each other, for which a "
@@ -650,7 +650,7 @@ class GradScaler(torch.amp.GradScaler):
             "norm of all, such as ClipByNorm, which takes each tensor over its own mesh; or use "
             "GradientControl(process_group=)."
         )
-        return {"team": team_of(params, group=None, name=engine.names, way_out=way_out)}
+        return {"team": model_ranks_of(params, group=None, name=engine.names, way_out=way_out)}
 
     def _step_with_scaler(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
         """For an optimizer with the older contract, whose step takes the scaler itself."""
@@ -785,7 +785,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._policy.advance(state, flag)
             else:
                 # A loss is a rank's own, and the ranks' scales must not part.
-                company = in_company()
+                company = has_other_ranks()
                 loss = self._now.loss_nonfinite_anywhere if company else self._now.loss_nonfinite
                 home = state.scale.device
                 self._policy.advance(
@@ -822,12 +822,12 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _growth_rule(self) -> Any:
-        """How the scale grows, as `recognized` asks for it."""
+        """How the scale grows, as `recognize` asks for it."""
         if self._policy is not None:
             return self._policy.as_given
         return SimpleNamespace(growth_interval=self._growth_interval, delay=0)
 
-    def _as_torchs(self, foreign: Foreign) -> dict[str, Any]:
+    def _as_torchs(self, foreign: OtherScaler) -> dict[str, Any]:
         """What torch's scaler would have saved in the place of another system's."""
         return {
             "growth_factor": self._growth_factor,

@@ -18,7 +18,7 @@ from gradilocks.eager import users_line
 from gradilocks.errors import BadState
 from gradilocks.names import Names
 from gradilocks.scale import NoScale, ScalePolicy
-from gradilocks.state.plain import describe, plain, read_memory, rebuild
+from gradilocks.state.checkpoint import describe, load_memory, rebuild, save_memory
 from gradilocks.step.engine import Engine
 from gradilocks.step.table import GradientTable, every_parameter
 
@@ -125,7 +125,7 @@ class OptimizerEngines:
                 f"what the clip policy has learned, in the state_dict, does not fit: {states!r:.80}"
             )
         for state in states:
-            read_memory(policy, state["memory"], len(state["names"]))
+            load_memory(policy, state["memory"], len(state["names"]))
         try:
             _refuse_patterns(policy, model)
         except ValueError as error:
@@ -142,7 +142,7 @@ class OptimizerEngines:
             optimizer = ref()
             if optimizer is not None:
                 signature = _signature(optimizer, engine.names)
-                known.append({**signature, "memory": plain(engine.memory)})
+                known.append({**signature, "memory": save_memory(engine.memory)})
         return known + self._loaded
 
     def _place(self, mine: dict[str, list[Any]]) -> int | None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from gradilocks.errors import BadState, MissingKey
 from gradilocks.scale import DynamicScale, ScalePolicy
 from gradilocks.state.checkpoint import SCALERS as KEY
-from gradilocks.state.foreign import Foreign
-from gradilocks.state.plain import load_scale, rebuild, with_settings
+from gradilocks.state.checkpoint import load_scale, rebuild, with_settings
+from gradilocks.state.other_scalers import OtherScaler
 from gradilocks.values import ScaleState
 
 __all__ = [
@@ -148,7 +148,7 @@ def _refuse_a_controls(state_dict: Mapping[str, Any]) -> None:
 
 
 def policy_from(
-    state_dict: Mapping[str, Any], policy: ScalePolicy, saved: Any, foreign: Foreign | None
+    state_dict: Mapping[str, Any], policy: ScalePolicy, saved: Any, foreign: OtherScaler | None
 ) -> ScalePolicy:
     """The scaler's policy with the settings of a checkpoint; BadState if it is another's.
 
@@ -175,11 +175,10 @@ def policy_from(
 
 
 def state_from(
-    state_dict: Mapping[str, Any], policy: ScalePolicy, saved: Any, foreign: Foreign | None
+    state_dict: Mapping[str, Any], policy: ScalePolicy, saved: Any, foreign: OtherScaler | None
 ) -> ScaleState:
     """The state of `policy_from`'s policy, on the CPU; raises BadState."""
-    fresh = policy.start(torch.device("cpu"))
-    load_scale(policy, fresh, state_dict, saved)
+    fresh = load_scale(policy, state_dict, saved)
     if foreign is not None and foreign.hysteresis is not None:
         fresh.hysteresis.fill_(foreign.hysteresis)
     return fresh

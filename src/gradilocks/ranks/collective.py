@@ -80,13 +80,9 @@ def reduce_each(
     (group,) = meeting.groups
     gathered = _gathered(mine, group, meeting.device).index_select(1, here)
     largest = gathered.amax(dim=0)
-    if order == math.inf:
-        each = largest
-    else:
-        usable = (largest > 0) & torch.isfinite(largest)
-        unit = torch.where(usable, largest, torch.ones_like(largest))
-        powers = ((gathered / unit) ** order).sum(dim=0)
-        each = torch.where(usable, unit * powers ** (1.0 / order), largest)
+    unit = _unit(largest)
+    share = largest if order == math.inf else ((gathered / unit) ** order).sum(dim=0)
+    each = _norm(largest, unit, share, order)
     return replace(whole, tensors=replace(whole.tensors, norms=each))
 
 
@@ -208,6 +204,14 @@ def _unit(largest: Tensor) -> Tensor:
     return torch.where(usable, largest, torch.ones_like(largest))
 
 
+def _norm(largest: Tensor, unit: Tensor, share: Tensor, order: float) -> Tensor:
+    """The norm whose p-th power is `share` in `unit`; 0, Inf and NaN are as in the largest."""
+    if order == math.inf:
+        return largest
+    usable = (largest > 0) & torch.isfinite(largest)
+    return torch.where(usable, unit * share ** (1.0 / order), largest)
+
+
 def _gathered(mine: Tensor, group: Any, device: torch.device) -> Tensor:
     """Every rank's numbers, a row a rank, where `mine` lies; they travel by `device`."""
     import torch.distributed as dist
@@ -233,9 +237,6 @@ def _combined(rows: Tensor, order: float) -> Tensor:
 def _whole(measurement: Measurement, row: Tensor) -> Measurement:
     """The Measurement with the norm and the flag of all ranks."""
     largest, unit, share, flag, double = row.unbind()
-    norm = largest
-    if measurement.order != math.inf:
-        usable = (largest > 0) & torch.isfinite(largest)
-        norm = torch.where(usable, unit * share ** (1.0 / measurement.order), largest)
+    norm = _norm(largest, unit, share, measurement.order)
     norm = torch.where(double > 0, norm, rounded(norm))
     return replace(measurement, norm=norm, nonfinite=flag.to(torch.float32))

@@ -12,8 +12,6 @@ from here.
 from __future__ import annotations
 
 import sys
-import weakref
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -21,31 +19,24 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from gradilocks.ranks.copies import MARKS, are_copies
 from gradilocks.values import Meeting
 
 __all__ = [
-    "NOTES",
-    "Company",
     "Layout",
-    "Team",
+    "ModelRanks",
     "any_distributed",
     "covers_world",
-    "in_company",
+    "device_for",
+    "has_other_ranks",
     "is_distributed",
     "layout_of",
     "meetings_of",
-    "refuse_flattened",
-    "team_of",
+    "model_ranks_of",
+    "refuse_fsdp1_shards",
+    "shortened",
 ]
 
-NOTES = ("refused", "unknown", "parts", "listing", "named", "waiting", "narrow", *MARKS)
-"""What a rank tells of itself: that it refuses the step, that it does not know who holds what, that
-its plain tensors are parts, what its parameters' shapes and names are, how many plain ones have not
-been compared yet, that not all of its gradients are float64, and what stands for the plain ones."""
-
 _Name = Callable[[Tensor], str]
-_Names = Callable[[Sequence[Tensor]], Sequence[str]]
 
 
 class Layout(NamedTuple):
@@ -57,7 +48,7 @@ class Layout(NamedTuple):
     """Whether this rank's elements count: of the ranks that hold the same ones, the first's do."""
 
 
-def in_company() -> bool:
+def has_other_ranks() -> bool:
     """Whether other ranks train along."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
@@ -141,13 +132,13 @@ def meetings_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[Meeting
     found = {ranks: _meeting(ranks, meshes) for ranks, meshes in by_ranks.items()}
     if group is not None:
         ranks = _ranks_in(group)
-        wanted = found[ranks].device if ranks in found else tensors[0].device
-        found[ranks] = Meeting(ranks, (group,), _reached(group, wanted))
+        near = found[ranks].device if ranks in found else tensors[0].device
+        found[ranks] = Meeting(ranks, (group,), device_for(group, near.type, near))
     return sorted(found.values(), key=_in_order)
 
 
 @dataclass(frozen=True)
-class Team:
+class ModelRanks:
     """The ranks that hold one model together, as far as this rank can know."""
 
     meeting: Meeting
@@ -157,20 +148,20 @@ class Team:
     """All parameters of this rank."""
     plain: tuple[Tensor, ...]
     """Plain parameters beside distributed ones that are trained, the same on every rank."""
-    parts: bool
+    plain_are_parts: bool
     """Whether plain tensors are parts of the model, as the user has said by a process group."""
-    listing: int
+    shapes: int
     """A number that stands for the shapes of all parameters, in order."""
-    first: bool
+    is_first: bool
     """Whether this rank is the one that counts, where all of them hold the same."""
 
     def counts(self, layouts: Sequence[Layout | None]) -> list[bool]:
         """Whether this rank's elements count, for each gradient."""
-        own = self.parts or self.first
+        own = self.plain_are_parts or self.is_first
         return [own if layout is None else layout.counts for layout in layouts]
 
 
-def refuse_flattened(params: Sequence[Tensor], *, name: _Name, way_out: str) -> None:
+def refuse_fsdp1_shards(params: Sequence[Tensor], *, name: _Name, way_out: str) -> None:
     """Raises if FSDP1 has cut plain parameters into shards, which nothing else shows.
 
     Args:
@@ -188,7 +179,7 @@ def refuse_flattened(params: Sequence[Tensor], *, name: _Name, way_out: str) -> 
 
 def _flattened(params: Sequence[Tensor]) -> list[Tensor]:
     """Those that FSDP1 has cut into shards, as torch marks them; none where no other rank is."""
-    if not in_company() or "torch.distributed.fsdp" not in sys.modules:
+    if not has_other_ranks() or "torch.distributed.fsdp" not in sys.modules:
         return []
     return [param for param in params if getattr(param, "_fsdp_flattened", False)]
 
@@ -206,7 +197,9 @@ def _refuse_beside_flattened(params: Sequence[Tensor], *, name: _Name) -> None:
         )
 
 
-def team_of(params: Sequence[Tensor], *, group: Any, name: _Name, way_out: str = "") -> Team | None:
+def model_ranks_of(
+    params: Sequence[Tensor], *, group: Any, name: _Name, way_out: str = ""
+) -> ModelRanks | None:
     """Which ranks hold one model together; None if each holds all of it.
 
     Args:
@@ -219,7 +212,7 @@ def team_of(params: Sequence[Tensor], *, group: Any, name: _Name, way_out: str =
         ValueError: if it cannot be known and no other rank would wait to hear of it.
     """
     if group is None:
-        refuse_flattened(params, name=name, way_out=way_out or _NAME_THE_GROUP)
+        refuse_fsdp1_shards(params, name=name, way_out=way_out or _NAME_THE_GROUP)
     meshes = _meshes_of(params)
     if not meshes and group is None:
         return None
@@ -236,107 +229,18 @@ def team_of(params: Sequence[Tensor], *, group: Any, name: _Name, way_out: str =
     if strangers:
         named = group is not None
         unknown = _other_ranks(*strangers[0], name, ranks, named=named, way_out=way_out)
-    wanted = params[0].device
-    if fitting:
-        wanted = _device_of(fitting[0][0], fitting[0][1].device)
+    near = fitting[0][1].device if fitting else params[0].device
+    kind = fitting[0][0].device_type if fitting else near.type
     plain = [p for p in params if not is_distributed(p) and _is_trained(p)] if meshes else []
-    return Team(
-        meeting=Meeting(ranks, (group,), _reached(group, wanted)),
+    return ModelRanks(
+        meeting=Meeting(ranks, (group,), device_for(group, kind, near)),
         unknown=unknown,
         params=tuple(params),
         plain=tuple(plain),
-        parts=not meshes,
-        listing=hash(tuple(tuple(param.shape) for param in params)) & 0xFFFFFFFF,
-        first=dist.get_rank() == ranks[0],
+        plain_are_parts=not meshes,
+        shapes=hash(tuple(tuple(param.shape) for param in params)) & 0xFFFFFFFF,
+        is_first=dist.get_rank() == ranks[0],
     )
-
-
-class Company:
-    """What one control has learned of the other ranks, so that it need not ask again."""
-
-    def __init__(self) -> None:
-        self._known: int | None = None  # The listing under which all was well.
-        self._compared: dict[int, weakref.ref[Tensor]] = {}  # Plain parameters, by their id.
-
-    def __reduce__(self) -> Any:
-        return Company, ()  # Weak references do not travel; asking again costs one wait.
-
-    def is_new(self, team: Team) -> bool:
-        """Whether the host has to read what the ranks say of themselves: it may have to wait."""
-        return self._known != team.listing or bool(self.waiting(team))
-
-    def waiting(self, team: Team) -> dict[int, int]:
-        """The plain parameters that have not shown a gradient yet: by id, their places."""
-        return {
-            id(param): place
-            for place, param in enumerate(team.plain)
-            if id(param) not in self._compared or self._compared[id(param)]() is not param
-        }
-
-    def notes(
-        self, team: Team, *, refused: bool, wide: bool, apart: str, names: _Names
-    ) -> list[float]:
-        """What the other ranks have to know of this one, up to the marks.
-
-        Args:
-            team: this rank's.
-            refused: whether this rank refuses the step.
-            wide: whether all of its gradients are float64, or there are none.
-            apart: as in `meet`.
-            names: tells the names of parameters.
-        """
-        named, waiting = 0, {}
-        if self.is_new(team):
-            waiting = self.waiting(team)
-            if apart:
-                named = zlib.crc32("\n".join(names(team.params)).encode())
-        told = refused, team.unknown is not None, team.parts, team.listing, named, len(waiting)
-        return [float(number) for number in (*told, not wide)]
-
-    def meet(
-        self,
-        team: Team,
-        notes: Sequence[Sequence[float]],
-        *,
-        compared: Sequence[Tensor],
-        finite: bool,
-        apart: str,
-        names: _Names,
-    ) -> None:
-        """Raises, on every rank alike, if the ranks do not hold one model in a way that is known.
-
-        Args:
-            team: this rank's.
-            notes: of each rank, the numbers that NOTES names.
-            compared: this rank's plain parameters whose gradients are in the marks.
-            finite: whether all gradients are finite on all ranks.
-            apart: the policy that needs the same parameters in the same order everywhere, or "".
-            names: tells the names of parameters.
-        """
-        told = dict(zip(NOTES, zip(*notes, strict=True), strict=True))
-        if any(told["refused"]):
-            raise ValueError(_refused_by(team, told["refused"]))
-        if any(told["unknown"]):
-            raise ValueError(team.unknown or _ELSEWHERE)
-        if len(set(told["parts"])) > 1:
-            raise ValueError(_UNLIKE)
-        if apart and len(set(zip(told["listing"], told["named"], strict=True))) > 1:
-            raise ValueError(
-                f"{apart} bounds gradients apart from each other, and the ranks list different "
-                "parameters, or the same in another order, so which of them belong together is not "
-                "known. List them alike on every rank, or use ClipByNorm, or another policy that "
-                "bounds the norm of all."
-            )
-        if any(told["parts"]):
-            self._known = team.listing
-            return
-        if finite:
-            if not are_copies([row[-len(MARKS) :] for row in notes]):
-                raise ValueError(_no_copies(team, told["norm"], names))
-            self._compared.update((id(param), weakref.ref(param)) for param in compared)
-        # As long as a plain tensor has shown no gradient it may still turn out to be no copy.
-        settled = told["waiting"] == told["shown"] if finite else not any(told["waiting"])
-        self._known = team.listing if settled else None
 
 
 def _is_trained(param: Tensor) -> bool:
@@ -377,9 +281,11 @@ def _meeting(ranks: tuple[int, ...], meshes: Sequence[tuple[Any, Tensor]]) -> Me
 
     mesh, tensor = min(meshes, key=lambda pair: int(pair[0].ndim))
     groups = tuple(mesh.get_all_groups())
-    if mesh.ndim > 1 and len(ranks) == dist.get_world_size() and _reaches(None, mesh.device_type):
-        groups = (None,)
-    return Meeting(ranks, groups, _reached(groups[0], _device_of(mesh, tensor.device)))
+    if mesh.ndim > 1 and len(ranks) == dist.get_world_size():
+        kinds = _kinds(None)
+        if not kinds or mesh.device_type in kinds:
+            groups = (None,)
+    return Meeting(ranks, groups, device_for(groups[0], mesh.device_type, tensor.device))
 
 
 def _in_order(meeting: Meeting) -> tuple[Any, ...]:
@@ -387,45 +293,40 @@ def _in_order(meeting: Meeting) -> tuple[Any, ...]:
     return len(meeting.ranks), tuple(rank - first for rank in meeting.ranks), first
 
 
-def _device_of(mesh: Any, near: torch.device) -> torch.device:
-    """This rank's device of the kind that the mesh is of."""
-    return near if near.type == mesh.device_type else _current(mesh.device_type)
+def device_for(group: Any, kind: str, near: torch.device) -> torch.device:
+    """Where the group's collectives run: this rank's device of a kind that it has a backend for.
 
+    NCCL has none for the CPU, where gradients lie that are offloaded; gloo has one for both.
 
-def _current(kind: str) -> torch.device:
-    if kind == "cpu":
-        return torch.device("cpu")
+    Args:
+        group: a process group; None is the default one.
+        kind: of the device that is wanted.
+        near: a device of this rank, taken if it is of the right kind.
+    """
+    kinds = _kinds(group)
+    if kinds and kind not in kinds:
+        kind = kinds[0]
+    if kind in (near.type, "cpu"):
+        return near if near.type == kind else torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _kinds(group: Any) -> list[str]:
-    """The kinds of devices that a process group has a backend for."""
+    """The kinds of devices that a group has a backend for; none if it makes one when first used."""
     import torch.distributed as dist
 
     group = dist.group.WORLD if group is None else group
     return [device.type for device in getattr(group, "_device_types", ())]
 
 
-def _reaches(group: Any, kind: str) -> bool:
-    kinds = _kinds(group)
-    return not kinds or kind in kinds  # Empty: a backend is made when it is first used.
-
-
-def _reached(group: Any, wanted: torch.device) -> torch.device:
-    """`wanted` if the group has a backend for it, else this rank's device that it has one for.
-
-    NCCL has none for the CPU, where gradients lie that are offloaded; gloo has one for both.
-    """
-    return wanted if _reaches(group, wanted.type) else _current(_kinds(group)[0])
-
-
 def _described(mesh: Any) -> str:
     names = mesh.mesh_dim_names
     dims = "" if names is None else f" ({', '.join(names)})"
-    return f"the mesh{dims} of ranks {_few(_ranks_on(mesh))}"
+    return f"the mesh{dims} of ranks {shortened(_ranks_on(mesh))}"
 
 
-def _few(items: Sequence[object]) -> str:
+def shortened(items: Sequence[object]) -> str:
+    """The items as text, the first 16 if there are more."""
     more = f", ... {len(items)} in all" if len(items) > 16 else ""
     return f"[{', '.join(map(str, items[:16]))}{more}]"
 
@@ -464,41 +365,7 @@ def _other_ranks(
         "own mesh."
     )
     return (
-        f"{name(param)} is a DTensor on {_described(mesh)}, and {whose} ranks {_few(ranks)}. "
+        f"{name(param)} is a DTensor on {_described(mesh)}, and {whose} ranks {shortened(ranks)}. "
         "Whether the ranks of one and not of the other hold copies of it or other parts of the "
         f"model is not known, and the norm depends on it. {way_out}"
-    )
-
-
-_ELSEWHERE = (
-    "another rank has a DTensor on other ranks than these, and whether those hold copies of it or "
-    "other parts of the model is not known: the error on that rank names it, and the way out."
-)
-
-_UNLIKE = (
-    "some ranks of process_group= hold DTensors and others plain tensors only, so which of their "
-    "elements are the same is not known. Distribute every parameter over one mesh on all ranks, or "
-    "on none."
-)
-
-
-def _refused_by(team: Team, refused: Sequence[float]) -> str:
-    who = [rank for rank, told in zip(team.meeting.ranks, refused, strict=True) if told]
-    ranks = f"rank {who[0]}" if len(who) == 1 else f"ranks {_few(who)}"
-    return (
-        f"{ranks} refused the step, and the error there says why. The ranks decide together, so "
-        "nothing has moved here."
-    )
-
-
-def _no_copies(team: Team, norms: Sequence[float], names: _Names) -> str:
-    shown = ", ".join(names(team.plain[:3])) + (", ..." if len(team.plain) > 3 else "")
-    seen = _few([f"{norm:.6g}" for norm in norms])
-    return (
-        "plain tensors beside DTensors count once if every rank holds the same ones, and here "
-        f"their gradients are not the same; their norms are {seen} on ranks "
-        f"{_few(team.meeting.ranks)}: whether they are parts of the model, such as experts, or "
-        "copies whose gradients were not averaged, is not known. Plain on this rank: "
-        f"{shown or 'none'}. Make parts DTensors with Shard(), average the gradients of copies "
-        "before step(), and list copies in the same order on every rank."
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
+from gradilocks.policy import check_count, number
 from gradilocks.scale.scale_policy import (
     HIGHEST,
     SMALLEST,
@@ -18,8 +19,6 @@ from gradilocks.scale.scale_policy import (
     ScaleRules,
     StaticScale,
     check_moving,
-    check_whole,
-    number,
     state_of,
 )
 from gradilocks.values import ScaleState, wide
@@ -161,7 +160,7 @@ class DynamicScale(ScalePolicy):
     def __post_init__(self) -> None:
         check_moving(self)
         for name, lowest in (("growth_interval", 1), ("hysteresis", 1), ("delay", 0)):
-            check_whole(name, getattr(self, name), lowest=lowest)
+            check_count(name, getattr(self, name), lowest=lowest)
         if not 0.0 <= number("tolerance", self.tolerance) <= 1.0:
             raise ValueError(f"tolerance must lie between 0 and 1, got {self.tolerance}.")
         if self.hysteresis > _MOST:
@@ -174,14 +173,7 @@ class DynamicScale(ScalePolicy):
                 state.more[name] = torch.zeros((), dtype=torch.int32, device=device)
         return state
 
-    def advance(
-        self,
-        state: ScaleState,
-        skip: Tensor,
-        *,
-        largest: Tensor | None = None,
-        loss_nonfinite: Tensor | None = None,
-    ) -> None:
+    def advance(self, state: ScaleState, skip: Tensor, **unused: Tensor | None) -> None:
         advance_dynamic(state, skip, self._rules(), delay=self.delay, tolerance=self.tolerance)
 
     def rules(self) -> ScaleRules | None:

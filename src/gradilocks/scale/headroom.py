@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradilocks.scale.scale_policy import ScalePolicy, check_moving, check_scale, check_whole
+from gradilocks.policy import check_count
+from gradilocks.scale.scale_policy import ScalePolicy, check_moving, check_scale
 from gradilocks.values import ScaleState, wide
 
 __all__ = ["HeadroomScale"]
@@ -68,7 +69,7 @@ class HeadroomScale(ScalePolicy):
         check_moving(self)
         check_scale("largest_value", self.largest_value)
         for name, lowest in (("margin", 0), ("growth_interval", 1)):
-            check_whole(name, getattr(self, name), lowest=lowest)
+            check_count(name, getattr(self, name), lowest=lowest)
 
     def start(self, device: torch.device) -> ScaleState:
         def one(value: float, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks.policy import Adapted, Policy, number
 from gradilocks.values import ScaleState, moved
 
 __all__ = [
@@ -26,8 +27,6 @@ __all__ = [
     "StaticScale",
     "check_moving",
     "check_scale",
-    "check_whole",
-    "number",
     "scale_loss",
     "state_of",
 ]
@@ -66,28 +65,18 @@ class ScaleRules:
         )  # fmt: skip
 
 
-class ScalePolicy:
+class ScalePolicy(Policy):
     """How the scale starts and how it moves on after each step. The base of all scale policies.
 
-    A subclass defines `start` and `advance`, and overrides what differs from the defaults below.
-    Whoever advances a policy passes `largest` and `loss_nonfinite` only if it `needs_largest`, so
-    that any other may define `advance(self, state, skip)`.
+    A subclass defines `start` and, if the scale moves, `advance`; and overrides what differs from
+    the defaults below. Whoever advances a policy passes `largest` and `loss_nonfinite` only if it
+    `needs_largest`, so that any other may define `advance(self, state, skip)`.
     """
 
     needs_largest: bool = False
     """Whether it asks for the largest magnitude, and whether the loss was finite."""
     delay: int = 0
     """How far below 0 the growth tracker of its state may start."""
-
-    @property
-    def as_given(self) -> Any:
-        """The object that the user handed over: this one, unless it stands for another."""
-        return self
-
-    @property
-    def policy_name(self) -> str:
-        """The name of the user's class, for messages and checkpoints."""
-        return type(self.as_given).__name__
 
     def rules(self) -> ScaleRules | None:
         """Its rule in numbers, if a device can follow it by itself."""
@@ -109,7 +98,7 @@ class ScalePolicy:
         largest: Tensor | None = None,
         loss_nonfinite: Tensor | None = None,
     ) -> None:
-        """Moves `state` on in place.
+        """Moves `state` on in place, or leaves it as it is, as here.
 
         Args:
             state: of this policy.
@@ -117,71 +106,16 @@ class ScalePolicy:
             largest: 0-d, the largest magnitude of the scaled gradients; None if it is not known.
             loss_nonfinite: 0-d, 1 if the loss itself was NaN or Inf; None if it is not known.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no advance(state, skip).")
 
 
-class AdaptedScale(ScalePolicy):
+class AdaptedScale(Adapted, ScalePolicy):
     """A user's policy that is no ScalePolicy, with the defaults for what it does not define."""
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
-        for name in ("needs_largest", "delay"):
-            if hasattr(given, name):
-                setattr(self, name, getattr(given, name))
-        self._bounds = given.bounds if hasattr(given, "bounds") else super().bounds
-
-    def __reduce__(self) -> Any:
-        return AdaptedScale, (self._given,)
-
-    def __repr__(self) -> str:
-        return repr(self._given)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self._given == (other._given if isinstance(other, AdaptedScale) else other))
-
-    def __hash__(self) -> int:
-        return hash(self._given)
-
-    @property
-    def as_given(self) -> Any:
-        return self._given
-
-    def bounds(self) -> tuple[float, float]:
-        lowest, highest = self._bounds()
-        return lowest, highest
-
-    def start(self, device: torch.device) -> ScaleState:
-        state: ScaleState = self._given.start(device)
-        return state
-
-    def advance(
-        self,
-        state: ScaleState,
-        skip: Tensor,
-        *,
-        largest: Tensor | None = None,
-        loss_nonfinite: Tensor | None = None,
-    ) -> None:
-        seen = {"largest": largest, "loss_nonfinite": loss_nonfinite}
-        self._given.advance(state, skip, **(seen if self.needs_largest else {}))
-
-
-class _Fixed(ScalePolicy):
-    """Of a scale that does not move."""
-
-    def advance(
-        self,
-        state: ScaleState,
-        skip: Tensor,
-        *,
-        largest: Tensor | None = None,
-        loss_nonfinite: Tensor | None = None,
-    ) -> None:
-        """Leaves the scale as it is."""
+    _taken = ("needs_largest", "delay", "bounds", "start", "advance")
 
 
 @dataclass(frozen=True)
-class NoScale(_Fixed):
+class NoScale(ScalePolicy):
     """Leaves the loss as it is; gradients are still measured, guarded and clipped.
 
         scale = 1
@@ -204,7 +138,7 @@ class NoScale(_Fixed):
 
 
 @dataclass(frozen=True)
-class StaticScale(_Fixed):
+class StaticScale(ScalePolicy):
     """Multiplies the loss by the same number at every step.
 
         scale = scale
@@ -273,21 +207,3 @@ def check_moving(policy: Any) -> None:
         raise ValueError(f"growth_factor must be greater than 1, got {policy.growth_factor}.")
     if not 0.0 < number("backoff_factor", policy.backoff_factor) < 1.0:
         raise ValueError(f"backoff_factor must be between 0 and 1, got {policy.backoff_factor}.")
-
-
-def check_whole(name: str, value: object, *, lowest: int) -> None:
-    """Raises unless `value` is an int of at least `lowest`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
-    if value < lowest:
-        raise ValueError(f"{name} must be at least {lowest}, got {value}.")
-
-
-def number(name: str, value: object) -> float:
-    """`value` as a float, or a TypeError that names it."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
-    try:
-        return float(value)
-    except OverflowError:  # An int beyond every float.
-        return math.inf

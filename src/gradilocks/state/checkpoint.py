@@ -1,95 +1,99 @@
-"""Policies and their state as a plain dict, and back; nothing is changed unless all of it fits.
+"""Policies and what they have learned as plain numbers, strings, lists and dicts, and back.
 
-A control with a DynamicScale writes the five keys of torch's GradScaler beside its own, so either
+Policies and their state go in and a checkpoint leaves, that of a GradientControl or the part of a
+GradScaler's that torch's does not have. A checkpoint is checked whole before anything changes. A
+control with a DynamicScale writes the five keys of torch's GradScaler beside its own, so either
 loads what the other saved.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gradilocks.errors import BadState
-from gradilocks.scale import DynamicScale
-from gradilocks.state.foreign import Foreign, recognized
-from gradilocks.state.plain import (
-    check_count,
-    check_scale,
-    describe,
-    plain,
-    plain_number,
-    read_memory,
-    read_more,
-    rebuild,
-    require,
-    with_settings,
-)
+from gradilocks.clip import Chain, ClipPerGroup, ClipPolicy, resolve_clip
+from gradilocks.errors import BadState, MissingKey
+from gradilocks.scale import LARGEST, SMALLEST, DynamicScale, ScalePolicy, resolve_scale
+from gradilocks.state.other_scalers import recognize
 from gradilocks.step.outcome import fetch
-from gradilocks.values import ScaleState
+from gradilocks.values import ScaleState, moved
 
 __all__ = [
     "SCALERS",
     "VERSION",
     "Loaded",
+    "check_scale",
+    "describe",
     "load",
+    "load_memory",
+    "load_scale",
+    "rebuild",
+    "refill",
     "save",
+    "save_memory",
+    "save_scale",
+    "with_settings",
 ]
 
 VERSION = 1
 SCALERS = "gradilocks_scaler"
 """Where the state_dict of a GradScaler has what torch's does not; torch's passes it over."""
-_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 _OUR_KEYS = ("version", "scale_policy", "clip_policy", "hysteresis", "steps", "streak")
+_HOST = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that has been checked whole."""
+    """A checkpoint that has been checked whole; its tensors lie on the host."""
 
-    scale_policy: Any
-    clip_policy: Any
-    scale: float
-    growth_tracker: int
-    hysteresis: int
-    steps: int | None
-    streak: int
+    scale_policy: ScalePolicy
+    clip_policy: ClipPolicy
+    state: ScaleState
     memory: dict[str, Tensor] | None = None
-    more: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What the clip policy remembers; None if nothing was saved of it."""
+    steps: int | None = None
+    """How many steps had been judged; None if another scaler has saved it."""
+    streak: int = 0
 
 
 def save(
-    scale_policy: Any,
-    clip_policy: Any,
+    scale_policy: ScalePolicy,
+    clip_policy: ClipPolicy,
     state: ScaleState,
     *,
     memory: Mapping[str, Tensor] | None,
     steps: int,
     streak: int,
 ) -> dict[str, Any]:
-    """The checkpoint as a dict of plain numbers, strings, lists and dicts."""
-    scale, tracker, hysteresis = fetch(state.scale, state.growth_tracker, state.hysteresis)
-    saved: dict[str, Any] = {"scale": scale, "_growth_tracker": int(tracker)}
-    if isinstance(scale_policy, DynamicScale):
-        saved["growth_factor"] = scale_policy.growth_factor
-        saved["backoff_factor"] = scale_policy.backoff_factor
-        saved["growth_interval"] = scale_policy.growth_interval
-    saved["gradilocks"] = {
-        "version": VERSION,
-        "scale_policy": describe(scale_policy),
-        "clip_policy": describe(clip_policy),
-        "clip_state": plain(memory),
-        "hysteresis": int(hysteresis),
-        "scale_state": {name: plain_number(tensor) for name, tensor in state.more.items()},
-        "steps": steps,
-        "streak": streak,
+    """The checkpoint of a GradientControl."""
+    settings = _TORCH_SETTINGS if isinstance(scale_policy, DynamicScale) else ()
+    scale = save_scale(scale_policy, state)
+    return {
+        "scale": _plain(state.scale),
+        "_growth_tracker": _plain(state.growth_tracker),
+        **{name: getattr(scale_policy, name) for name in settings},
+        "gradilocks": {
+            "version": VERSION,
+            "scale_policy": scale["policy"],
+            "clip_policy": describe(clip_policy),
+            "clip_state": save_memory(memory),
+            "hysteresis": scale["hysteresis"],
+            "scale_state": scale["state"],
+            "steps": steps,
+            "streak": streak,
+        },
     }
-    return saved
 
 
-def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any, *, count: int) -> Loaded:
+def load(
+    saved: Mapping[str, Any], scale_policy: ScalePolicy, clip_policy: ClipPolicy, *, count: int
+) -> Loaded:
     """Checks `saved` against the present policies and says what to go on with.
 
     Args:
@@ -116,10 +120,8 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any, *, count
             "scale alone."
         )
     if "gradilocks" not in saved:
-        foreign = recognized(saved, scale_policy)
-        if foreign is not None:
-            return _load_from_others(foreign, scale_policy, clip_policy)
-        return _load_from_torch(saved, scale_policy, clip_policy)
+        policy, state = _load_from_others(saved, scale_policy)
+        return Loaded(policy, clip_policy, state)
     ours = saved["gradilocks"]
     if not isinstance(ours, Mapping):
         raise BadState(f"state_dict['gradilocks'] must be a dict, got {type(ours).__name__}.")
@@ -129,72 +131,238 @@ def load(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any, *, count
             f"the state_dict has version {version!r}; this Gradilocks reads version {VERSION}. "
             "Load it with the Gradilocks that saved it."
         )
-    require(ours, _OUR_KEYS, where="state_dict['gradilocks']")
-    require(saved, ("scale", "_growth_tracker"), where="state_dict")
+    _require(ours, _OUR_KEYS, where="state_dict['gradilocks']")
+    _require(saved, ("scale", "_growth_tracker"), where="state_dict")
     rebuilt = rebuild(scale_policy, ours["scale_policy"], "scale")
     clip = rebuild(clip_policy, ours["clip_policy"], "clip")
-    _check_bounds(check_scale(saved["scale"]), *rebuilt.bounds())
-    return Loaded(
-        scale_policy=rebuilt,
-        clip_policy=clip,
-        scale=check_scale(saved["scale"]),
-        growth_tracker=check_count(
-            "_growth_tracker", saved["_growth_tracker"], lowest=-rebuilt.delay
-        ),
-        hysteresis=check_count("hysteresis", ours["hysteresis"], lowest=-(2**31)),
-        more=read_more(rebuilt, ours.get("scale_state") or {}),
-        steps=check_count("steps", ours["steps"]),
-        streak=check_count("streak", ours["streak"]),
-        memory=read_memory(clip, ours.get("clip_state"), count),
-    )
-
-
-def _load_from_others(foreign: Foreign, scale_policy: Any, clip_policy: Any) -> Loaded:
-    """Settings that are not in what they save stay the present policy's."""
-    if not isinstance(scale_policy, DynamicScale):
-        raise BadState(
-            f"the state_dict is one of {foreign.system}'s scaler and needs a DynamicScale, this "
-            f"control has {type(scale_policy).__name__}."
-        )
-    scale_policy = with_settings(scale_policy, foreign.settings)
-    hysteresis = scale_policy.hysteresis if foreign.hysteresis is None else foreign.hysteresis
-    scale = min(max(check_scale(foreign.scale), scale_policy.min_scale), scale_policy.max_scale)
-    return Loaded(
-        scale_policy=scale_policy,
-        clip_policy=clip_policy,
-        scale=scale,
-        growth_tracker=foreign.growth_tracker,
-        hysteresis=hysteresis,
-        steps=None,
-        streak=0,
-    )
-
-
-def _load_from_torch(saved: Mapping[str, Any], scale_policy: Any, clip_policy: Any) -> Loaded:
-    require(saved, _TORCH_KEYS, where="state_dict")
-    if not isinstance(scale_policy, DynamicScale):
-        raise BadState(
-            "the state_dict is one of torch's GradScaler and needs scale='dynamic', this control "
-            f"has {type(scale_policy).__name__}."
-        )
-    scale = check_scale(saved["scale"])
-    names = ("growth_factor", "backoff_factor", "growth_interval")
-    policy = with_settings(scale_policy, {name: saved[name] for name in names})
-    return Loaded(
-        scale_policy=policy,
-        clip_policy=clip_policy,
-        scale=min(max(scale, policy.min_scale), policy.max_scale),
-        growth_tracker=check_count("_growth_tracker", saved["_growth_tracker"]),
-        hysteresis=policy.hysteresis,
-        steps=None,
-        streak=0,
-    )
-
-
-def _check_bounds(scale: float, lowest: float, highest: float) -> None:
+    scale, (lowest, highest) = check_scale(saved["scale"]), rebuilt.bounds()
     # The scale is a float32, the policy's bounds are not.
     if not lowest * (1 - 1e-6) <= scale <= highest * (1 + 1e-6):
         raise BadState(
             f"the scale in the state_dict must lie in [{lowest:g}, {highest:g}], as its policy "
             f"says, got {scale:g}."
         )
+    kept = {"hysteresis": ours["hysteresis"], "state": ours.get("scale_state") or {}}
+    return Loaded(
+        scale_policy=rebuilt,
+        clip_policy=clip,
+        state=load_scale(rebuilt, saved, {"policy": ours["scale_policy"], **kept}),
+        memory=load_memory(clip, ours.get("clip_state"), count),
+        steps=_check_count("steps", ours["steps"]),
+        streak=_check_count("streak", ours["streak"]),
+    )
+
+
+def _load_from_others(
+    saved: Mapping[str, Any], policy: ScalePolicy
+) -> tuple[DynamicScale, ScaleState]:
+    """What to go on with from the state of torch's scaler or of another system's.
+
+    Settings that are not in what they save stay the present policy's.
+    """
+    other = recognize(saved, policy)
+    if other is None:
+        _require(saved, ("scale", *_TORCH_SETTINGS, "_growth_tracker"), where="state_dict")
+    if not isinstance(policy, DynamicScale):
+        whose = "torch's GradScaler" if other is None else f"{other.system}'s scaler"
+        needed = "scale='dynamic'" if other is None else "a DynamicScale"
+        raise BadState(
+            f"the state_dict is one of {whose} and needs {needed}, this control has "
+            f"{policy.policy_name}."
+        )
+    if other is None:
+        policy = with_settings(policy, {name: saved[name] for name in _TORCH_SETTINGS})
+        return policy, load_scale(policy, saved, None)
+    policy = with_settings(policy, other.settings)
+    state = load_scale(policy, other.as_torch_saves(), None)
+    if other.hysteresis is not None:
+        state.hysteresis.fill_(other.hysteresis)
+    return policy, state
+
+
+def save_scale(policy: ScalePolicy, state: ScaleState) -> dict[str, Any]:
+    """A scale policy and what it keeps, but for the scale and its tracker."""
+    more = {name: _plain(tensor) for name, tensor in state.more.items()}
+    return {"policy": describe(policy), "hysteresis": _plain(state.hysteresis), "state": more}
+
+
+def load_scale(policy: ScalePolicy, saved: Mapping[str, Any], kept: Any) -> ScaleState:
+    """A state of `policy` on the host, filled from a checkpoint, or BadState.
+
+    Args:
+        policy: with the checkpoint's settings. A scale outside its bounds is moved to them.
+        saved: with the scale and the tracker under torch's keys.
+        kept: from `save_scale`; None if it was not we who saved it.
+    """
+    _require(saved, ("scale", "_growth_tracker"), where="state_dict")
+    state, (lowest, highest) = policy.start(_HOST), policy.bounds()
+    state.scale.fill_(min(max(check_scale(saved["scale"]), lowest), highest))
+    tracker = _check_count("_growth_tracker", saved["_growth_tracker"], lowest=-policy.delay)
+    state.growth_tracker.fill_(tracker)
+    if kept is None:
+        return state
+    if not isinstance(kept, Mapping) or set(kept) != {"policy", "hysteresis", "state"}:
+        raise BadState(f"the scale policy in the state_dict does not fit: {kept!r:.80}.")
+    state.hysteresis.fill_(_check_count("hysteresis", kept["hysteresis"], lowest=-(2**31)))
+    more = kept["state"]
+    if not isinstance(more, Mapping) or set(more) != set(state.more):
+        raise BadState(
+            f"the state of the scale policy {policy.policy_name} in the state_dict must have "
+            f"{sorted(state.more)}, got {more!r:.100}."
+        )
+    for name, tensor in state.more.items():
+        value = more[name]
+        if not tensor.is_floating_point():
+            _check_count(name, value)
+        elif not lowest <= _check_number(name, value) <= highest:  # What is kept there is a scale.
+            raise BadState(
+                f"{name} in the state_dict must lie in [{lowest:g}, {highest:g}], as the policy "
+                f"says, got {value!r}."
+            )
+        tensor.fill_(value)
+    return state
+
+
+def refill(state: ScaleState, fresh: ScaleState) -> None:
+    """Makes `state` what `fresh` is, in place: a captured graph, and torch's scaler, hold it."""
+    for name in ("scale", "growth_tracker", "hysteresis"):
+        getattr(state, name).copy_(getattr(fresh, name))
+    for name in set(state.more) - set(fresh.more):
+        del state.more[name]
+    for name, tensor in fresh.more.items():
+        if name in state.more:
+            state.more[name].copy_(tensor)
+        else:
+            state.more[name] = moved(tensor, state.scale.device)
+
+
+def save_memory(memory: Mapping[str, Tensor] | None) -> dict[str, Any] | None:
+    """What a clip policy remembers, as plain numbers and lists."""
+    return None if memory is None else {name: _plain(t) for name, t in memory.items()}
+
+
+def load_memory(policy: ClipPolicy, saved: Any, count: int) -> dict[str, Tensor] | None:
+    """What the clip policy remembers, on the host, from `save_memory`; or BadState.
+
+    Args:
+        policy: with the checkpoint's settings.
+        saved: None if it had nothing to remember, or was saved before its first step.
+        count: how many parameters there are.
+    """
+    memory = policy.start(_HOST, count)
+    if memory is None or saved is None:
+        return None
+    policy_name = policy.policy_name
+    if not isinstance(saved, Mapping) or set(saved) != set(memory):
+        raise BadState(
+            f"the state of the clip policy {policy_name} in the state_dict must have "
+            f"{', '.join(map(repr, memory))}, got {saved!r:.100}."
+        )
+    for name, tensor in memory.items():
+        numbers = saved[name] if isinstance(saved[name], list) else [saved[name]]
+        if len(numbers) != tensor.numel() or isinstance(saved[name], list) != bool(tensor.dim()):
+            raise BadState(
+                f"{name} of the clip policy {policy_name} in the state_dict has "
+                f"{len(numbers)} numbers, expected {tensor.numel()}. It was saved with another "
+                "model or another window."
+            )
+        if tensor.is_floating_point():
+            numbers = [math.inf if number is None else number for number in numbers]
+        checked = [_check_number(name, number) for number in numbers]
+        whole = tensor.is_floating_point() or all(isinstance(number, int) for number in numbers)
+        if min(checked, default=0.0) < 0.0 or not whole:
+            what = "numbers" if tensor.is_floating_point() else "whole numbers"
+            raise BadState(
+                f"{name} of the clip policy {policy_name} in the state_dict must hold "
+                f"{what} of at least 0, got {saved[name]!r:.80}."
+            )
+        tensor.copy_(torch.tensor(checked, dtype=torch.float64).reshape(tensor.shape))
+    return memory
+
+
+def describe(policy: Any) -> dict[str, Any]:
+    """A policy as its name and its settings."""
+    given = policy.as_given
+    if isinstance(given, Chain):
+        config: Any = {"policies": [describe(each) for each in given.policies]}
+    else:
+        config = dataclasses.asdict(given)
+    if isinstance(given, ClipPerGroup):
+        config["limits"] = [[key, bound] for key, bound in given.limits.items()]
+    return {"name": policy.policy_name, "config": config}
+
+
+def rebuild(policy: Any, described: Any, kind: str, *, owner: str = "control") -> Any:
+    """The policy that was saved, of the class of the present one, or BadState.
+
+    Args:
+        policy: the present one.
+        described: from `describe`.
+        kind: "scale" or "clip".
+        owner: "control" or "scaler", for the message.
+    """
+    present = policy.policy_name
+    name = described.get("name") if isinstance(described, Mapping) else None
+    if name != present:
+        argument = "policy" if (owner, kind) == ("scaler", "scale") else kind
+        maker = "chain" if name == "Chain" else name
+        raise BadState(
+            f"the state_dict was saved with the {kind} policy {name}, this {owner} has {present}. "
+            f"Make the {owner} with {argument}={maker}(...), or start without the state_dict."
+        )
+    try:
+        if isinstance(policy, Chain):
+            parts = described["config"]["policies"]
+            pairs = zip(policy.policies, parts, strict=True)
+            return Chain(tuple(rebuild(each, part, kind, owner=owner) for each, part in pairs))
+        made = type(policy.as_given)(**described["config"])
+        return resolve_clip(made) if kind == "clip" else resolve_scale(made)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadState(f"the {kind} policy in the state_dict does not fit: {error}") from error
+
+
+def with_settings(policy: DynamicScale, settings: Mapping[str, Any]) -> DynamicScale:
+    """`policy` with the settings of a checkpoint, or BadState."""
+    try:
+        return dataclasses.replace(policy, **settings)
+    except (TypeError, ValueError) as error:
+        raise BadState(f"the state_dict does not fit: {error}") from error
+
+
+def _plain(tensor: Tensor) -> Any:
+    """A tensor as a number or a list of them; None for infinity, which JSON does not have."""
+    numbers: list[Any] = fetch(tensor)
+    if not tensor.is_floating_point():
+        numbers = [int(number) for number in numbers]
+    numbers = [None if number == math.inf else number for number in numbers]
+    return numbers if tensor.dim() else numbers[0]
+
+
+def check_scale(value: Any) -> float:
+    """The scale of a checkpoint, or BadState."""
+    scale = _check_number("scale", value)
+    if not SMALLEST <= scale <= LARGEST:
+        raise BadState(f"the scale in the state_dict must be positive and finite, got {value}.")
+    return scale
+
+
+def _require(saved: Mapping[str, Any], keys: tuple[str, ...], *, where: str) -> None:
+    missing = [key for key in keys if key not in saved]
+    if missing:
+        raise MissingKey(
+            f"{where} has no {', '.join(repr(key) for key in missing)}; it has "
+            f"{', '.join(repr(key) for key in saved)}. Expected what state_dict() of a "
+            "GradientControl or of torch's GradScaler returns."
+        )
+
+
+def _check_number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise BadState(f"{name} in the state_dict must be a number, got {value!r}.")
+    return float(value)
+
+
+def _check_count(name: str, value: Any, *, lowest: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**31:
+        raise BadState(f"{name} in the state_dict must be a whole number, got {value!r}.")
+    return value

@@ -27,12 +27,11 @@ from gradilocks.clip import ClipPolicy, remap_memory, same_parameters
 from gradilocks.errors import NeverFinite
 from gradilocks.kernels.captured import capturing
 from gradilocks.names import Names
+from gradilocks.ranks.agreement import FINGERPRINT, REPORT, RankAgreement, fingerprint
 from gradilocks.ranks.collective import agreed, reduce, reduce_apart, reduce_each
-from gradilocks.ranks.copies import MARKS, fingerprint
-from gradilocks.ranks.layout import NOTES, Company, Layout, Team
+from gradilocks.ranks.layout import Layout, ModelRanks
 from gradilocks.scale import NoScale, ScalePolicy, scale_loss
 from gradilocks.state import checkpoint
-from gradilocks.state.plain import read_memory, refill
 from gradilocks.step.diagnose import never_finite
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, Streak, fetch
@@ -113,7 +112,7 @@ class Engine:
         """What the clip policy remembers."""
         self._memory_of: list[Tensor] = []  # The parameters that it remembers, in order.
         self._meeting: Meeting | None = None  # The ranks that the latest step was measured over.
-        self._company = Company()
+        self._agreement = RankAgreement()
         self.losses = Losses()
         self.table = GradientTable()
         self.keeps_parameters = True
@@ -161,7 +160,7 @@ class Engine:
         gradients: Gradients,
         *,
         unscaled: bool,
-        team: Team | None = None,
+        team: ModelRanks | None = None,
         meetings: Sequence[Meeting] = (),
         rating: Any = None,
         on_device: bool = True,
@@ -334,13 +333,7 @@ class Engine:
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, count=count)
         refuse_misfits(loaded.clip_policy, self.names)
         self.scale_policy, self.clip_policy = loaded.scale_policy, loaded.clip_policy
-        fresh = self.scale_policy.start(torch.device("cpu"))
-        fresh.scale.fill_(loaded.scale)
-        fresh.growth_tracker.fill_(loaded.growth_tracker)
-        fresh.hysteresis.fill_(loaded.hysteresis)
-        for name, value in loaded.more.items():
-            fresh.more[name].fill_(value)
-        refill(self.state, fresh)
+        checkpoint.refill(self.state, loaded.state)
         self.streak.restore(loaded.streak)
         if loaded.steps is not None:
             self.steps.fill_(loaded.steps)
@@ -353,16 +346,16 @@ class Engine:
     def recall(self, saved: Any) -> None:
         """Goes on with what the clip policy remembered, as `plain` wrote it."""
         count = sum(1 for _ in every_parameter(self.names.optimizers))
-        self.memory = read_memory(self.clip_policy, saved, count)
+        self.memory = checkpoint.load_memory(self.clip_policy, saved, count)
         self._memory_of = []
 
-    def refuse(self, team: Team) -> None:
+    def refuse(self, team: ModelRanks) -> None:
         """Tells the other ranks, as long as they listen, that this one refuses the step.
 
         At the first steps the host waits for them anyway. Later nobody waits: a rank that raises
         ends the run, as it does anywhere else.
         """
-        if self._company.is_new(team):
+        if self._agreement.is_pending(team):
             order = float(self.clip_policy.order)
             nothing = measure((), home=self.state.scale.device, order=order)
             # Whoever does not listen any more skips the step.
@@ -370,7 +363,7 @@ class Engine:
             self._gather(skip, team, layouts=(), refused=True, wide=True)
 
     def _over_ranks(
-        self, mine: Measurement, gradients: Gradients, scene: Scene | None, team: Team
+        self, mine: Measurement, gradients: Gradients, scene: Scene | None, team: ModelRanks
     ) -> tuple[Measurement, Tensor]:
         """The measurement of all ranks, and what the gradients of all can hold.
 
@@ -380,7 +373,7 @@ class Engine:
         apart = self._apart
         params, tensors = gradients.params, gradients.tensors
         layouts = gradients.every_layout()
-        waiting, looking = self._company.waiting(team), self._company.is_new(team)
+        waiting, looking = self._agreement.uncompared(team), self._agreement.is_pending(team)
         plain = [at for at, param in enumerate(params) if id(param) in waiting]
         shown = None
         if plain:
@@ -395,26 +388,28 @@ class Engine:
             mine,
             team,
             layouts=layouts,
-            marks=None if shown is None else shown.marks,
+            marks=None if shown is None else shown.numbers,
             wide=all(tensor.dtype is torch.float64 for tensor in tensors),
         )
         if looking:
             columns = [whole.nonfinite.reshape(1).to(every.dtype), every.flatten()]
-            broken, *numbers = fetch(torch.cat(columns + ([] if shown is None else [shown.shown])))
+            broken, *numbers = fetch(
+                torch.cat(columns + ([] if shown is None else [shown.compared]))
+            )
             rows, rest = numbers[: every.numel()], numbers[every.numel() :]
-            self._company.meet(
+            self._agreement.check(
                 team,
-                [rows[at : at + len(NOTES)] for at in range(0, len(rows), len(NOTES))],
+                [rows[at : at + len(REPORT)] for at in range(0, len(rows), len(REPORT))],
                 compared=[params[at] for at, seen in zip(plain, rest, strict=True) if seen],
                 finite=not broken,
                 apart=apart,
                 names=self.names.of,
             )
-        largest = _largest_finite_of(every[:, NOTES.index("narrow")])
+        largest = _largest_finite_of(every[:, REPORT.index("narrow")])
         if not apart:
             return whole, largest
         assert scene is not None
-        if team.parts or policy.by_unit:
+        if team.plain_are_parts or policy.by_unit:
             raise ValueError(
                 f"{apart} bounds gradients apart from each other, and ranks hold parts of them "
                 "here that are not known to belong together. Use ClipByNorm, or another policy "
@@ -432,7 +427,7 @@ class Engine:
     def _gather(
         self,
         mine: Measurement,
-        team: Team,
+        team: ModelRanks,
         *,
         layouts: Sequence[Layout | None],
         wide: bool,
@@ -441,12 +436,12 @@ class Engine:
     ) -> tuple[Measurement, Tensor]:
         """The measurement of all ranks, and the notes of each."""
         norms = mine.tensors.norms
-        notes = self._company.notes(
+        notes = self._agreement.report(
             team, refused=refused, wide=wide, apart=self._apart, names=self.names.of
         )
         told = moved(torch.tensor(notes, dtype=norms.dtype, device="cpu"), norms.device)
         if marks is None:
-            marks = norms.new_zeros(len(MARKS))
+            marks = norms.new_zeros(len(FINGERPRINT))
         return reduce(
             mine,
             meeting=team.meeting,

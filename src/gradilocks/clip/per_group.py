@@ -12,17 +12,20 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip.clip_policy import (
+    NOTHING,
     ClipPolicy,
     Memory,
     check_max_norm,
     check_order,
     clip_coefficient,
+    scene_of,
+    without_coefficient,
 )
 from gradilocks.values import ClipLimit, Measurement, Scene, moved
 
-__all__ = ["ClipPerGroup", "ClipPerTensor", "among_all", "at_places", "scene_of"]
+__all__ = ["ClipPerGroup", "ClipPerTensor"]
 
-_MOST_KNOWN = 16
+_MOST_CACHED = 16
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,10 @@ class ClipPerTensor(ClipPolicy):
         check_max_norm(self.max_norm)
         check_order(self.order)
 
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
         norms = measurement.tensors.norms / scale
         factors = clip_coefficient(norms, self.max_norm, measurement.nonfinite)
-        return _apart(measurement, factors)
+        return without_coefficient(measurement, (factors < 1.0).any(), factors=factors)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class ClipPerGroup(ClipPolicy):
     apart = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_known", {})
+        object.__setattr__(self, "_cached", {})
         given: Any = self.limits
         if isinstance(given, (list, Mapping)):
             # A list is as a checkpoint has it: JSON would turn a number into a name.
@@ -125,11 +126,9 @@ class ClipPerGroup(ClipPolicy):
             if not any(_fits(key, name, group) for name, group in pairs)
         }
 
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
         norms = measurement.tensors.norms
-        scene = scene_of(measurement, "ClipPerGroup")
+        scene = scene_of(measurement, self)
         member, bounds = self._members(scene, norms)
         unit = norms.amax() if norms.numel() else norms.new_ones(())
         unit = torch.where((unit > 0) & torch.isfinite(unit), unit, torch.ones_like(unit))
@@ -139,18 +138,15 @@ class ClipPerGroup(ClipPolicy):
         else:
             powers = sums.index_add(0, member, (norms / unit) ** self.order)
             together = unit * powers ** (1.0 / self.order)
-        together = together / scale
-        finite = torch.clamp(together, max=torch.finfo(together.dtype).max)
-        factors = torch.clamp(bounds / (finite + 1e-6), max=1.0)
-        factors = torch.where(measurement.nonfinite > 0, torch.ones_like(factors), factors)
-        return _apart(measurement, factors[member])
+        factors = clip_coefficient(together / scale, bounds, measurement.nonfinite)[member]
+        return without_coefficient(measurement, (factors < 1.0).any(), factors=factors)
 
     def _members(self, scene: Scene, like: Tensor) -> tuple[Tensor, Tensor]:
         """Each gradient's group by number, and the groups' bounds, the last one `otherwise`'s."""
-        known: dict[object, tuple[Tensor, Tensor]] = self.__dict__["_known"]
+        cached: dict[object, tuple[Tensor, Tensor]] = self.__dict__["_cached"]
         names, groups = scene.names(), scene.groups()
         key = (tuple(names), tuple(groups), tuple(scene.places), like.device, like.dtype)
-        if key not in known:
+        if key not in cached:
             order = list(self.limits)
             numbers = [
                 next(
@@ -161,54 +157,14 @@ class ClipPerGroup(ClipPolicy):
             ]
             bounds = [*self.limits.values(), self.otherwise]
             host = torch.tensor([math.inf if b is None else b for b in bounds], dtype=like.dtype)
-            if len(known) >= _MOST_KNOWN:
-                known.clear()
+            if len(cached) >= _MOST_CACHED:
+                cached.clear()
             member = torch.tensor(numbers, dtype=torch.int64)
-            known[key] = moved(member, like.device), moved(host, like.device)
-        return known[key]
+            cached[key] = moved(member, like.device), moved(host, like.device)
+        return cached[key]
 
 
 def _fits(key: str | int, name: str, group: tuple[int, str | None]) -> bool:
     if isinstance(key, int):
         return group[0] == key
     return group[1] == key or fnmatch.fnmatchcase(name, key)
-
-
-def _apart(measurement: Measurement, factors: Tensor) -> ClipLimit:
-    norm = measurement.norm
-    return ClipLimit(
-        coefficient=torch.ones_like(norm),
-        limit=torch.full_like(norm, math.inf),
-        clipped=(factors < 1.0).any().to(torch.float32),
-        factors=factors,
-    )
-
-
-def scene_of(measurement: Measurement, policy: str) -> Scene:
-    """The Scene that `policy` needs."""
-    if measurement.scene is None:
-        raise ValueError(
-            f"{policy} needs to know whose gradients were measured: use it through "
-            "GradientControl(clip=...) or GradScaler(clip=...)."
-        )
-    return measurement.scene
-
-
-def at_places(every: Tensor, measurement: Measurement) -> Tensor:
-    """Of numbers of all parameters those of the parameters that have a gradient."""
-    scene = measurement.scene
-    if scene is None or len(scene.places) == every.numel():
-        return every
-    return every[_index(scene, every.device)]
-
-
-def among_all(every: Tensor, here: Tensor, measurement: Measurement) -> Tensor:
-    """Numbers of all parameters, replaced where a parameter has a gradient."""
-    scene = measurement.scene
-    if scene is None or len(scene.places) == every.numel():
-        return here
-    return every.index_copy(0, _index(scene, every.device), here)
-
-
-def _index(scene: Scene, device: torch.device) -> Tensor:
-    return moved(torch.tensor(list(scene.places), dtype=torch.int64), device)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gradilocks.ranks.copies import MARKS, are_copies, fingerprint
+from gradilocks.ranks.agreement import FINGERPRINT, are_copies, fingerprint
 from gradilocks.step.measure import measure
 
 
@@ -20,7 +20,7 @@ def marks(*tensors, shapes=None, places=None):
         shapes=[tuple(t.shape) for t in tensors] if shapes is None else shapes,
         norms=norms_of(tensors),
     )
-    return found.marks.tolist()
+    return found.numbers.tolist()
 
 
 def random(seed, *shape):
@@ -28,7 +28,7 @@ def random(seed, *shape):
 
 
 def test_there_are_as_many_marks_without_any_gradient():
-    assert marks() == [0.0] * len(MARKS)
+    assert marks() == [0.0] * len(FINGERPRINT)
     assert are_copies([marks(), marks()])
 
 
@@ -89,11 +89,11 @@ def test_what_is_not_finite_or_zero_is_not_compared():
     found = fingerprint(
         tensors, places=range(4), shapes=[(3,), (1,), (1,), (3,)], norms=norms_of(tensors)
     )
-    assert found.shown.tolist() == [0.0, 0.0, 0.0, 1.0]
-    assert found.marks.tolist() == marks(tensors[3], places=[3])
+    assert found.compared.tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert found.numbers.tolist() == marks(tensors[3], places=[3])
 
 
 def test_gradients_that_require_grad_leave_no_graph():
     tensors = [random(6, 3).requires_grad_()]
     found = fingerprint(tensors, places=[0], shapes=[(3,)], norms=norms_of(tensors))
-    assert not found.marks.requires_grad
+    assert not found.numbers.requires_grad

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.clip.clip_policy import ClipPolicy, Memory, check_positive
-from gradilocks.clip.parts import scene_of
+from gradilocks.clip.clip_policy import (
+    NOTHING,
+    ClipPolicy,
+    Memory,
+    scene_of,
+    without_coefficient,
+)
+from gradilocks.policy import check_positive
 from gradilocks.values import ClipLimit, Measurement, wide
 
 __all__ = ["AdaptiveClip"]
@@ -70,15 +75,13 @@ class AdaptiveClip(ClipPolicy):
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
         }
 
-    def limit(
-        self, measurement: Measurement, scale: Tensor, state: Memory | None = None
-    ) -> ClipLimit:
-        scene = scene_of(measurement, "AdaptiveClip")
+    def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
+        scene = scene_of(measurement, self)
         names = scene.names() if self.exclude else ()
-        norm, norms = measurement.norm, measurement.tensors.norms
+        norms = measurement.tensors.norms
         units: list[Tensor | None] = []
         after: list[Tensor] = []
-        clipped = torch.zeros_like(norm, dtype=torch.bool)
+        clipped = torch.zeros_like(measurement.norm, dtype=torch.bool)
         for k, (param, grad) in enumerate(zip(scene.params, scene.tensors, strict=True)):
             name = names[scene.places[k]] if names else ""
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude):
@@ -92,13 +95,8 @@ class AdaptiveClip(ClipPolicy):
             units.append(factor)
             after.append(torch.linalg.vector_norm(lengths * factor).to(norms.dtype) * scale)
             clipped = clipped | over.any()
-        return ClipLimit(
-            coefficient=torch.ones_like(norm),
-            limit=torch.full_like(norm, math.inf),
-            clipped=clipped.to(torch.float32),
-            units=units,
-            norms=torch.stack(after) if after else norms,
-        )
+        left = torch.stack(after) if after else norms
+        return without_coefficient(measurement, clipped, units=units, norms=left)
 
 
 def _weights(param: Tensor) -> Tensor:

@@ -1,0 +1,278 @@
+"""Whether the ranks hold one model in a way that is known, found out at a control's first steps.
+
+What a rank says of itself, and a fingerprint of its plain gradients, go out in the step's own
+collective; an error that every rank raises alike comes back, or nothing.
+
+A plain tensor beside DTensors says nothing of who else holds it. Norms alone do not tell copies
+from parts: experts of one size have equal norms by the law of large numbers. So each gradient is
+projected on four fixed pseudo-random directions, which follow from its place and shape, and the
+logarithm of its norm is added beside. Copies agree in all of these but for rounding; the
+projections of others are of the size of 1 and differ by as much. It costs a few passes over each
+gradient, until it has been compared with one that is not zero.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradilocks.ranks.layout import ModelRanks, shortened
+from gradilocks.kernels.totals import total_norm
+from gradilocks.values import moved, wide
+
+__all__ = ["FINGERPRINT", "REPORT", "Fingerprint", "RankAgreement", "are_copies", "fingerprint"]
+
+_DIRECTIONS = 4
+_PIECE = 1 << 18  # Elements at a time: a large embedding must not need its size again in float64.
+_HASHED = (1 << 31) - 1
+
+_ROUNDING = 1e-3
+"""By how much the numbers of one copy may differ: kernels that add in any order."""
+_HALF_ROUNDING = 1e-2
+"""The same in half precision: a bfloat16 that was rounded the other way is off by 0.8 %."""
+_MOST = 0.1
+"""And by how much those of all copies together: one tensor that is none differs by about 1."""
+
+FINGERPRINT = (
+    "norm",
+    "compared",
+    "allowed",
+    *(f"projection {number}" for number in range(_DIRECTIONS)),
+    *(f"logarithm {number}" for number in range(_DIRECTIONS)),
+)
+"""What a rank tells of its plain gradients: their norm, for the message; how many are finite and
+not zero; the square of the rounding that is allowed between copies; and what is compared."""
+
+
+REPORT = (
+    *("refused", "unknown", "parts", "shapes", "names", "uncompared", "narrow"),
+    *FINGERPRINT,
+)
+"""What a rank tells of itself: that it refuses the step, that it does not know who holds what, that
+its plain tensors are parts, what its parameters' shapes and names are, how many plain ones have not
+been compared yet, that not all of its gradients are float64, and the fingerprint of the plain
+ones."""
+
+_Names = Callable[[Sequence[Tensor]], Sequence[str]]
+
+
+class Fingerprint(NamedTuple):
+    """What stands for a list of gradients."""
+
+    numbers: Tensor
+    """1-d: the numbers that FINGERPRINT names."""
+    compared: Tensor
+    """For each gradient, 1 if it is finite and not zero, so that it was compared, else 0."""
+
+
+@torch.no_grad()
+def fingerprint(
+    tensors: Sequence[Tensor],
+    *,
+    places: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    norms: Tensor,
+) -> Fingerprint:
+    """The fingerprint of gradients; nothing waits.
+
+    Args:
+        tensors: plain gradients' elements; may be empty.
+        places: for each, the place of its parameter among the plain ones.
+        shapes: for each, the shape of its parameter.
+        norms: 1-d, their Euclidean norms, where the numbers are brought together.
+    """
+    home = norms.device
+    usable = (norms > 0) & torch.isfinite(norms)
+    numbers = norms.new_zeros(len(FINGERPRINT))
+    for number, tensor in enumerate(tensors):
+        seeds = [
+            zlib.crc32(repr((places[number], tuple(shapes[number]), column)).encode()) & _HASHED
+            for column in range(2 * _DIRECTIONS)
+        ]
+        norm = norms[number]
+        projected = _projected(tensor, moved(norm, tensor.device), seeds[:_DIRECTIONS])
+        weights = [0.5 + seed / _HASHED for seed in seeds[_DIRECTIONS:]]
+        logarithms = torch.tensor(weights, dtype=norms.dtype, device="cpu")
+        allowed = _HALF_ROUNDING if tensor.dtype.itemsize == 2 else _ROUNDING
+        row = torch.cat(
+            [
+                torch.zeros_like(norm).reshape(1),
+                torch.ones_like(norm).reshape(1),
+                torch.full_like(norm, allowed**2).reshape(1),
+                moved(projected, home),
+                moved(logarithms, home) * norm.log(),
+            ]
+        )
+        numbers = numbers + torch.where(usable[number], row, torch.zeros_like(row))
+    numbers[0] = total_norm(torch.where(usable, norms, torch.zeros_like(norms)), 2.0)
+    return Fingerprint(numbers, usable.to(norms.dtype))
+
+
+def are_copies(rows: Sequence[Sequence[float]]) -> bool:
+    """Whether the ranks' gradients are the same but for rounding.
+
+    Args:
+        rows: for each rank the numbers that FINGERPRINT names, of finite gradients.
+    """
+    _, counts, allowed, *compared = zip(*rows, strict=True)
+    if len(set(counts)) > 1:
+        return False
+    most = min(math.sqrt(max(allowed)), _MOST)
+    return all(max(column) - min(column) <= most for column in compared)
+
+
+def _projected(tensor: Tensor, norm: Tensor, seeds: Sequence[int]) -> Tensor:
+    """The products of `tensor`, divided by its norm, with pseudo-random numbers of variance 1."""
+    real = wide(tensor.device)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    values = tensor.reshape(-1)
+    starts = torch.tensor(seeds, dtype=torch.int64, device="cpu").reshape(-1, 1)
+    starts = moved(starts, tensor.device)
+    total = torch.zeros(len(seeds), dtype=real, device=tensor.device)
+    for begin in range(0, values.numel(), _PIECE):
+        piece = values[begin : begin + _PIECE].to(real) / norm.to(real)
+        total = total + (_random(begin, piece.numel(), starts).to(real) * piece).sum(dim=1)
+    return total
+
+
+def _random(begin: int, count: int, starts: Tensor) -> Tensor:
+    """Numbers of variance 1 between -1.73 and 1.73, a row a start: a hash of the element's index.
+
+    In whole numbers below 2^62, so that every device computes the same.
+    """
+    index = torch.arange(begin, begin + count, dtype=torch.int64, device=starts.device)
+    mixed = ((index & _HASHED) * 1_013_904_223 + starts) & _HASHED
+    for shift, factor in ((15, 1_597_334_677), (13, 747_796_405)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & _HASHED
+    mixed = (mixed ^ (mixed >> 16)) & 0xFFFF
+    return (mixed.to(torch.float32) / 0x8000 - 1.0) * math.sqrt(3.0)
+
+
+class RankAgreement:
+    """What one control has learned of the other ranks, so that it need not ask again."""
+
+    def __init__(self) -> None:
+        self._agreed: int | None = None  # The shapes under which all was well.
+        self._compared: dict[int, weakref.ref[Tensor]] = {}  # Plain parameters, by their id.
+
+    def __reduce__(self) -> Any:
+        return RankAgreement, ()  # Weak references do not travel; asking again costs one wait.
+
+    def is_pending(self, ranks: ModelRanks) -> bool:
+        """Whether the host has to read what the ranks say of themselves: it may have to wait."""
+        return self._agreed != ranks.shapes or bool(self.uncompared(ranks))
+
+    def uncompared(self, ranks: ModelRanks) -> dict[int, int]:
+        """The plain parameters that have not shown a gradient yet: by id, their places."""
+        return {
+            id(param): place
+            for place, param in enumerate(ranks.plain)
+            if id(param) not in self._compared or self._compared[id(param)]() is not param
+        }
+
+    def report(
+        self, ranks: ModelRanks, *, refused: bool, wide: bool, apart: str, names: _Names
+    ) -> list[float]:
+        """What the other ranks have to know of this one: REPORT up to the fingerprint.
+
+        Args:
+            ranks: that hold the model together, as this one knows them.
+            refused: whether this rank refuses the step.
+            wide: whether all of its gradients are float64, or there are none.
+            apart: as in `check`.
+            names: tells the names of parameters.
+        """
+        listed, uncompared = 0, 0
+        if self.is_pending(ranks):
+            uncompared = len(self.uncompared(ranks))
+            if apart:
+                listed = zlib.crc32("\n".join(names(ranks.params)).encode())
+        told = refused, ranks.unknown is not None, ranks.plain_are_parts, ranks.shapes
+        return [float(number) for number in (*told, listed, uncompared, not wide)]
+
+    def check(
+        self,
+        ranks: ModelRanks,
+        reports: Sequence[Sequence[float]],
+        *,
+        compared: Sequence[Tensor],
+        finite: bool,
+        apart: str,
+        names: _Names,
+    ) -> None:
+        """Raises, on every rank alike, if the ranks do not hold one model in a way that is known.
+
+        Args:
+            ranks: that hold the model together, as this one knows them.
+            reports: of each rank, the numbers that REPORT names.
+            compared: this rank's plain parameters whose gradients are in its fingerprint.
+            finite: whether all gradients are finite on all ranks.
+            apart: the policy that needs the same parameters in the same order everywhere, or "".
+            names: tells the names of parameters.
+        """
+        told = dict(zip(REPORT, zip(*reports, strict=True), strict=True))
+        if any(told["refused"]):
+            raise ValueError(_refused_by(ranks, told["refused"]))
+        if any(told["unknown"]):
+            raise ValueError(ranks.unknown or _ELSEWHERE)
+        if len(set(told["parts"])) > 1:
+            raise ValueError(_UNLIKE)
+        if apart and len(set(zip(told["shapes"], told["names"], strict=True))) > 1:
+            raise ValueError(
+                f"{apart} bounds gradients apart from each other, and the ranks list different "
+                "parameters, or the same in another order, so which of them belong together is not "
+                "known. List them alike on every rank, or use ClipByNorm, or another policy that "
+                "bounds the norm of all."
+            )
+        if any(told["parts"]):
+            self._agreed = ranks.shapes
+            return
+        if finite:
+            if not are_copies([row[-len(FINGERPRINT) :] for row in reports]):
+                raise ValueError(_no_copies(ranks, told["norm"], names))
+            self._compared.update((id(param), weakref.ref(param)) for param in compared)
+        # As long as a plain tensor has shown no gradient it may still turn out to be no copy.
+        left = told["uncompared"]
+        settled = left == told["compared"] if finite else not any(left)
+        self._agreed = ranks.shapes if settled else None
+
+
+_ELSEWHERE = (
+    "another rank has a DTensor on other ranks than these, and whether those hold copies of it or "
+    "other parts of the model is not known: the error on that rank names it, and the way out."
+)
+
+_UNLIKE = (
+    "some ranks of process_group= hold DTensors and others plain tensors only, so which of their "
+    "elements are the same is not known. Distribute every parameter over one mesh on all ranks, or "
+    "on none."
+)
+
+
+def _refused_by(ranks: ModelRanks, refused: Sequence[float]) -> str:
+    who = [rank for rank, told in zip(ranks.meeting.ranks, refused, strict=True) if told]
+    named = f"rank {who[0]}" if len(who) == 1 else f"ranks {shortened(who)}"
+    return (
+        f"{named} refused the step, and the error there says why. The ranks decide together, so "
+        "nothing has moved here."
+    )
+
+
+def _no_copies(ranks: ModelRanks, norms: Sequence[float], names: _Names) -> str:
+    shown = ", ".join(names(ranks.plain[:3])) + (", ..." if len(ranks.plain) > 3 else "")
+    seen = shortened([f"{norm:.6g}" for norm in norms])
+    return (
+        "plain tensors beside DTensors count once if every rank holds the same ones, and here "
+        f"their gradients are not the same; their norms are {seen} on ranks "
+        f"{shortened(ranks.meeting.ranks)}: whether they are parts of the model, such as experts, "
+        "or copies whose gradients were not averaged, is not known. Plain on this rank: "
+        f"{shown or 'none'}. Make parts DTensors with Shard(), average the gradients of copies "
+        "before step(), and list copies in the same order on every rank."
+    )

@@ -1,0 +1,33 @@
+"""Checkpoints that version 0.2.0 wrote load, and training goes on from them as it did there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.state.checkpoint_program import FACTORS, POLICIES, SAVED_AFTER, Training, kinds_of
+
+DATA = Path(__file__).parent / "data"
+CASES = [(name, kind) for name in POLICIES for kind in kinds_of(name)]
+
+
+def test_there_is_a_checkpoint_of_every_policy():
+    assert {path.stem for path in DATA.glob("*.json")} == set(POLICIES)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_checkpoint_of_before_loads_and_training_goes_on_as_it_did(name, kind):
+    told = json.loads((DATA / f"{name}.json").read_text())[kind]
+    first = Training(name, kind)
+    for factor, expected in zip(FACTORS[:SAVED_AFTER], told["before"], strict=True):
+        assert first.step(factor) == pytest.approx(expected, rel=1e-6)
+    resumed = Training(name, kind)
+    resumed.holder.load_state_dict(told["state_dict"])
+    assert json.loads(json.dumps(resumed.holder.state_dict())) == told["state_dict"]
+    # The checkpoint is that of the holder alone; model and optimizer bring theirs.
+    resumed.model.load_state_dict(first.model.state_dict())
+    resumed.optimizer.load_state_dict(first.optimizer.state_dict())
+    for factor, expected in zip(FACTORS[SAVED_AFTER:], told["after"], strict=True):
+        assert resumed.step(factor) == pytest.approx(expected, rel=1e-6)
