@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gradilocks.eager import users_line
 from gradilocks.errors import NoGradients
-from gradilocks.step.gradients import Gradients, Names, every_parameter
+from gradilocks.names import Names
+from gradilocks.step.gradients import Gradients, every_parameter
 
 __all__ = [
     "check_any_gradient",

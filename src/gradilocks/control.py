@@ -26,16 +26,13 @@ from gradilocks.clip import resolve_clip
 from gradilocks.eager import eager
 from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.captured import keeping
+from gradilocks.names import Names
 from gradilocks.record import Recorder
 from gradilocks.record.journal import journal_for
 from gradilocks.scale import resolve_scale
 from gradilocks.step import update
 from gradilocks.step.call_order import CallOrder
-from gradilocks.step.gradients import (
-    Names,
-    every_parameter,
-    parameters_of,
-)
+from gradilocks.step.gradients import every_parameter, parameters_of
 from gradilocks.step.judge import Judge
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch

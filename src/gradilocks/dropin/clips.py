@@ -17,11 +17,12 @@ from torch import Tensor
 from gradilocks.clip import AdaptiveClip
 from gradilocks.eager import users_line
 from gradilocks.errors import BadState
+from gradilocks.names import Names, called_alike
 from gradilocks.ranks.layout import meetings_of, refuse_flattened, team_of
 from gradilocks.scale import NoScale
 from gradilocks.state.plain import describe, plain, read_memory, rebuild
 from gradilocks.step import update
-from gradilocks.step.gradients import Gradients, Names, every_parameter
+from gradilocks.step.gradients import Gradients, every_parameter
 from gradilocks.step.judge import Judge, Verdict
 from gradilocks.step.own_step import weakly
 
@@ -197,7 +198,8 @@ class Clips:
                 return place
         for place, state in enumerate(self._loaded):
             unnamed = _unnamed(mine["names"]) or _unnamed(state["names"])
-            if unnamed and state["sizes"] == mine["sizes"]:
+            alike = unnamed or called_alike(mine["names"], state["names"])
+            if alike and state["sizes"] == mine["sizes"]:
                 return place
         _logger.warning(
             "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that was "

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.step.gradients import Gradients, Names, collect
+from gradilocks.names import Names
+from gradilocks.step.gradients import Gradients, collect
 from gradilocks.step.outcome import Findings
 from gradilocks.step.own_step import weakly, why_not_itself
 from gradilocks.values import NonFinite, moved

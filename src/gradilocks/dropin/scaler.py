@@ -25,8 +25,8 @@ from gradilocks.dropin.once import UnscaledOnce
 from gradilocks.dropin.saving import Saving
 from gradilocks.dropin.state import set_scale
 from gradilocks.eager import eager, users_line
+from gradilocks.names import Names
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
-from gradilocks.step.gradients import Names
 from gradilocks.step.judge import held_if
 from gradilocks.step.outcome import Findings
 from gradilocks.step.update import (

@@ -20,8 +20,9 @@ from gradilocks.dropin.governed import Governed
 from gradilocks.dropin.looked import Looked, gradients_of
 from gradilocks.dropin.once import UnscaledOnce, writing_ourselves
 from gradilocks.dropin.shortly import looked_shortly
+from gradilocks.names import Names
 from gradilocks.ranks.layout import any_distributed, covers_world, meetings_of
-from gradilocks.step.gradients import Names, every_parameter
+from gradilocks.step.gradients import every_parameter
 from gradilocks.values import NonFinite, moved
 
 __all__ = ["Unscaling"]

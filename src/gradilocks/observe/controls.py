@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from gradilocks.control import GradientControl
-from gradilocks.observe.naming import name_parameters
+from gradilocks.names import Names, name_parameters
+from gradilocks.observe.models import owners_of
 from gradilocks.observe.watching import Watch
 from gradilocks.record.journal import Journal, NoJournal
-from gradilocks.step.gradients import Names, every_parameter
+from gradilocks.step.gradients import every_parameter
 from gradilocks.values import StepRecord
 
 __all__ = ["Controls"]
@@ -106,5 +107,6 @@ class _FoundNames(Names):
         super().__init__(None, optimizers)
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        found = name_parameters(list(every_parameter(self._optimizers)))
+        params = list(every_parameter(self._optimizers))
+        found = name_parameters(owners_of(params), params)
         return [(name, param) for param, name in found.items()]

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from gradilocks.kernels.captured import capturing
 from gradilocks.lab.trace import Tracer
+from gradilocks.names import name_parameters
 from gradilocks.observe.clips import Clips
 from gradilocks.observe.ending import Held
 from gradilocks.observe.looking import Look, Looks
 from gradilocks.observe.losses import Losses
-from gradilocks.observe.naming import name_parameters, owners_of
+from gradilocks.observe.models import owners_of
 from gradilocks.record import Recorder, Sample
 from gradilocks.record.weights import Weights
 from gradilocks.step.gradients import every_parameter
@@ -359,7 +360,9 @@ class Watch:
         known = self._known.get(id(optimizer))
         if known is not None and known.is_still(optimizer, params):
             return known
-        index = self.recorder_now().add_optimizer(optimizer, names=name_parameters(params))
+        index = self.recorder_now().add_optimizer(
+            optimizer, names=name_parameters(owners_of(params), params)
+        )
         refs = [weakref.ref(param) for param in params]
         known = _Known(weakly(optimizer), index, refs)
         self._known[id(optimizer)] = known

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels.located import DTYPES
+from gradilocks.names import Names
 from gradilocks.optim.checks import check_parameters, check_settings, refuse_gradients
 from gradilocks.optim.masters import mark, needs_master
 from gradilocks.optim.tidy import alike, check_shapes, tidy
-from gradilocks.step.gradients import Names
 
 __all__ = ["step_by_torch"]
 

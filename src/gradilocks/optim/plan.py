@@ -15,10 +15,10 @@ from torch import Tensor
 
 from gradilocks.kernels.captured import capturing, keep_if_captured
 from gradilocks.kernels.table import layout_for, send
+from gradilocks.names import Names
 from gradilocks.optim.checks import check_parameters, check_settings
 from gradilocks.optim.masters import Marks, follow, needs_master
 from gradilocks.optim.tidy import alike, check_shapes, common_dtype, tidy
-from gradilocks.step.gradients import Names
 from gradilocks.step.roll import Called
 
 __all__ = ["Plan"]

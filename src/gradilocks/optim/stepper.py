@@ -17,12 +17,13 @@ from torch.optim.optimizer import (
 from gradilocks.eager import eager
 from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.captured import keeping
+from gradilocks.names import Names
 from gradilocks.optim import masters
 from gradilocks.optim.bytorch import step_by_torch
 from gradilocks.optim.checks import check_group
 from gradilocks.optim.plan import Plan
 from gradilocks.optim.watched import Changes, States, plain
-from gradilocks.step.gradients import Names, parameters_of
+from gradilocks.step.gradients import parameters_of
 from gradilocks.step.own_step import register_ours
 from gradilocks.step.roll import Called, Roll
 from gradilocks.step.update import handing_over

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradilocks.names import Names
 from gradilocks.ranks.layout import is_distributed
 from gradilocks.record.ending import refuse_capture
 from gradilocks.record.recorder import Recorder
 from gradilocks.record.sample import Sample
 from gradilocks.record.weights import Weights
-from gradilocks.step.gradients import Names, collect, every_parameter
+from gradilocks.step.gradients import collect, every_parameter
 from gradilocks.step.measure import measure
 from gradilocks.values import ROW, Statistics, StepRecord, wide
 

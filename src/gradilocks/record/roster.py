@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from gradilocks.names import Names
 from gradilocks.ranks.layout import is_distributed
 from gradilocks.runfile import OptimizerInfo
-from gradilocks.step.gradients import Names, every_parameter
+from gradilocks.step.gradients import every_parameter
 
 __all__ = ["info_of", "is_whole", "order_of"]
 

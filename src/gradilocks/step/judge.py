@@ -20,6 +20,7 @@ from gradilocks.clip import ClipByNorm, ClipByValue, ClipPolicy, NoClip
 from gradilocks.clip.memory import remapped, same
 from gradilocks.errors import NeverFinite
 from gradilocks.kernels.captured import capturing
+from gradilocks.names import Names
 from gradilocks.ranks.collective import agreed, reduce, reduce_apart, reduce_each
 from gradilocks.ranks.copies import MARKS, fingerprint
 from gradilocks.ranks.layout import NOTES, Company, Layout, Team
@@ -29,7 +30,7 @@ from gradilocks.state.plain import read_memory, refill
 from gradilocks.step.decide import decide
 from gradilocks.step.diagnose import never_finite
 from gradilocks.step.express import Express
-from gradilocks.step.gradients import Gradients, Names, every_parameter, roof_of
+from gradilocks.step.gradients import Gradients, every_parameter, roof_of
 from gradilocks.step.losses import Losses
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, Streak, fetch

@@ -14,18 +14,13 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.checks import check_any_gradient
 from gradilocks.errors import NoGradients
+from gradilocks.names import Names
 from gradilocks.ranks.layout import Team, any_distributed, team_of
 from gradilocks.record.journal import NoJournal
 from gradilocks.step import update
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
-from gradilocks.step.gradients import (
-    Gradients,
-    Names,
-    collect,
-    every_parameter,
-    parameters_of,
-)
+from gradilocks.step.gradients import Gradients, collect, every_parameter, parameters_of
 from gradilocks.step.judge import Judge, Verdict
 from gradilocks.step.lr_schedule import Listeners
 from gradilocks.step.outcome import Outcome, nonfinite

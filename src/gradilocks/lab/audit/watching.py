@@ -28,7 +28,7 @@ from gradilocks.lab.trace.magnitudes import tensors_in
 from gradilocks.observe.controls import Controls
 from gradilocks.observe.hooks import Hooks
 from gradilocks.observe.importing import when_imported
-from gradilocks.observe.naming import owners_of
+from gradilocks.observe.models import owners_of
 from gradilocks.observe.watching import Attempt, Watch
 from gradilocks.record import Recorder
 from gradilocks.step.gradients import every_parameter

@@ -23,7 +23,8 @@ from gradilocks.lab.trace.finding import (
     damaged_gradients,
     damaged_parameters,
 )
-from gradilocks.lab.trace.following import Following, unwrapped
+from gradilocks.lab.trace.following import Following
+from gradilocks.names import unwrapped
 from gradilocks.runfile import Trace
 from gradilocks.step.lr_schedule import Flag, Listeners
 
