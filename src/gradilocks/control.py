@@ -28,10 +28,11 @@ from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.captured import keeping
 from gradilocks.names import Names
 from gradilocks.record import Recorder
-from gradilocks.record.journal import journal_for
+from gradilocks.record.journal import journal_for, recorder_of
 from gradilocks.scale import resolve_scale
 from gradilocks.step import update
 from gradilocks.step.call_order import CallOrder
+from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.gradients import every_parameter, parameters_of
 from gradilocks.step.judge import Judge
 from gradilocks.step.lr_schedule import Listeners, Scheduler
@@ -108,9 +109,13 @@ class GradientControl(Stepping):
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)
         self._order = CallOrder(parameters if self._judge.scales else tuple)
-        self._journal = journal_for(
-            record, self._optimizers, self._names, scale=policies[0], clip=policies[1]
-        )
+        self._events, self._step = StepEvents(EVENTS), None
+        if record is not None:
+            self._events.add(
+                journal_for(
+                    record, self._optimizers, self._names, scale=policies[0], clip=policies[1]
+                )
+            )
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -120,7 +125,7 @@ class GradientControl(Stepping):
     @property
     def recorder(self) -> Recorder | None:
         """What records this control's steps; one that it has made goes when the control goes."""
-        return self._journal.recorder
+        return recorder_of(self._events)
 
     @property
     def scale(self) -> float:
@@ -132,7 +137,8 @@ class GradientControl(Stepping):
         """The loss times the scale, for callers who run `backward` themselves."""
         first = self._begins_anew()
         scaled = self._scaled(loss)
-        self._journal.note_loss(loss, first=first)
+        for listener in self._events.listeners:
+            listener.loss_counted(self, loss, first=first)
         self._order.handed_out = True
         return scaled
 
@@ -152,7 +158,8 @@ class GradientControl(Stepping):
         except BaseException:
             self._order.scaled = before
             raise
-        self._journal.note_loss(loss, first=first)
+        for listener in self._events.listeners:
+            listener.loss_counted(self, loss, first=first)
 
     @eager
     def unscale_(self) -> None:
@@ -182,8 +189,32 @@ class GradientControl(Stepping):
         Returns:
             The Outcome. Reading it is what waits for the device.
         """
+        self._step = self._begin_step() if self._events.listeners else None
+        self._judge.detail = self._step is not None and self._step.detail
+        try:
+            return self._taken(closure)
+        except BaseException:
+            if self._step is not None:
+                self._events.fail_step(self._step)
+            raise
+        finally:
+            self._step = None
+
+    def _begin_step(self) -> Step:
+        judge = self._judge
+        step = Step(
+            self,
+            self._optimizers,
+            scale=judge.state.scale,
+            unscaled=self._order.unscaled,
+            names=self._names,
+            order=float(judge.clip_policy.order),
+            scales=judge.scales,
+        )
+        return self._events.begin_step(step)
+
+    def _taken(self, closure: Callable[[], Tensor] | None) -> Outcome:
         with keeping(self._judge.express.captured):
-            self._journal.before_step(self._judge, unscaled=self._order.unscaled)
             if closure is not None:
                 check_closure(closure, len(self._optimizers))
                 return self._step_with_closure(closure)
@@ -258,5 +289,7 @@ class GradientControl(Stepping):
             check_parameters([], self._names)
             raise AssertionError("an optimizer without parameters was not refused")
         scaled = self._judge.scaled(loss, first.device)
+        for listener in self._events.listeners:
+            listener.loss_scaled(self, loss, scaled, self._judge.state.scale)
         self._order.scaled = True
         return scaled

@@ -26,6 +26,7 @@ from gradilocks.dropin.total import by_device, measured
 from gradilocks.eager import eager, users_line
 from gradilocks.ranks.layout import meetings_of
 from gradilocks.step.call_order import refuse_scaled
+from gradilocks.step.events import EVENTS, Clip
 from gradilocks.step.gradients import Gradients, collect
 from gradilocks.step.total import any_double
 from gradilocks.values import moved, wide
@@ -61,6 +62,21 @@ def clip_grad_norm_(
         The norm before clipping: float32, or float64 if a gradient is float64.
     """
     params = _listed(parameters, warn_if_empty_generator=True)
+    clip = _begun(Clip(params, max_norm, order=norm_type)) if EVENTS.listeners else None
+    norm = _clip_by_norm(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    if clip is not None:
+        clip.norm = norm
+        _ended(clip)
+    return norm
+
+
+def _clip_by_norm(
+    params: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
     bound = _bound("max_norm", max_norm)
     refuse_scaled(params)
     order = _order(norm_type)
@@ -100,6 +116,7 @@ def clip_grads_with_norm_(
         foreach: as in `clip_grad_norm_`.
     """
     params = _listed(parameters)
+    clip = _begun(Clip(params, max_norm, norm=total_norm)) if EVENTS.listeners else None
     bound = _bound("max_norm", max_norm)
     refuse_scaled(params)
     found = collect(params, name=_place(params))
@@ -111,6 +128,8 @@ def clip_grads_with_norm_(
         nonfinite = torch.logical_not(norm.abs() < math.inf).to(torch.float32)
         coefficient = clip_coefficient(norm, bound, nonfinite)
         _multiply_(found, by_device(found.tensors), coefficient)
+    if clip is not None:
+        _ended(clip)
 
 
 @eager
@@ -156,6 +175,7 @@ def clip_grad_value_(
         foreach: as in `clip_grad_norm_`.
     """
     params = _listed(parameters)
+    clip = _begun(Clip(params, clip_value, by_value=True)) if EVENTS.listeners else None
     bound = _bound("clip_value", clip_value)
     refuse_scaled(params)
     found = collect(params, name=_place(params))
@@ -164,6 +184,19 @@ def clip_grad_value_(
         for device, tensors in by_device(found.tensors).items():
             limit = torch.full((), bound, dtype=wide(device), device=device)
             kernels.for_device(device).clamp_(tensors, limit)
+    if clip is not None:
+        _ended(clip)
+
+
+def _begun(clip: Clip) -> Clip:
+    for listener in EVENTS.listeners:
+        listener.clip_begins(clip)
+    return clip
+
+
+def _ended(clip: Clip) -> None:
+    for listener in EVENTS.listeners:
+        listener.clip_ended(clip)
 
 
 class _Holder:

@@ -25,6 +25,7 @@ from gradilocks.step import update
 from gradilocks.step.gradients import Gradients, every_parameter
 from gradilocks.step.judge import Judge, Verdict
 from gradilocks.step.own_step import weakly
+from gradilocks.values import ROW
 
 __all__ = ["Clipped", "Clips"]
 
@@ -113,6 +114,13 @@ class Clips:
             "GradientControl(process_group=)."
         )
         return {"team": team_of(params, group=None, name=names, way_out=way_out)}
+
+    def bounds(self, optimizer: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The limit of the step that has not been learned from, and whether it was reached."""
+        if id(optimizer) not in self.pending:
+            return None, None
+        row = self.pending[id(optimizer)][1].record.row
+        return row[ROW.index("limit")], row[ROW.index("clipped")]
 
     def learn(self, optimizer: Any) -> None:
         """The optimizer has stepped, or was meant not to: the policy may learn from it."""

@@ -27,6 +27,7 @@ from gradilocks.dropin.state import set_scale
 from gradilocks.eager import eager, users_line
 from gradilocks.names import Names
 from gradilocks.scale import LARGEST, SMALLEST, advance_dynamic
+from gradilocks.step.events import EVENTS, Step
 from gradilocks.step.judge import held_if
 from gradilocks.step.outcome import Findings
 from gradilocks.step.update import (
@@ -136,7 +137,11 @@ class GradScaler(Saving):
         if not self._enabled:
             return outputs
         self._once.note_scaled(outputs)
-        return super().scale(_widened(outputs, self._governed))
+        scaled = super().scale(_widened(outputs, self._governed))
+        for listener in EVENTS.listeners:
+            assert self._scale is not None
+            listener.loss_scaled(self, outputs, scaled, self._scale)
+        return scaled
 
     @eager
     def unscale_(self, optimizer: Any) -> None:
@@ -157,6 +162,27 @@ class GradScaler(Saving):
         """
         if not self._enabled:
             return self._step_disabled(optimizer, args, kwargs)
+        step = self._begin_step(optimizer) if EVENTS.listeners else None
+        if step is None:
+            return self._step_enabled(optimizer, args, kwargs)
+        try:
+            returned = self._step_enabled(optimizer, args, kwargs, step)
+        except BaseException:
+            EVENTS.fail_step(step)
+            raise
+        EVENTS.end_step(step)
+        return returned
+
+    def _begin_step(self, optimizer: Any) -> Step | None:
+        if self._scale is None or EVENTS.step_around(optimizer) is not None:
+            return None  # Before the first loss, or inside a step that is told of already.
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        unscaled = stage is OptState.UNSCALED
+        return EVENTS.begin_step(Step(self, (optimizer,), scale=self._scale, unscaled=unscaled))
+
+    def _step_enabled(
+        self, optimizer: Any, args: Any, kwargs: dict[str, Any], told: Step | None = None
+    ) -> float | None:
         if "closure" in kwargs:
             raise RuntimeError(
                 "Closure use is not currently supported if GradScaler is enabled. "
@@ -185,6 +211,13 @@ class GradScaler(Saving):
             asked = {**state, "found_inf_per_device": {flag.device: flag}}
             returned = self._maybe_opt_step(optimizer, asked, *args, **kwargs)
         state["stage"] = OptState.STEPPED
+        if told is not None:
+            told.skip = self._flag(optimizer, state) if state["found_inf_per_device"] else False
+            clipped = self._clipped.get(id(optimizer))
+            if clipped is not None and clipped.rejected is not None:
+                told.rejected = clipped.rejected
+            if self._clips is not None:
+                told.limit, told.clipped = self._clips.bounds(optimizer)
         if self._clips is not None:
             self._clips.learn(optimizer)
         return returned

@@ -16,10 +16,10 @@ from gradilocks.checks import check_any_gradient
 from gradilocks.errors import NoGradients
 from gradilocks.names import Names
 from gradilocks.ranks.layout import Team, any_distributed, team_of
-from gradilocks.record.journal import NoJournal
 from gradilocks.step import update
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
+from gradilocks.step.events import Step, StepEvents
 from gradilocks.step.gradients import Gradients, collect, every_parameter, parameters_of
 from gradilocks.step.judge import Judge, Verdict
 from gradilocks.step.lr_schedule import Listeners
@@ -38,7 +38,8 @@ class Stepping:
     _judge: Judge
     _order: CallOrder
     _schedulers: Listeners
-    _journal: NoJournal
+    _events: StepEvents
+    _step: Step | None
     _on_nonfinite: str
     _process_group: Any
 
@@ -154,10 +155,12 @@ class Stepping:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         outcome = verdict.outcome
         hopeless = self._judge.conclude(verdict)
-        self._journal.after_step(verdict.record, self._judge)
         for scheduler in self._schedulers:
             scheduler.note(verdict.record.row)
         self._order.note_step(self._parameters())
+        if self._step is not None:
+            self._step.record, self._step.next_scale = verdict.record, self._judge.state.scale
+            self._events.end_step(self._step)
         if hopeless:
             raise self._judge.never_finite(outcome)
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:

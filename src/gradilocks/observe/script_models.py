@@ -1,4 +1,4 @@
-"""Parameters enter, the models that own them leave.
+"""Parameters of a script's optimizers enter; the models that own them leave, traced if asked for.
 
 A script does not say which model its optimizer trains, so every module that is alive is looked at,
 once per optimizer. The outermost module that owns a parameter names it.
@@ -9,11 +9,18 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["owners_of"]
+from gradilocks.lab.trace import Tracer
+from gradilocks.record import Recorder
+from gradilocks.step.events import Step, StepListener
+
+__all__ = ["ScriptTracer", "owners_of"]
 
 
 def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
@@ -70,3 +77,48 @@ def _climb(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Mo
         if not above:
             tops.append(one)
     return tops or [module]
+
+
+class ScriptTracer(StepListener):
+    """Traces the models of every optimizer after a step with NaN or Inf: `gradilocks run --trace`.
+
+    Args:
+        make_recorder: called when there is something to trace; findings are written there.
+        guard: around everything that is done here.
+    """
+
+    def __init__(self, make_recorder: Callable[[], Recorder], guard: Callable[..., Any]) -> None:
+        self._make_recorder, self._guard = make_recorder, guard
+        self._tracers: dict[int, list[Tracer]] = {}  # By an optimizer's first parameter.
+        self._tracer_of: WeakKeyDictionary[nn.Module, Tracer] = WeakKeyDictionary()
+
+    def step_ended(self, step: Step) -> None:
+        if step.record is not None:
+            bad = step.record.row[:1]
+        elif step.statistics is not None:  # The recorder, which was told first, has measured it.
+            bad = ((step.statistics.nan + step.statistics.inf).sum() > 0).reshape(1)
+        else:
+            return
+        self._guard(lambda: self._note(list(step.parameters()), bad.to(torch.float32)))
+
+    def _note(self, params: Sequence[Tensor], bad: Tensor) -> None:
+        key = id(params[0])
+        if key not in self._tracers:
+            models = owners_of(params)
+            for model in models:
+                if model not in self._tracer_of:
+                    self._tracer_of[model] = Tracer(model, recorder=self._make_recorder())
+            self._tracers[key] = [self._tracer_of[model] for model in models]
+        for tracer in self._tracers[key]:
+            tracer.note(bad)
+
+    def findings(self) -> tuple[str, ...]:
+        """What was found, in sentences, each of them once."""
+        every = {id(t): t for tracers in self._tracers.values() for t in tracers}.values()
+        return tuple(dict.fromkeys(each.text for tracer in every for each in tracer.findings))
+
+    def close(self) -> None:
+        """Takes the tracers' hooks away."""
+        for tracers in self._tracers.values():
+            for tracer in tracers:
+                tracer.close()
