@@ -31,11 +31,12 @@ from gradilocks.ranks.layout import (
     has_other_ranks,
     model_ranks_of,
 )
-from gradilocks.record.journal import journal_for
+from gradilocks.record.journal import journal_for, recorder_of
 from gradilocks.scale import resolve_scale
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.engine import Engine, Verdict
+from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.measure import multiply_
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
@@ -119,9 +120,15 @@ class GradientControl:
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)
         self._order = CallOrder(parameters if self._engine.scales else tuple)
-        self._journal = journal_for(
-            record, self._optimizers, self._names, scale=policies[0], clip=policies[1]
-        )
+        self._events = StepEvents(EVENTS)
+        self._told: Step | None = None  # The step that goes on, if somebody listens.
+        if record is not None:
+            scale_policy, clip_policy = policies
+            self._events.add(
+                journal_for(
+                    record, self._optimizers, self._names, scale=scale_policy, clip=clip_policy
+                )
+            )
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -133,7 +140,7 @@ class GradientControl:
     @property
     def recorder(self) -> Recorder | None:
         """What records this control's steps; one that it has made goes when the control goes."""
-        return self._journal.recorder
+        return recorder_of(self._events)
 
     @property
     def scale(self) -> float:
@@ -145,7 +152,8 @@ class GradientControl:
         """The loss times the scale, for callers who run `backward` themselves."""
         first = self._begins_anew()
         scaled = self._scaled(loss)
-        self._journal.note_loss(loss, first=first)
+        for listener in self._events.listeners:
+            listener.loss_counted(self, loss, first=first)
         self._order.handed_out = True
         return scaled
 
@@ -165,7 +173,8 @@ class GradientControl:
         except BaseException:
             self._order.scaled = before
             raise
-        self._journal.note_loss(loss, first=first)
+        for listener in self._events.listeners:
+            listener.loss_counted(self, loss, first=first)
 
     @eager
     def unscale_(self) -> None:
@@ -192,6 +201,8 @@ class GradientControl:
         Returns:
             The Outcome. Reading it is what waits for the device.
         """
+        if self._events.listeners:
+            return self._step_told(closure)
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return self._step(closure)
         with keeping(self._engine.table.captured):
@@ -259,13 +270,37 @@ class GradientControl:
             raise AssertionError("an optimizer without parameters was not refused")
         scaled = self._engine.scaled(loss, first.device)
         self._order.scaled = True
+        for listener in self._events.listeners:
+            listener.loss_scaled(self, loss, scaled, self._engine.state.scale)
         return scaled
 
     def _parameters(self) -> Iterator[Tensor]:
         return every_parameter(self._optimizers)
 
+    def _step_told(self, closure: Callable[[], Tensor] | None) -> Outcome:
+        """A step of which listeners are told: recorder, tracer, audit."""
+        engine = self._engine
+        told = Step(
+            self,
+            self._optimizers,
+            scale=engine.state.scale,
+            unscaled=self._order.unscaled,
+            names=self._names,
+            order=float(engine.clip_policy.order),
+            scales=engine.scales,
+        )
+        self._told = self._events.begin_step(told)
+        engine.detail = told.detail
+        try:
+            with keeping(engine.table.captured):
+                return self._step(closure)
+        except BaseException:
+            self._events.fail_step(told)
+            raise
+        finally:
+            engine.detail, self._told = False, None
+
     def _step(self, closure: Callable[[], Tensor] | None) -> Outcome:
-        self._journal.before_step(self._engine, unscaled=self._order.unscaled)
         if closure is not None:
             check_closure(closure, len(self._optimizers))
             return self._step_with_closure(closure)
@@ -357,10 +392,12 @@ class GradientControl:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         outcome = verdict.outcome
         hopeless = self._engine.conclude(verdict)
-        self._journal.after_step(verdict.record, self._engine)
         for scheduler in self._schedulers:
             scheduler.note(verdict.record.row)
         self._order.note_step(self._parameters())
+        if self._told is not None:
+            self._told.record, self._told.next_scale = verdict.record, self._engine.state.scale
+            self._events.end_step(self._told)
         if hopeless:
             raise self._engine.never_finite(outcome)
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:

@@ -1,17 +1,175 @@
-"""Parameters in, their names out."""
+"""Parameters and modules enter, the names that users know them by leave; for every room alike.
+
+A name is what `model.named_parameters()` or `model.named_modules()` says, without what wrappers put
+in front: `DDP(model)` calls a weight `module.head.weight`, and its name here is `head.weight`. A
+part of a name is left out only where a wrapper really is, so that a user's own submodule called
+`module` keeps its name. `Names` names the parameters of optimizers, with or without a model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Names"]
+__all__ = [
+    "Names",
+    "called_alike",
+    "is_wrapper",
+    "name_modules",
+    "name_parameters",
+    "named_modules",
+    "named_parameters",
+    "prefixed",
+    "unwrapped",
+]
+
+# The attribute that holds the wrapped module, and the classes that have it: the module to find the
+# class in if somebody has imported it (nothing is imported to find out), and its name there.
+_WRAPPERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "module": (
+        ("torch.nn.parallel", "DataParallel"),
+        ("torch.nn.parallel", "DistributedDataParallel"),
+        ("deepspeed.runtime.engine", "DeepSpeedEngine"),
+        ("megatron.core.distributed", "DistributedDataParallel"),
+        ("megatron.core.transformer.module", "Float16Module"),
+    ),
+    "_orig_mod": (("torch._dynamo.eval_frame", "OptimizedModule"),),
+    "_fsdp_wrapped_module": (("torch.distributed.fsdp", "FullyShardedDataParallel"),),
+    "_checkpoint_wrapped_module": (
+        ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"),
+    ),
+    "_forward_module": (
+        ("lightning.fabric.wrappers", "_FabricModule"),
+        ("lightning_fabric.wrappers", "_FabricModule"),
+        ("lightning.pytorch.overrides.base", "_LightningModuleWrapperBase"),
+        ("pytorch_lightning.overrides.base", "_LightningModuleWrapperBase"),
+    ),
+}
+# Fabric's wrapper holds the model twice: as it runs it, and as it was handed over.
+_WRAPPERS["_original_module"] = _WRAPPERS["_forward_module"][:2]
+
+
+def _is_wrapped(parent: nn.Module, key: str) -> bool:
+    """Whether `parent` is a wrapper and `key` the attribute in which it holds what it wraps."""
+    for place, name in _WRAPPERS.get(key, ()):
+        kind = getattr(sys.modules.get(place), name, None)
+        if isinstance(kind, type) and isinstance(parent, kind):
+            return True
+    return False
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether `module` is a wrapper around another module, such as DDP."""
+    return any(_is_wrapped(module, key) for key, _ in module._modules.items())
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's own module inside whatever wrappers there are around it."""
+    while True:
+        inner = [child for key, child in module._modules.items() if _is_wrapped(module, key)]
+        if not inner or inner[0] is None:
+            return module
+        module = inner[0]
+
+
+def _without_wrappers(root: nn.Module, path: str) -> str:
+    """`path` from `root` without the parts that lead from a wrapper to what it wraps."""
+    parts = path.split(".")
+    if not any(part in _WRAPPERS for part in parts):
+        return path
+    kept: list[str] = []
+    parent: nn.Module | None = root
+    for part in parts:
+        if parent is None or not _is_wrapped(parent, part):
+            kept.append(part)
+        # A ScriptModule's children are in a mapping without `get`.
+        children = {} if parent is None else parent._modules
+        parent = children[part] if part in children else None  # noqa: SIM401
+    return ".".join(kept)
+
+
+def named_parameters(
+    model: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """`model.named_parameters()` without what wrappers put into the names."""
+    for path, param in model.named_parameters(remove_duplicate=remove_duplicate):
+        yield _joined(prefix, _without_wrappers(model, path)), param
+
+
+def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`model.named_modules()` likewise; a wrapper and what it wraps have one name."""
+    for path, module in model.named_modules():
+        yield _joined(prefix, _without_wrappers(model, path)), module
+
+
+def prefixed(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Models by what their parameters' names begin with.
+
+    Nothing for one model; for several what the script calls them, or else their classes.
+    """
+    if len(models) == 1:
+        return {"": models[0]}
+    script = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
+    variables = {id(value): name for name, value in reversed(list(script.items()))}
+    found: dict[str, nn.Module] = {}
+    for model in models:
+        called = variables.get(id(model), type(model).__name__)
+        name, number = called, 1
+        while name in found:
+            number += 1
+            name = f"{called}{number}"
+        found[name] = model
+    return found
+
+
+def name_parameters(
+    models: Sequence[nn.Module], params: Iterable[Tensor] | None = None
+) -> dict[Tensor, str]:
+    """The name of every parameter of these models, in their order.
+
+    Args:
+        models: outermost modules.
+        params: those that are wanted; None for all.
+    """
+    wanted = None if params is None else {id(param) for param in params}
+    names: dict[Tensor, str] = {}
+    for prefix, model in prefixed(models).items():
+        for name, param in named_parameters(model, prefix, remove_duplicate=False):
+            if (wanted is None or id(param) in wanted) and param not in names:
+                names[param] = name
+    return names
+
+
+def name_modules(models: Sequence[nn.Module]) -> dict[int, str]:
+    """The name of every module in these models, by its id; as its parameters' names begin."""
+    names: dict[int, str] = {}
+    for prefix, model in prefixed(models).items():
+        for name, module in named_modules(model, prefix):
+            names.setdefault(id(module), name)
+    return names
+
+
+def called_alike(names: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether two lists of names may be of the same parameters, with and without wrappers.
+
+    For names of which only the text is left: checkpoints of earlier versions name the parameters of
+    a wrapped model with the wrapper's part.
+    """
+
+    def text(name: str) -> str:
+        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+    return list(map(text, names)) == list(map(text, others))
 
 
 class Names:
-    """Parameters' names: as the model names them, else as the optimizer does, else their place."""
+    """Parameters' names: as the model names them, else as the optimizer does, else their place.
+
+    Looked up only when somebody asks, so that a healthy step pays nothing for them.
+    """
 
     def __init__(
         self, model: nn.Module | Mapping[str, nn.Module] | None, optimizers: Sequence[Any]
@@ -102,8 +260,11 @@ class Names:
         return known
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        if isinstance(self._model, nn.Module):
-            yield from self._model.named_parameters()
-        elif self._model is not None:
-            for prefix, module in self._model.items():
-                yield from module.named_parameters(prefix=prefix)
+        models = self._model if isinstance(self._model, Mapping) else {"": self._model}
+        for prefix, model in models.items():
+            if model is not None:
+                yield from named_parameters(model, prefix)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -24,7 +24,7 @@ parameter.sum().backward()
 optimizer.step()  # Which imports what an optimizer needs.
 del parameter, optimizer
 from gradilocks.cli import main
-import gradilocks.lab.audit.watching
+import gradilocks.lab.audit.script_gradients
 import gradilocks.cli.app
 
 for line in sys.stdin:

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from gradilocks import ClipByNorm, DynamicScale, NoClip, StaticScale, kernels
 from gradilocks.kernels import fused, located
+from gradilocks.names import Names
 from gradilocks.scale import NoScale
 from gradilocks.step.express import Express
-from gradilocks.step.gradients import Gradients, Names
+from gradilocks.step.gradients import Gradients
 from gradilocks.step.judge import Judge
 from gradilocks.step.roll import Called
 from gradilocks.step.update import _as_divisor

@@ -7,8 +7,7 @@ import sys
 import torch
 
 from gradilocks import optim, read_run
-from gradilocks.observe.replacing import Replacements
-from gradilocks.observe.swapping import swap
+from gradilocks.observe.patches import Patches, swap
 from tests.observe.sessions import process, watched, write
 
 ASKS = """
@@ -75,7 +74,7 @@ for _ in range(6):
 def test_everything_is_put_back():
     before = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.nn.utils.clip_grad_norm_)
     adamw = torch.optim.AdamW
-    replaced = Replacements()
+    replaced = Patches()
     swap(replaced, parts=True, optimizers=["AdamW"])
     try:
         assert torch.optim.AdamW is optim.AdamW

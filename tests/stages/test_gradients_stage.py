@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from gradilocks.errors import SharedParameter
-from gradilocks.step.gradients import Names, collect, parameters_of
+from gradilocks.names import Names
+from gradilocks.step.gradients import collect, parameters_of
 
 
 def name(param):

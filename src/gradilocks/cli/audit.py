@@ -23,7 +23,7 @@ from gradilocks.cli.program import program
 from gradilocks.errors import BadScript, GradilocksError
 
 if TYPE_CHECKING:
-    from gradilocks.lab.audit.script import Heard
+    from gradilocks.lab.audit.script import ScriptAudit
 
 FORMATS = ("fp16", "bf16", "fp8 e5m2", "fp8 e4m3")
 
@@ -104,7 +104,7 @@ def audit(
     if module is None and not given:
         raise typer.BadParameter("expected a script, as in 'gradilocks audit train.py'.")
     from gradilocks.lab.audit.findings import refuse_blocks
-    from gradilocks.lab.audit.script import Wishes, audit_script
+    from gradilocks.lab.audit.script import AuditOptions, audit_script
     from gradilocks.lab.formats import format_named
     from gradilocks.observe import Program
 
@@ -121,7 +121,7 @@ def audit(
         from gradilocks.report.audit import check_audit_page
 
         check_audit_page(html, title=what.name)
-    wishes = Wishes(
+    options = AuditOptions(
         steps=steps,
         formats=tuple(chosen.values()),
         output=output,
@@ -134,7 +134,7 @@ def audit(
     forgive_encoding()
     with _apart(json_path == "-") as restore:
 
-        def tell(heard: Heard) -> None:
+        def tell(heard: ScriptAudit) -> None:
             show(0, 0)
             restore()
             if heard.audit is None:
@@ -143,14 +143,14 @@ def audit(
                 _hand_out(heard, target, html, json_path == "-", quiet, what.name, caller)
 
         try:
-            heard = audit_script(what, wishes, tell=tell, warn=_say, progress=show)
+            heard = audit_script(what, options, tell=tell, warn=_say, progress=show)
         except BadScript as error:
             raise typer.BadParameter(str(error)) from error
     _leave(heard, what.name)
 
 
 def _hand_out(
-    heard: Heard,
+    heard: ScriptAudit,
     target: Path | None,
     html: Path | None,
     to_stdout: bool,
@@ -179,7 +179,7 @@ def _hand_out(
             _say(f"the histograms are in {html}")
 
 
-def _leave(heard: Heard, name: str) -> None:
+def _leave(heard: ScriptAudit, name: str) -> None:
     """Raises unless all went well: with a line of its own, or as the script has ended."""
     if not heard.main:
         return

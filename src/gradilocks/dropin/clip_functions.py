@@ -24,6 +24,7 @@ from gradilocks.eager import eager, users_line
 from gradilocks.ranks.collective import reduce_apart
 from gradilocks.ranks.layout import has_other_ranks, meetings_of
 from gradilocks.step.call_order import own_write, refuse_scaled
+from gradilocks.step.events import EVENTS
 from gradilocks.step.measure import measure, multiply_, norm_and_coefficient
 from gradilocks.step.table import AddressedGradients, Gradients, gradients_among, gradients_of
 from gradilocks.values import Measurement, moved, wide
@@ -59,6 +60,20 @@ def clip_grad_norm_(
         The norm before clipping: float32, or float64 if a gradient is float64.
     """
     params = _listed(parameters, warn_if_empty_generator=True)
+    clip = EVENTS.begin_clip(params, max_norm, order=norm_type) if EVENTS.listeners else None
+    norm = _clip_by_norm(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    if clip is not None:
+        EVENTS.end_clip(clip, norm=norm)
+    return norm
+
+
+def _clip_by_norm(
+    params: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
     bound = _bound("max_norm", max_norm)
     refuse_scaled(params)
     order = _order(norm_type)
@@ -97,6 +112,7 @@ def clip_grads_with_norm_(
         foreach: as in `clip_grad_norm_`.
     """
     params = _listed(parameters)
+    clip = EVENTS.begin_clip(params, max_norm) if EVENTS.listeners else None
     bound = _bound("max_norm", max_norm)
     refuse_scaled(params)
     gradients = _found(params, foreach)
@@ -107,6 +123,8 @@ def clip_grads_with_norm_(
         nonfinite = torch.logical_not(norm.abs() < math.inf).to(torch.float32)
         with own_write(gradients.params):
             multiply_(gradients, clip_coefficient(norm, bound, nonfinite))
+    if clip is not None:
+        EVENTS.end_clip(clip, norm=total_norm)
 
 
 @eager
@@ -149,6 +167,7 @@ def clip_grad_value_(
         foreach: as in `clip_grad_norm_`.
     """
     params = _listed(parameters)
+    clip = EVENTS.begin_clip(params, clip_value, by_value=True) if EVENTS.listeners else None
     bound = _bound("clip_value", clip_value)
     refuse_scaled(params)
     gradients = _found(params, foreach)
@@ -157,6 +176,8 @@ def clip_grad_value_(
             limit = torch.full((), bound, dtype=wide(device), device=device)
             tensors = [gradients.tensors[place] for place in places]
             kernels.for_device(device).clamp_(tensors, limit)
+    if clip is not None:
+        EVENTS.end_clip(clip)
 
 
 def _found(params: Sequence[Tensor], foreach: bool | None) -> Gradients:

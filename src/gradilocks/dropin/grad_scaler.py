@@ -58,6 +58,7 @@ from gradilocks.state.checkpoint import check_scale, refill, save_scale
 from gradilocks.state.other_scalers import OtherScaler, recognize
 from gradilocks.step.call_order import UnscaledGuard, own_write
 from gradilocks.step.engine import Engine, Verdict, held_if, peak_of
+from gradilocks.step.events import EVENTS, Step
 from gradilocks.step.measure import Look, look, measure
 from gradilocks.step.outcome import ScalerOutcome, fetch
 from gradilocks.step.own_step import why_not_itself
@@ -70,7 +71,7 @@ from gradilocks.step.update import (
     takes_scaler,
     update,
 )
-from gradilocks.values import Meeting, ScaleState, moved, wide
+from gradilocks.values import ROW, Meeting, ScaleState, moved, wide
 
 __all__ = ["GradScaler"]
 
@@ -217,7 +218,11 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         self._now.guard.note_scaled(outputs)
-        return super().scale(self._widened(outputs))
+        scaled = super().scale(self._widened(outputs))
+        for listener in EVENTS.listeners:
+            assert self._scale is not None
+            listener.loss_scaled(self, outputs, scaled, self._scale)
+        return scaled
 
     @eager
     def unscale_(self, optimizer: Any) -> None:
@@ -243,6 +248,37 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled. "
                 "gradilocks.GradientControl.step(closure) is."
             )
+        if EVENTS.listeners:
+            return self._step_told(optimizer, args, kwargs)
+        return self._step_enabled(optimizer, args, kwargs)
+
+    def _step_told(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
+        """A step of which listeners are told: recorder, tracer, audit."""
+        if self._scale is None or EVENTS.step_around(optimizer) is not None:
+            # Before the first loss, or inside a step that is told of already.
+            return self._step_enabled(optimizer, args, kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        unscaled = state["stage"] is OptState.UNSCALED
+        told = EVENTS.begin_step(Step(self, (optimizer,), scale=self._scale, unscaled=unscaled))
+        try:
+            returned = self._step_enabled(optimizer, args, kwargs)
+        except BaseException:
+            EVENTS.fail_step(told)
+            raise
+        verdict = self._now.steps[id(optimizer)].verdict
+        if verdict is not None:
+            decision, row = verdict.decision, verdict.record.row
+            told.skip = decision.skip
+            if decision.overflow is not None:
+                told.rejected = decision.skip - decision.overflow
+            if self._clips:
+                told.limit, told.clipped = row[ROW.index("limit")], row[ROW.index("clipped")]
+        elif state["found_inf_per_device"]:
+            told.skip = _any_flag(list(state["found_inf_per_device"].values()))
+        EVENTS.end_step(told)
+        return returned
+
+    def _step_enabled(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
         self._check_scale_growth_tracker("step")
         self._now.steps.setdefault(id(optimizer), _OptimizerStep(optimizer))
         state = self._per_optimizer_states[id(optimizer)]

@@ -16,7 +16,7 @@ from typing import Any
 from gradilocks.clip import AdaptiveClip, ClipPolicy
 from gradilocks.eager import users_line
 from gradilocks.errors import BadState
-from gradilocks.names import Names
+from gradilocks.names import Names, called_alike
 from gradilocks.scale import NoScale, ScalePolicy
 from gradilocks.state.checkpoint import describe, load_memory, rebuild, save_memory
 from gradilocks.step.engine import Engine
@@ -152,7 +152,8 @@ class OptimizerEngines:
                 return place
         for place, state in enumerate(self._loaded):
             unnamed = _unnamed(mine["names"]) or _unnamed(state["names"])
-            if unnamed and state["sizes"] == mine["sizes"]:
+            alike = unnamed or called_alike(mine["names"], state["names"])
+            if alike and state["sizes"] == mine["sizes"]:
                 return place
         _logger.warning(
             "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that was "

@@ -1,26 +1,25 @@
-"""One `gradilocks run`: options and a program enter, a run file and a Summary leave."""
+"""One script under watch: a program enters, a run file and what its listeners found leave.
+
+`gradilocks run` records the steps of its optimizers, `run --trace` traces its models besides, and
+`gradilocks audit` counts its gradients: each is a listener to the same StepEvents.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gradilocks.errors import BadScript
-from gradilocks.observe import launch
-from gradilocks.observe.ending import Ending, Last
-from gradilocks.observe.importing import when_imported
-from gradilocks.observe.places import check_target, fresh_name, rank_of_process
+from gradilocks.errors import BadRunFile, BadScript
+from gradilocks.observe import interpreter
+from gradilocks.observe.process_end import Ending, ProcessEnd
+from gradilocks.runfile.reading import refuse_foreign
 
-if TYPE_CHECKING:
-    from gradilocks.record import Recorder
-
-__all__ = ["Options", "Summary", "run_script"]
-
-_WAYS = "Choose another name, --append to go on in it, or --force to overwrite it."
+__all__ = ["Options", "ScriptSession", "Summary", "check_target", "run_script"]
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,166 @@ class Options:
     command: tuple[str, ...] = ()
 
 
+class ScriptSession:
+    """Runs a program, and records its optimizers' steps.
+
+    Args:
+        program: the script or module.
+        options: as asked for.
+        settings: for the header of the run file.
+        ways: what else can be done about a run file that is there already.
+        warn: told if something had to end early.
+        note: told at the first step where it is recorded.
+        failure: what a failure of ours means, in words.
+        after_failure: called whenever we would do something and have failed; may raise.
+        every_rank: whether ranks that do not record are watched too.
+
+    Attributes:
+        shown: the run file, as it is to be typed from the folder in which the session began.
+        rank: of this process.
+        watched: whether this process is one that is watched.
+        imported_torch: whether the script imported torch at all.
+        guard: around all that is done while the script runs; None until it imports torch.
+        steps: what records the steps; None likewise.
+        end: concludes when the process ends, or when it is told to; there once the program runs.
+    """
+
+    def __init__(
+        self,
+        program: interpreter.Program,
+        options: Options,
+        *,
+        settings: Mapping[str, Any],
+        ways: str,
+        warn: Callable[[str], None],
+        note: Callable[[str], None],
+        failure: str,
+        after_failure: Callable[[], None] | None = None,
+        every_rank: bool = False,
+    ) -> None:
+        interpreter.check(program)
+        self._program, self._options, self._settings = program, options, settings
+        self._warn, self._note = warn, note
+        self._failure, self._after_failure = failure, after_failure
+        rank = os.environ.get("RANK", "0")
+        self.rank = int(rank) if rank.isdigit() else 0
+        records = self.rank == 0 or options.all_ranks
+        self.watched = records or every_rank
+        self.shown = options.output or _fresh_name(program.stem)
+        self._path = Path(os.path.abspath(self.shown))
+        self._made: list[Path] = []
+        if records:
+            rank_in_name = self.rank if options.all_ranks else 0
+            self._made = check_target(
+                self._path, self.shown, options.exists, rank=rank_in_name, ways=ways
+            )
+        self.imported_torch = False
+        self.end: ProcessEnd
+        self.guard: Any = None
+        self.steps: Any = None
+        self._hooks: Any = None
+        self._patches: Any = None
+        self._listeners: Sequence[Any] = ()
+
+    def run(
+        self,
+        listeners: Callable[[], Sequence[Any]],
+        conclude: Callable[[Ending], None],
+    ) -> None:
+        """Runs the program to its end.
+
+        Args:
+            listeners: called when torch is there; what it returns hears of every step, after the
+                recorder.
+            conclude: called last, with how the script ended; calls `close`.
+
+        Raises:
+            BadScript: it cannot be run.
+            SystemExit: as the script's own, or 1 after an exception, which has been shown.
+        """
+        self.end = ProcessEnd(conclude)
+        self.end.prepare()
+        interpreter.when_imported("torch", lambda: self._begin(listeners))
+        try:
+            interpreter.execute(self._program, note=self.end.note)
+        except BadScript:
+            self.end.cancel()
+            raise
+
+    def _begin(self, listeners: Callable[[], Sequence[Any]]) -> None:
+        """torch is there."""
+        self.imported_torch = True
+        options = self._options
+        if self.watched:
+            from gradilocks.observe.step_recorder import Guard, StepRecorder
+            from gradilocks.observe.torch_hooks import TorchHooks
+            from gradilocks.step.events import EVENTS
+
+            self.guard = Guard(self._failed, self._after_failure)
+            self.steps = StepRecorder(self._recorder, self.guard, warn=self._warn)
+            self._listeners = (self.steps, *listeners())
+            for listener in self._listeners:
+                EVENTS.add(listener)
+            self._hooks = TorchHooks()
+            self._hooks.install()
+        if options.swap or options.swap_optimizers:
+            from gradilocks.observe.patches import Patches, swap
+
+            self._patches = Patches()
+            swap(self._patches, parts=options.swap, optimizers=options.swap_optimizers)
+
+    def _failed(self, error: Exception) -> None:
+        self._warn(f"{self._failure}: {type(error).__name__}: {error}")
+
+    def stop_listening(self) -> None:
+        """Leaves torch as it was: nobody hears of anything any more."""
+        if self._patches is not None:
+            self._patches.undo()
+        if self._hooks is not None:
+            from gradilocks.step.events import EVENTS
+
+            self.guard.closed = True
+            self._hooks.remove()
+            for listener in self._listeners:
+                EVENTS.discard(listener)
+
+    def close(self, ending: Ending) -> Any:
+        """Closes the run file, if there is one, and returns its recorder."""
+        recorder = None if self.steps is None else self.steps.recorder
+        if recorder is not None:
+            try:
+                recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
+            except Exception as error:  # The script has ended; nothing must keep it from leaving.
+                self._warn(f"{self.shown} could not be closed: {type(error).__name__}: {error}")
+        for folder in self._made:  # That nothing was put into.
+            with suppress(OSError):
+                folder.rmdir()
+        return recorder
+
+    def has_failed(self) -> bool:
+        """Whether watching had to end before the script did."""
+        return self.guard is not None and self.guard.failed
+
+    def _recorder(self) -> Any:
+        self._note(f"recording to {self.shown}")
+        from gradilocks.observe.step_recorder import ScriptRecorder
+
+        options = self._options
+        return ScriptRecorder(
+            self._path,
+            flush_every=options.flush_every,
+            detail_every=options.detail_every,
+            exists=options.exists,
+            settings=self._settings,
+            command=options.command or None,
+            log=options.log,
+            all_ranks=options.all_ranks,
+        )
+
+
 @dataclass(frozen=True)
 class Summary:
-    """What a session has recorded."""
+    """What `gradilocks run` has recorded."""
 
     path: Path
     """As it is to be typed from the folder in which the session began."""
@@ -69,7 +225,7 @@ class Summary:
 
 
 def run_script(
-    program: launch.Program,
+    program: interpreter.Program,
     options: Options,
     *,
     tell: Callable[[Summary], None],
@@ -90,91 +246,44 @@ def run_script(
         BadRunFile: the run file is there already, or cannot be.
         SystemExit: as the script's own, or 1 after an exception, which has been shown.
     """
-    launch.check(program)
-    session = _Session(program, options, tell, warn, note)
-    last = Last(session.conclude)
-    last.prepare()
-    when_imported("torch", session.begin)
-    try:
-        launch.execute(program, note=last.note)
-    except BadScript:
-        last.cancel()
-        raise
+    session = ScriptSession(
+        program,
+        options,
+        settings={"watched": True, "swap": options.swap, "trace": options.trace},
+        ways="Choose another name, --append to go on in it, or --force to overwrite it.",
+        warn=warn,
+        note=note,
+        failure="watching ended, the script goes on",
+    )
+    tracers: list[Any] = []
 
+    def listeners() -> Sequence[Any]:
+        if options.trace:
+            from gradilocks.observe.script_models import ScriptTracer
 
-class _Session:
-    def __init__(
-        self,
-        program: launch.Program,
-        options: Options,
-        tell: Callable[[Summary], None],
-        warn: Callable[[str], None],
-        note: Callable[[str], None],
-    ) -> None:
-        self._options, self._tell, self._warn, self._note = options, tell, warn, note
-        self._rank = rank_of_process()
-        self._watched = self._rank == 0 or options.all_ranks
-        self._shown = options.output or fresh_name(program.stem)
-        self._path = Path(os.path.abspath(self._shown))
-        self._made: list[Path] = []
-        if self._watched:
-            rank = self._rank if options.all_ranks else 0
-            self._made = check_target(
-                self._path, self._shown, options.exists, rank=rank, ways=_WAYS
-            )
-        self._hooks: Any = None
-        self._watch: Any = None
-        self._replaced: Any = None
-        self._imported = False
+            tracers.append(ScriptTracer(session.steps.recorder_now, session.guard))
+        return tracers
 
-    def begin(self) -> None:
-        """torch is there."""
-        self._imported = True
-        options = self._options
-        if self._watched:
-            from gradilocks.observe.hooks import Hooks
-            from gradilocks.observe.watching import Watch
-
-            self._watch = Watch(self._recorder, trace=options.trace, warn=self._warn)
-            self._hooks = Hooks(self._watch)
-            self._hooks.install()
-        if options.swap or options.swap_optimizers:
-            from gradilocks.observe.replacing import Replacements
-            from gradilocks.observe.swapping import swap
-
-            self._replaced = Replacements()
-            swap(self._replaced, parts=options.swap, optimizers=options.swap_optimizers)
-
-    def conclude(self, ending: Ending) -> None:
-        """Closes the run file, leaves torch as it was, and says what was recorded."""
-        recorder = None
-        if self._replaced is not None:
-            self._replaced.undo()
-        if self._hooks is not None:
-            self._watch.close()
-            self._hooks.remove()
-            recorder = self._watch.recorder
-        if recorder is not None:
-            try:
-                recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
-            except Exception as error:  # The script has ended; nothing must keep it from leaving.
-                self._warn(f"{self._shown} could not be closed: {type(error).__name__}: {error}")
-        for folder in self._made:  # That nothing was put into.
-            with suppress(OSError):
-                folder.rmdir()
+    def conclude(ending: Ending) -> None:
+        session.stop_listening()
+        for tracer in tracers:
+            tracer.close()
+        recorder = session.close(ending)
         bad = {} if recorder is None else recorder.bad
-        findings = () if self._watch is None else self._watch.findings()
-        self._tell(
+        findings = tuple(text for tracer in tracers for text in tracer.findings())
+        shown = session.shown
+        tell(
             Summary(
-                path=self._shown if recorder is None else _named(recorder.path, self._shown),
+                # A rank other than 0 has another name.
+                path=shown if recorder is None else shown.with_name(recorder.path.name),
                 steps=0 if recorder is None else recorder.steps,
                 skipped=0 if recorder is None else recorder.skipped,
-                seen=0 if self._watch is None else self._watch.seen,
-                failed=False if self._watch is None else self._watch.failed,
-                torch=self._imported,
-                watched=self._watched,
+                seen=0 if session.steps is None else session.steps.seen,
+                failed=session.has_failed(),
+                torch=session.imported_torch,
+                watched=session.watched,
                 findings=findings,
-                unseen=self._options.trace and not findings and any(b.seen for b in bad.values()),
+                unseen=options.trace and not findings and any(b.seen for b in bad.values()),
                 taken=sum(each.taken for each in bad.values()),
                 bad_endings=tuple(
                     f"optimizer {index}: {each.ending}" if len(bad) > 1 else each.ending
@@ -185,23 +294,52 @@ class _Session:
             )
         )
 
-    def _recorder(self) -> Recorder:
-        self._note(f"recording to {self._shown}")
-        from gradilocks.observe.lasting import LastingRecorder
-
-        options = self._options
-        return LastingRecorder(
-            self._path,
-            flush_every=options.flush_every,
-            detail_every=options.detail_every,
-            exists=options.exists,
-            settings={"watched": True, "swap": options.swap, "trace": options.trace},
-            command=options.command or None,
-            log=options.log,
-            all_ranks=options.all_ranks,
-        )
+    session.run(listeners, conclude)
 
 
-def _named(path: Path, shown: Path) -> Path:
-    """The recorder's path as it was typed: a rank other than 0 has another name."""
-    return shown.with_name(path.name)
+def _fresh_name(stem: str) -> Path:
+    """A name under runs/ that nobody has taken."""
+    base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name, number = base, 1
+    while (path := Path("runs", f"{name}.jsonl")).exists():
+        number += 1
+        name = f"{base}-{number}"
+    return path
+
+
+def check_target(path: Path, shown: Path, exists: str, *, rank: int, ways: str) -> list[Path]:
+    """Refuses before the script runs, and not after an hour of it.
+
+    Args:
+        path: the run file, as it will be opened.
+        shown: the same as it was typed.
+        exists: as the Recorder has it.
+        rank: of this process, if every rank writes.
+        ways: what else can be done about a file that is there already.
+
+    Returns:
+        The folders that were made for it, innermost first.
+    """
+    if path.is_dir():
+        raise BadRunFile(f"{shown} is a folder. Expected the name of a run file.")
+    if rank:  # As the Recorder names it.
+        path, shown = (p.with_name(f"{p.stem}.rank{rank}{p.suffix}") for p in (path, shown))
+    if path.exists():
+        if path.is_file():
+            refuse_foreign(shown)  # It may be the script itself.
+        if exists == "refuse":
+            raise BadRunFile(f"{shown} is there already. {ways}")
+        if not os.access(path, os.W_OK):
+            raise BadRunFile(f"{shown} cannot be written. Choose another name.")
+        return []
+    missing = [path.parent, *path.parent.parents]
+    missing = [folder for folder in missing if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadRunFile(
+            f"{shown} cannot be written: {error.strerror or error}. Choose another folder."
+        ) from error
+    if not os.access(path.parent, os.W_OK):
+        raise BadRunFile(f"{shown} cannot be written: {path.parent} is read-only.")
+    return missing

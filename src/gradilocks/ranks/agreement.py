@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradilocks.ranks.layout import ModelRanks, shortened
 from gradilocks.kernels.totals import total_norm
+from gradilocks.ranks.layout import ModelRanks, shortened
 from gradilocks.values import moved, wide
 
 __all__ = ["FINGERPRINT", "REPORT", "Fingerprint", "RankAgreement", "are_copies", "fingerprint"]

@@ -1,15 +1,15 @@
 """A GradientControl's steps → Samples, one an optimizer, for its Recorder.
 
-The control says that a loss was scaled, that a step begins and that it is over. What is asked here
-is read and never written, and nothing waits.
+The control tells of its losses and steps by `step/events.py`. What is asked here is read and never
+written, and nothing waits.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,104 +20,104 @@ from gradilocks.record.ending import refuse_capture
 from gradilocks.record.recorder import Recorder
 from gradilocks.record.sample import Sample
 from gradilocks.record.weights import Weights
+from gradilocks.step.events import Step, StepEvents, StepListener
 from gradilocks.step.measure import measure
 from gradilocks.step.table import every_parameter, gradients_of
 from gradilocks.values import ROW, Statistics, StepRecord, wide
 
-__all__ = ["Journal", "NoJournal", "journal_for"]
+__all__ = ["Journal", "journal_for", "recorder_of"]
 
 _AT = {name: place for place, name in enumerate(ROW)}
 
 
-class _Judge(Protocol):
-    detail: bool
-    clip_policy: Any
-    state: Any
+class Journal(StepListener):
+    """Records each step of one control.
 
+    Args:
+        recorder: where to.
+        find_names: the names of a control's parameters, given its own; by default just those.
 
-class NoJournal:
-    """Records nothing: what a control without `record=` has, and every copy of a control."""
+    Attributes:
+        loss: the sum of the losses since the last step; None if it is not known.
+    """
 
-    recorder: Recorder | None = None
-
-    def note_loss(self, loss: Tensor, *, first: bool) -> None:
-        """A loss was scaled; `first` if it is the first since the last step."""
-
-    def before_step(self, judge: _Judge, *, unscaled: bool) -> None:
-        """A step begins; `unscaled` if the gradients have lost the scale already."""
-
-    def after_step(self, record: StepRecord, judge: _Judge) -> None:
-        """The optimizers have stepped or not, and the scale has moved on."""
-
-
-class Journal(NoJournal):
-    """Records each step."""
-
-    def __init__(self, recorder: Recorder, optimizers: Sequence[Any], names: Names) -> None:
-        self.recorder: Recorder = recorder
-        self._optimizers, self._names = optimizers, names
-        self._loss: Tensor | None = None
-        self._unscaled = False
+    def __init__(
+        self, recorder: Recorder, *, find_names: Callable[[Names], Names] | None = None
+    ) -> None:
+        self.recorder = recorder
+        self.loss: Tensor | None = None
+        self._find_names = find_names
+        self._indices: list[int] = []
         self._counts: list[int] = []
         self._weights: list[Weights | None] = []
         self._elements: list[int] | None = None
         self._two_norms: Tensor | None = None
-        self._meet()
 
-    def __reduce__(self) -> Any:
-        return NoJournal, ()
+    def introduce(self, optimizers: Sequence[Any], names: Names) -> None:
+        """Tells the recorder of the optimizers, with their parameters as they are now."""
+        if self._find_names is not None:
+            names = self._find_names(names)
+        every = list(every_parameter(optimizers))
+        order = names.in_backward_order(every)
+        named = {every[place]: name for place, name in reversed(order)}
+        ordered = names.knows_all(every)
+        self._indices = [
+            self.recorder.add_optimizer(o, names=named, ordered=ordered) for o in optimizers
+        ]
+        self._counts = _counts(optimizers)
 
-    def note_loss(self, loss: Tensor, *, first: bool) -> None:
+    def loss_counted(self, control: Any, loss: Tensor, *, first: bool) -> None:
         if not self.recorder.recording:
             return
         loss = loss.detach()
         if loss.numel() != 1 or is_distributed(loss):
-            self._loss = None
+            self.loss = None
             return
         with torch.no_grad():  # A copy: the loss is the caller's, who may change it.
             mine = loss.reshape(()).to(wide(loss.device), copy=True)
-            before = None if first else self._loss
-            self._loss = mine if before is None else before.to(mine.device) + mine
+            before = None if first else self.loss
+            self.loss = mine if before is None else before.to(mine.device) + mine
 
-    def before_step(self, judge: _Judge, *, unscaled: bool) -> None:
+    def step_begins(self, step: Step) -> None:
         if not self.recorder.recording:
             return
         refuse_capture()
-        if self._counts != self._count():
-            self._meet()
-        self._unscaled = unscaled
+        if self._counts != _counts(step.optimizers):
+            assert step.names is not None
+            self.introduce(step.optimizers, step.names)
         wanted = [self.recorder.wants_detail(index) for index in self._indices]
-        judge.detail = any(wanted)
+        step.detail = step.detail or any(wanted)
         self._weights, self._elements, self._two_norms = [], None, None
-        if judge.detail:
+        if any(wanted):
             try:
-                self._look_closely(wanted, judge)
+                self._read_detail(wanted, step)
             except Exception as error:  # Tensors of a kind that nobody has thought of.
                 self.recorder.warn_once(
                     f"a step could not be recorded tensor by tensor: {type(error).__name__}: "
                     f"{error}. Training goes on, and so does the record of whole steps."
                 )
 
-    def _look_closely(self, wanted: Sequence[bool], judge: _Judge) -> None:
-        found = gradients_of(list(every_parameter(self._optimizers)), name=self._names)
+    def _read_detail(self, wanted: Sequence[bool], step: Step) -> None:
+        assert step.names is not None
+        found = gradients_of(list(step.parameters()), name=step.names)
         self._elements = [tensor.numel() for tensor in found.tensors]
-        if float(judge.clip_policy.order) != 2.0 and found.tensors:
-            home = judge.state.scale.device
-            self._two_norms = measure(found.tensors, home=home).tensors.norms
+        if step.order != 2.0 and found.tensors:
+            assert isinstance(step.scale, Tensor)
+            self._two_norms = measure(found.tensors, home=step.scale.device).tensors.norms
         self._weights = [
             Weights(list(every_parameter([optimizer]))) if wants else None
-            for optimizer, wants in zip(self._optimizers, wanted, strict=True)
+            for optimizer, wants in zip(step.optimizers, wanted, strict=True)
         ]
 
-    def after_step(self, record: StepRecord, judge: _Judge) -> None:
-        loss, self._loss = self._loss, None
-        judge.detail = False
-        if not self.recorder.recording:
+    def step_ended(self, step: Step) -> None:
+        loss, self.loss = self.loss, None
+        record = step.record
+        if not self.recorder.recording or record is None:
             return
-        parts = self._parts(record)
+        parts = self._parts(record, step.optimizers)
         row = record.row
         for number, (index, optimizer) in enumerate(
-            zip(self._indices, self._optimizers, strict=True)
+            zip(self._indices, step.optimizers, strict=True)
         ):
             statistics, places, elements = parts[number]
             weight = update = None
@@ -134,34 +134,20 @@ class Journal(NoJournal):
                     clipped=row[_AT["clipped"]],
                     skip=row[_AT["skip"]],
                     lr=optimizer.param_groups[0].get("lr") if optimizer.param_groups else None,
-                    next_scale=judge.state.scale,
+                    next_scale=step.next_scale,
                     statistics=statistics,
-                    carried=1.0 if self._unscaled else None,
+                    carried=1.0 if step.unscaled else None,
                     places=places,
                     elements=elements,
                     weight=weight,
                     update=update,
-                    more=number + 1 < len(self._optimizers),
+                    more=number + 1 < len(step.optimizers),
                 ),
             )
         self._weights = []
 
-    def _meet(self) -> None:
-        """Introduces the optimizers, with their parameters as they are at this moment."""
-        every = list(every_parameter(self._optimizers))
-        order = self._names.in_backward_order(every)
-        named = {every[place]: name for place, name in reversed(order)}
-        ordered = self._names.knows_all(every)
-        self._indices = [
-            self.recorder.add_optimizer(o, names=named, ordered=ordered) for o in self._optimizers
-        ]
-        self._counts = self._count()
-
-    def _count(self) -> list[int]:
-        return [sum(len(g["params"]) for g in each.param_groups) for each in self._optimizers]
-
     def _parts(
-        self, record: StepRecord
+        self, record: StepRecord, optimizers: Sequence[Any]
     ) -> Sequence[tuple[Statistics | None, list[int] | None, list[int] | None]]:
         """Each optimizer's share of what was measured, and of whom it is."""
         found = record.statistics
@@ -173,7 +159,7 @@ class Journal(NoJournal):
         if measured != sum(self._counts):
             having = [
                 [k for k, p in enumerate(every_parameter([o])) if p.grad is not None]
-                for o in self._optimizers
+                for o in optimizers
             ]
             places, lengths = [*having], [len(each) for each in having]
             if sum(lengths) != measured:  # An optimizer that cleared its gradients: whose, nobody
@@ -190,27 +176,38 @@ class Journal(NoJournal):
 
 def journal_for(
     record: object, optimizers: Sequence[Any], names: Names, **settings: object
-) -> NoJournal:
-    """What a control keeps its records with.
+) -> Journal:
+    """What listens to a control with `record=`.
 
     Args:
-        record: a path, a Recorder, or None.
+        record: a path or a Recorder.
         optimizers: of the control.
         names: of their parameters.
         settings: for the header.
     """
-    if record is None:
-        return NoJournal()
+    told = {key: str(value) for key, value in settings.items()}
     if isinstance(record, Recorder):
-        record.describe(**{key: str(value) for key, value in settings.items()})
-        return Journal(record, optimizers, names)
-    if not isinstance(record, (str, os.PathLike)) or isinstance(record, bytes):
+        record.describe(**told)
+        recorder = record
+    elif isinstance(record, (str, os.PathLike)) and not isinstance(record, bytes):
+        recorder = Recorder(record, settings=told)
+    else:
         raise TypeError(
             "record must be a path such as 'runs/a.jsonl', a gradilocks.Recorder or None, got "
             f"{type(record).__name__}."
         )
-    told = {key: str(value) for key, value in settings.items()}
-    return Journal(Recorder(record, settings=told), optimizers, names)
+    journal = Journal(recorder)
+    journal.introduce(optimizers, names)
+    return journal
+
+
+def recorder_of(events: StepEvents) -> Recorder | None:
+    """The Recorder that was given to a control, by what listens to it."""
+    return next((each.recorder for each in events.own if isinstance(each, Journal)), None)
+
+
+def _counts(optimizers: Sequence[Any]) -> list[int]:
+    return [sum(len(g["params"]) for g in each.param_groups) for each in optimizers]
 
 
 def _slice(found: Statistics, begin: int, end: int) -> Statistics:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradilocks.kernels import pieces
 from gradilocks.lab.audit.histogram import Histogram
-from gradilocks.observe.looking import elements
+from gradilocks.observe.gradient_reader import measurable
 
 __all__ = ["Tally", "read"]
 
@@ -46,7 +46,7 @@ class Tally:
     @torch.no_grad()
     def add(self, gradient: Tensor, *, scale: Tensor | float = 1.0) -> None:
         """Counts a gradient's values, divided by the scale that they carry."""
-        values = elements(gradient)
+        values = measurable(gradient)
         if values is None or not values.numel():
             return
         if values.is_complex():

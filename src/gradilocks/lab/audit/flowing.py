@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks.lab.trace.magnitudes import tensors_in
-from gradilocks.observe.looking import elements
+from gradilocks.observe.gradient_reader import measurable
 
 __all__ = ["Flow"]
 
@@ -96,7 +96,7 @@ class Flow:
     def _measure(self, who: int, tensor: Tensor) -> None:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return  # Under vmap a tensor stands for many, and cannot be read.
-        values = elements(tensor.detach())
+        values = measurable(tensor.detach())
         if values is None or not values.numel() or not tensor.dim():
             return  # A single number is a loss, which is kept in float32.
         if values.is_complex():

@@ -13,7 +13,7 @@ from gradilocks.lab.audit.histogram import Histogram
 from gradilocks.lab.audit.listening import Listener
 from gradilocks.lab.audit.modules import Outputs
 from gradilocks.lab.formats import Format
-from gradilocks.observe.naming import name_modules
+from gradilocks.names import name_modules
 
 __all__ = ["gather"]
 

@@ -18,7 +18,7 @@ from gradilocks.lab.audit.findings import Audit, formats_named
 from gradilocks.lab.audit.gathering import gather
 from gradilocks.lab.audit.listening import Listener
 from gradilocks.lab.audit.unchanged import unchanged
-from gradilocks.observe.places import check_target
+from gradilocks.observe.session import check_target
 from gradilocks.record import Recorder
 
 __all__ = ["FORMATS", "audit"]

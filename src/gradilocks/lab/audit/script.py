@@ -14,18 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradilocks.errors import BadScript
 from gradilocks.lab.formats import Format
-from gradilocks.observe import launch
-from gradilocks.observe.ending import Ending, Last
-from gradilocks.observe.importing import when_imported
-from gradilocks.observe.places import check_target, fresh_name, rank_of_process
+from gradilocks.observe.interpreter import Program
+from gradilocks.observe.process_end import Ending
+from gradilocks.observe.session import Options, ScriptSession
 
 if TYPE_CHECKING:
     from gradilocks.lab.audit.findings import Audit
-    from gradilocks.record import Recorder
 
-__all__ = ["Heard", "Stopped", "Wishes", "audit_script"]
+__all__ = ["AuditOptions", "ScriptAudit", "Stopped", "audit_script"]
 
 _PATIENCE = 3
 
@@ -35,7 +32,7 @@ class Stopped(SystemExit):
 
 
 @dataclass(frozen=True)
-class Wishes:
+class AuditOptions:
     """What `gradilocks audit` was asked for."""
 
     steps: int = 10
@@ -47,8 +44,8 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What came of it."""
+class ScriptAudit:
+    """The audit of a script, and how the script ended."""
 
     audit: Audit | None
     path: Path
@@ -68,18 +65,18 @@ class Heard:
 
 
 def audit_script(
-    program: launch.Program,
-    wishes: Wishes,
+    program: Program,
+    options: AuditOptions,
     *,
-    tell: Callable[[Heard], None],
+    tell: Callable[[ScriptAudit], None],
     warn: Callable[[str], None],
     progress: Callable[[int, int], None],
-) -> Heard:
+) -> ScriptAudit:
     """Runs a program until an optimizer has stepped often enough, and audits its gradients.
 
     Args:
         program: the script or module.
-        wishes: as asked for.
+        options: as asked for.
         tell: called last, when the run file is closed.
         warn: called if auditing had to end early.
         progress: called with the steps done, and how many there are to be.
@@ -88,106 +85,74 @@ def audit_script(
         BadScript: it cannot be run.
         BadRunFile: the run file is there already, or cannot be.
     """
-    launch.check(program)
-    session = _Session(program, wishes, tell, warn, progress)
-    last = Last(session.conclude)
-    last.prepare()
-    when_imported("torch", session.begin)
-    try:
-        launch.execute(program, note=last.note)
-    except BadScript:
-        last.cancel()
-        raise
-    except SystemExit:
-        pass  # How it ended is noted.
-    last.finish()
-    assert session.heard is not None
-    return session.heard
+    stops = 0
+    gradients: list[Any] = []
+    found: list[ScriptAudit] = []
 
-
-class _Session:
-    def __init__(
-        self,
-        program: launch.Program,
-        wishes: Wishes,
-        tell: Callable[[Heard], None],
-        warn: Callable[[str], None],
-        progress: Callable[[int, int], None],
-    ) -> None:
-        self._wishes, self._tell, self._warn, self._progress = wishes, tell, warn, progress
-        self._main = rank_of_process() == 0
-        self._shown = wishes.output or fresh_name(program.stem)
-        self._path = Path(os.path.abspath(self._shown))
-        self._made: Sequence[Path] = ()
-        if self._main:
-            ways = "Choose another name."
-            self._made = check_target(self._path, self._shown, "refuse", rank=0, ways=ways)
-        self._watch: Any = None
-        self._raised = 0
-        self._imported = False
-        self.heard: Heard | None = None
-
-    def begin(self) -> None:
-        """torch is there."""
-        from gradilocks.lab.audit.watching import AuditHooks, AuditWatch
-
-        self._imported = True
-        self._watch = AuditWatch(
-            self._recorder, warn=self._warn, stepped=self._stepped, stop=self._stop
-        )
-        self._hooks = AuditHooks(self._watch)
-        self._hooks.install()
-
-    def conclude(self, ending: Ending) -> None:
-        """Judges what was counted, closes the run file, and leaves torch as it was."""
-        found, recorder, watch = None, None, self._watch
-        if watch is not None:
-            watch.close()
-            self._hooks.remove()
-            recorder = watch.recorder
-            if watch.steps and not watch.failed and self._main:
-                found = watch.gather(self._wishes.formats)
-                found = found if found.modules else None
-        if recorder is not None:
-            if found is not None:
-                recorder.audit(found.to_plain())
-            recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
-        for folder in self._made:  # That nothing was put into.
-            with suppress(OSError):
-                folder.rmdir()
-        self.heard = Heard(
-            audit=found,
-            path=self._shown,
-            steps=0 if watch is None else watch.steps,
-            recorded=recorder is not None and self._path.exists(),
-            torch=self._imported,
-            failed=watch is not None and watch.failed,
-            main=self._main,
-            stopped=self._raised > 0,
-            ending=ending,
-        )
-        self._tell(self.heard)
-
-    def _stepped(self, done: int) -> None:
-        if self._main:
-            self._progress(min(done, self._wishes.steps), self._wishes.steps)
-        if done >= self._wishes.steps:
-            self._stop()
-
-    def _stop(self) -> None:
-        self._raised += 1
-        if self._raised > _PATIENCE:  # A bare `except` in a loop takes every exception.
+    def stop() -> None:
+        nonlocal stops
+        stops += 1
+        if stops > _PATIENCE:  # A bare `except` in a loop takes every exception.
             os._exit(0)
         if threading.current_thread() is not threading.main_thread():
             raise SystemExit(0)  # The only one that a thread ends with in silence.
         raise Stopped(0)
 
-    def _recorder(self) -> Recorder:
-        from gradilocks.observe.lasting import LastingRecorder
+    def stepped(done: int) -> None:
+        if session.rank == 0:
+            progress(min(done, options.steps), options.steps)
+        if done >= options.steps:
+            stop()
 
-        return LastingRecorder(
-            self._path,
-            settings={"watched": True, "audited": True},
-            command=self._wishes.command or None,
-            log=self._wishes.log,
+    session = ScriptSession(
+        program,
+        Options(output=options.output, log=options.log, command=options.command),
+        settings={"watched": True, "audited": True},
+        ways="Choose another name.",
+        warn=warn,
+        note=lambda said: None,
+        failure="the audit failed",
+        after_failure=stop,
+        every_rank=True,
+    )
+
+    def listeners() -> Sequence[Any]:
+        from gradilocks.lab.audit.script_gradients import ScriptGradients
+
+        gradients.append(ScriptGradients(session.guard, stepped))
+        return gradients
+
+    def conclude(ending: Ending) -> None:
+        """Judges what was counted, closes the run file, and leaves torch as it was."""
+        session.stop_listening()
+        audit = None
+        steps = 0
+        for each in gradients:
+            each.close()
+            steps = each.steps
+            if steps and not session.has_failed() and session.rank == 0:
+                audit = each.audit(options.formats)
+        if audit is not None and not audit.modules:
+            audit = None
+        if audit is not None and session.steps.recorder is not None:
+            session.steps.recorder.audit(audit.to_plain())
+        recorder = session.close(ending)
+        found.append(
+            ScriptAudit(
+                audit=audit,
+                path=session.shown,
+                steps=steps,
+                recorded=recorder is not None and recorder.path.exists(),
+                torch=session.imported_torch,
+                failed=session.has_failed(),
+                main=session.rank == 0,
+                stopped=stops > 0,
+                ending=ending,
+            )
         )
+        tell(found[0])
+
+    with suppress(SystemExit):  # How it ended is noted.
+        session.run(listeners, conclude)
+    session.end.finish()
+    return found[0]

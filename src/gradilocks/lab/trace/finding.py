@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gradilocks.lab.trace.magnitudes import Magnitude, magnitude
+from gradilocks.names import named_parameters
 from gradilocks.runfile import Trace
 
 __all__ = [
@@ -227,7 +228,7 @@ def damaged_parameters(model: nn.Module, when: str) -> TooLate | None:
         when: when this is looked at, in words.
     """
     found = (
-        magnitude(param, name) for name, param in model.named_parameters() if param.requires_grad
+        magnitude(param, name) for name, param in named_parameters(model) if param.requires_grad
     )
     damaged = [each for each in found if each is not None and not each.finite]
     return TooLate(damaged, type(model).__name__, when) if damaged else None
@@ -240,7 +241,7 @@ def damaged_gradients(model: nn.Module) -> NoModule | None:
     """
     found = (
         magnitude(param.grad, name)
-        for name, param in model.named_parameters()
+        for name, param in named_parameters(model)
         if param.grad is not None
     )
     damaged = [each for each in found if each is not None and not each.finite]

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from gradilocks.lab.trace.finding import Finding, nan_buffers
 from gradilocks.lab.trace.magnitudes import Magnitude, magnitude, tensors_in
+from gradilocks.names import is_wrapper, named_modules, unwrapped
 
-__all__ = ["Following", "unwrapped"]
+__all__ = ["Following"]
 
 _MANY = 10_000
 
@@ -155,14 +156,12 @@ class Following:
         """Whether something was found."""
         self.forwards = 0
         self._lost: bool | None = None  # Whether what is run backward is not finite.
-        names = {id(module): name for name, module in reversed(list(_named(model)))}
         self._root = id(unwrapped(model))
         self._params = {id(param) for param in model.parameters()}
         self._handles: list[Any] = []
-        for module in model.modules():
-            name = names.get(id(module))
-            if name is None:
-                continue  # A wrapper: what it wraps is there too.
+        for name, module in named_modules(model):
+            if is_wrapper(module):
+                continue  # What it wraps is there too.
             before = _Hook(self._before, name)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             after = _Hook(self._after, name)
@@ -364,20 +363,3 @@ def _leaves(tensor: Tensor) -> set[int]:
 def _in_backward() -> bool:
     """Whether this forward is a checkpoint's, run again for the gradients."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-_WRAPPERS = ("module", "_orig_mod")
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel and torch.compile."""
-    while True:
-        children = dict(model.named_children())
-        inner = next((children[key] for key in _WRAPPERS if key in children), None)
-        if inner is None or len(children) != 1 or next(model.parameters(recurse=False), None):
-            return model
-        model = inner
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(unwrapped(model).named_modules())

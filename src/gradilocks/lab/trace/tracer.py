@@ -23,18 +23,18 @@ from gradilocks.lab.trace.finding import (
     damaged_gradients,
     damaged_parameters,
 )
-from gradilocks.lab.trace.following import Following, unwrapped
+from gradilocks.lab.trace.following import Following
+from gradilocks.names import unwrapped
 from gradilocks.runfile import Trace
-from gradilocks.step.lr_schedule import Flag, Listeners
+from gradilocks.step.events import Step, StepEvents, StepListener
+from gradilocks.step.lr_schedule import Flag
 
 __all__ = ["Tracer", "trace"]
 
 _logger = logging.getLogger("gradilocks")
-# Held by the control they listen to, so that `trace(model, control=control)` needs no variable.
-_listening: weakref.WeakKeyDictionary[Any, list[Tracer]] = weakref.WeakKeyDictionary()
 
 
-class Tracer:
+class Tracer(StepListener):
     """Finds the module in which NaN or Inf is born; made by `gradilocks.trace`.
 
     Attributes:
@@ -110,12 +110,16 @@ class Tracer:
         self._flags = []
         control = self._control() if self._control is not None else None
         if control is not None:
-            control._schedulers.discard(self)
-            _listening.get(control, []).remove(self)
+            control._events.discard(self)
             self._control = None
 
+    def step_ended(self, step: Step) -> None:
+        """For the control: one of its steps is over."""
+        if step.record is not None:
+            self.note(step.record.row)
+
     def note(self, row: Tensor) -> None:
-        """For a control or a watch: a step is over; `row[0]` is 1 if it had NaN or Inf.
+        """A step is over; `row[0]` is 1 if it had NaN or Inf.
 
         On a GPU the number travels without a wait and is looked at when it has arrived, one or
         more steps later.
@@ -213,11 +217,10 @@ def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: 
         recorder = getattr(control, "recorder", None)
     tracer = Tracer(model, recorder=recorder, most=most)
     if control is not None:
-        if not isinstance(getattr(control, "_schedulers", None), Listeners):
+        if not isinstance(getattr(control, "_events", None), StepEvents):
             raise TypeError(
                 f"control must be a gradilocks.GradientControl, got {type(control).__name__}."
             )
-        control._schedulers.add(tracer)  # Who hears of every step.
-        _listening.setdefault(control, []).append(tracer)
+        control._events.add(tracer)  # Which holds it, so that nobody needs a variable for it.
         tracer._control = weakref.ref(control)
     return tracer

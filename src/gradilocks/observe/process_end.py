@@ -20,7 +20,7 @@ from typing import Any
 
 from gradilocks.runfile.words import describe_error
 
-__all__ = ["Ending", "Held", "Last"]
+__all__ = ["Ending", "ProcessEnd", "SignalsHeld"]
 
 # What the signal module is made of: without its translation into enums, a fifth of the price, and
 # signals are held back several times a step.
@@ -56,7 +56,7 @@ class Ending:
         return Ending("error", 1, told)
 
 
-class Last:
+class ProcessEnd:
     """Calls `conclude` once, as the last thing that this process does.
 
     Also if it ends by `os._exit`, SIGTERM, SIGHUP or SIGQUIT. Children of a fork conclude nothing.
@@ -117,7 +117,7 @@ class Last:
         if not self._done:
             self._done = True
             self._restore()
-            with Held():
+            with SignalsHeld():
                 self._conclude(self.ending)
 
     def _restore(self) -> None:
@@ -128,14 +128,14 @@ class Last:
                     signal.signal(number, signal.SIG_DFL)
 
 
-class Held:
+class SignalsHeld:
     """Holds signals back while a line of the run file is on its way, and delivers them after."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
         self._came: list[int] = []
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> SignalsHeld:
         if threading.current_thread() is threading.main_thread():
             for number in _HELD:
                 handler = _get_handler(number)

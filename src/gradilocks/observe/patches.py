@@ -1,14 +1,24 @@
-"""Puts one thing in another's place, wherever modules hold it, and back again."""
+"""Puts one thing in another's place, wherever modules hold it, and back again.
+
+`swap` does so with torch's scaler, clip functions and optimizers: `gradilocks run --swap`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Replacements"]
+import torch
+
+from gradilocks import dropin, optim
+
+__all__ = ["Patches", "swap"]
+
+_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 
 
-class Replacements:
+class Patches:
     """Everything that was replaced, so that it can be put back."""
 
     def __init__(self) -> None:
@@ -49,3 +59,41 @@ class Replacements:
             if fields.get(name) is replacement:
                 fields[name] = original
         self._attributes, self._places = [], []
+
+
+def swap(patches: Patches, *, parts: bool, optimizers: Iterable[str]) -> None:
+    """Puts Gradilocks' parts in the place of torch's, wherever they are imported from.
+
+    Args:
+        patches: puts them back later.
+        parts: whether the scaler and the clip functions are swapped.
+        optimizers: which optimizers are, by name.
+    """
+    if parts:
+        for name in _FUNCTIONS:
+            _put(patches, getattr(torch.nn.utils, name), getattr(dropin, name))
+        for home in (torch.cuda.amp, torch.cpu.amp):
+            kind: Any = home.GradScaler
+            _put(patches, kind, _for_device(home.__name__.split(".")[1], kind))
+        _put(patches, torch.amp.GradScaler, dropin.GradScaler)
+    for name in optimizers:
+        _put(patches, getattr(torch.optim, name), getattr(optim, name))
+
+
+def _put(patches: Patches, original: Any, ours: Any) -> None:
+    # Gradilocks' own modules go on with torch's: they are built on them.
+    patches.everywhere(original, ours, spare="gradilocks")
+
+
+def _for_device(device: str, original: type) -> type:
+    """Our scaler with the older signature, which leaves the device out."""
+
+    class GradScaler(dropin.GradScaler):
+        __doc__ = original.__doc__
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(device, *args, **kwargs)
+
+    GradScaler.__module__ = original.__module__
+    GradScaler.__qualname__ = "GradScaler"
+    return GradScaler

@@ -2,6 +2,10 @@
 
 It sees its own `sys.argv`, `__main__`, `sys.path[0]` and working directory. An exception that it
 does not catch is shown as Python shows it, without the frames of this package.
+
+torch is not imported before the script imports it, though that would be simpler: `OMP_NUM_THREADS`
+and other variables that a script sets before its first import of torch would come too late, and its
+numbers would change. `when_imported` waits until then.
 """
 
 from __future__ import annotations
@@ -12,14 +16,17 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from gradilocks.errors import BadScript
-from gradilocks.observe.ending import Ending
+from gradilocks.observe.process_end import Ending
 
-__all__ = ["Program", "check", "execute"]
+__all__ = ["Program", "check", "execute", "when_imported"]
 
 _HERE = str(Path(__file__).parent)
 
@@ -74,7 +81,7 @@ def execute(program: Program, *, note: Callable[[Ending], None]) -> None:
     """
     _set_path(program)
     sys.argv[:] = [program.name, *program.arguments]
-    main = types.ModuleType("__main__")
+    main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     main.__dict__.setdefault("__annotations__", {})
     try:
@@ -101,7 +108,7 @@ def _set_path(program: Program) -> None:
     sys.path[0] = first
 
 
-def _script_code(program: Program, main: types.ModuleType) -> types.CodeType:
+def _script_code(program: Program, main: ModuleType) -> types.CodeType:
     path = os.path.abspath(program.name)
     main.__file__ = path
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
@@ -112,7 +119,7 @@ def _script_code(program: Program, main: types.ModuleType) -> types.CodeType:
     return compile(source, path, "exec", dont_inherit=True)
 
 
-def _module_code(program: Program, main: types.ModuleType) -> types.CodeType:
+def _module_code(program: Program, main: ModuleType) -> types.CodeType:
     spec = _found(program.name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _found(f"{program.name}.__main__")
@@ -180,3 +187,46 @@ def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | No
     for place, one in enumerate(kept):
         one.tb_next = kept[place + 1] if place + 1 < len(kept) else None
     return kept[0] if kept else None
+
+
+def when_imported(name: str, act: Callable[[], None]) -> None:
+    """Calls `act` once module `name` is imported: now, or right after its import."""
+    if name in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, _Finder(name, act))
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, name: str, act: Callable[[], None]) -> None:
+        self._name = name
+        self._act = act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is self or find is None:
+                continue
+            spec: importlib.machinery.ModuleSpec | None = find(fullname, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    self._follow(spec.loader)
+                return spec
+        return None
+
+    def _follow(self, loader: Any) -> None:
+        """Lets the loader do its work, then acts; the loader is left as it was."""
+        original = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            original(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._act()
+
+        loader.exec_module = exec_module

@@ -23,13 +23,13 @@ from gradilocks.kernels.totals import any_double
 from gradilocks.step.measure import measure
 from gradilocks.values import Statistics
 
-__all__ = ["Look", "Looks", "elements"]
+__all__ = ["GradientReader", "Reading", "measurable"]
 
 _PLAIN = {Tensor, nn.Parameter}
 
 
 @dataclass(frozen=True)
-class Look:
+class Reading:
     """What was found in gradients."""
 
     places: list[int]
@@ -59,26 +59,26 @@ class _Seen:
         return not detail or self.before.zeros is not None
 
 
-class Looks:
-    """Looks at gradients, and remembers what it saw before a clip."""
+class GradientReader:
+    """Measures gradients, and remembers what it found before a clip."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
 
-    def before_clip(self, params: Sequence[Tensor], *, detail: bool) -> list[Tensor] | None:
-        """Measures the gradients that are about to be clipped; they are returned for `clipped`."""
+    def before_clip(self, params: Sequence[Tensor], *, detail: bool) -> list[Tensor]:
+        """Measures the gradients that are about to be clipped, and returns them."""
         self._seen = {key: seen for key, seen in self._seen.items() if seen.gradient() is not None}
         gradients, tensors = _gradients(params)
         if not tensors:
-            return None
+            return []
         found = _measured(tensors, detail=detail)
         for row, gradient in enumerate(gradients):
             self._seen[id(gradient)] = _Seen(weakref.ref(gradient), row, found)
         return gradients
 
-    def clipped(self, gradients: Sequence[Tensor]) -> None:
+    def after_clip(self, gradients: Sequence[Tensor]) -> None:
         """The clip is done: measures what it has left."""
-        tensors = [inner for gradient in gradients if (inner := elements(gradient)) is not None]
+        tensors = [inner for gradient in gradients if (inner := measurable(gradient)) is not None]
         if tensors and len(tensors) == len(gradients):
             after = _measured(tensors, detail=False)
             for gradient in gradients:
@@ -96,14 +96,14 @@ class Looks:
         """The largest magnitudes among gradients that were measured before a clip, in detail."""
         return self._seen[id(gradients[0])].before.largest if gradients else None
 
-    def look(self, params: Sequence[Tensor], *, detail: bool) -> Look:
+    def read(self, params: Sequence[Tensor], *, detail: bool) -> Reading:
         """Measures the gradients of `params`; those that a clip has left tell of before it."""
         places: list[int] = []
         tensors: list[Tensor] = []
         clipped: list[tuple[int, _Seen]] = []
         for place, param in enumerate(params):
             gradient = param.grad
-            inner = None if gradient is None else elements(gradient)
+            inner = None if gradient is None else measurable(gradient)
             if gradient is None or inner is None:
                 continue
             seen = self._seen.pop(id(gradient), None)  # What was clipped for one step is past.
@@ -112,11 +112,11 @@ class Looks:
             places.append(place)
             tensors.append(inner)
         if not tensors:
-            return Look([], None, [], double=False)
+            return Reading([], None, [], double=False)
         now = _measured(tensors, detail=detail)
         sizes = [tensor.numel() for tensor in tensors]
         found = _unclipped(now, clipped, detail=detail) if clipped else now
-        return Look(places, found, sizes, double=any_double(tensors))
+        return Reading(places, found, sizes, double=any_double(tensors))
 
 
 def _unclipped(
@@ -157,7 +157,7 @@ def _unclipped(
     )
 
 
-def elements(gradient: Tensor) -> Tensor | None:
+def measurable(gradient: Tensor) -> Tensor | None:
     """A gradient's own elements, or None if nothing can be measured; `.grad` stays as it is."""
     if type(gradient) not in _PLAIN:
         module = sys.modules.get("torch.distributed.tensor")
@@ -180,7 +180,7 @@ def _gradients(params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     tensors: list[Tensor] = []
     for param in params:
         gradient = param.grad
-        inner = None if gradient is None else elements(gradient)
+        inner = None if gradient is None else measurable(gradient)
         if gradient is not None and inner is not None:
             gradients.append(gradient)
             tensors.append(inner)

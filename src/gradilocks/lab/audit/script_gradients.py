@@ -1,0 +1,147 @@
+"""A script's models and optimizers, met as they run: their gradients are counted from the start.
+
+Nothing says which modules will be trained before an optimizer steps, so every module is followed,
+by torch's global hooks. What belongs to no optimizer's model is left out in the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from gradilocks.eager import UNCOMPILED
+from gradilocks.lab.audit.findings import Audit
+from gradilocks.lab.audit.gathering import gather
+from gradilocks.lab.audit.listening import Listener, is_unit
+from gradilocks.lab.formats import Format
+from gradilocks.lab.trace.magnitudes import tensors_in
+from gradilocks.observe.interpreter import when_imported
+from gradilocks.observe.script_models import owners_of
+from gradilocks.step.events import Step, StepListener
+
+__all__ = ["ScriptGradients"]
+
+
+class ScriptGradients(StepListener):
+    """Counts the gradients of a script and its steps, and keeps the models that they train.
+
+    Args:
+        guard: around everything that is done here.
+        stepped: told how many steps the busiest optimizer has taken; may raise to stop the script.
+    """
+
+    def __init__(self, guard: Callable[..., Any], stepped: Callable[[int], None]) -> None:
+        self._guard, self._stepped = guard, stepped
+        self._listener = Listener()
+        self._listener.guard = guard
+        self._counts: dict[int, int] = {}
+        self._models: dict[int, nn.Module] = {}  # Held: a script may be done with them before us.
+        self._params: dict[Tensor, str] = {}  # With the names of those that no model owns.
+        self._met: dict[int, weakref.ref[nn.Module]] = {}
+        self._is_uncompiled = False
+        self._handles = [
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward),
+        ]
+        when_imported("torch._dynamo", self._run_eagerly)
+
+    @property
+    def steps(self) -> int:
+        """How many the busiest optimizer has taken."""
+        return max(self._counts.values(), default=0)
+
+    def close(self) -> None:
+        """Takes every hook away."""
+        for handle in self._handles:
+            handle.remove()
+        self._listener.remove()
+        if self._is_uncompiled:
+            UNCOMPILED.__exit__()
+            self._is_uncompiled = False
+
+    def audit(self, formats: Sequence[Format]) -> Audit:
+        """What was counted, judged."""
+        return gather(
+            self._listener,
+            list(self._models.values()),
+            steps=self.steps,
+            formats=formats,
+            others=self._params,
+        )
+
+    def _run_eagerly(self) -> None:
+        """Compiled code would run past the hooks."""
+        UNCOMPILED.__enter__()
+        self._is_uncompiled = True
+
+    # --- modules -------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if is_unit(module):
+            self._guard(lambda: self._listener.before_forward(module, args))
+        met = self._met.get(id(module))
+        if met is not None and met() is module:
+            return
+        for part in module.modules():
+            self._met[id(part)] = weakref.ref(part)
+        self._guard(lambda: self._listener.follow_parameters(module.parameters()))
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and is_unit(module):
+            self._guard(lambda: self._listener.after_forward(module, args, output))
+
+    # --- the scale that gradients carry --------------------------------------------------------
+
+    def loss_scaled(self, driver: Any, loss: Any, scaled: Any, scale: Tensor) -> None:
+        self._guard(lambda: self._bind_scale(scaled, scale))
+
+    def _bind_scale(self, scaled: Any, scale: Tensor) -> None:
+        """Whenever these losses are run backward, the scale is carried.
+
+        The hook is the first thing that happens in a loss's own backward pass.
+        """
+        held = scale.detach().clone()
+        for _, loss in tensors_in(scaled, ""):
+            if loss.requires_grad:
+                loss.register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient: self._listener.carry(held)
+                )
+
+    def backward_begins(self, tensors: Any, gradients: Any) -> None:
+        self.grad_begins(tensors)
+
+    def grad_begins(self, outputs: Any) -> None:
+        """A backward pass within another, as of a checkpoint, changes nothing."""
+        if torch._C._current_graph_task_id() == -1:
+            self._listener.scale = 1.0
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def step_begins(self, step: Step) -> None:
+        carried = self._listener.scale if step.is_of_control else step.carried
+        self._guard(lambda: self._meet(list(step.parameters()), carried))
+
+    def _meet(self, params: Sequence[Tensor], carried: Tensor | float) -> None:
+        """An optimizer is about to step: these are trained."""
+        fresh = self._listener.follow_parameters(params)
+        for param in fresh:  # Of no module that was called: this once, as it stands.
+            self._listener.count(param, scale=carried)
+        if any(param not in self._params for param in params):
+            self._models.update((id(model), model) for model in owners_of(params))
+            for place, param in enumerate(params):
+                self._params.setdefault(param, f"parameter {place}")
+
+    def step_ended(self, step: Step) -> None:
+        whose = id(step.driver if step.is_of_control else step.optimizers[0])
+        self._counts[whose] = self._counts.get(whose, 0) + 1
+        self._stepped(self.steps)

@@ -1,0 +1,124 @@
+"""Parameters of a script's optimizers enter; the models that own them leave, traced if asked for.
+
+A script does not say which model its optimizer trains, so every module that is alive is looked at,
+once per optimizer. The outermost module that owns a parameter names it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from gradilocks.lab.trace import Tracer
+from gradilocks.record import Recorder
+from gradilocks.step.events import Step, StepListener
+
+__all__ = ["ScriptTracer", "owners_of"]
+
+
+def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
+    """The outermost modules that own these parameters, in the order of the parameters."""
+    wanted = {id(param): place for place, param in enumerate(params)}
+    parents: dict[int, list[nn.Module]] = {}
+    owners: dict[int, list[nn.Module]] = {}
+    for thing in _modules():
+        fields = thing.__dict__
+        for child in (fields.get("_modules") or {}).values():
+            if child is not None:
+                parents.setdefault(id(child), []).append(thing)
+        for param in (fields.get("_parameters") or {}).values():
+            if id(param) in wanted:
+                owners.setdefault(wanted[id(param)], []).append(thing)
+    roots: dict[int, nn.Module] = {}
+    for _, modules in sorted(owners.items()):
+        for module in modules:
+            for root in _climb(module, parents):
+                roots.setdefault(id(root), root)
+    return list(roots.values())
+
+
+def _modules() -> Iterator[nn.Module]:
+    """Every module that can be found: those that the collector knows, and the script's own.
+
+    After `gc.freeze()` the collector does not tell of what there was before.
+    """
+    seen: set[int] = set()
+    places: list[dict[str, object]] = [vars(sys.modules["__main__"])]
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        places.append(frame.f_locals)
+    held = [v for place in places for v in list(place.values()) if isinstance(v, nn.Module)]
+    for thing in itertools.chain(gc.get_objects(), *(module.modules() for module in held)):
+        if issubclass(type(thing), nn.Module) and id(thing) not in seen:
+            seen.add(id(thing))
+            yield thing
+
+
+def _climb(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Module]:
+    """The modules above `module` that no other module holds."""
+    tops: list[nn.Module] = []
+    seen: set[int] = set()
+    waiting = [module]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        above = [parent for parent in parents.get(id(one), ()) if parent is not one]
+        waiting += above
+        if not above:
+            tops.append(one)
+    return tops or [module]
+
+
+class ScriptTracer(StepListener):
+    """Traces the models of every optimizer after a step with NaN or Inf: `gradilocks run --trace`.
+
+    Args:
+        make_recorder: called when there is something to trace; findings are written there.
+        guard: around everything that is done here.
+    """
+
+    def __init__(self, make_recorder: Callable[[], Recorder], guard: Callable[..., Any]) -> None:
+        self._make_recorder, self._guard = make_recorder, guard
+        self._tracers: dict[int, list[Tracer]] = {}  # By an optimizer's first parameter.
+        self._tracer_of: WeakKeyDictionary[nn.Module, Tracer] = WeakKeyDictionary()
+
+    def step_ended(self, step: Step) -> None:
+        if step.record is not None:
+            bad = step.record.row[:1]
+        elif step.statistics is not None:  # The recorder, which was told first, has measured it.
+            bad = ((step.statistics.nan + step.statistics.inf).sum() > 0).reshape(1)
+        else:
+            return
+        self._guard(lambda: self._note(list(step.parameters()), bad.to(torch.float32)))
+
+    def _note(self, params: Sequence[Tensor], bad: Tensor) -> None:
+        key = id(params[0])
+        if key not in self._tracers:
+            models = owners_of(params)
+            for model in models:
+                if model not in self._tracer_of:
+                    self._tracer_of[model] = Tracer(model, recorder=self._make_recorder())
+            self._tracers[key] = [self._tracer_of[model] for model in models]
+        for tracer in self._tracers[key]:
+            tracer.note(bad)
+
+    def findings(self) -> tuple[str, ...]:
+        """What was found, in sentences, each of them once."""
+        every = {id(t): t for tracers in self._tracers.values() for t in tracers}.values()
+        return tuple(dict.fromkeys(each.text for tracer in every for each in tracer.findings))
+
+    def close(self) -> None:
+        """Takes the tracers' hooks away."""
+        for tracers in self._tracers.values():
+            for tracer in tracers:
+                tracer.close()

@@ -1,0 +1,432 @@
+"""A script's losses, clips and steps enter as StepEvents; Samples for the Recorder leave.
+
+Nothing waits for a device, nothing that the script can see changes, and a failure of ours ends the
+recording and not the script.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.totals import rounded, total_norm
+from gradilocks.names import Names, name_parameters, prefixed
+from gradilocks.observe.between_steps import Clips, Losses
+from gradilocks.observe.gradient_reader import GradientReader, Reading
+from gradilocks.observe.process_end import SignalsHeld
+from gradilocks.observe.script_models import owners_of
+from gradilocks.record import Recorder, Sample
+from gradilocks.record.journal import Journal
+from gradilocks.record.weights import Weights
+from gradilocks.step.events import Clip, Step, StepListener
+from gradilocks.step.own_step import weakly
+from gradilocks.step.table import every_parameter
+from gradilocks.values import moved
+
+__all__ = ["Guard", "ScriptRecorder", "StepRecorder"]
+
+_Result = TypeVar("_Result")
+
+
+class Guard:
+    """Does our own work so that the script notices nothing of it, nor of its failure.
+
+    Args:
+        on_failure: told of the first error, after which nothing is done any more.
+        always: called after all that was to be done once it has failed; may raise.
+    """
+
+    def __init__(
+        self,
+        on_failure: Callable[[Exception], None],
+        always: Callable[[], None] | None = None,
+    ) -> None:
+        self._on_failure, self._always = on_failure, always
+        self._pid = os.getpid()
+        self.closed = False
+        """Whether nothing is done any more."""
+        self.failed = False
+
+    def __call__(self, act: Callable[[], _Result]) -> _Result | None:
+        """What `act` returns; None if it was not called, or has failed."""
+        result = self._done(act)
+        if self.failed and self._always is not None:
+            self._always()
+        return result
+
+    def _done(self, act: Callable[[], _Result]) -> _Result | None:
+        if self.closed or os.getpid() != self._pid or capturing():
+            return None
+        with SignalsHeld(), torch.no_grad(), torch._C.DisableTorchFunction():
+            try:
+                if torch._C._len_torch_dispatch_stack():
+                    from torch.utils._python_dispatch import _disable_current_modes
+
+                    with _disable_current_modes():
+                        return act()
+                return act()
+            except Exception as error:
+                self.closed = self.failed = True
+                self._on_failure(error)
+                return None
+
+
+class ScriptRecorder(Recorder):
+    """Closed by the end of the session alone, which knows how the script ended.
+
+    A Recorder closes itself when Python begins to leave; threads and `atexit` functions of the
+    script may still step an optimizer then.
+    """
+
+    def close(self, *, status: str = "finished", exit: int = 0, error: str | None = None) -> None:
+        """Leaves it open, whoever asks: `finish` closes it."""
+
+    def finish(self, *, status: str, exit: int, error: str | None) -> None:
+        """Closes it, with how the script ended."""
+        super().close(status=status, exit=exit, error=error)
+
+
+@dataclass
+class _Optimizer:
+    """An optimizer that has stepped."""
+
+    itself: Callable[[], Any]
+    index: int
+    params: list[weakref.ref[Tensor]]
+    """Weakly: a script that trains one model after another needs their memory."""
+
+    def is_still(self, optimizer: Any, params: list[Tensor]) -> bool:
+        """Whether this is that optimizer, with the same parameters."""
+        same = self.itself() is optimizer and len(params) == len(self.params)
+        return same and all(ref() is param for ref, param in zip(self.params, params, strict=True))
+
+
+@dataclass
+class _Attempt:
+    """A step that has begun."""
+
+    index: int
+    params: list[Tensor]
+    detail: bool
+    lr: Any = None
+    reading: Reading | None = None
+    loss: Tensor | None = None
+    weights: Weights | None = None
+    clip: dict[str, Any] = field(default_factory=dict)
+
+
+class StepRecorder(StepListener):
+    """Records every optimizer of this process.
+
+    Args:
+        make_recorder: called at the first step.
+        guard: around everything that is done here.
+        warn: told in words if weights cannot be recorded.
+
+    Attributes:
+        seen: how many steps of optimizers and scalers have come by.
+    """
+
+    def __init__(
+        self,
+        make_recorder: Callable[[], ScriptRecorder],
+        guard: Guard,
+        *,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._make_recorder, self._guard, self._warn = make_recorder, guard, warn
+        self._reads_weights = True
+        self.seen = 0
+        self._optimizers: dict[int, _Optimizer] = {}
+        self._attempts: dict[Step, _Attempt] = {}
+        self._journals: WeakKeyDictionary[Any, Journal] = WeakKeyDictionary()  # By control.
+        self._index_of: dict[int, int] = {}  # By parameter: its optimizer's index.
+        self._reader = GradientReader()
+        self._losses = Losses()
+        self._clips = Clips()
+        self._clipping: list[Tensor] = []  # Gradients that are being clipped.
+        self._alive: dict[int, Callable[[], Any]] = {}  # Optimizers, also before their first step.
+        self._grads_then: dict[int, _GradThen] = {}  # By parameter: when the first loss came.
+        self._without: set[int] = set()  # Parameters that had no gradient then.
+        self._made: list[weakref.ref[Tensor]] = []  # Those of them that the losses gave one.
+        self.recorder: ScriptRecorder | None = None
+
+    def recorder_now(self) -> ScriptRecorder:
+        """The recorder, made when it is first needed."""
+        if self.recorder is None:
+            self.recorder = self._make_recorder()
+        return self.recorder
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def step_begins(self, step: Step) -> None:
+        if step.is_of_control:
+            self._guard(lambda: self._control_begins(step))
+        else:
+            self._guard(lambda: self._begin(step))
+
+    def _begin(self, step: Step) -> None:
+        (optimizer,) = step.optimizers
+        params = list(step.parameters())
+        if not params:
+            return
+        recorder, index = self.recorder_now(), self._introduced(optimizer, params)
+        attempt = _Attempt(index, params, recorder.wants_detail(index))
+        lr = optimizer.param_groups[0].get("lr")
+        attempt.lr = lr if isinstance(lr, (int, float, Tensor)) else None
+        self._attempts[step] = attempt
+        if not step.has_closure:
+            self._read(step, attempt)
+
+    def _read(self, step: Step, attempt: _Attempt, loss: object = None) -> None:
+        """Reads the gradients, and the loss that they came from."""
+        attempt.reading = self._reader.read(attempt.params, detail=attempt.detail)
+        step.statistics = attempt.reading.statistics
+        attempt.loss = self._losses.take()
+        if attempt.loss is None and isinstance(loss, Tensor) and loss.numel() == 1:
+            attempt.loss = loss.detach().clone()
+        attempt.clip = self._clips.taken(attempt.params)
+
+    def update_begins(self, step: Step) -> None:
+        attempt = self._attempts.get(step)
+        if attempt is not None:
+            self._guard(lambda: self._read_weights(attempt))
+
+    def _read_weights(self, attempt: _Attempt) -> None:
+        """Keeps what the parameters are, right before they change."""
+        if attempt.detail and attempt.weights is None and self._reads_weights:
+            try:
+                attempt.weights = Weights(attempt.params)
+            except Exception as error:  # Detail is worth less than the steps.
+                self._reads_weights = False
+                self._warn(f"weights are not recorded: {type(error).__name__}: {error}")
+
+    # What the first evaluation of a closure leaves is what the step is judged by. Losses from
+    # before the step stay: the closure may hold the last micro-batch, or nothing. If it computes
+    # the loss anew it clears the gradients, which is seen where that is done.
+
+    def closure_begins(self, step: Step) -> None:
+        attempt = self._attempts.get(step)
+        if attempt is not None and attempt.reading is not None:
+            self._losses.start()
+
+    def closure_ended(self, step: Step, loss: object, *, failed: bool) -> None:
+        attempt = self._attempts.get(step)
+        if attempt is None:
+            return
+        if failed:
+            self._losses.start()
+        elif attempt.reading is None:
+            self._guard(lambda: self._read(step, attempt, loss))
+
+    def step_failed(self, step: Step) -> None:
+        self._attempts.pop(step, None)
+        if step.is_of_control:
+            self._losses.start()
+
+    def step_ended(self, step: Step) -> None:
+        if step.is_of_control:
+            self._guard(lambda: self._journal(step.driver).step_ended(step))
+            self._losses.start()
+            return
+        attempt = self._attempts.pop(step, None)
+        if attempt is not None:
+            self._guard(lambda: self._end(step, attempt))
+
+    def _end(self, step: Step, attempt: _Attempt) -> None:
+        """Hands the Sample of a step to the recorder."""
+        self._losses.end()
+        self.seen += 1
+        reading = attempt.reading
+        if reading is None or self.recorder is None:
+            return
+        found = reading.statistics
+        norm = weight = update = None
+        if found is not None:
+            norm = rounded(total_norm(found.norms, 2.0), double=reading.double)
+            if isinstance(step.carried, Tensor):
+                norm = norm / moved(step.carried.detach(), norm.device)
+        if attempt.detail:
+            home = attempt.params[0].device if found is None else found.norms.device
+            self._read_weights(attempt)  # If a scaler held the step back, nobody has yet.
+            if attempt.weights is not None:
+                weight, update = attempt.weights.moved_by_step(home)
+        if step.clipped is not None:
+            attempt.clip = {"limit": step.limit, "clipped": step.clipped}
+        sample = Sample(
+            loss=attempt.loss,
+            scale=step.scale,
+            norm=norm,
+            skip=step.skip,
+            rejected=step.rejected,
+            lr=attempt.lr,
+            statistics=found,
+            carried=step.carried,
+            places=reading.places,
+            elements=reading.elements,
+            weight=weight,
+            update=update,
+            **attempt.clip,
+        )
+        self.recorder.step(attempt.index, sample)
+
+    def _introduced(self, optimizer: Any, params: list[Tensor]) -> int:
+        """The index by which the recorder knows an optimizer."""
+        known = self._optimizers.get(id(optimizer))
+        if known is not None and known.is_still(optimizer, params):
+            return known.index
+        names = name_parameters(owners_of(params), params)
+        index = self.recorder_now().add_optimizer(optimizer, names=names)
+        refs = [weakref.ref(param) for param in params]
+        self._optimizers[id(optimizer)] = _Optimizer(weakly(optimizer), index, refs)
+        self._alive[id(optimizer)] = weakly(optimizer)
+        self._index_of.update((id(param), index) for param in params)
+        return index
+
+    # --- a script's own GradientControls -------------------------------------------------------
+
+    def loss_counted(self, control: Any, loss: Tensor, *, first: bool) -> None:
+        self._guard(lambda: self._journal(control).loss_counted(control, loss, first=first))
+
+    def _control_begins(self, step: Step) -> None:
+        journal = self._journal(step.driver)
+        if journal.loss is None and not step.scales:
+            # Not by way of the control: what `loss.backward()` was called on has no scale here.
+            journal.loss = self._losses.take()
+        journal.step_begins(step)
+
+    def _journal(self, control: Any) -> Journal:
+        journal = self._journals.get(control)
+        if journal is None:
+            journal = Journal(self.recorder_now(), find_names=_found_names)
+            self._journals[control] = journal
+        return journal
+
+    # --- losses --------------------------------------------------------------------------------
+
+    def loss_scaled(self, driver: Any, loss: Any, scaled: Any, scale: Tensor) -> None:
+        self._guard(lambda: self._losses.note_scaled(loss, scaled))
+
+    def backward_begins(self, tensors: Any, gradients: Any) -> None:
+        self._guard(lambda: self._note_backward(tensors, gradients))
+
+    def _note_backward(self, tensors: Any, gradients: Any) -> None:
+        """If the losses that wait gave gradients to parameters, and those have none any more,
+        nothing is left of those losses: the script has dropped them without `zero_grad`.
+        """
+        made = [param for ref in self._made if (param := ref()) is not None]
+        if self._losses.waiting and made and all(param.grad is None for param in made):
+            self._losses.start()
+        if not self._losses.waiting:
+            params = list(self._params_alive())
+            self._grads_then = {id(p): _GradThen.of(p) for p in params if len(self._alive) > 1}
+            self._without, self._made = {id(p) for p in params if p.grad is None}, []
+        self._losses.note_backward(tensors, gradients)
+
+    def backward_ended(self) -> None:
+        self._guard(self._note_made)
+
+    def _note_made(self) -> None:
+        """Which parameters the losses that wait have given a gradient."""
+        if self._losses.waiting:
+            found = (p for p in self._params_alive() if id(p) in self._without)
+            made = [p for p in found if p.grad is not None]
+            self._made += [weakref.ref(p) for p in made]  # Weakly: see _Optimizer.
+            self._without.difference_update(map(id, made))
+
+    def gradients_clear(self, owner: Any) -> None:
+        if self._losses.waiting:
+            self._guard(lambda: self._clear(owner))
+
+    def _clear(self, owner: Any) -> None:
+        """With gradients go the losses that they came from, unless gradients of another optimizer
+        came from those losses too: such have changed since the first of them was run backward.
+        """
+        if isinstance(owner, nn.Module):
+            cleared: list[Tensor] = list(owner.parameters())
+        else:
+            cleared = list(every_parameter([owner]))
+        if all(param.grad is None for param in cleared) or not self._alive:
+            return
+        gone = {id(param) for param in cleared}
+        others = (p for p in self._params_alive() if id(p) not in gone and p.grad is not None)
+        then = self._grads_then
+        if all(id(p) in then and then[id(p)].is_still(p) for p in others):
+            self._losses.start()
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        self._guard(lambda: self._alive.update({id(optimizer): weakly(optimizer)}))
+
+    def _params_alive(self) -> Iterator[Tensor]:
+        """The parameters of every optimizer that there is, each of them once."""
+        self._alive = {key: ref for key, ref in self._alive.items() if ref() is not None}
+        optimizers = [ref() for ref in self._alive.values()]
+        there = [o for o in optimizers if isinstance(getattr(o, "param_groups", None), list)]
+        yield from {id(param): param for param in every_parameter(there)}.values()
+
+    # --- clips ---------------------------------------------------------------------------------
+
+    def clip_begins(self, clip: Clip) -> None:
+        self._guard(lambda: self._read_before_clip(clip))
+
+    def _read_before_clip(self, clip: Clip) -> None:
+        indices = {self._index_of.get(id(param)) for param in clip.params}
+        detail = clip.by_value or any(
+            index is None or self.recorder is None or self.recorder.wants_detail(index)
+            for index in indices
+        )
+        self._clipping = self._reader.before_clip(clip.params, detail=detail)
+
+    def clip_ended(self, clip: Clip) -> None:
+        self._guard(lambda: self._note_clip(clip))
+
+    def _note_clip(self, clip: Clip) -> None:
+        gradients, self._clipping = self._clipping, []
+        self._reader.after_clip(gradients)
+        if clip.by_value:
+            largest = self._reader.largest(gradients)
+            clipped = False if largest is None else (largest > clip.limit).any().to(torch.float32)
+            self._clips.by_value(clip.params, clipped=clipped)
+        else:
+            self._clips.by_norm(
+                clip.params,
+                norm=clip.norm,
+                limit=clip.limit,
+                order=float(clip.order),
+                changed=self._reader.changed(gradients),
+            )
+
+
+def _found_names(names: Names) -> Names:
+    """Names from the models that are alive, for a control that was given none."""
+    if names.has_model:
+        return names
+    models = owners_of(every_parameter(names.optimizers))
+    return Names(prefixed(models), names.optimizers)
+
+
+@dataclass(frozen=True)
+class _GradThen:
+    """A gradient at one moment: by it is seen whether a backward pass has changed it since."""
+
+    grad: weakref.ref[Tensor] | None
+    version: int
+
+    @staticmethod
+    def of(param: Tensor) -> _GradThen:
+        grad = param.grad
+        if grad is None:
+            return _GradThen(None, 0)
+        return _GradThen(weakref.ref(grad), 0 if grad.is_inference() else grad._version)
+
+    def is_still(self, param: Tensor) -> bool:
+        now = _GradThen.of(param)  # One tensor has one weakref.
+        return self.grad is now.grad and self.version == now.version

@@ -1,0 +1,321 @@
+"""torch's own optimizers, scalers, clip functions and backward enter; StepEvents leave.
+
+While it is installed, each of them tells `EVENTS` what is about to happen, runs as it is with the
+same arguments, and tells what has happened. Compiled code that calls one of them gets the original.
+Gradilocks' control, scaler and clip functions tell of themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gradilocks import dropin
+from gradilocks.observe.patches import Patches
+from gradilocks.step.events import EVENTS, Clip, Step
+from gradilocks.values import moved
+
+__all__ = ["TorchHooks"]
+
+
+class TorchHooks:
+    """All hooks of a session."""
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+        self._scalers: set[type] = set()
+        self._is_clipping = False
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """Takes their places."""
+        self._handles = [
+            register_optimizer_step_pre_hook(_unless_compiling(self._before_step)),
+            register_optimizer_step_post_hook(_unless_compiling(self._after_step)),
+        ]
+        functions = (
+            (torch.autograd.backward, self._backward),
+            (torch.autograd.grad, self._grad),
+            (torch.nn.utils.clip_grad_norm_, self._clip_norm),
+            (torch.nn.utils.clip_grads_with_norm_, self._clip_with_norm),
+            (torch.nn.utils.clip_grad_value_, self._clip_value),
+        )
+        for function, around in functions:
+            self._patches.everywhere(function, _wrapped(function, around))
+        methods = (
+            (torch.optim.Optimizer, "__init__", self._new_optimizer),
+            (torch.optim.Optimizer, "zero_grad", self._zero_grad),
+            (torch.nn.Module, "zero_grad", self._zero_grad),
+        )
+        for owner, name, method in methods:
+            self._patches.attribute(owner, name, _wrapped(vars(owner)[name], method))
+        self._hook_scaler(torch.amp.GradScaler)
+
+    def remove(self) -> None:
+        """Leaves everything as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._patches.undo()
+
+    def _hook_scaler(self, kind: type) -> None:
+        """Wraps the methods that this class of scalers has of its own."""
+        self._scalers.add(kind)
+        for name, around in (("scale", self._scale), ("step", self._scaler_step)):
+            original = vars(kind).get(name)
+            if original is not None:
+                self._patches.attribute(kind, name, _wrapped(original, around))
+
+    # --- optimizers ----------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        frame = _step_frame()
+        around = EVENTS.step_around(optimizer)
+        if around is not None:
+            if around.frame is None:  # The first inside the step of a control or a scaler.
+                around.frame = frame
+                for listener in EVENTS.listeners:
+                    listener.update_begins(around)
+            return None
+        place, closure = _closure(args, kwargs)
+        scale = getattr(optimizer, "grad_scale", None)
+        step = Step(
+            optimizer,
+            (optimizer,),
+            scale=scale if isinstance(scale, Tensor) else 1.0,
+            has_closure=closure is not None,
+            frame=frame,
+        )
+        EVENTS.begin_step(step)
+        for listener in EVENTS.listeners:
+            listener.update_begins(step)
+        if closure is None:
+            return None
+        told = _telling(closure, step)
+        if place is not None:
+            return (*args[:place], told, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "closure": told}
+
+    def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step = EVENTS.step_around(optimizer)
+        if step is None or step.driver is not optimizer or step.frame is not _step_frame():
+            return
+        found = getattr(optimizer, "found_inf", None)
+        step.skip = found if isinstance(found, Tensor) else False
+        EVENTS.end_step(step)
+
+    def _new_optimizer(
+        self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        original(optimizer, *args, **kwargs)
+        for listener in EVENTS.listeners:
+            listener.optimizer_made(optimizer)
+
+    def _zero_grad(
+        self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        for listener in EVENTS.listeners:
+            listener.gradients_clear(owner)
+        return original(owner, *args, **kwargs)
+
+    # --- scalers -------------------------------------------------------------------------------
+
+    def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        scale = getattr(scaler, "_scale", None)
+        told = isinstance(scaler, dropin.GradScaler)
+        if scaler.is_enabled() and isinstance(scale, Tensor) and not told:
+            for listener in EVENTS.listeners:
+                listener.loss_scaled(scaler, outputs, scaled, scale)
+        return scaled
+
+    def _scaler_step(
+        self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        scale = getattr(scaler, "_scale", None)
+        if isinstance(scaler, dropin.GradScaler) or not scaler.is_enabled() or scale is None:
+            return original(scaler, optimizer, *args, **kwargs)
+        if type(scaler) not in self._scalers:
+            self._hook_scaler(type(scaler))
+        if EVENTS.step_around(optimizer) is not None:  # Of a control, or of a class below.
+            return original(scaler, optimizer, *args, **kwargs)
+        state = scaler._per_optimizer_states[id(optimizer)]
+        unscaled = state["stage"] is OptState.UNSCALED
+        step = EVENTS.begin_step(Step(scaler, (optimizer,), scale=scale, unscaled=unscaled))
+        try:
+            returned = original(scaler, optimizer, *args, **kwargs)
+        except BaseException:
+            EVENTS.fail_step(step)
+            raise
+        step.skip = _overflowed(state)
+        EVENTS.end_step(step)
+        return returned
+
+    # --- backward and clips --------------------------------------------------------------------
+
+    def _backward(
+        self,
+        original: Callable[..., Any],
+        tensors: Any = (),
+        grad_tensors: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given = grad_tensors if grad_tensors is not None else kwargs.get("grad_variables")
+        for listener in EVENTS.listeners:
+            listener.backward_begins(tensors, given)
+        returned = original(tensors, grad_tensors, *args, **kwargs)
+        for listener in EVENTS.listeners:
+            listener.backward_ended()
+        return returned
+
+    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for listener in EVENTS.listeners:
+            listener.grad_begins(args[0] if args else kwargs.get("outputs"))
+        return original(*args, **kwargs)
+
+    def _clip_norm(
+        self,
+        original: Callable[..., Any],
+        parameters: Any,
+        max_norm: Any,
+        norm_type: Any = 2.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        params, again = _listed(parameters)
+        clip = _begun(Clip(params, max_norm, order=norm_type))
+        outer, self._is_clipping = self._is_clipping, True
+        try:
+            clip.norm = original(again, max_norm, norm_type, *args, **kwargs)
+        finally:
+            self._is_clipping = outer
+        _ended(clip)
+        return clip.norm
+
+    def _clip_with_norm(
+        self,
+        original: Callable[..., Any],
+        parameters: Any,
+        max_norm: Any,
+        total_norm: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self._is_clipping:  # torch's clip_grad_norm_ calls this one.
+            return original(parameters, max_norm, total_norm, *args, **kwargs)
+        params, again = _listed(parameters)
+        clip = _begun(Clip(params, max_norm, norm=total_norm))
+        returned = original(again, max_norm, total_norm, *args, **kwargs)
+        _ended(clip)
+        return returned
+
+    def _clip_value(
+        self,
+        original: Callable[..., Any],
+        parameters: Any,
+        clip_value: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        params, again = _listed(parameters)
+        clip = _begun(Clip(params, clip_value, by_value=True))
+        returned = original(again, clip_value, *args, **kwargs)
+        _ended(clip)
+        return returned
+
+
+def _wrapped(original: Any, around: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return around(original, *args, **kwargs)
+
+    return call
+
+
+def _unless_compiling(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def act(*args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else hook(*args)
+
+    return act
+
+
+def _telling(closure: Callable[..., Any], step: Step) -> Callable[..., Any]:
+    """A closure that tells of its evaluations."""
+
+    @functools.wraps(closure)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        for listener in EVENTS.listeners:
+            listener.closure_begins(step)
+        try:
+            loss = closure(*args, **kwargs)
+        except BaseException:
+            for listener in EVENTS.listeners:
+                listener.closure_ended(step, None, failed=True)
+            raise
+        for listener in EVENTS.listeners:
+            listener.closure_ended(step, loss, failed=False)
+        return loss
+
+    return evaluate
+
+
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, Any]:
+    """A step's closure, with its place if it is no keyword argument."""
+    if callable(kwargs.get("closure")):
+        return None, kwargs["closure"]
+    if len(args) > 1 and callable(args[1]):  # The first is the optimizer.
+        return 1, args[1]
+    return None, None
+
+
+def _begun(clip: Clip) -> Clip:
+    for listener in EVENTS.listeners:
+        listener.clip_begins(clip)
+    return clip
+
+
+def _ended(clip: Clip) -> None:
+    for listener in EVENTS.listeners:
+        listener.clip_ended(clip)
+
+
+def _listed(parameters: Any) -> tuple[list[Tensor], Any]:
+    """The parameters as a list, and something to hand on that is still what it was."""
+    if isinstance(parameters, Tensor):
+        return [parameters], parameters
+    listed = list(parameters)
+    generator = isinstance(parameters, types.GeneratorType)  # torch warns of an empty one.
+    again = (each for each in listed) if generator else listed
+    return [each for each in listed if isinstance(each, Tensor)], again
+
+
+def _overflowed(state: dict[str, Any]) -> Tensor | bool:
+    """Whether torch's scaler has held this step back, on the device."""
+    flags = list(state["found_inf_per_device"].values())
+    if not flags:
+        return False
+    home = flags[0].device
+    total = torch.stack([moved(flag, home).reshape(()) for flag in flags]).sum()
+    return (total != 0).to(torch.float32)
+
+
+def _step_frame() -> FrameType | None:
+    """The frame of torch's wrapper around `step`, which is above those of this file."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "wrapper":
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,278 @@
+"""What happens around a step, told once and alike, whoever drives the step.
+
+Who takes steps enters: a GradientControl, a GradScaler, a clip function, torch's own parts in a
+script that `gradilocks run` or `gradilocks audit` watches. Who wants to know of them subscribes: a
+recorder, a tracer, an audit. Without a listener an emitter pays for a look at an empty tuple.
+
+    emitter                    tells its listeners
+    GradientControl
+      scale_loss, backward     loss_scaled (before backward runs), then loss_counted (after it has)
+      step                     step_begins; step_ended when the optimizers have stepped or not, the
+                               scale has moved on and the call order is noted, but before
+                               NonFiniteGradient or NeverFinite is raised; step_failed if it raises
+    gradilocks.GradScaler
+      scale                    loss_scaled
+      step                     step_begins, step_ended or step_failed; nothing if it is not enabled
+    gradilocks' clip_grad_norm_, clip_grads_with_norm_, clip_grad_value_
+                               clip_begins, clip_ended
+    torch's own, while `observe.torch_hooks` is installed
+      Optimizer.__init__       optimizer_made
+      Optimizer.step           step_begins, update_begins, step_ended; with a closure closure_begins
+                               and closure_ended at each evaluation. Inside the step of a control or
+                               a scaler only update_begins, for the first optimizer that steps there
+      GradScaler.scale, step   as those of gradilocks.GradScaler
+      clip functions           as those of gradilocks
+      backward                 backward_begins, backward_ended
+      autograd.grad            grad_begins
+      zero_grad                gradients_clear, of an optimizer or a module
+
+A control has a StepEvents of its own, with its recorder and its tracers; all others tell EVENTS,
+whose listeners hear of everything in the process, the steps of controls included.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from gradilocks.names import Names
+from gradilocks.values import Statistics, StepRecord
+
+__all__ = ["EVENTS", "Clip", "Step", "StepEvents", "StepListener"]
+
+
+@dataclass(eq=False)
+class Step:
+    """One step, from its beginning to its end; what is known only at the end is filled in then."""
+
+    driver: Any
+    """The GradientControl, the GradScaler, or the optimizer that was called by itself."""
+    optimizers: tuple[Any, ...]
+    scale: Tensor | float = 1.0
+    """What the loss was multiplied by: the driver's own tensor, which moves on with the step."""
+    unscaled: bool = False
+    """Whether the gradients have lost the scale already."""
+    has_closure: bool = False
+    """Whether the gradients are made inside the step, by a closure."""
+    names: Names | None = None
+    """Of a control: of its parameters."""
+    order: float = 2.0
+    """Of a control: the order of the norm that it measures."""
+    scales: bool = True
+    """Of a control: whether it scales losses, so that they all go through it."""
+    detail: bool = False
+    """For listeners: set at the beginning, it makes a control measure zeros and the largest."""
+    frame: FrameType | None = None
+    """Of torch's wrapper around the first optimizer's own step, once that has begun."""
+    record: StepRecord | None = None
+    """At the end, of a control: what it has measured and decided."""
+    next_scale: Tensor | None = None
+    """At the end, of a control."""
+    skip: Tensor | bool = False
+    """At the end: whether the parameters were left as they were."""
+    rejected: Tensor | bool = False
+    """At the end: whether they were left so by a clip policy, on finite gradients."""
+    statistics: Statistics | None = None
+    """For listeners: what one of them has measured, if the driver is no control."""
+    limit: Tensor | None = None
+    """At the end, of a scaler with a clip policy: the bound on the norm."""
+    clipped: Tensor | None = None
+    """At the end, of a scaler with a clip policy: whether it made the gradients smaller."""
+
+    @property
+    def is_of_control(self) -> bool:
+        """Whether a GradientControl drives it."""
+        return self.names is not None
+
+    @property
+    def carried(self) -> Tensor | float:
+        """The scale that the gradients carry."""
+        return 1.0 if self.unscaled else self.scale
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Of all its optimizers, as they are at this moment."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def covers(self, optimizer: Any) -> bool:
+        """Whether it steps `optimizer`, or what wraps it."""
+        if any(each is optimizer for each in self.optimizers):
+            return True
+        groups = getattr(optimizer, "param_groups", ())
+        first = next((param for group in groups for param in group["params"]), None)
+        return first is not None and any(param is first for param in self.parameters())
+
+
+@dataclass(eq=False)
+class Clip:
+    """One call of a clip function."""
+
+    params: Sequence[Tensor]
+    limit: Any
+    """The bound on the norm, or on each element."""
+    by_value: bool = False
+    """Whether each element is bounded, and not the norm of all."""
+    order: Any = 2.0
+    norm: Any = None
+    """At the end: what the norm was."""
+
+
+class StepListener:
+    """Hears of everything and makes nothing of it; override what you want to know of."""
+
+    def loss_scaled(self, driver: Any, loss: Any, scaled: Any, scale: Tensor) -> None:
+        """`loss` was multiplied by `scale`; both may be iterables. `scaled` may be run backward."""
+
+    def loss_counted(self, control: Any, loss: Tensor, *, first: bool) -> None:
+        """The coming step of a control is of `loss` too; `first` if it is the first since."""
+
+    def backward_begins(self, tensors: Any, gradients: Any) -> None:
+        """`torch.autograd.backward(tensors, gradients)` is about to run."""
+
+    def backward_ended(self) -> None:
+        """`torch.autograd.backward` has run, and has not raised."""
+
+    def grad_begins(self, outputs: Any) -> None:
+        """`torch.autograd.grad(outputs, ...)` is about to run."""
+
+    def gradients_clear(self, owner: Any) -> None:
+        """`owner.zero_grad()` of an optimizer or a module is about to run."""
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """An optimizer of torch was made."""
+
+    def clip_begins(self, clip: Clip) -> None:
+        """Gradients are about to be clipped."""
+
+    def clip_ended(self, clip: Clip) -> None:
+        """Gradients were clipped."""
+
+    def step_begins(self, step: Step) -> None:
+        """A step begins: the gradients are as they were left, unless a closure makes them."""
+
+    def update_begins(self, step: Step) -> None:
+        """The first optimizer of the step is about to change its parameters."""
+
+    def closure_begins(self, step: Step) -> None:
+        """The closure of the step is about to be evaluated."""
+
+    def closure_ended(self, step: Step, loss: object, *, failed: bool) -> None:
+        """The closure has returned `loss`, or raised."""
+
+    def step_ended(self, step: Step) -> None:
+        """The step is over: taken or skipped. May raise, to stop who trains."""
+
+    def step_failed(self, step: Step) -> None:
+        """The step raised; it is none, unless `step_ended` came before."""
+
+
+class StepEvents:
+    """Who listens, to one control or to the whole process.
+
+    Attributes:
+        own: those that were added here, in the order in which they came.
+        listeners: all to tell: these, and then those of the whole process.
+    """
+
+    def __init__(self, parent: StepEvents | None = None) -> None:
+        self._parent = parent
+        self.own: tuple[StepListener, ...] = ()
+        self._children: weakref.WeakSet[StepEvents] = weakref.WeakSet()
+        self.listeners: tuple[StepListener, ...] = ()
+        if parent is not None:
+            parent._children.add(self)
+            self._update()
+
+    def __reduce__(self) -> Any:
+        # A copy of a control tells nobody of itself: its run file, say, is the original's.
+        return "EVENTS" if self._parent is None else (StepEvents, (self._parent,))
+
+    def add(self, listener: StepListener) -> None:
+        """Tells `listener` too, from here on."""
+        self.own = (*self.own, listener)
+        self._update()
+
+    def discard(self, listener: StepListener) -> None:
+        """Tells `listener` nothing any more."""
+        self.own = tuple(each for each in self.own if each is not listener)
+        self._update()
+
+    def _update(self) -> None:
+        everywhere = () if self._parent is None else self._parent.listeners
+        self.listeners = self.own + everywhere
+        for child in list(self._children):
+            child._update()
+
+    def begin_step(self, step: Step) -> Step:
+        """A step begins."""
+        _running.append(step)
+        try:
+            for listener in self.listeners:
+                listener.step_begins(step)
+        except BaseException:
+            self.fail_step(step)
+            raise
+        return step
+
+    def end_step(self, step: Step) -> None:
+        """A step is over, and what is known of it is filled in."""
+        _forget(step)
+        for listener in self.listeners:
+            listener.step_ended(step)
+
+    def fail_step(self, step: Step) -> None:
+        """A step has raised, before or after it was over."""
+        _forget(step)
+        for listener in self.listeners:
+            listener.step_failed(step)
+
+    def begin_clip(
+        self, params: Sequence[Tensor], limit: Any, *, by_value: bool = False, order: Any = 2.0
+    ) -> Clip:
+        """A clip function begins."""
+        clip = Clip(params, limit, by_value=by_value, order=order)
+        for listener in self.listeners:
+            listener.clip_begins(clip)
+        return clip
+
+    def end_clip(self, clip: Clip, *, norm: Any = None) -> None:
+        """A clip function has clipped, and found `norm` if it measures one."""
+        clip.norm = norm
+        for listener in self.listeners:
+            listener.clip_ended(clip)
+
+    def step_around(self, optimizer: Any) -> Step | None:
+        """The step that goes on, and of which a step of `optimizer` would be a part."""
+        for step in reversed(_running):
+            if not step.covers(optimizer):
+                continue
+            if step.driver is not step.optimizers[0] or _goes_on(step.frame):
+                return step
+            self.fail_step(step)  # torch does not tell when an optimizer's step raises.
+        return None
+
+
+# Steps that have begun and not ended, of the whole process.
+_running: list[Step] = []
+EVENTS = StepEvents()
+
+
+def _forget(step: Step) -> None:
+    _running[:] = [each for each in _running if each is not step]
+
+
+def _goes_on(frame: FrameType | None) -> bool:
+    """Whether a frame is one of those above this one."""
+    above: FrameType | None = sys._getframe(1)
+    while above is not None:
+        if above is frame:
+            return True
+        above = above.f_back
+    return False
