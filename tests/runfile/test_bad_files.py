@@ -13,7 +13,7 @@ import pytest
 
 import gradilocks
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile.opening import LONGEST_HEADER
+from gradilocks.runfile.reader import LONGEST_HEADER
 from tests.runfile.run_files import END, STEP, TRACE, lines_of, plain_step, training, write_run
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile.reading import refuse_foreign
+from gradilocks.runfile import refuse_foreign
 
 __all__ = ["check_target", "fresh_name", "rank_of_process"]
 

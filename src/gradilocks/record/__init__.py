@@ -9,6 +9,6 @@ bit for bit the same with recording and without.
 
 from gradilocks.record.recorder import Recorder
 from gradilocks.record.sample import Sample
-from gradilocks.runfile.sinks import Sink
+from gradilocks.record.sinks import Sink
 
 __all__ = ["Recorder", "Sample", "Sink"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile.reading import Reader, refuse_foreign
+from gradilocks.runfile import Reader, refuse_foreign
 
 __all__ = ["EXISTS", "Before", "RunFile", "Unwritable"]
 

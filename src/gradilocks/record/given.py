@@ -6,8 +6,7 @@ import math
 import warnings
 
 from gradilocks.eager import users_line
-from gradilocks.runfile import Header
-from gradilocks.runfile.writing import header_line
+from gradilocks.runfile import Header, header_line
 
 __all__ = ["check_every", "check_seconds", "first_line", "warn"]
 

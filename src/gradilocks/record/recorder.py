@@ -29,14 +29,22 @@ from gradilocks.record.given import check_every, check_seconds, first_line, warn
 from gradilocks.record.roster import info_of, is_whole, order_of
 from gradilocks.record.rows import Known, step_of
 from gradilocks.record.sample import Sample
-from gradilocks.record.sinks import Sinks
+from gradilocks.record.sinks import Sink, Sinks
 from gradilocks.record.skips import SkipLog
 from gradilocks.record.timer import Timer
-from gradilocks.runfile import End, Header, Step, Trace
-from gradilocks.runfile.bad_steps import BadSteps
-from gradilocks.runfile.records import VERSION
-from gradilocks.runfile.sinks import Sink
-from gradilocks.runfile.writing import audit_line, end_line, optimizer_line, step_line, trace_line
+from gradilocks.runfile import (
+    VERSION,
+    BadSteps,
+    End,
+    Header,
+    Step,
+    Trace,
+    audit_line,
+    end_line,
+    optimizer_line,
+    step_line,
+    trace_line,
+)
 from gradilocks.step.gradients import every_parameter
 from gradilocks.step.own_step import weakly
 
@@ -152,7 +160,7 @@ class Recorder:
         passed = 0.0 if before is None else before.time
         self._began = time.perf_counter() - passed
         self._file = file
-        self._sinks.open(self._header)
+        self._sinks.tell("open", self._header)
         closed_at_exit.add(self)
 
     def __repr__(self) -> str:
@@ -217,7 +225,7 @@ class Recorder:
         if self.recording:
             with self._working():
                 self._write([optimizer_line(info)], ())
-                self._sinks.optimizer(info)
+                self._sinks.tell("optimizer", info)
         return index
 
     def wants_detail(self, index: int) -> bool:
@@ -299,7 +307,7 @@ class Recorder:
         with self._working():
             end = End(self.elapsed(), status, exit, error)
             self._write([end_line(end)], ())
-            self._sinks.close(end)
+            self._sinks.tell("close", end)
             if self._skips is not None:
                 self._skips.close()
             self._let_go()
@@ -352,7 +360,8 @@ class Recorder:
                 for held, step in zip(batch.rows, steps, strict=True):
                     after = held.scalars["next_scale"]
                     self._skips.take(step, next_scale=after, more=held.more)
-            self._sinks.steps(steps)
+            for step in steps:
+                self._sinks.tell("step", step)
 
     def _write_late(self) -> bool:
         """For the timer: writes what has reached the host; whether to come again.

@@ -11,9 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from gradilocks.runfile import Step
-from gradilocks.runfile.bad_steps import SpoiltWeights, has_bad_gradients
-from gradilocks.runfile.words import describe_bad
+from gradilocks.runfile import SpoiltWeights, Step, describe_bad, has_bad_gradients
 
 __all__ = ["SkipLog"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.errors import NonFiniteGradient
-from gradilocks.runfile.origins import FORWARD_OR_LOSS
+from gradilocks.runfile import FORWARD_OR_LOSS
 from gradilocks.step.diagnose import Symptom
 from gradilocks.values import ROW, Statistics, StepRecord, moved, wide
 
