@@ -190,7 +190,7 @@ class Reader:
                 this one lacks what its kind must have.
         """
         self.lines += 1
-        fields = _parsed(raw)
+        (fields,) = _parsed([raw]) or (None,)
         if fields is not None and self.header is not None:
             self._accept(fields)
         elif raw.strip():
@@ -206,7 +206,7 @@ class Reader:
         Raises:
             BadRunFile: as `feed` does.
         """
-        many = None if self.header is None or self._broken is not None else _parsed_many(lines)
+        many = None if self.header is None or self._broken is not None else _parsed(lines)
         if many is None:
             for raw in lines:
                 self.feed(raw)
@@ -358,33 +358,20 @@ _optimizer_of = attrgetter("optimizer")
 _detail_of = attrgetter("detail")
 
 
-def _parsed_many(lines: Sequence[bytes]) -> list[dict[str, Any]] | None:
+def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]] | None:
     """The fields of every line; None if one of them is not whole."""
     if not lines or not lines[-1].endswith(b"\n"):
         return None
     joined = b",".join(lines)
-    if b"\\ud" in joined:  # perhaps half a character, for `_parsed` to look after
-        return None
     try:
         many = loads(f"[{joined.decode()}]")
-    except (ValueError, RecursionError):
+        if b"\\ud" in joined:  # Perhaps half a character.
+            many = _encodable(many)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError.
         return None
     # Two lines that are broken in matching ways could pass for one: count them.
     whole = len(many) == len(lines) and set(map(type, many)) == {dict}
     return many if whole else None
-
-
-def _parsed(raw: bytes) -> dict[str, Any] | None:
-    """The fields of one line; None if it is not whole."""
-    if not raw.endswith(b"\n"):
-        return None
-    try:
-        fields = loads(raw.decode())
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-        return None
-    if b"\\ud" in raw:
-        fields = _encodable(fields)
-    return fields if isinstance(fields, dict) else None
 
 
 def _encodable(value: Any) -> Any:
