@@ -25,8 +25,7 @@ from gradilocks.observe.ending import Held
 from gradilocks.observe.looking import Look, Looks
 from gradilocks.observe.losses import Losses
 from gradilocks.observe.naming import name_parameters, owners_of
-from gradilocks.record import Recorder, Sample
-from gradilocks.record.weights import Weights
+from gradilocks.record import Recorder, Sample, Weights
 from gradilocks.step.gradients import every_parameter
 from gradilocks.step.own_step import weakly
 from gradilocks.step.total import rounded, total_norm

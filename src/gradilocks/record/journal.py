@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from gradilocks.ranks.layout import is_distributed
-from gradilocks.record.ending import refuse_capture
-from gradilocks.record.recorder import Recorder
-from gradilocks.record.sample import Sample
-from gradilocks.record.weights import Weights
+from gradilocks.record.recorder import Recorder, refuse_capture
+from gradilocks.record.sample import Sample, Weights
 from gradilocks.step.gradients import Names, collect, every_parameter
 from gradilocks.step.measure import measure
 from gradilocks.values import ROW, Statistics, StepRecord, wide

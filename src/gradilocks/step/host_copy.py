@@ -28,8 +28,7 @@ def fetch(*scalars: Tensor) -> list[float]:
 class HostCopy:
     """A tensor of up to one dimension on its way to the host, as it is at this point of its stream.
 
-    A copy of a tensor on the CPU is there at once. Devices that are neither CPU nor CUDA keep the
-    copy until it is read, which waits for them.
+    Devices that are neither CPU nor CUDA are read at once, which waits for them.
 
     Args:
         tensor: what to copy; it may be overwritten as soon as this returns.
@@ -42,7 +41,7 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         self._flag: Tensor | None = None
         if not tensor.is_cuda:
-            self._host = tensor.clone()
+            self._host = tensor.to("cpu", copy=True)
             return
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)
@@ -62,9 +61,7 @@ class HostCopy:
 
         For a thread that must not call CUDA: it would break a graph that another one captures.
         """
-        if self._event is None:
-            return self._host.device.type == "cpu"
-        return self._flag is not None and bool(self._flag)
+        return self._event is None or (self._flag is not None and bool(self._flag))
 
     def wait(self) -> None:
         """Waits until the numbers have arrived."""
