@@ -15,8 +15,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from operator import itemgetter
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from gradilocks.runfile.records import Culprit, Detail, End, Header, OptimizerInfo, Step, Trace
 
@@ -45,76 +47,44 @@ MOST_CULPRITS = 32
 Fields = dict[str, Any]
 _Types = frozenset[type]
 
-_INT: _Types = frozenset({int})
-_BOOL: _Types = frozenset({bool})
-_LIST: _Types = frozenset({list})
-_OBJECT: _Types = frozenset({dict})
-_STR: _Types = frozenset({str})
-_NUMBER: _Types = frozenset({int, float})
-_NULL: _Types = frozenset({type(None)})
-_NUMBER_OR_NULL, _STR_OR_NULL = _NUMBER | _NULL, _STR | _NULL
+_RECORDS = {"header": Header, "optimizer": OptimizerInfo, "step": Step, "trace": Trace, "end": End}
+# Attributes of records that a line has under another name.
+_NAMES: Mapping[str, Mapping[str, str]] = {
+    "header": {"version": "gradilocks"},
+    "optimizer": {"index": "optimizer", "kind": "class"},
+    "trace": {"kind": "class"},
+}
+_INT, _STR, _LIST = frozenset({int}), frozenset({str}), frozenset({list})
+_OBJECT, _NULL, _NUMBER = frozenset({dict}), frozenset({type(None)}), frozenset({int, float})
+_JSON_TYPES = {float: _NUMBER, tuple: _LIST, Mapping: _OBJECT}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 _WORDS |= {dict: "an object", str: "text", type(None): "null"}
 
-# What each kind of line must have. docs/run-file.md has the same in words, and a test compares.
-FIELDS: Mapping[str, Mapping[str, _Types]] = {
-    "header": {
-        "gradilocks": _INT,
-        "started": _NUMBER,
-        "command": _LIST,
-        "versions": _OBJECT,
-        "hardware": _OBJECT,
-        "settings": _OBJECT,
-        "rank": _INT,
-        "ranks": _INT,
-    },
-    "optimizer": {
-        "optimizer": _INT,
-        "class": _STR,
-        "names": _LIST,
-        "sizes": _LIST,
-        "dtypes": _LIST,
-    },
-    "step": {
-        "step": _INT,
-        "time": _NUMBER,
-        "optimizer": _INT,
-        "loss": _NUMBER_OR_NULL,
-        "scale": _NUMBER_OR_NULL,
-        "norm": _NUMBER_OR_NULL,
-        "limit": _NUMBER_OR_NULL,
-        "clipped": _BOOL,
-        "skipped": _BOOL,
-        "reason": _STR_OR_NULL,
-        "culprits": _LIST,
-        "lr": _NUMBER_OR_NULL,
-        "nan": _INT,
-        "inf": _INT,
-    },
-    "trace": {
-        "step": _INT,
-        "time": _NUMBER,
-        "phase": _STR,
-        "module": _STR,
-        "class": _STR,
-        "what": _STR,
-        "inputs": _LIST,
-        "text": _STR,
-    },
-    "end": {"time": _NUMBER, "status": _STR, "exit": _INT, "error": _STR_OR_NULL},
-}
-# What a line may have; older files do not.
-OPTIONAL: Mapping[str, Mapping[str, _Types]] = {
-    "step": {"loss_nonfinite": _BOOL, "finite_gradients": _INT, "finite_after": _STR},
-    "trace": {"damaged": _LIST, "where": _STR},
-}
-# Fields whose attribute in the record has another name.
-_ATTRIBUTES = {
-    "header": {"gradilocks": "version"},
-    "optimizer": {"optimizer": "index", "class": "kind"},
-    "trace": {"class": "kind"},
-    "end": {},
-}
+
+def _types_of(hint: Any) -> _Types:
+    """What JSON has for an annotation in `records.py`."""
+    if isinstance(hint, UnionType):
+        return frozenset().union(*map(_types_of, get_args(hint)))
+    kind = get_origin(hint) or hint
+    return _JSON_TYPES.get(kind, frozenset({kind}))
+
+
+def _schema(*, required: bool) -> dict[str, dict[str, _Types]]:
+    schema: dict[str, dict[str, _Types]] = {}
+    for kind, record in _RECORDS.items():
+        hints, names = get_type_hints(record), _NAMES.get(kind, {})
+        schema[kind] = {
+            names.get(name, name): _types_of(hints[name]) - (frozenset() if required else _NULL)
+            for name, parameter in signature(record).parameters.items()
+            if name != "detail" and (parameter.default is parameter.empty) is required
+        }
+    return schema
+
+
+# By the kind of a line: the fields that it must have, and those that it may have, which have a
+# default in `records.py`: older files lack them. `detail` of a step is checked by itself.
+# docs/run-file.md has the same in words, and a test compares.
+FIELDS, OPTIONAL = _schema(required=True), _schema(required=False)
 
 # NaN and Infinity are not JSON, but Python writes and reads them: here they are null too.
 loads = json.JSONDecoder(parse_constant=lambda _: None).decode
@@ -184,7 +154,7 @@ def end_line(end: End) -> str:
 
 def _fields(kind: str, record: Header | OptimizerInfo | Trace | End) -> Fields:
     """A record as a line has it: its attributes in their order, under the line's names."""
-    names = {attribute: name for name, attribute in _ATTRIBUTES[kind].items()}
+    names = _NAMES.get(kind, {})
     fields: Fields = {"kind": kind}
     for attribute, value in vars(record).items():
         fields[names.get(attribute, attribute)] = (
@@ -309,21 +279,21 @@ def _detail(found: Any) -> Detail | None:
             raise Malformed(
                 f"'detail' has {len(lists[0])} entries of 'norm' and {len(values)} of {name!r}"
             )
-        _check_all(f"an entry of {name!r} of 'detail'", values, _NUMBER_OR_NULL)
+        _check_all(f"an entry of {name!r} of 'detail'", values, _NUMBER | _NULL)
     return Detail(*lists)
 
 
 def _attributes(kind: str, fields: Fields) -> dict[str, Any]:
     """The attributes of a record, by name, from the fields of its line."""
+    attributes = {name: attribute for attribute, name in _NAMES.get(kind, {}).items()}
     found = {}
-    for name, allowed in {**FIELDS[kind], **OPTIONAL.get(kind, {})}.items():
+    for name, allowed in {**FIELDS[kind], **OPTIONAL[kind]}.items():
         if name in fields:
             value = fields[name]
             _check_all(repr(name), [value], allowed)
-            if allowed is _NUMBER:
+            if float in allowed:
                 (value,) = _floats(name, [value])
-            attribute = _ATTRIBUTES[kind].get(name, name)
-            found[attribute] = tuple(value) if allowed is _LIST else value
+            found[attributes.get(name, name)] = tuple(value) if list in allowed else value
         elif name in FIELDS[kind]:
             raise Malformed(f"without {name!r}")
     return found
