@@ -1,4 +1,4 @@
-"""Recording: what every step leaves behind → a run file, without a wait and without a trace.
+"""Recording: what every step leaves behind → a run file, without a wait for the device.
 
     control ─journal─▶ Sample ─batch─▶ Step, on the host ─file_writer─▶ run file
                                            ├─skip_log─▶ logging
