@@ -25,6 +25,7 @@ from gradilocks.record.sample import Sample
 from gradilocks.runfile import Culprit, Detail, OptimizerInfo, Step
 from gradilocks.step.gradients import Names, every_parameter
 from gradilocks.step.host_copy import HostCopy, fetch
+from gradilocks.step.own_step import weakly
 from gradilocks.values import wide
 
 __all__ = ["Batch", "PendingStep", "RecordedOptimizer", "StepQueue"]
@@ -47,6 +48,8 @@ _SCALARS = (
 class RecordedOptimizer:
     """An optimizer as a recorder knows it: who its parameters are, and in which order."""
 
+    optimizer: Callable[[], Any]
+    """Gives the optimizer, as long as somebody else holds it."""
     info: OptimizerInfo
     backward: list[int]
     """The places of its parameters in backward order: the order of the names that were given,
@@ -78,6 +81,7 @@ class RecordedOptimizer:
         rank = {id(param): number for number, param in enumerate(names)}
         ranked = sorted(((rank.get(id(p), -1), at) for at, p in enumerate(params)), reverse=True)
         return RecordedOptimizer(
+            optimizer=weakly(optimizer),
             info=OptimizerInfo(
                 index=index,
                 kind=type(optimizer).__name__,

@@ -50,7 +50,6 @@ from gradilocks.runfile import (
     step_line,
     trace_line,
 )
-from gradilocks.step.own_step import weakly
 
 __all__ = ["Recorder", "refuse_capture"]
 
@@ -130,7 +129,6 @@ class Recorder:
         """By the index of the optimizer: which of them had NaN or Inf, and whether that stayed."""
         self._sinks = Sinks(sinks, _warn)
         self._optimizers: list[RecordedOptimizer] = []
-        self._optimizer_refs: list[Callable[[], Any]] = []
         self._queue = StepQueue(flush_every, flush_seconds)
         self._written: deque[tuple[Batch, list[Step]]] = deque()  # Sinks and log: not told yet.
         self._timer = _Timer(self._write_late, flush_seconds)
@@ -138,9 +136,7 @@ class Recorder:
         self._lock = threading.RLock()
         self._busy = False
         self._close_after: dict[str, Any] | None = None
-        self._unwritten: list[
-            str
-        ] = []  # Lines that later ones need, and that could not be written.
+        self._unwritten: list[str] = []  # For want of room; later lines need them.
         self._has_warned = False
         if rank and not all_ranks:
             return
@@ -208,9 +204,8 @@ class Recorder:
         Returns:
             The index by which `step` knows it.
         """
-        every = enumerate(self._optimizer_refs)
-        index = next((i for i, ref in every if ref() is optimizer), len(self._optimizers))
-        before = self._optimizers[index] if index < len(self._optimizers) else None
+        before = next((each for each in self._optimizers if each.optimizer() is optimizer), None)
+        index = len(self._optimizers) if before is None else before.info.index
         steps = 0 if self._file is None else self._file.steps_before.get(index, 0)
         made = RecordedOptimizer.of(
             optimizer,
@@ -221,7 +216,6 @@ class Recorder:
             steps=steps if before is None else before.steps,
         )
         if before is None:
-            self._optimizer_refs.append(weakly(optimizer))
             self._optimizers.append(made)
         elif before.info == made.info:
             return index
