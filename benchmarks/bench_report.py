@@ -30,8 +30,19 @@ from environment import environment
 
 from gradilocks.report.facts import report_on
 from gradilocks.report.page import render
-from gradilocks.runfile import Culprit, Detail, End, Header, OptimizerInfo, Step, read_run
-from gradilocks.runfile.writing import end_line, header_line, optimizer_line, step_line
+from gradilocks.runfile import (
+    Culprit,
+    Detail,
+    End,
+    Header,
+    OptimizerInfo,
+    Step,
+    end_line,
+    header_line,
+    optimizer_line,
+    read_run,
+    step_line,
+)
 
 
 def main() -> None:

@@ -20,8 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import gradilocks
-from gradilocks.runfile import Culprit, Header, OptimizerInfo, Step
-from gradilocks.runfile.writing import header_line, optimizer_line, step_line
+from gradilocks.runfile import (
+    Culprit,
+    Header,
+    OptimizerInfo,
+    Step,
+    header_line,
+    optimizer_line,
+    step_line,
+)
 from report import spread
 
 

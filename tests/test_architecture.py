@@ -31,6 +31,7 @@ MEETING_PLACES = {
 # Reading a number off a tensor waits for its device. These may: the two named places, and the
 # reference kernels, whose CPU paths have nothing to wait for.
 MAY_READ = {"step/outcome.py", "step/update.py", "kernels/reference.py", "kernels/norms.py"}
+MAY_READ |= {"step/host_copy.py"}  # The one way by which an Outcome or a batch is read.
 MAY_READ |= {"ranks/layout.py"}  # The ranks of a device mesh lie on the CPU.
 MAY_READ |= {"lab/audit/counting.py", "lab/audit/flowing.py"}  # Once, when an audit is over.
 MAY_READ |= {"optim/sgd.py"}  # Asks, for a checkpoint, which buffers have been filled.

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gradilocks.runfile import End, Step
-from gradilocks.runfile.writing import end_line, step_line
+from gradilocks.runfile import End, Step, end_line, step_line
 from tests.cli.cli_process import OnATerminal, run, start
 from tests.runfile.run_files import (
     END,

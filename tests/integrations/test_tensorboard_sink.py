@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import gradilocks
 from gradilocks.errors import MissingPackage
 from gradilocks.integrations.tensorboard import TensorBoardSink
-from gradilocks.runfile.sinks import Sink
+from gradilocks.record import Sink
 from tests.runfile.run_files import (
     DETAIL,
     END,

@@ -21,7 +21,7 @@ PROGRAM = """
 import sys
 import wandb
 from gradilocks.integrations.wandb import WandbSink
-from gradilocks.runfile.sinks import Sink
+from gradilocks.record import Sink
 from tests.runfile.run_files import *
 
 joins = sys.argv[1] == "join"

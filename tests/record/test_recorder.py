@@ -557,7 +557,7 @@ def test_an_optimizer_that_no_model_orders_says_nothing_of_what_comes_first(tmp_
     assert (step.finite_gradients, step.finite_after) == (2, None)
     with Recorder(tmp_path / "c") as recorder:
         index = recorder.add_optimizer(one, names={next(model.parameters()): "first"})
-        assert not recorder._known[index].ordered
+        assert not recorder._optimizers[index].ordered
 
 
 @pytest.mark.parametrize("factor", [NAN, INF])

@@ -8,25 +8,25 @@ import pytest
 import torch
 
 from gradilocks.record import Sample
-from gradilocks.record.batch import Batch, Held
-from gradilocks.record.weights import MOST, Weights
+from gradilocks.record.batch import Batch, PendingStep
+from gradilocks.record.sample import LARGEST_WHOLE, Weights
 
 
 def held(number):
-    return Held(Sample(), index=0, step=number, time=0.0, detail=True)
+    return PendingStep(Sample(), index=0, step=number, time=0.0, detail=True)
 
 
 def test_what_was_gathered_by_dtype_comes_back_to_its_own_step():
     rows = [held(1), held(2), held(3)]
     for number, row in enumerate(rows):
-        row.waiting = [
+        row.on_device = [
             (("loss", "scale"), torch.tensor([number, 2.0 * number], dtype=torch.float32)),
             ("nan", torch.tensor([number, 0, 7])),
             (("norm",), torch.tensor([0.5 * number], dtype=torch.float64)),
             ("norms", torch.arange(number, dtype=torch.float64)),
         ]
     batch = Batch(rows)
-    assert batch.arrived()
+    assert batch.is_here()
     for number, row in enumerate(batch.unpack()):
         assert (row.scalars["loss"], row.scalars["scale"]) == (number, 2.0 * number)
         assert row.scalars["norm"] == 0.5 * number
@@ -36,8 +36,8 @@ def test_what_was_gathered_by_dtype_comes_back_to_its_own_step():
 
 def test_scalars_are_copied_when_they_are_handed_over():
     flag = torch.zeros(())
-    row = Held(Sample(skip=flag, loss=torch.ones(1, requires_grad=True)), index=0, step=1, time=0.0,
-               detail=False)  # fmt: skip
+    sample = Sample(skip=flag, loss=torch.ones(1, requires_grad=True))
+    row = PendingStep(sample, index=0, step=1, time=0.0, detail=False)
     flag.fill_(1.0)
     assert (row.scalars["skip"], row.scalars["loss"]) == (0.0, 1.0)
 
@@ -65,7 +65,7 @@ def test_a_large_tensor_is_estimated_from_a_fixed_sample(layout):
         "a slice": torch.randn(700, 600)[:, 5:517],
     }[layout]
     before, weights = param.clone(), Weights([param])
-    assert sum(sample.numel() for sample in weights._before) <= MOST
+    assert sum(sample.numel() for sample in weights._before) <= LARGEST_WHOLE
     param.add_(torch.randn_like(param), alpha=0.01)
     weight, update = weights.moved_by_step(torch.device("cpu"))
     assert weight.item() == pytest.approx(before.norm().item(), rel=0.02)

@@ -19,7 +19,7 @@ import torch
 
 from gradilocks import GradientControl, Recorder, read_run
 from gradilocks.errors import BadRunFile
-from gradilocks.record import Sample, ending
+from gradilocks.record import Sample, recorder
 from tests.record.recorded import recorded, small_model, train
 
 
@@ -216,7 +216,7 @@ def test_a_forked_process_writes_nothing(tmp_path):
         train(control, model, steps=60)
         control.recorder.flush()
         control.recorder.close()
-        ending._close_all()
+        recorder._close_all()
         del control
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

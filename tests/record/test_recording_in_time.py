@@ -17,7 +17,7 @@ import torch
 import gradilocks
 from gradilocks import GradientControl, Recorder, read_run
 from gradilocks.record import Sample
-from gradilocks.record.batch import Batch, Held, Underway
+from gradilocks.record.batch import Batch, PendingStep, StepQueue
 from tests.record.recorded import INF, recorded, small_model, train
 
 SOURCE = Path(gradilocks.__file__).parent.parent
@@ -25,7 +25,7 @@ PATIENCE = 120.0  # How long a test waits for what must come, on a machine howev
 
 
 def held(number=1, **sample):
-    return Held(Sample(loss=1.0, **sample), index=0, step=number, time=0.0, detail=False)
+    return PendingStep(Sample(loss=1.0, **sample), index=0, step=number, time=0.0, detail=False)
 
 
 def wait_for(what):
@@ -46,42 +46,42 @@ class Clock:
         return self.now
 
 
-def sent(underway):
-    batch = underway.next()
-    return [] if batch is None else [row.step for row in batch.rows]
+def sent(queue):
+    batch = queue.next()
+    return [] if batch is None else [row.step for row in batch.steps]
 
 
 def test_steps_are_due_by_their_number_or_by_the_time_whichever_comes_first():
     clock = Clock()
-    underway = Underway(3, 5.0, clock=clock)
+    queue = StepQueue(3, 5.0, clock=clock)
     for number in range(1, 4):
-        assert sent(underway) == []
-        underway.hold(held(number))
-        underway.send_if_due()
-    assert sent(underway) == [1, 2, 3]
+        assert sent(queue) == []
+        queue.hold(held(number))
+        queue.send_if_due()
+    assert sent(queue) == [1, 2, 3]
     for number, now in ((4, 102.0), (5, 104.9)):
         clock.now = now
-        underway.hold(held(number))
-        underway.send_if_due()
-        assert sent(underway) == []
+        queue.hold(held(number))
+        queue.send_if_due()
+        assert sent(queue) == []
     clock.now = 105.0
-    underway.hold(held(6))
-    underway.send_if_due()
-    assert sent(underway) == [4, 5, 6]
+    queue.hold(held(6))
+    queue.send_if_due()
+    assert sent(queue) == [4, 5, 6]
     clock.now = 109.9  # 4.9 after the last were sent.
-    underway.hold(held(7))
-    underway.send_if_due()
-    assert sent(underway) == []
+    queue.hold(held(7))
+    queue.send_if_due()
+    assert sent(queue) == []
     clock.now = 400.0  # A step that lasted minutes.
-    underway.hold(held(8))
-    underway.send_if_due()
-    assert sent(underway) == [7, 8]
+    queue.hold(held(8))
+    queue.send_if_due()
+    assert sent(queue) == [7, 8]
 
 
 def test_a_step_that_lasted_is_in_the_file_when_it_ends(tmp_path):
     clock = Clock()
     recorder = Recorder(tmp_path / "a", flush_every=1000, flush_seconds=3600)
-    recorder._underway = Underway(1000, 3600, clock=clock)
+    recorder._queue = StepQueue(1000, 3600, clock=clock)
     control, model = recorded(recorder, steps=0)
     seen = []
     for number in range(1, 7):
@@ -98,7 +98,7 @@ def test_a_step_that_lasted_is_in_the_file_when_it_ends(tmp_path):
 def test_optimizers_of_one_decision_reach_the_file_together(tmp_path):
     clock = Clock()
     recorder = Recorder(tmp_path / "a", flush_every=1000, flush_seconds=3600)
-    recorder._underway = Underway(1000, 3600, clock=clock)
+    recorder._queue = StepQueue(1000, 3600, clock=clock)
     models = [small_model(), small_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     control = GradientControl(*optimizers, record=recorder)
@@ -176,7 +176,7 @@ def test_a_late_write_that_fails_is_left_to_the_thread_that_trains(tmp_path, mon
 def test_the_thread_is_not_the_scripts_and_ends_with_its_recorder(tmp_path):
     def timers():
         frames = sys._current_frames().items()
-        return {ident for ident, f in frames if f.f_code.co_filename.endswith("timer.py")}
+        return {ident for ident, f in frames if f.f_code.co_name == "_run_timer"}
 
     before, others = threading.enumerate(), timers()
     recorder = Recorder(tmp_path / "a", flush_seconds=3600)
@@ -212,23 +212,23 @@ def test_a_fork_in_the_midst_of_late_writes_harms_neither(tmp_path):
 
 
 def test_what_is_on_its_way_from_a_device_is_not_touched():
-    underway = Underway(1000, 3600.0)
+    queue = StepQueue(1000, 3600.0)
     waiting = held(1)
-    waiting.waiting = [("norms", torch.ones(2, dtype=torch.float64))]
-    underway.hold(waiting)
-    assert underway.first_here() is None
-    underway.hold(held(2))
-    assert underway.first_here() is None  # Nor what came after it.
-    underway.send()
-    assert [row.step for row in underway.first_here().rows] == [1, 2]
-    other = Underway(1000, 3600.0)
+    waiting.on_device = [("norms", torch.ones(2, dtype=torch.float64))]
+    queue.hold(waiting)
+    assert queue.first_here() is None
+    queue.hold(held(2))
+    assert queue.first_here() is None  # Nor what came after it.
+    queue.send()
+    assert [row.step for row in queue.first_here().steps] == [1, 2]
+    other = StepQueue(1000, 3600.0)
     other.hold(held(1, more=True))  # Another optimizer of the same decision follows.
     assert other.first_here() is None
 
 
 def test_a_batch_is_read_twice_alike():
     row = held(1)
-    row.waiting = [(("loss",), torch.tensor([3.0])), ("nan", torch.tensor([1, 2]))]
+    row.on_device = [(("loss",), torch.tensor([3.0])), ("nan", torch.tensor([1, 2]))]
     batch = Batch([row])
     assert batch.is_here()
     for read in (batch.read, batch.read, batch.unpack):

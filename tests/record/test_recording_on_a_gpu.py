@@ -136,7 +136,7 @@ def test_what_was_sent_is_written_while_training_stands_still(tmp_path):
     path = tmp_path / "a"
     recorder = Recorder(path, flush_every=4, flush_seconds=0.05, detail_every=2)
     control, model = recorded(recorder, steps=0, device="cuda")
-    recorder._underway._seconds = 3600.0  # By their number alone, so that all of them are sent.
+    recorder._queue._seconds = 3600.0  # By their number alone, so that all of them are sent.
     train(control, model, steps=4, bad={3: INF})
     end = time.monotonic() + 60.0
     while len(read_run(path).steps) < 4:

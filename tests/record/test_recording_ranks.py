@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradilocks import Recorder, read_run
-from gradilocks.runfile.origins import origin_of
+from gradilocks.runfile import origin_of
 from tests.ranks.rank_programs import run_all
 from tests.record.recorded import NAN, recorded, train
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from gradilocks import Recorder
-from gradilocks.record.skips import SkipLog
+from gradilocks.record.skip_log import SkipLog
 from gradilocks.runfile import Culprit, Step
 from tests.record.recorded import INF, recorded
 

@@ -7,8 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradilocks.runfile import Detail, End, Header, OptimizerInfo, Run, Step
-from gradilocks.runfile.writing import end_line, header_line, optimizer_line, step_line, trace_line
+from gradilocks.runfile import (
+    Detail,
+    End,
+    Header,
+    OptimizerInfo,
+    Run,
+    Step,
+    end_line,
+    header_line,
+    optimizer_line,
+    step_line,
+    trace_line,
+)
 
 NAMES = tuple(f"blocks.{i}.{part}.weight" for i in range(5) for part in ("attention", "mlp"))
 FINISHED = End(60.0, "finished", 0, None)

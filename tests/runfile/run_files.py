@@ -6,8 +6,14 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from gradilocks.runfile import Culprit, Detail, End, Header, OptimizerInfo, Step, Trace
-from gradilocks.runfile.writing import (
+from gradilocks.runfile import (
+    Culprit,
+    Detail,
+    End,
+    Header,
+    OptimizerInfo,
+    Step,
+    Trace,
     end_line,
     header_line,
     optimizer_line,

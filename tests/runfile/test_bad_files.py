@@ -13,7 +13,7 @@ import pytest
 
 import gradilocks
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile.opening import LONGEST_HEADER
+from gradilocks.runfile.reader import LONGEST_HEADER
 from tests.runfile.run_files import END, STEP, TRACE, lines_of, plain_step, training, write_run
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4
@@ -135,6 +135,8 @@ def damaged(kind: str, **changes: object) -> str:
         ("trace", {"text": ["x" * 99]}, 305, "'text' must be text, got [\"xxxx"),
         ("trace", {"where": None}, 305, "'where' must be text, got null"),
         ("end", {"exit": "no"}, 306, "'exit' must be a whole number, got \"no\""),
+        ("end", {"time": 10**400}, 306, "'time' must be a number that fits a float64"),
+        ("header", {"started": 10**400}, 1, "'started' must be a number that fits a float64"),
         ("header", {"command": "train.py"}, 1, "'command' must be a list, got \"train.py\""),
     ],
 )

@@ -13,10 +13,7 @@ from gradilocks import read_run
 from gradilocks.errors import BadRunFile
 from gradilocks.report.summary import summarize
 from gradilocks.report.tracks import tracks
-from gradilocks.runfile import Run, Step
-from gradilocks.runfile.bad_steps import BadSteps
-from gradilocks.runfile.origins import Origin, origin_of
-from gradilocks.runfile.writing import step_line
+from gradilocks.runfile import BadSteps, Origin, Run, Step, origin_of, step_line
 from tests.runfile.run_files import FIRST, HEADER, NAMES, plain_step, skipped_step, write_run
 
 BAD = skipped_step(3, "b", "a", loss_nonfinite=False)

@@ -12,8 +12,7 @@ import pytest
 
 import gradilocks
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile.following import Follower
-from gradilocks.runfile.writing import header_line, step_line
+from gradilocks.runfile import Follower, header_line, step_line
 from tests.runfile.run_files import (
     END,
     FIRST,

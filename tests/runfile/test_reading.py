@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 import gradilocks
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile import Culprit, OptimizerInfo
-from gradilocks.runfile.reading import AT_ONCE
-from gradilocks.runfile.writing import header_line, step_line
+from gradilocks.runfile import Culprit, OptimizerInfo, header_line, step_line
+from gradilocks.runfile.reader import BATCH_BYTES
 from tests.runfile.run_files import (
     END,
     FIRST,
@@ -65,7 +64,7 @@ def test_every_record_comes_back_with_every_field_as_it_was(path):
 def test_a_file_of_many_batches_is_read_whole_and_in_order(path):
     steps = training(3000)
     write_run(path, steps, traces=[TRACE], end=END)
-    assert path.stat().st_size > 4 * AT_ONCE
+    assert path.stat().st_size > 4 * BATCH_BYTES
     run = gradilocks.read_run(path)
     assert run.steps == steps
     assert (run.traces, run.end) == ((TRACE,), END)

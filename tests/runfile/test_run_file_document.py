@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradilocks.runfile import Detail
-from gradilocks.runfile.parsing import FIELDS, OPTIONAL
+from gradilocks.runfile.lines import FIELDS, OPTIONAL
 
 TEXT = (Path(__file__).parent.parent.parent / "docs" / "run-file.md").read_text(encoding="utf-8")
 WORDS = {

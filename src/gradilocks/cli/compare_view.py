@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gradilocks.report.comparison import Comparison, Parting
 from gradilocks.report.summary import Loss, Spread, Summary
-from gradilocks.runfile.words import format_scale
+from gradilocks.runfile import format_scale
 
 NAMES_SHOWN = 5
 

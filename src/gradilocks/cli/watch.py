@@ -16,8 +16,7 @@ from gradilocks.cli.interrupts import HeldInterrupts
 from gradilocks.cli.options import run_file
 from gradilocks.cli.output import forgive_encoding
 from gradilocks.report.words import clean
-from gradilocks.runfile import Step, read_run
-from gradilocks.runfile.opening import opened
+from gradilocks.runfile import Step, open_run_file, read_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +67,7 @@ def watch(
         from gradilocks.cli.watch_state import Watched
         from gradilocks.cli.watch_view import picture
     if once or no_wait:
-        with opened(path):
+        with open_run_file(path):
             pass  # says what is wrong with it
     watched = Watched(path)
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)

@@ -11,10 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gradilocks.report.sparkline import Trail, mean
-from gradilocks.runfile import Step
-from gradilocks.runfile.bad_steps import BadSteps, SpoiltWeights
-from gradilocks.runfile.following import Follower
-from gradilocks.runfile.reading import Reader
+from gradilocks.runfile import BadSteps, Follower, Reader, SpoiltWeights, Step
 
 RECENT = 200
 """Steps over which the speed is taken."""

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from gradilocks.cli.watch_state import Course, State, Watched
 from gradilocks.report.sparkline import BARS, PLAIN_BARS, sparkline
-from gradilocks.runfile.reading import Reader
-from gradilocks.runfile.words import describe_skip, format_scale
+from gradilocks.runfile import Reader, describe_skip, format_scale
 
 LABEL, VALUE, REMARK = 8, 11, 30
 LEAST_SPARKLINE = 8

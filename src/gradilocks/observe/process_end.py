@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-from gradilocks.runfile.words import describe_error
+from gradilocks.runfile import describe_error
 
 __all__ = ["Ending", "ProcessEnd", "SignalsHeld"]
 

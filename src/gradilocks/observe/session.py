@@ -17,7 +17,7 @@ from typing import Any
 from gradilocks.errors import BadRunFile, BadScript
 from gradilocks.observe import interpreter
 from gradilocks.observe.process_end import Ending, ProcessEnd
-from gradilocks.runfile.reading import refuse_foreign
+from gradilocks.runfile import refuse_foreign
 
 __all__ = ["Options", "ScriptSession", "Summary", "check_target", "run_script"]
 

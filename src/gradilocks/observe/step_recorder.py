@@ -23,9 +23,8 @@ from gradilocks.observe.between_steps import Clips, Losses
 from gradilocks.observe.gradient_reader import GradientReader, Reading
 from gradilocks.observe.process_end import SignalsHeld
 from gradilocks.observe.script_models import owners_of
-from gradilocks.record import Recorder, Sample
+from gradilocks.record import Recorder, Sample, Weights
 from gradilocks.record.journal import Journal
-from gradilocks.record.weights import Weights
 from gradilocks.step.events import Clip, Step, StepListener
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter

@@ -1,14 +1,15 @@
-"""Recording: what every step leaves behind → a run file, without a wait and without a trace.
+"""Recording: what every step leaves behind → a run file, without a wait for the device.
 
-    control ─journal─▶ Sample ─batch─▶ numbers on the host ─rows─▶ Step ─file─▶ run file
-                                                              └──skips─▶ logging
+    control ─journal─▶ Sample ─batch─▶ Step, on the host ─file_writer─▶ run file
+                                           ├─skip_log─▶ logging
+                                           └─sinks─▶ TensorBoard, Weights & Biases, yours
 
-`recorder.py` holds it together and is what users see; the others do one thing each. Training is
-bit for bit the same with recording and without.
+`recorder.py` holds it together and is what users see; `environment.py` knows what a header tells of
+the machine. Training is bit for bit the same with recording and without.
 """
 
 from gradilocks.record.recorder import Recorder
-from gradilocks.record.sample import Sample
-from gradilocks.runfile.sinks import Sink
+from gradilocks.record.sample import Sample, Weights
+from gradilocks.record.sinks import Sink
 
-__all__ = ["Recorder", "Sample", "Sink"]
+__all__ = ["Recorder", "Sample", "Sink", "Weights"]

@@ -1,27 +1,35 @@
-"""Samples on the device → numbers on the host, many steps in one transfer, without a wait.
+"""Samples enter, on their device; Steps leave, on the host: many in one transfer, without a wait.
+
+    Sample ─▶ PendingStep, held on the device ─▶ Batch, on its way ─▶ Step, a line of the run file
 
 What is on the CPU is read at once: nothing is queued there. What is on a GPU is gathered, copied to
-pinned memory and read when the copy has arrived, which is asked for at a later step. A second copy,
-of a single flag, follows it on the same stream, so that a thread which must not call CUDA sees by
-looking that the first is there. Devices of other kinds are read when the batch is due, which waits
-for them.
+pinned memory and read when the copy has arrived, which is asked for at a later step. Devices of
+other kinds are read when the batch is due, which waits for them.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
+from gradilocks.names import Names
+from gradilocks.ranks.layout import is_distributed
 from gradilocks.record.sample import Sample
-from gradilocks.step.outcome import fetch
+from gradilocks.runfile import Culprit, Detail, OptimizerInfo, Step
+from gradilocks.step.host_copy import HostCopy, fetch
+from gradilocks.step.own_step import weakly
+from gradilocks.step.table import every_parameter
 from gradilocks.values import wide
 
-__all__ = ["Batch", "Held", "Underway"]
+__all__ = ["Batch", "PendingStep", "RecordedOptimizer", "StepQueue"]
 
 _SCALARS = (
     "loss",
@@ -37,20 +45,80 @@ _SCALARS = (
 )
 
 
-class Held:
-    """One step as the recorder holds it: numbers that are known, tensors that are on their way."""
+@dataclass
+class RecordedOptimizer:
+    """An optimizer as a recorder knows it: who its parameters are, and in which order."""
+
+    optimizer: Callable[[], Any]
+    """Gives the optimizer, as long as somebody else holds it."""
+    info: OptimizerInfo
+    backward: list[int]
+    """The places of its parameters in backward order: the order of the names that were given,
+    turned round. Those without a name come last, in the optimizer's order, turned round."""
+    ordered: bool
+    """Whether that is the order of a model, and not of the optimizer's list alone."""
+    whole: bool
+    """Whether this process sees each gradient whole, and every loss that made it."""
+    steps: int
+    """How many steps it has handed over, in earlier sessions too."""
+
+    @staticmethod
+    def of(
+        optimizer: Any,
+        *,
+        index: int,
+        names: Mapping[Tensor, str],
+        ordered: bool,
+        alone: bool,
+        steps: int,
+    ) -> RecordedOptimizer:
+        """Looks at an optimizer as it is at this moment; the arguments are as `Recorder` has them.
+
+        `alone` says that there is one rank. Of several ranks' losses each sees its own: another's
+        may have made the gradients bad.
+        """
+        params = list(every_parameter((optimizer,)))
+        named = zip(params, Names(None, (optimizer,)).of(params), strict=True)
+        rank = {id(param): number for number, param in enumerate(names)}
+        ranked = sorted(((rank.get(id(p), -1), at) for at, p in enumerate(params)), reverse=True)
+        return RecordedOptimizer(
+            optimizer=weakly(optimizer),
+            info=OptimizerInfo(
+                index=index,
+                kind=type(optimizer).__name__,
+                names=tuple(names.get(param, name) for param, name in named),
+                sizes=tuple(0 if is_lazy(param) else param.numel() for param in params),
+                dtypes=tuple(str(param.dtype).removeprefix("torch.") for param in params),
+            ),
+            backward=[place for _, place in ranked],
+            ordered=ordered and all(param in names for param in params),
+            whole=alone and not any(map(is_distributed, params)),
+            steps=steps,
+        )
+
+
+class PendingStep:
+    """One step as the recorder holds it: numbers that are known, tensors that are on their way.
+
+    Args:
+        sample: what there is to tell.
+        index: of the optimizer.
+        step: its number.
+        time: seconds since the run began.
+        detail: whether it is recorded tensor by tensor.
+    """
 
     def __init__(self, sample: Sample, *, index: int, step: int, time: float, detail: bool) -> None:
         self.index, self.step, self.time, self.detail = index, step, time, detail
         self.places, self.elements, self.more = sample.places, sample.elements, sample.more
         self.scalars: dict[str, float | None] = dict.fromkeys(_SCALARS)
         self.columns: dict[str, list[float]] = {}
-        self.waiting: list[tuple[tuple[str, ...] | str, Tensor]] = []
-        self.streams: set[Any] = set()
+        self.on_device: list[tuple[tuple[str, ...] | str, Tensor]] = []
+        """Names of scalars with their numbers in a row, or the name of a column with it."""
         self._take_scalars(sample)
         self._take_columns(sample)
-        for device in {tensor.device for _, tensor in self.waiting if tensor.is_cuda}:
-            self.streams.add(torch.cuda.current_stream(device))
+        devices = {tensor.device for _, tensor in self.on_device if tensor.is_cuda}
+        self.streams: set[Any] = {torch.cuda.current_stream(device) for device in devices}
 
     def _take_scalars(self, sample: Sample) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
@@ -64,7 +132,7 @@ class Held:
                 groups.setdefault((value.device, value.dtype), []).append((name, value.detach()))
         for pairs in groups.values():  # One launch each; it is also the copy.
             stacked = torch.stack([value.reshape(()) for _, value in pairs])
-            self.waiting.append((tuple(name for name, _ in pairs), stacked))
+            self.on_device.append((tuple(name for name, _ in pairs), stacked))
 
     def _take_columns(self, sample: Sample) -> None:
         found = sample.statistics
@@ -81,55 +149,176 @@ class Held:
             if column.device.type == "cpu":
                 self.columns[name] = fetch(column.detach())
             else:
-                self.waiting.append((name, column.detach()))
+                self.on_device.append((name, column.detach()))
 
     def put(self, what: tuple[str, ...] | str, numbers: list[float]) -> None:
-        """Takes what has arrived."""
+        """Takes numbers that have arrived, under what `on_device` had them as."""
         if isinstance(what, str):
             self.columns[what] = numbers
         else:
             self.scalars.update(zip(what, numbers, strict=True))
 
+    def to_step(self, optimizer: RecordedOptimizer) -> Step:
+        """The record of a step whose numbers have arrived: unscaled, with culprits by name."""
+        numbers = self.scalars
+        skip = numbers["skip"] or 0.0
+        rejected = skip == 2.0 or bool(numbers["rejected"])
+        skipped = skip > 0 or rejected
+        nan = [int(number) for number in self.columns.get("nan", [])]
+        inf = [int(number) for number in self.columns.get("inf", [])]
+        places = range(len(nan)) if self.places is None else self.places
+        return Step(
+            step=self.step,
+            time=self.time,
+            optimizer=self.index,
+            loss=_finite(numbers["loss"]),
+            scale=_finite(numbers["scale"]),
+            norm=_finite(numbers["norm"]),
+            limit=_finite(numbers["limit"]),
+            clipped=bool(numbers["clipped"]) and not skipped,
+            skipped=skipped,
+            reason=None if not skipped else "rejected" if rejected else "nonfinite",
+            lr=_finite(numbers["lr"]),
+            nan=sum(nan),
+            inf=sum(inf),
+            detail=self._detail(optimizer, places, nan, inf) if self.detail else None,
+            loss_nonfinite=numbers["loss"] is not None and not math.isfinite(numbers["loss"]),
+            **_culprits(optimizer, places, nan, inf),
+        )
+
+    def _detail(
+        self, optimizer: RecordedOptimizer, places: Sequence[int], nan: list[int], inf: list[int]
+    ) -> Detail:
+        count = len(optimizer.info.names)
+        carried = self.scalars["carried"]
+        if carried is None:
+            carried = self.scalars["scale"]
+        factor = 1.0 if carried is None else 1.0 / carried if carried else math.nan
+        sizes = self.elements
+        if sizes is None:
+            sizes = [optimizer.info.sizes[place] for place in places if place < count]
+
+        def placed(numbers: Sequence[float | None]) -> list[Any]:
+            row: list[float | None] = [None] * count
+            for place, number in zip(places, numbers, strict=False):
+                if place < count:
+                    row[place] = number
+            return row
+
+        def unscaled(name: str) -> list[float | None]:
+            return placed([_finite(number * factor) for number in self.columns.get(name, [])])
+
+        def of_measured(name: str) -> list[float | None]:
+            column = self.columns.get(name, [])  # Runs along all parameters.
+            return placed([_finite(column[p]) if p < len(column) else None for p in places])
+
+        zeros = zip(self.columns.get("zeros", []), sizes, strict=False)
+        return Detail(
+            norm=unscaled("norms"),
+            largest=unscaled("largest"),
+            zeros=placed([number / size if size else None for number, size in zeros]),
+            nan=placed(nan),
+            inf=placed(inf),
+            weight=of_measured("weight"),
+            update=of_measured("update"),
+        )
+
+
+def _culprits(
+    optimizer: RecordedOptimizer, places: Sequence[int], nan: list[int], inf: list[int]
+) -> dict[str, Any]:
+    """`culprits` of a step and, where they tell something, `finite_gradients`, `finite_after`."""
+    if not any(nan) and not any(inf):
+        return {"culprits": ()}
+    names = optimizer.info.names
+    counts = dict(zip(places, zip(nan, inf, strict=True), strict=False))
+    bad = {place for place, found in counts.items() if any(found)}
+    order = [place for place in optimizer.backward if place in counts]
+    told: dict[str, Any] = {
+        "culprits": tuple(Culprit(names[place], *counts[place]) for place in order if place in bad)
+    }
+    if optimizer.whole:
+        told["finite_gradients"] = len(counts) - len(bad)
+        first = next((k for k, place in enumerate(order) if place in bad), 0)
+        in_a_row = len(bad) == 1 or all(place in bad for place in order[first:])
+        if optimizer.ordered and in_a_row and first and len(order) == len(counts):
+            told["finite_after"] = names[order[first - 1]]
+    return told
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+_Entry = tuple[PendingStep, tuple[str, ...] | str, int]  # Whose, under what name, how many.
+
 
 class Batch:
-    """Steps that travel together."""
+    """Steps that travel together, in one copy a device."""
 
-    def __init__(self, rows: Sequence[Held]) -> None:
-        self.rows = rows
-        self._travelling: list[_Transfer] = []
-        devices = {tensor.device for row in rows for _, tensor in row.waiting}
-        for device in devices:
-            self._travelling.append(_Transfer(device, rows))
-        for row in rows:
-            row.waiting, row.streams = [], set()
-
-    def arrived(self) -> bool:
-        """Whether all numbers are on the host, or can be read at the price of a wait alone."""
-        return all(transfer.arrived() for transfer in self._travelling)
+    def __init__(self, steps: Sequence[PendingStep]) -> None:
+        self.steps = steps
+        self._copies: list[tuple[HostCopy, list[_Entry]]] = []
+        for device in {tensor.device for step in steps for _, tensor in step.on_device}:
+            tensors = [
+                (step, what, tensor)
+                for step in steps
+                for what, tensor in step.on_device
+                if tensor.device == device
+            ]
+            # Alike together: one gathering for each dtype, one conversion, one copy.
+            tensors.sort(key=lambda entry: str(entry[2].dtype))
+            if device.type == "cuda":
+                _follow_streams(device, steps, [tensor for _, _, tensor in tensors])
+            parts: dict[torch.dtype, list[Tensor]] = {}
+            for _, _, tensor in tensors:
+                parts.setdefault(tensor.dtype, []).append(tensor)
+            flat = torch.cat([torch.cat(each).to(wide(device)) for each in parts.values()])
+            entries = [(step, what, tensor.numel()) for step, what, tensor in tensors]
+            self._copies.append((HostCopy(flat, flagged=True), entries))
+        for step in steps:
+            step.on_device, step.streams = [], set()
 
     def is_here(self) -> bool:
         """Whether all numbers are on the host, found out without a call to any device."""
-        return all(transfer.is_here() for transfer in self._travelling)
+        return all(copy.is_here() for copy, _ in self._copies)
 
-    def read(self) -> Sequence[Held]:
+    def read(self) -> Sequence[PendingStep]:
         """The steps with their numbers, once they are here; calls no device and lets go of nothing.
 
         Memory that a device has copied to is given back with calls to it.
         """
-        for transfer in self._travelling:
-            transfer.read()
-        return self.rows
+        for copy, entries in self._copies:
+            numbers = copy.read()
+            begin = 0
+            for step, what, size in entries:
+                step.put(what, numbers[begin : begin + size])
+                begin += size
+        return self.steps
 
-    def unpack(self) -> Sequence[Held]:
+    def unpack(self) -> Sequence[PendingStep]:
         """The steps with their numbers; waits for those that have not arrived."""
-        for transfer in self._travelling:
-            transfer.wait()
+        for copy, _ in self._copies:
+            copy.wait()
         self.read()
-        self._travelling = []
-        return self.rows
+        self._copies = []
+        return self.steps
 
 
-class Underway:
+def _follow_streams(
+    device: torch.device, steps: Sequence[PendingStep], tensors: Sequence[Tensor]
+) -> None:
+    """Lets this stream wait, on the device, for those that made the tensors."""
+    now = torch.cuda.current_stream(device)
+    others = {s for step in steps for s in step.streams if s.device == device and s != now}
+    for stream in others:
+        now.wait_stream(stream)
+    if others:  # Their memory must not be given away before this stream has read it.
+        for tensor in tensors:
+            tensor.record_stream(now)
+
+
+class StepQueue:
     """Steps that were handed over and are not in the file yet: held on their device, or sent.
 
     Args:
@@ -143,12 +332,12 @@ class Underway:
     ) -> None:
         self._most, self._seconds, self._clock = most, seconds, clock
         self._last = clock()
-        self._held: list[Held] = []
+        self._held: list[PendingStep] = []
         self._sent: deque[Batch] = deque()
 
-    def hold(self, held: Held) -> None:
-        """Another step."""
-        self._held.append(held)
+    def hold(self, step: PendingStep) -> None:
+        """Takes another step."""
+        self._held.append(step)
 
     def send_if_due(self) -> None:
         """Sends what is held, if there is enough of it or it has waited for long."""
@@ -159,19 +348,19 @@ class Underway:
         """Sends what is held to the host, without a wait."""
         self._last = self._clock()
         if self._held:
-            rows, self._held = self._held, []
-            self._sent.append(Batch(rows))
+            held, self._held = self._held, []
+            self._sent.append(Batch(held))
 
     def next(self, *, wait: bool = True) -> Batch | None:
         """Takes the batch that was sent first; without `wait` only if it has arrived."""
-        if self._sent and (wait or self._sent[0].arrived()):
+        if self._sent and (wait or self._sent[0].is_here()):
             return self._sent.popleft()
         return None
 
     def first_here(self) -> Batch | None:
         """The batch that `next` would take, if it can be read without a call to any device."""
         held = self._held
-        if held and not self._sent and not held[-1].more and not any(h.waiting for h in held):
+        if held and not self._sent and not held[-1].more and not any(s.on_device for s in held):
             self._sent.append(Batch(held))
             self._held = []
         return self._sent[0] if self._sent and self._sent[0].is_here() else None
@@ -179,67 +368,3 @@ class Underway:
     def clear(self) -> None:
         """Forgets everything."""
         self._held, self._sent = [], deque()
-
-
-class _Transfer:
-    """What comes from one device."""
-
-    def __init__(self, device: torch.device, rows: Sequence[Held]) -> None:
-        mine = [
-            (row, what, tensor)
-            for row in rows
-            for what, tensor in row.waiting
-            if tensor.device == device
-        ]
-        self._event: Any = None
-        if device.type == "cuda":
-            _follow(device, rows, [tensor for _, _, tensor in mine])
-        # Alike together: one gathering for each dtype, one conversion, one copy.
-        self._order = sorted(mine, key=lambda entry: str(entry[2].dtype))
-        parts: dict[torch.dtype, list[Tensor]] = {}
-        for _, _, tensor in self._order:
-            parts.setdefault(tensor.dtype, []).append(tensor)
-        self._sizes = [tensor.numel() for _, _, tensor in self._order]
-        flat = torch.cat([torch.cat(each).to(wide(device)) for each in parts.values()])
-        self._host = flat
-        if device.type == "cuda":
-            self._host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(flat, non_blocking=True)
-            self._here = torch.zeros(1, dtype=torch.uint8, pin_memory=True)
-            self._here.copy_(torch.ones(1, dtype=torch.uint8, device=device), non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
-        self._order = [(row, what, _NOTHING) for row, what, _ in self._order]
-
-    def arrived(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def is_here(self) -> bool:
-        if self._event is None:
-            return self._host.device.type == "cpu"
-        return bool(self._here)
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def read(self) -> None:
-        numbers = fetch(self._host)
-        begin = 0
-        for (row, what, _), size in zip(self._order, self._sizes, strict=True):
-            row.put(what, numbers[begin : begin + size])
-            begin += size
-
-
-_NOTHING = torch.empty(0, device="cpu")
-
-
-def _follow(device: torch.device, rows: Sequence[Held], tensors: Sequence[Tensor]) -> None:
-    """Lets this stream wait, on the device, for those that made the tensors."""
-    now = torch.cuda.current_stream(device)
-    others = {s for row in rows for s in row.streams if s.device == device and s != now}
-    for stream in others:
-        now.wait_stream(stream)
-    if others:  # Their memory must not be given away before this stream has read it.
-        for tensor in tensors:
-            tensor.record_stream(now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ __all__ = ["command_here", "hardware_here", "rank_here", "versions_here"]
 
 def command_here() -> tuple[str, ...]:
     """The command line of this process."""
-    given: Sequence[str] = sys.orig_argv or ("python",)
-    return Path(given[0]).name, *given[1:]
+    program, *arguments = sys.orig_argv or ("python",)
+    return Path(program).name, *arguments
 
 
 def versions_here() -> dict[str, str]:
@@ -36,11 +36,14 @@ def versions_here() -> dict[str, str]:
 
 def hardware_here() -> dict[str, Any]:
     """The machine, its processor, its memory and its GPUs."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpu = next(_values("/proc/cpuinfo", "model name"), "")
+    memory = next(_values("/proc/meminfo", "MemTotal"), None)
     return {
         "machine": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cores(),
-        "memory": _memory(),
+        "cpu": cpu or platform.processor() or platform.machine(),
+        "cores": len(affinity(0)) if affinity else os.cpu_count() or 1,
+        "memory": None if memory is None else int(memory.split()[0]) * 1024,
         "gpus": _gpus(),
     }
 
@@ -57,39 +60,21 @@ def rank_here() -> tuple[int, int]:
         return 0, 1
 
 
-def _cores() -> int:
-    return os.cpu_count() or 1
-
-
-def _cpu() -> str:
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _memory() -> int | None:
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
 def _gpus() -> list[str]:
     ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if ready:
         return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     # Asking torch would start CUDA, and a process that has started it can no longer fork workers.
-    names = []
-    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        for line in _read(file).splitlines():
-            if line.startswith("Model:"):
-                names.append(line.partition(":")[2].strip())
-    return names
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return [name for file in files for name in _values(file, "Model")]
 
 
-def _read(path: str | Path) -> str:
+def _values(path: str | Path, name: str) -> Iterator[str]:
+    """The values of the lines `name: value` of a file of the system, if it has that file."""
     try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""
+        return
+    for line in text.splitlines():
+        if line.startswith(name):
+            yield line.partition(":")[2].strip()

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from gradilocks.names import Names
 from gradilocks.ranks.layout import is_distributed
-from gradilocks.record.ending import refuse_capture
-from gradilocks.record.recorder import Recorder
-from gradilocks.record.sample import Sample
-from gradilocks.record.weights import Weights
+from gradilocks.record.recorder import Recorder, refuse_capture
+from gradilocks.record.sample import Sample, Weights
 from gradilocks.step.events import Step, StepEvents, StepListener
 from gradilocks.step.measure import measure
 from gradilocks.step.table import every_parameter, gradients_of

@@ -7,40 +7,51 @@ Whatever goes wrong on the way is said once, and training goes on.
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextlib
+import math
 import os
 import sys
 import threading
 import time
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
-from gradilocks.record.batch import Batch, Held, Underway
-from gradilocks.record.ending import closed_at_exit, how_it_ended, refuse_capture
+from gradilocks.eager import users_line
+from gradilocks.kernels.captured import capturing
+from gradilocks.record.batch import Batch, PendingStep, RecordedOptimizer, StepQueue
 from gradilocks.record.environment import command_here, hardware_here, rank_here, versions_here
-from gradilocks.record.file import EXISTS, RunFile, Unwritable
-from gradilocks.record.given import check_every, check_seconds, first_line, warn
-from gradilocks.record.roster import info_of, is_whole, order_of
-from gradilocks.record.rows import Known, step_of
+from gradilocks.record.file_writer import EXISTS, RunFileWriter, Unwritable
 from gradilocks.record.sample import Sample
-from gradilocks.record.sinks import Sinks
-from gradilocks.record.skips import SkipLog
-from gradilocks.record.timer import Timer
-from gradilocks.runfile import End, Header, Step, Trace
-from gradilocks.runfile.bad_steps import BadSteps
-from gradilocks.runfile.records import VERSION
-from gradilocks.runfile.sinks import Sink
-from gradilocks.runfile.writing import audit_line, end_line, optimizer_line, step_line, trace_line
-from gradilocks.step.own_step import weakly
-from gradilocks.step.table import every_parameter
+from gradilocks.record.sinks import Sink, Sinks
+from gradilocks.record.skip_log import SkipLog
+from gradilocks.runfile import (
+    VERSION,
+    BadSteps,
+    End,
+    Header,
+    Step,
+    Trace,
+    audit_line,
+    describe_error,
+    end_line,
+    header_line,
+    optimizer_line,
+    step_line,
+    trace_line,
+)
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "refuse_capture"]
 
 
 class Recorder:
@@ -92,12 +103,16 @@ class Recorder:
         log: bool = True,
         all_ranks: bool = False,
     ) -> None:
-        self._file: RunFile | None = None  # First: whatever is refused below, `close` works.
+        self._file: RunFileWriter | None = None  # First: whatever is refused below, `close` works.
         self._pid = os.getpid()
-        check_every("flush_every", flush_every)
-        check_seconds("flush_seconds", flush_seconds)
+        _check_every("flush_every", flush_every)
+        if isinstance(flush_seconds, bool) or not isinstance(flush_seconds, (int, float)):
+            came = type(flush_seconds).__name__
+            raise TypeError(f"flush_seconds must be a number of seconds, got {came}.")
+        if not 0 < flush_seconds < math.inf:
+            raise ValueError(f"flush_seconds must be more than 0 and finite, got {flush_seconds}.")
         if detail_every is not None:
-            check_every("detail_every", detail_every)
+            _check_every("detail_every", detail_every)
         if exists not in EXISTS:
             raise ValueError(f"exists must be one of {', '.join(EXISTS)}, got {exists!r}.")
         self._detail_every = detail_every
@@ -112,17 +127,16 @@ class Recorder:
         """How many of them were skipped."""
         self.bad: dict[int, BadSteps] = {}
         """By the index of the optimizer: which of them had NaN or Inf, and whether that stayed."""
-        self._sinks = Sinks(sinks, warn)
-        self._known: list[Known] = []
-        self._whose: list[Callable[[], Any]] = []
-        self._underway = Underway(flush_every, flush_seconds)
-        self._untold: deque[tuple[Batch, Sequence[Step]]] = deque()  # But written.
-        self._timer = Timer(self._write_late, flush_seconds)
+        self._sinks = Sinks(sinks, _warn)
+        self._optimizers: list[RecordedOptimizer] = []
+        self._queue = StepQueue(flush_every, flush_seconds)
+        self._written: deque[tuple[Batch, list[Step]]] = deque()  # Sinks and log: not told yet.
+        self._timer = _Timer(self._write_late, flush_seconds)
         self._skips = SkipLog() if log else None
         self._lock = threading.RLock()
         self._busy = False
-        self._put_off: tuple[str, int, str | None] | None = None
-        self._owed: list[str] = []  # Lines that later ones need, and that could not be written.
+        self._close_after: dict[str, Any] | None = None
+        self._unwritten: list[str] = []  # For want of room; later lines need them.
         self._has_warned = False
         if rank and not all_ranks:
             return
@@ -140,20 +154,15 @@ class Recorder:
             rank=rank,
             ranks=ranks,
         )
-        first = first_line(self._header)  # Before the file is made: settings may be no JSON.
+        first = _header_line(self._header)  # Before the file is made: settings may be no JSON.
         try:
-            file = RunFile(self.path, exists=exists)
-            file.begin(first)
+            self._file = RunFileWriter(self.path, exists=exists, header=first)
         except Unwritable as error:
             self.warn_once(f"{error} Training goes on, and nothing is recorded.")
             return
-        before = file.before
-        self._steps_before = {} if before is None else before.steps
-        passed = 0.0 if before is None else before.time
-        self._began = time.perf_counter() - passed
-        self._file = file
-        self._sinks.open(self._header)
-        closed_at_exit.add(self)
+        self._began = time.perf_counter() - self._file.seconds_before
+        self._sinks.tell("open", self._header)
+        _open_recorders.add(self)
 
     def __repr__(self) -> str:
         return f"Recorder({str(self.path)!r}, recording={self.recording})"
@@ -172,10 +181,9 @@ class Recorder:
         if not self.recording:
             return
         assert self._file is not None
-        merged = {**settings, **self._header.settings}
-        self._header = Header(**{**vars(self._header), "settings": merged})
+        self._header = replace(self._header, settings={**settings, **self._header.settings})
         with self._working(), contextlib.suppress(OSError):
-            self._file.begin_again(first_line(self._header))
+            self._file.replace_header(_header_line(self._header))
 
     def add_optimizer(
         self,
@@ -196,35 +204,35 @@ class Recorder:
         Returns:
             The index by which `step` knows it.
         """
-        index = next((i for i, whose in enumerate(self._whose) if whose() is optimizer), None)
-        if index is None:
-            index = len(self._known)
-            self._whose.append(weakly(optimizer))
-        info = info_of(optimizer, index=index, names=names)
-        if index < len(self._known) and self._known[index].info == info:
+        before = next((each for each in self._optimizers if each.optimizer() is optimizer), None)
+        index = len(self._optimizers) if before is None else before.info.index
+        steps = 0 if self._file is None else self._file.steps_before.get(index, 0)
+        made = RecordedOptimizer.of(
+            optimizer,
+            index=index,
+            names=names or {},
+            ordered=ordered,
+            alone=self._alone,
+            steps=steps if before is None else before.steps,
+        )
+        if before is None:
+            self._optimizers.append(made)
+        elif before.info == made.info:
             return index
-        done = self._steps_before.get(index, 0) if self.recording else 0
-        order = order_of(optimizer, names)
-        ordered = ordered and all(p in (names or {}) for p in every_parameter((optimizer,)))
-        # Of several ranks' losses this one sees its own: another's may have made the gradients bad.
-        whole = is_whole(optimizer) and self._alone
-        if index < len(self._known):
-            done = self._known[index].steps
-            self.flush()  # Steps on their way are of the parameters as they were.
-            self._known[index] = Known(info, order, ordered, whole, steps=done)
         else:
-            self._known.append(Known(info, order, ordered, whole, steps=done))
+            self.flush()  # Steps on their way are of the parameters as they were.
+            self._optimizers[index] = made
         if self.recording:
             with self._working():
-                self._write([optimizer_line(info)], ())
-                self._sinks.optimizer(info)
+                self._write([optimizer_line(made.info)])
+                self._sinks.tell("optimizer", made.info)
         return index
 
     def wants_detail(self, index: int) -> bool:
         """Whether the coming step of that optimizer is one to be recorded tensor by tensor."""
         if self._detail_every is None or not self.recording:
             return False
-        return self._known[index].steps % self._detail_every == 0
+        return self._optimizers[index].steps % self._detail_every == 0
 
     def step(self, index: int, sample: Sample) -> None:
         """Records one step, taken or skipped. Does not wait for the device.
@@ -236,35 +244,33 @@ class Recorder:
         if not self.recording:
             return
         refuse_capture()
-        known = self._known[index]
+        optimizer = self._optimizers[index]
         with self._working():
             try:
                 detail = self.wants_detail(index)
-                known.steps += 1
+                optimizer.steps += 1
                 now = self.elapsed()
-                self._underway.hold(
-                    Held(sample, index=index, step=known.steps, time=now, detail=detail)
+                self._queue.hold(
+                    PendingStep(sample, index=index, step=optimizer.steps, time=now, detail=detail)
                 )
                 if not sample.more:
-                    self._underway.send_if_due()
-                while (batch := self._underway.next(wait=False)) is not None:
-                    self._take(batch)
-                self._tell()
+                    self._queue.send_if_due()
+                self._write_batches(wait=False)
                 self._timer.start()
             except Exception as error:
-                self._stop(f"{type(error).__name__}: {error}")
+                self._stop(error)
 
     def trace(self, trace: Trace) -> None:
         """Writes down where a value first turned non-finite, at once."""
         if self.recording:
             with self._working():
-                self._write([trace_line(trace)], ())
+                self._write([trace_line(trace)])
 
     def audit(self, plain: Mapping[str, Any]) -> None:
         """Writes down what `gradilocks.audit` found, as `Audit.to_plain()` has it, at once."""
         if self.recording:
             with self._working():
-                self._write([audit_line(plain)], ())
+                self._write([audit_line(plain)])
 
     def flush(self) -> None:
         """Writes everything that was recorded. Waits for the device."""
@@ -272,14 +278,12 @@ class Recorder:
             return
         with self._working():
             try:
-                self._underway.send()
-                while (batch := self._underway.next()) is not None:
-                    self._take(batch)
-                self._tell()
+                self._queue.send()
+                self._write_batches(wait=True)
                 if self._skips is not None:
                     self._skips.settle()
             except Exception as error:
-                self._stop(f"{type(error).__name__}: {error}")
+                self._stop(error)
 
     def close(self, *, status: str = "finished", exit: int = 0, error: str | None = None) -> None:
         """Writes everything, then how the run ended, and lets go of the file.
@@ -293,16 +297,22 @@ class Recorder:
             return
         with self._lock:
             if self._busy:  # Called from a signal that came in the midst of a write.
-                self._put_off = status, exit, error
+                self._close_after = {"status": status, "exit": exit, "error": error}
                 return
         self.flush()
         with self._working():
             end = End(self.elapsed(), status, exit, error)
-            self._write([end_line(end)], ())
-            self._sinks.close(end)
+            self._write([end_line(end)])
+            self._sinks.tell("close", end)
             if self._skips is not None:
                 self._skips.close()
             self._let_go()
+
+    def warn_once(self, message: str) -> None:
+        """Says that something cannot be recorded, the first time that there is such a thing."""
+        if not self._has_warned:
+            self._has_warned = True
+            _warn(message)
 
     def __enter__(self) -> Recorder:
         return self
@@ -313,7 +323,7 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close(**how_it_ended(error))
+        self.close(**_how_it_ended(error))
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -327,32 +337,42 @@ class Recorder:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
+        """Keeps other threads out, and puts off a `close` that a signal asks for meanwhile."""
         with self._lock:
             outer, self._busy = self._busy, True
             try:
                 yield
             finally:
                 self._busy = outer
-        put_off = self._put_off
-        if put_off is not None and not outer:
-            self._put_off = None
-            self.close(status=put_off[0], exit=put_off[1], error=put_off[2])
+        close_after = self._close_after
+        if close_after is not None and not outer:
+            self._close_after = None
+            self.close(**close_after)
 
-    def _take(self, batch: Batch) -> None:
-        """Writes a batch; `_tell` comes after."""
-        steps = [step_of(held, self._known[held.index]) for held in batch.unpack()]
-        self._write([step_line(step) for step in steps], steps)
-        self._untold.append((batch, steps))
+    def _stop(self, error: Exception) -> None:
+        """Ends the recording at what should not have happened: training must not suffer from it."""
+        self._queue.clear()
+        self._written.clear()
+        self._let_go()
+        self.warn_once(
+            f"recording to {self.path} has stopped: {type(error).__name__}: {error}. Training goes "
+            "on."
+        )
 
-    def _tell(self) -> None:
-        """The log and the sinks hear of what was written, in the thread that trains."""
-        while self._untold:
-            batch, steps = self._untold.popleft()
+    def _write_batches(self, *, wait: bool) -> None:
+        """Writes the batches that have arrived, or all; then the log and the sinks hear of them."""
+        while (batch := self._queue.next(wait=wait)) is not None:
+            steps = self._steps_of(batch.unpack())
+            self._write([step_line(step) for step in steps], steps)
+            self._written.append((batch, steps))
+        while self._written:  # Also what was written late: they are told by the thread that trains.
+            told, steps = self._written.popleft()
             if self._skips is not None:
-                for held, step in zip(batch.rows, steps, strict=True):
-                    after = held.scalars["next_scale"]
-                    self._skips.take(step, next_scale=after, more=held.more)
-            self._sinks.steps(steps)
+                for pending, step in zip(told.steps, steps, strict=True):
+                    after = pending.scalars["next_scale"]
+                    self._skips.take(step, next_scale=after, more=pending.more)
+            for step in steps:
+                self._sinks.tell("step", step)
 
     def _write_late(self) -> bool:
         """For the timer: writes what has reached the host; whether to come again.
@@ -363,57 +383,138 @@ class Recorder:
         if self.recording and self._lock.acquire(blocking=False):
             try:
                 with contextlib.suppress(Exception):
-                    while (batch := self._underway.first_here()) is not None:
-                        self._put_late(batch)
-                        self._underway.next()
+                    while (batch := self._queue.first_here()) is not None:
+                        steps = self._steps_of(batch.read())
+                        self._append([step_line(step) for step in steps], steps)
+                        self._written.append((batch, steps))
+                        self._queue.next()
             finally:
                 self._lock.release()
         return self.recording
 
-    def _put_late(self, batch: Batch) -> None:
-        assert self._file is not None
-        steps = [step_of(held, self._known[held.index]) for held in batch.read()]
-        self._file.write([*self._owed, *map(step_line, steps)])
-        self._count(steps)
-        self._untold.append((batch, steps))
+    def _steps_of(self, arrived: Sequence[PendingStep]) -> list[Step]:
+        return [pending.to_step(self._optimizers[pending.index]) for pending in arrived]
 
-    def _write(self, lines: list[str], steps: Sequence[Step]) -> None:
+    def _write(self, lines: list[str], steps: Sequence[Step] = ()) -> None:
+        """Adds lines to the file, and counts their steps; what cannot be written is a warning."""
         if self._file is None:
             return
         try:
-            self._file.write([*self._owed, *lines])
+            self._append(lines, steps)
         except OSError as error:
-            self._owed += [] if steps else lines
+            self._unwritten += [] if steps else lines
             self.warn_once(
                 f"{self.path} could not be written: {error.strerror or error}. Training goes on; "
                 "what cannot be written is not recorded."
             )
-            return
-        self._count(steps)
 
-    def _count(self, steps: Sequence[Step]) -> None:
-        self._owed = []
+    def _append(self, lines: list[str], steps: Sequence[Step]) -> None:
+        assert self._file is not None
+        self._file.write([*self._unwritten, *lines])
+        self._unwritten = []
         self.steps += len(steps)
         self.skipped += sum(step.skipped for step in steps)
         for step in steps:
             self.bad.setdefault(step.optimizer, BadSteps()).take(step)
-
-    def _stop(self, why: str) -> None:
-        """Something that should not have happened: training must not suffer from it."""
-        self._underway.clear()
-        self._untold.clear()
-        self._let_go()
-        self.warn_once(f"recording to {self.path} has stopped: {why}. Training goes on.")
 
     def _let_go(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
         self._timer.end()
-        closed_at_exit.discard(self)
+        _open_recorders.discard(self)
 
-    def warn_once(self, message: str) -> None:
-        """Says that something cannot be recorded, the first time that there is such a thing."""
-        if not self._has_warned:
-            self._has_warned = True
-            warn(message)
+
+class _Timer:
+    """Calls a method every few seconds, in a thread, until it returns False or its object is gone.
+
+    For a recorder whose training stands still: what it holds should be in the file before somebody
+    kills the process. The thread is none of `threading`'s, so a script that waits for all threads
+    of its own does not wait for this one, and the process ends without it. A forked process has
+    none.
+
+    Args:
+        act: a bound method; its object is not kept alive.
+        seconds: between two calls.
+    """
+
+    def __init__(self, act: Callable[[], bool], seconds: float) -> None:
+        self._act = weakref.WeakMethod(act)
+        self._seconds = min(seconds, _thread.TIMEOUT_MAX)
+        self._stop = _thread.allocate_lock()  # Held by whoever may still be called.
+        self._started = False
+
+    def start(self) -> None:
+        """Begins, unless it has begun already."""
+        if not self._started:
+            self._started = True
+            self._stop.acquire()
+            with contextlib.suppress(RuntimeError):  # No room for a thread: nothing is lost by it.
+                _thread.start_new_thread(_run_timer, (self._act, self._seconds, self._stop))
+
+    def end(self) -> None:
+        """Lets the thread go, now rather than at its next turn."""
+        with contextlib.suppress(RuntimeError):  # It was not running.
+            self._stop.release()
+
+
+def _run_timer(
+    act: weakref.WeakMethod[Callable[[], bool]], seconds: float, stop: _thread.LockType
+) -> None:
+    while not stop.acquire(timeout=seconds):
+        method = act()
+        if method is None or not method():
+            return
+        del method
+
+
+def refuse_capture() -> None:
+    """Raises while a CUDA graph is captured: its replays would tell nobody."""
+    if capturing():
+        raise RuntimeError(
+            "a step cannot be recorded while a CUDA graph is captured: a replay would not tell of "
+            "itself. Record without the graph, or capture a GradientControl without record=."
+        )
+
+
+def _check_every(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def _header_line(header: Header) -> str:
+    try:
+        return header_line(header)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"settings must be what JSON can hold: {error}.") from error
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=users_line())
+
+
+def _how_it_ended(error: BaseException | None) -> dict[str, Any]:
+    """The arguments of `close` for what ended a run."""
+    if error is None:
+        return {"status": "finished", "exit": 0, "error": None}
+    told = describe_error(error)
+    if isinstance(error, KeyboardInterrupt):
+        return {"status": "interrupted", "exit": 130, "error": told}
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return {"status": "exit" if code else "finished", "exit": code, "error": None}
+    return {"status": "error", "exit": 1, "error": told}
+
+
+_open_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Closes the recorders that nobody has closed, when the process ends."""
+    # What ended the process, if it was an exception that nobody caught.
+    ended = _how_it_ended(getattr(sys, "last_value", None))
+    for recorder in list(_open_recorders):
+        recorder.close(**ended)

@@ -1,15 +1,25 @@
-"""What one step of one optimizer hands to a Recorder: numbers that may still be on the device."""
+"""What one step of one optimizer hands to a Recorder, made on the device and read later.
+
+`Sample` holds the numbers of a step, `Weights` finds two of them: the norm of each parameter before
+the step, and how far the step has moved it. Nothing here waits.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from gradilocks.values import Statistics
+from gradilocks import kernels
+from gradilocks.kernels import pieces
+from gradilocks.ranks.layout import is_distributed
+from gradilocks.values import Statistics, moved
 
-__all__ = ["Sample"]
+__all__ = ["LARGEST_WHOLE", "Sample", "Weights"]
 
 Number = Tensor | float | None
 
@@ -55,3 +65,76 @@ class Sample:
     """1-d, likewise: ‖change‖ / ‖parameter before‖."""
     more: bool = False
     """Whether the next sample is of the same decision: another optimizer of the same control."""
+
+
+LARGEST_WHOLE = 65_536
+"""A tensor of up to so many elements is looked at whole.
+
+Of a larger one 4,096 runs of 16 elements are taken at even distances, the same ones before and
+after: the ratio is then an estimate, and the copy stays small whatever the size of the model. Runs,
+because a cache line holds 16 elements and is read whole anyway; an odd distance, because an even
+one would see the same few columns of a matrix again and again.
+"""
+_RUN = 16
+_RUNS = LARGEST_WHOLE // _RUN
+
+
+class Weights:
+    """What the parameters of an optimizer are before a step."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = [_local(param) for param in params]
+        if any(param.is_meta for param in self._params):  # Nothing is known of what is there.
+            unknown = torch.full((1,), math.nan, device="cpu")
+            self._params = [unknown if p.is_meta else p for p in self._params]
+        with torch.no_grad():
+            self._before = [_copy(param) for param in self._params]
+
+    def moved_by_step(self, home: torch.device) -> tuple[Tensor, Tensor]:
+        """The norms before the step, and ‖change‖ / ‖before‖; both 1-d, on `home`, no wait.
+
+        0 where nothing has changed, whatever the norm.
+        """
+        count = len(self._params)
+        norms = torch.zeros(2, count, dtype=torch.float32, device=home)
+        with torch.no_grad():
+            for places in kernels.by_device(self._before).values():
+                before = [self._before[place] for place in places]
+                change = [_copy(self._params[place]) for place in places]
+                torch._foreach_sub_(change, before)
+                both = torch._foreach_norm(before) + torch._foreach_norm(change)
+                found = torch.stack([norm.to(torch.float32) for norm in both])
+                found = moved(found.view(2, len(places)), home)
+                if len(places) == count:
+                    norms = found
+                else:
+                    at = torch.tensor(places, device="cpu").to(home, non_blocking=True)
+                    norms.index_copy_(1, at, found)
+            weight, change_norm = norms.unbind()
+            still = change_norm == 0
+            update = torch.where(still, torch.zeros_like(weight), change_norm / weight)
+            # The norm of a part is multiplied to estimate that of its tensor.
+            pairs = zip(self._params, self._before, strict=True)
+            ratios = [math.sqrt(max(p.numel(), 1) / max(b.numel(), 1)) for p, b in pairs]
+            factors = torch.tensor(ratios, dtype=torch.float32, device="cpu")
+            return weight * moved(factors, home), update
+
+
+def _local(param: Tensor) -> Tensor:
+    if is_distributed(param):
+        param = cast("Tensor", cast("Any", param).to_local())
+    param = param.detach()
+    return torch.view_as_real(param) if param.is_complex() else param
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A tensor, or part of a large one, in float32 or wider, as one dimension of its own memory."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    count = tensor.numel()
+    if count > LARGEST_WHOLE:
+        if not pieces.is_dense(tensor):
+            tensor = tensor.contiguous()
+        distance = (count - _RUN) // (_RUNS - 1)
+        distance -= 1 - distance % 2
+        tensor = torch.as_strided(tensor, (_RUNS, _RUN), (distance, 1), tensor.storage_offset())
+    return tensor.to(dtype, copy=True).reshape(-1)

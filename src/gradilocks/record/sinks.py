@@ -1,17 +1,38 @@
-"""Who else may hear of a run while it goes on: TensorBoard, Weights & Biases, anything of yours.
+"""Records of a run enter; whoever else wants them hears: TensorBoard, W&B, anything of yours.
 
 A sink is told what is written, when it is written: batch by batch, on the host. One that raises is
-let go with a warning; the run file and the training go on.
+dropped with a warning; the run file and the training go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from gradilocks.runfile import End, Header, OptimizerInfo, Step
-from gradilocks.runfile.sinks import Sink
 
-__all__ = ["Sinks"]
+__all__ = ["Sink", "Sinks"]
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes the records of one run: `open` first, `close` last.
+
+    A sink may raise; whoever feeds it keeps that away from the training.
+    """
+
+    def open(self, header: Header) -> None:
+        """The run begins."""
+
+    def optimizer(self, info: OptimizerInfo) -> None:
+        """An optimizer is about to take its first step."""
+
+    def step(self, step: Step) -> None:
+        """A step was taken or skipped."""
+
+    def close(self, end: End | None) -> None:
+        """The run ended; None if nobody knows how."""
+
 
 _METHODS = ("open", "optimizer", "step", "close")
 
@@ -30,27 +51,11 @@ class Sinks:
                     f"{', '.join(missing)}."
                 )
 
-    def open(self, header: Header) -> None:
-        """The run begins."""
-        self._tell(lambda sink: sink.open(header))
-
-    def optimizer(self, info: OptimizerInfo) -> None:
-        """An optimizer joins."""
-        self._tell(lambda sink: sink.optimizer(info))
-
-    def steps(self, steps: Iterable[Step]) -> None:
-        """A batch of steps."""
-        for step in steps:
-            self._tell(lambda sink, step=step: sink.step(step))  # type: ignore[misc]
-
-    def close(self, end: End) -> None:
-        """The run has ended."""
-        self._tell(lambda sink: sink.close(end))
-
-    def _tell(self, what: Callable[[Sink], None]) -> None:
+    def tell(self, method: Literal["open", "optimizer", "step", "close"], record: Any) -> None:
+        """Calls one method of every sink with a record."""
         for sink in list(self._sinks):
             try:
-                what(sink)
+                getattr(sink, method)(record)
             except Exception as error:
                 self._sinks.remove(sink)
                 self._warn(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradilocks.runfile import Step
-from gradilocks.runfile.bad_steps import BadSteps, has_bad_gradients
+from gradilocks.runfile import BadSteps, Step, has_bad_gradients
 
 __all__ = ["lost_places"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from gradilocks.report.tracks import ANOTHERS, Track
 from gradilocks.report.words import clean, count, listed
-from gradilocks.runfile.origins import FORWARD_OR_LOSS, Origin, origin_of
+from gradilocks.runfile import FORWARD_OR_LOSS, Origin, origin_of
 
 __all__ = ["by_trace", "fresh", "likely", "where_it_arose"]
 

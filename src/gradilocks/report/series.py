@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from gradilocks.report.thinning import buckets, extremes, turns
 from gradilocks.report.tracks import Tensor, Track
 from gradilocks.report.words import clean, shortened
-from gradilocks.runfile.bad_steps import Spoilt
-from gradilocks.runfile.words import describe_bad
+from gradilocks.runfile import Spoilt, describe_bad
 
 __all__ = [
     "Heat",

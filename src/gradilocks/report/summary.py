@@ -14,9 +14,7 @@ from typing import Any
 
 from gradilocks.report.lost import lost_places
 from gradilocks.report.tracks import aftermath_of
-from gradilocks.runfile import Run, Step
-from gradilocks.runfile.bad_steps import BadSteps
-from gradilocks.runfile.origins import beside, origin_of
+from gradilocks.runfile import BadSteps, Run, Step, backward_groups, origin_of
 
 __all__ = ["Loss", "Spread", "Summary", "quantile", "seconds_of", "summarize"]
 
@@ -161,7 +159,9 @@ def _likely(run: Run) -> Counter[str]:
     """Where the NaN or Inf of skipped steps likely arose, if nothing had spoilt weights before."""
     return Counter(
         origin.name
-        for step, mark, group in zip(run.steps, aftermath_of(run), beside(run.steps), strict=True)
+        for step, mark, group in zip(
+            run.steps, aftermath_of(run), backward_groups(run.steps), strict=True
+        )
         if step.skipped
         and step.culprits
         and not mark

@@ -17,9 +17,15 @@ from statistics import median
 
 from gradilocks.errors import BadRunFile
 from gradilocks.report.lost import lost_places
-from gradilocks.runfile import OptimizerInfo, Run, Step, Trace
-from gradilocks.runfile.bad_steps import BadSteps, SpoiltWeights
-from gradilocks.runfile.origins import beside
+from gradilocks.runfile import (
+    BadSteps,
+    OptimizerInfo,
+    Run,
+    SpoiltWeights,
+    Step,
+    Trace,
+    backward_groups,
+)
 
 __all__ = ["ANOTHERS", "OWN", "Tensor", "Track", "aftermath_of", "came_late", "tracks"]
 
@@ -165,7 +171,9 @@ def tracks(run: Run) -> list[Track]:
     try:
         marks: dict[int, bytearray] = {}
         others: dict[int, dict[int, Sequence[Step]]] = {}
-        for step, mark, group in zip(run.steps, aftermath_of(run), beside(run.steps), strict=True):
+        for step, mark, group in zip(
+            run.steps, aftermath_of(run), backward_groups(run.steps), strict=True
+        ):
             mine = by_index.setdefault(step.optimizer, [])
             if len(group) > 1 and step.nan + step.inf > 0:
                 rest = [each for each in group if each is not step]

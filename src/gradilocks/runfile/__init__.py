@@ -1,12 +1,42 @@
 """The run file: what a training run leaves behind, one JSON object a line.
 
 Running writes it, reporting reads it, and they share nothing else. `records.py` says what the lines
-hold, `writing.py` makes lines, `reading.py` makes records of them again; none imports torch.
-docs/run-file.md describes the format for those who read it with something else.
+hold, `lines.py` makes lines of records and records of lines, `reader.py` reads a file and
+`follower.py` one that still grows; `bad_steps.py` and `describe.py` say what the steps of a run
+tell of NaN and Inf. None imports torch. docs/run-file.md describes the format for those who read it
+with something else.
 """
 
-from gradilocks.runfile.reading import read_run, refuse_foreign
+from gradilocks.runfile.bad_steps import (
+    FORWARD_OR_LOSS,
+    BadSteps,
+    Origin,
+    Spoilt,
+    SpoiltWeights,
+    backward_groups,
+    has_bad_gradients,
+    is_bad,
+    origin_of,
+)
+from gradilocks.runfile.describe import (
+    describe_bad,
+    describe_error,
+    describe_skip,
+    format_scale,
+    named_numbers,
+)
+from gradilocks.runfile.follower import Follower
+from gradilocks.runfile.lines import (
+    audit_line,
+    end_line,
+    header_line,
+    optimizer_line,
+    step_line,
+    trace_line,
+)
+from gradilocks.runfile.reader import Reader, line_batches, open_run_file, read_run, refuse_foreign
 from gradilocks.runfile.records import (
+    VERSION,
     Culprit,
     Detail,
     End,
@@ -18,14 +48,39 @@ from gradilocks.runfile.records import (
 )
 
 __all__ = [
+    "FORWARD_OR_LOSS",
+    "VERSION",
+    "BadSteps",
     "Culprit",
     "Detail",
     "End",
+    "Follower",
     "Header",
     "OptimizerInfo",
+    "Origin",
+    "Reader",
     "Run",
+    "Spoilt",
+    "SpoiltWeights",
     "Step",
     "Trace",
+    "audit_line",
+    "backward_groups",
+    "describe_bad",
+    "describe_error",
+    "describe_skip",
+    "end_line",
+    "format_scale",
+    "has_bad_gradients",
+    "header_line",
+    "is_bad",
+    "line_batches",
+    "named_numbers",
+    "open_run_file",
+    "optimizer_line",
+    "origin_of",
     "read_run",
     "refuse_foreign",
+    "step_line",
+    "trace_line",
 ]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradilocks.errors import BadState
 from gradilocks.kernels.captured import capturing
-from gradilocks.step.outcome import fetch
+from gradilocks.step.host_copy import HostCopy
 
 __all__ = ["Flag", "Listeners", "Scheduler"]
 
@@ -34,25 +34,17 @@ class Flag:
 
     def __init__(self, row: Tensor | None, *, known: float | None = None) -> None:
         self._known = known
-        self._event: Any = None
-        if row is None:
-            return
-        if capturing():
+        if row is not None and capturing():
             self._known = 0.0  # A replay tells nobody.
-        elif row.device.type == "cuda":
-            self._host = torch.empty(1, dtype=row.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(row[:1], non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(row.device))
-        else:
-            self._known = fetch(row[:1])[0]
+        elif row is not None:
+            self._copy = HostCopy(row[:1])
 
     def skipped(self, *, wait: bool = False) -> bool | None:
         """None if it is not known yet."""
-        if self._known is None and (wait or self._event.query()):
+        if self._known is None and (wait or self._copy.arrived()):
             if wait:
-                self._event.synchronize()
-            self._known = fetch(self._host)[0]
+                self._copy.wait()
+            (self._known,) = self._copy.read()
         return None if self._known is None else self._known > 0
 
     def overflowed(self) -> bool | None:

@@ -15,21 +15,12 @@ import torch
 from torch import Tensor
 
 from gradilocks.errors import NonFiniteGradient
-from gradilocks.runfile.origins import FORWARD_OR_LOSS
+from gradilocks.runfile import FORWARD_OR_LOSS
 from gradilocks.step.diagnose import Symptom
-from gradilocks.values import ROW, Statistics, StepRecord, moved, wide
+from gradilocks.step.host_copy import HostCopy, fetch
+from gradilocks.values import ROW, Statistics, StepRecord, moved
 
 __all__ = ["NonFiniteCount", "Outcome", "ScalerOutcome", "Streak", "fetch", "nonfinite"]
-
-
-def fetch(*scalars: Tensor) -> list[float]:
-    """0-d tensors, or one 1-d tensor, as Python numbers, in one transfer."""
-    if scalars[0].dim() == 1:
-        return [float(value) for value in scalars[0].tolist()]
-    home = scalars[0].device
-    if home.type == "cpu":
-        return [float(s) for s in scalars]
-    return [float(v) for v in torch.stack([s.to(home, wide(home)) for s in scalars]).tolist()]
 
 
 class NonFiniteCount(NamedTuple):
@@ -254,7 +245,7 @@ class Streak:
         self.count = torch.zeros((), dtype=torch.int32, device="cpu")
         self._until_reading = limit or 0
         self._recent: deque[Tensor] = deque(maxlen=min(limit, 1000) if limit else 1)
-        self._coming: tuple[Tensor, torch.cuda.Event] | None = None
+        self._coming: HostCopy | None = None
 
     def note(self, record: StepRecord) -> bool:
         """Takes note of a step; True if the limit has been reached."""
@@ -292,16 +283,12 @@ class Streak:
         if torch.cuda.is_current_stream_capturing():
             return None
         if self._coming is None:
-            host = torch.empty((), dtype=torch.int32, device="cpu", pin_memory=True)
-            host.copy_(self.count, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(torch.cuda.current_stream(self.count.device))
-            self._coming = host, arrived
-        host, arrived = self._coming
-        if not arrived.query():  # type: ignore[no-untyped-call]
+            self._coming = HostCopy(self.count)
+        if not self._coming.arrived():
             return None
+        (count,) = self._coming.read()
         self._coming = None
-        return int(host.item())
+        return int(count)
 
     def symptoms(self) -> list[Symptom]:
         """The non-finite steps of the present run of them, oldest first."""

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from gradilocks.report.tracks import came_late
 from gradilocks.report.values import Finding
 from gradilocks.report.words import clean, count, duration
-from gradilocks.runfile import Run, Trace
-from gradilocks.runfile.origins import is_bad
+from gradilocks.runfile import Run, Trace, is_bad
 
 MOST_TRACES = 3  # More of them tell less and less.
 

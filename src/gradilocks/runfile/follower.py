@@ -12,8 +12,7 @@ from os import PathLike
 from pathlib import Path
 
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile.opening import opened, readable
-from gradilocks.runfile.reading import Reader, batches
+from gradilocks.runfile.reader import Reader, line_batches, open_run_file, os_errors
 from gradilocks.runfile.records import Step
 
 __all__ = ["Follower"]
@@ -56,7 +55,7 @@ class Follower:
             BadRunFile: it cannot be read, or is no run file.
         """
         try:
-            with opened(self.path) as (file, _):
+            with open_run_file(self.path) as (file, _):
                 self._read_on(file, most)
         except BadRunFile as error:
             if not isinstance(error.__cause__, FileNotFoundError):
@@ -81,7 +80,7 @@ class Follower:
         self._notice_another(file)
         file.seek(self._offset)
         begun = self._offset
-        for lines in batches(self.path, file):
+        for lines in line_batches(self.path, file):
             if not lines[-1].endswith(b"\n"):
                 return
             self.reader.feed_many(lines)
@@ -90,7 +89,7 @@ class Follower:
                 return
 
     def _notice_another(self, file: BufferedReader) -> None:
-        with readable(self.path):
+        with os_errors(self.path):
             status = os.fstat(file.fileno())
             start = file.read(256)
         identity = (status.st_dev, status.st_ino)

@@ -1,7 +1,9 @@
-"""Lines of a run file → records; says clearly what is not a run file.
+"""A run file on disk → records; says clearly what is not a run file.
 
-A run that was killed ends in half a line: that is left out and counted. Anything else that is not
-as a run file must be is a `BadRunFile` with the line's number.
+A path enters; a `Run` leaves, or a `BadRunFile` that says in one line what came, with the number of
+the line that is wrong. A run that was killed ends in half a line: that is left out and counted.
+Nothing of a file is trusted before its first bytes were looked at: a binary file may have no
+newline for gigabytes.
 """
 
 from __future__ import annotations
@@ -18,15 +20,28 @@ from pathlib import Path
 from typing import Any
 
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile import parsing
-from gradilocks.runfile.opening import opened, readable, refuse_start
+from gradilocks.runfile.lines import (
+    Malformed,
+    end_from,
+    header_from,
+    loads,
+    optimizer_from,
+    steps_from,
+    trace_from,
+)
 from gradilocks.runfile.records import VERSION, End, Header, OptimizerInfo, Run, Step, Trace
 
-__all__ = ["Reader", "batches", "read_run", "refuse_foreign"]
+__all__ = ["Reader", "line_batches", "open_run_file", "os_errors", "read_run", "refuse_foreign"]
 
-AT_ONCE = 1 << 16
+BATCH_BYTES = 1 << 16
 """Bytes of lines that are parsed together: more than twice as fast as each line alone (a million
 steps on a busy core of a Xeon at 2.8 GHz: 21 s against 7 to 9 s); larger parts gain nothing."""
+
+LONGEST_HEADER = 1 << 24
+"""Bytes. A file without a newline for so long is none of ours, and need not be read whole."""
+
+_WRITTEN_BY = "Run files are written by `gradilocks run` or GradientControl(..., record=...)."
+_MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 def read_run(
@@ -51,9 +66,9 @@ def read_run(
     """
     path = Path(path)
     reader = Reader(path)
-    with opened(path) as (file, size), _uncollected():
+    with open_run_file(path) as (file, size), _without_cycle_collector():
         done = 0
-        for lines in batches(path, file):
+        for lines in line_batches(path, file):
             reader.feed_many(lines)
             done += sum(map(len, lines))
             if progress is not None:
@@ -71,7 +86,7 @@ def refuse_foreign(path: Path) -> None:
         return
     reader = Reader(path)
     try:
-        with opened(path) as (file, _):
+        with open_run_file(path) as (file, _):
             for raw in file:  # A kill may have left half a header before a whole one.
                 reader.feed(raw)
                 if reader.header is not None:
@@ -82,15 +97,60 @@ def refuse_foreign(path: Path) -> None:
         ) from error
 
 
-def batches(path: Path, file: BufferedReader) -> Iterator[list[bytes]]:
+@contextmanager
+def open_run_file(path: Path) -> Iterator[tuple[BufferedReader, int]]:
+    """Opens a run file, at its start, and says how many bytes it has; 0 for a pipe.
+
+    Raises:
+        BadRunFile: it cannot be opened or read, or begins as no run file does.
+    """
+    with os_errors(path):
+        if path.is_dir():
+            raise BadRunFile(f"{path} is a folder; expected a run file, as {path / 'run.jsonl'}.")
+        opened = path.open("rb")
+    with opened as file:
+        with os_errors(path):
+            _refuse_start(path, file.peek(64)[:64])
+            if file.seekable():
+                first = file.readline(LONGEST_HEADER)
+                file.seek(0)
+                if len(first) == LONGEST_HEADER and not first.endswith(b"\n"):
+                    raise BadRunFile(
+                        f"{path} is no run file: its first line is longer than "
+                        f"{LONGEST_HEADER >> 20} MiB. {_WRITTEN_BY}"
+                    )
+            size = path.stat().st_size
+        yield file, size
+
+
+@contextmanager
+def os_errors(path: Path) -> Iterator[None]:
+    """Turns what the system says about a file into a BadRunFile.
+
+    Raises:
+        BadRunFile: instead of an OSError, or of a ValueError about the path.
+    """
+    try:
+        yield
+    except BadRunFile:
+        raise
+    except FileNotFoundError as error:
+        raise BadRunFile(f"{path} does not exist. Run files are usually under runs/.") from error
+    except OSError as error:
+        raise BadRunFile(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise BadRunFile(f"{str(path)!r} is no path: {error}.") from error
+
+
+def line_batches(path: Path, file: BufferedReader) -> Iterator[list[bytes]]:
     """The lines from here to the end, some at a time; only the very last may lack its newline.
 
     Not `readlines`: where the file grows meanwhile, that gives half a line, and then its rest.
     """
     rest = bytearray()
     while True:
-        with readable(path):
-            data = file.read(AT_ONCE)
+        with os_errors(path):
+            data = file.read(BATCH_BYTES)
         if not data:
             break
         rest += data
@@ -118,8 +178,8 @@ class Reader:
         self.audit: dict[str, Any] | None = None
         self.torn = 0
         self.lines = 0
-        self._broken: int | None = None  # the line that made no sense, if it was the last so far
-        self._index: dict[int, int] = {}  # optimizers as the session numbers them → as we do
+        self._broken: int | None = None  # The line that was no JSON, if it was the last so far.
+        self._index: dict[int, int] = {}  # Optimizers as the session numbers them → as we do.
         self._renumbered = False
 
     def feed(self, raw: bytes) -> None:
@@ -130,16 +190,15 @@ class Reader:
                 this one lacks what its kind must have.
         """
         self.lines += 1
-        fields = _parsed(raw)
-        if self.header is None:
-            self._begin(fields, raw)
-            return
-        if fields is None:
-            if raw.strip():
-                self._ruled_out()
+        (fields,) = _parsed([raw]) or (None,)
+        if fields is not None and self.header is not None:
+            self._accept(fields)
+        elif raw.strip():
+            if self.header is None:
+                self._begin(fields, raw)
+            else:
+                self._refuse_broken_before()
                 self._broken = self.lines
-            return
-        self._accept(fields)
 
     def feed_many(self, lines: Sequence[bytes]) -> None:
         """The next lines: as `feed` for each of them, and faster.
@@ -147,7 +206,7 @@ class Reader:
         Raises:
             BadRunFile: as `feed` does.
         """
-        many = None if self.header is None or self._broken is not None else _parsed_many(lines)
+        many = None if self.header is None or self._broken is not None else _parsed(lines)
         if many is None:
             for raw in lines:
                 self.feed(raw)
@@ -187,18 +246,18 @@ class Reader:
         )
 
     def _begin(self, fields: dict[str, Any] | None, raw: bytes) -> None:
-        if not raw.strip():
-            return
-        if fields is None and _half_a_header(raw):  # killed at once; another session may follow
+        if fields is None and _is_half_a_header(raw):  # Killed at once; another session may follow.
             self._broken = self.lines
             return
         if fields is None or fields.get("kind") != "header" or "gradilocks" not in fields:
-            refuse_start(self.path, raw)
-        self.header = self._headed(fields)
-        self.torn += self._broken is not None
-        self._broken = None
+            raise BadRunFile(
+                f"{self.path} is no run file: its first line is {_excerpt(raw)}, not a header. "
+                f"{_WRITTEN_BY}"
+            )
+        self.header = self._checked_header(fields)
+        self._count_torn()
 
-    def _headed(self, fields: dict[str, Any]) -> Header:
+    def _checked_header(self, fields: dict[str, Any]) -> Header:
         version = fields.get("gradilocks")
         if version != VERSION:
             raise BadRunFile(
@@ -206,14 +265,20 @@ class Reader:
                 f"{VERSION}. Install the gradilocks that wrote it, or a newer one."
             )
         try:
-            return parsing.header(fields)
-        except parsing.Malformed as error:
+            return header_from(fields)
+        except Malformed as error:
             raise BadRunFile(
                 f"{self.path}, line {self.lines}: a header that is not as a run file has it: "
                 f"{error}."
             ) from error
 
-    def _ruled_out(self) -> None:
+    def _count_torn(self) -> None:
+        """Another session has begun: the line before its header was torn by a kill."""
+        self.torn += self._broken is not None
+        self._broken = None
+
+    def _refuse_broken_before(self) -> None:
+        """A line that is no JSON may be the last of a session, and no other."""
         if self._broken is not None:
             raise BadRunFile(
                 f"{self.path}, line {self._broken}: not JSON, and not the last line of a run. "
@@ -222,78 +287,70 @@ class Reader:
 
     def _accept(self, fields: dict[str, Any]) -> None:
         kind = fields.get("kind")
-        if kind == "header":  # A session that went on after a kill: what it tore stays torn.
-            self.torn += self._broken is not None
-            self._broken = None
-        self._ruled_out()
+        if kind == "header":
+            self._count_torn()
+        self._refuse_broken_before()
         try:
             self._take(kind, fields)
-        except parsing.Malformed as error:
+        except Malformed as error:
             raise BadRunFile(
                 f"{self.path}, line {self.lines}: a line of kind {kind!r} that is not as a run "
                 f"file has it: {error}. The file was changed, or written by another version of "
                 "gradilocks."
             ) from error
 
-    def _take_steps(self, lines: Sequence[dict[str, Any]]) -> bool:
-        """Takes them all, or none if one is not as it must be; which, is for `_accept` to find."""
-        try:
-            made = parsing.steps(lines)
-            if self._renumbered or not set(map(_optimizer_of, made)) <= self._index.keys():
-                made = list(map(self._placed, made))
-            elif any(map(_detail_of, made)):
-                for step in made:
-                    self._check_detail(step)
-        except parsing.Malformed:
-            return False
-        self.lines += len(lines)
-        self.steps += made
-        return True
-
     def _take(self, kind: object, fields: dict[str, Any]) -> None:
         if kind == "step":
-            self.steps.append(self._placed(*parsing.steps([fields])))
+            self.steps += self._placed(steps_from([fields]))
         elif kind == "optimizer":
-            self._describe(parsing.optimizer(fields))
+            self._take_optimizer(optimizer_from(fields))
         elif kind == "header":
-            self.resumed.append(self._headed(fields))
+            self.resumed.append(self._checked_header(fields))
             self.begins.append(len(self.steps))
             self.end = None
         elif kind == "trace":
-            self.traces.append(parsing.trace(fields))
+            self.traces.append(trace_from(fields))
         elif kind == "end":
-            self.end = parsing.end(fields)
+            self.end = end_from(fields)
         elif kind == "audit":
             self.audit = fields
         else:
             self.notes.append(fields)
 
-    def _describe(self, made: OptimizerInfo) -> None:
+    def _take_steps(self, lines: Sequence[dict[str, Any]]) -> bool:
+        """Takes them all, or none if one is not as it must be; which, is for `_accept` to find."""
+        try:
+            self.steps += self._placed(steps_from(lines))
+        except Malformed:
+            return False
+        self.lines += len(lines)
+        return True
+
+    def _take_optimizer(self, info: OptimizerInfo) -> None:
         """A session that goes on describes its optimizers again: the same one, or another."""
-        before = self._index.get(made.index)
-        if before is not None and replace(self.optimizers[before], index=made.index) == made:
+        before = self._index.get(info.index)
+        if before is not None and replace(self.optimizers[before], index=info.index) == info:
             return
         here = len(self.optimizers)
-        self._index[made.index] = here
-        self._renumbered |= here != made.index
-        self.optimizers.append(replace(made, index=here))
+        self._index[info.index] = here
+        self._renumbered |= here != info.index
+        self.optimizers.append(replace(info, index=here))
 
-    def _placed(self, step: Step) -> Step:
-        if step.optimizer not in self._index:
-            raise parsing.Malformed(
-                f"optimizer {step.optimizer}, which no line before it describes"
-            )
-        step = step._replace(optimizer=self._index[step.optimizer])
-        self._check_detail(step)
-        return step
-
-    def _check_detail(self, step: Step) -> None:
-        names = self.optimizers[step.optimizer].names
-        if step.detail is not None and len(step.detail.norm) != len(names):
-            raise parsing.Malformed(
-                f"'detail' has {len(step.detail.norm)} entries, and its optimizer {len(names)} "
-                "parameters"
-            )
+    def _placed(self, steps: list[Step]) -> list[Step]:
+        """Steps with their optimizers as this reader numbers them; details as long as those."""
+        unknown = set(map(_optimizer_of, steps)) - self._index.keys()
+        if unknown:
+            raise Malformed(f"optimizer {unknown.pop()}, which no line before it describes")
+        if self._renumbered:
+            steps = [step._replace(optimizer=self._index[step.optimizer]) for step in steps]
+        for step in filter(_detail_of, steps):
+            assert step.detail is not None
+            entries, names = len(step.detail.norm), len(self.optimizers[step.optimizer].names)
+            if entries != names:
+                raise Malformed(
+                    f"'detail' has {entries} entries, and its optimizer {names} parameters"
+                )
+        return steps
 
 
 _kind_of = methodcaller("get", "kind")
@@ -301,32 +358,20 @@ _optimizer_of = attrgetter("optimizer")
 _detail_of = attrgetter("detail")
 
 
-def _parsed_many(lines: Sequence[bytes]) -> list[dict[str, Any]] | None:
+def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]] | None:
     """The fields of every line; None if one of them is not whole."""
     if not lines or not lines[-1].endswith(b"\n"):
         return None
     joined = b",".join(lines)
-    if b"\\ud" in joined:  # perhaps half a character, for `_parsed` to look after
-        return None
     try:
-        many = parsing.loads(f"[{joined.decode()}]")
-    except (ValueError, RecursionError):
+        many = loads(f"[{joined.decode()}]")
+        if b"\\ud" in joined:  # Perhaps half a character.
+            many = _encodable(many)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError.
         return None
     # Two lines that are broken in matching ways could pass for one: count them.
     whole = len(many) == len(lines) and set(map(type, many)) == {dict}
     return many if whole else None
-
-
-def _parsed(raw: bytes) -> dict[str, Any] | None:
-    if not raw.endswith(b"\n"):
-        return None
-    try:
-        fields = parsing.loads(raw.decode())
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-        return None
-    if b"\\ud" in raw:
-        fields = _encodable(fields)
-    return fields if isinstance(fields, dict) else None
 
 
 def _encodable(value: Any) -> Any:
@@ -340,13 +385,34 @@ def _encodable(value: Any) -> Any:
     return value
 
 
-def _half_a_header(raw: bytes) -> bool:
+def _refuse_start(path: Path, start: bytes) -> None:
+    if start.startswith(b"\x1f\x8b"):
+        raise BadRunFile(f"{path} is compressed with gzip. Unpack it first: gunzip -k {path}")
+    for mark, name in _MARKS.items():
+        if start.startswith(mark):
+            raise BadRunFile(
+                f"{path} begins with a byte order mark ({name}), which some editors put there; run "
+                "files are UTF-8 without one. Save it so, or take the original."
+            )
+    if start and not start.startswith((b"{", b"\n", b"\r\n")):
+        raise BadRunFile(f"{path} is no run file: it begins with {_excerpt(start)}. {_WRITTEN_BY}")
+
+
+def _is_half_a_header(raw: bytes) -> bool:
     start = b'{"kind":"header"'
     return raw.startswith(start) or start.startswith(raw.rstrip(b"\n"))
 
 
+def _excerpt(raw: bytes) -> str:
+    text = raw[:40].decode("utf-8", "replace").strip()
+    text = text.rstrip("\ufffd") if len(raw) > 40 else text  # a character cut in two
+    if any(not c.isprintable() or c == "\ufffd" for c in text.replace("\n", "")):
+        return f"binary data ({raw[:8].hex(' ')})"
+    return repr(text + ("…" if len(raw) > 40 else ""))
+
+
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_cycle_collector() -> Iterator[None]:
     """A million small tuples make the cycle collector run in vain: twice the time."""
     was = gc.isenabled()
     gc.disable()

@@ -11,15 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from gradilocks.runfile import Step
-from gradilocks.runfile.bad_steps import SpoiltWeights, has_bad_gradients
-from gradilocks.runfile.words import describe_bad
+from gradilocks.runfile import SpoiltWeights, Step, describe_bad, has_bad_gradients
 
 __all__ = ["SkipLog"]
 
 _logger = logging.getLogger("gradilocks")
-IN_FULL = 5
-PAUSE = 60.0
+_IN_FULL = 5
+_PAUSE = 60.0  # Seconds.
 
 
 class SkipLog:
@@ -27,14 +25,14 @@ class SkipLog:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told = 0
-        self._untold = 0
+        self._lines = 0
+        self._left_out = 0
         self._last: tuple[float, int] = (0.0, 0)  # When, and at which step, it last spoke.
-        self._group: list[Step] = []
+        self._group: list[Step] = []  # Skipped steps of the optimizers that share a decision.
         # By optimizer: a skip whose next scale is not known, and what had spoilt weights before it.
         self._waiting: dict[int, tuple[list[Step], str]] = {}
         self._spoilt = SpoiltWeights()
-        self._told_taken = 0
+        self._lines_of_taken = 0
 
     def take(self, step: Step, *, next_scale: float | None, more: bool) -> None:
         """A step has arrived.
@@ -50,9 +48,9 @@ class SkipLog:
         was_spoilt = self._spoilt.of(step.optimizer)
         self._spoilt.take(step)
         if has_bad_gradients(step) and not step.skipped and was_spoilt is None:
-            self._told_taken += 1
-            if self._told_taken <= IN_FULL:
-                _logger.warning("%s", describe_taken(step))
+            self._lines_of_taken += 1
+            if self._lines_of_taken <= _IN_FULL:
+                _logger.warning("%s", _describe_taken(step))
         if step.skipped:
             self._group.append(step)
         if more or not self._group:
@@ -73,62 +71,53 @@ class SkipLog:
     def close(self) -> None:
         """Says how many were not told of one by one."""
         self.settle()
-        if self._untold:
+        if self._left_out:
             _logger.warning(
                 "%d more step%s skipped since step %d",
-                self._untold,
-                " was" if self._untold == 1 else "s were",
+                self._left_out,
+                " was" if self._left_out == 1 else "s were",
                 self._last[1],
             )
-            self._untold = 0
+            self._left_out = 0
 
     def _tell(self, group: Sequence[Step], spoilt: str, next_scale: float | None) -> None:
         now = self._clock()
-        if self._told >= IN_FULL and now - self._last[0] < PAUSE:
-            self._untold += 1
+        if self._lines >= _IN_FULL and now - self._last[0] < _PAUSE:
+            self._left_out += 1
             return
-        line = describe(group, next_scale, spoilt=spoilt)
-        if self._untold:
-            line += f" (and {self._untold} more since step {self._last[1]})"
-        self._told, self._untold = self._told + 1, 0
-        self._last = now, group[0].step
+        first = group[0]
+        why = spoilt if spoilt and first.reason != "rejected" else _why(group)
+        # A decision of several optimizers is of none of them alone.
+        of = _of_optimizer(first) if len(group) == 1 else ""
+        line = f"step {first.step}{of} skipped: {why}{_scale(first.scale, next_scale)}"
+        if self._left_out:
+            line += f" (and {self._left_out} more since step {self._last[1]})"
+        self._lines, self._left_out = self._lines + 1, 0
+        self._last = now, first.step
         _logger.warning("%s", line)
 
 
-def describe(group: Sequence[Step], next_scale: float | None, *, spoilt: str = "") -> str:
-    """A skip in one line; `group` is one step of each optimizer that shared the decision.
-
-    Args:
-        group: the steps.
-        next_scale: the scale after them; None if it is not known.
-        spoilt: that weights were spoilt before, as `SpoiltWeights.describe` has it.
-    """
-    first = group[0]
-    of = f" of optimizer {first.optimizer}" if len(group) == 1 and first.optimizer else ""
-    why = spoilt if spoilt and first.reason != "rejected" else _why(group)
-    return f"step {first.step}{of} skipped: {why}{_scale(first.scale, next_scale)}"
+def _of_optimizer(step: Step) -> str:
+    return f" of optimizer {step.optimizer}" if step.optimizer else ""
 
 
-def describe_taken(step: Step) -> str:
+def _describe_taken(step: Step) -> str:
     """A step that was taken with NaN or Inf, in one line."""
-    of = f" of optimizer {step.optimizer}" if step.optimizer else ""
     what = describe_bad(step) or "NaN or Inf in the gradients"
     latest = "" if step.loss is not None else ", at the latest"  # Or by a step before.
     return (
-        f"step {step.step}{of} taken though not finite: {what}; the weights are spoilt from here on"
-        f"{latest}"
+        f"step {step.step}{_of_optimizer(step)} taken though not finite: {what}; the weights are "
+        f"spoilt from here on{latest}"
     )
 
 
 def _why(group: Sequence[Step]) -> str:
+    """Why a step was skipped; `group` is one step of each optimizer that shared the decision."""
     first = group[0]
     if first.reason == "rejected":
-        if first.norm is None or first.limit is None:
-            return "finite gradients, rejected by the clip policy"
-        return (
-            "finite gradients, rejected by the clip policy: "
-            f"norm {first.norm:.6g} over {first.limit:.6g}"
-        )
+        why = "finite gradients, rejected by the clip policy"
+        known = first.norm is not None and first.limit is not None
+        return f"{why}: norm {first.norm:.6g} over {first.limit:.6g}" if known else why
     bad = [step for step in group if step.culprits or step.loss_nonfinite]
     if not bad:
         return (

@@ -1,14 +1,17 @@
-"""A step → words and plain numbers, for whoever shows it: a terminal, TensorBoard, a log."""
+"""A step, a scale or an exception enters; words and plain numbers leave, for whoever shows them.
+
+The terminal, the log, the report, TensorBoard and Weights & Biases say the same of the same step
+because they all ask here.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from gradilocks.runfile.bad_steps import has_bad_gradients
-from gradilocks.runfile.origins import FORWARD_OR_LOSS, origin_of
+from gradilocks.runfile.bad_steps import FORWARD_OR_LOSS, has_bad_gradients, origin_of
+from gradilocks.runfile.lines import MOST_CULPRITS
 from gradilocks.runfile.records import Culprit, OptimizerInfo, Step
-from gradilocks.runfile.writing import MOST_CULPRITS
 
 __all__ = ["describe_bad", "describe_error", "describe_skip", "format_scale", "named_numbers"]
 

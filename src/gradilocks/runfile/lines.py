@@ -1,0 +1,319 @@
+"""Records ⇄ lines of a run file: the format itself, in both directions.
+
+A record enters and a line leaves, one JSON object that ends in a newline; or the decoded fields of
+a line enter and a record leaves, or a sentence that says which field is not as it must be.
+
+Numbers that are not finite become ``null``. Per-tensor numbers keep six significant digits, which
+is what a plot or a comparison can use; those of a step are written in full. Unknown fields are
+ignored: a newer gradilocks may write more of them. Steps are read many at a time, column by column:
+a million of them is what this must be fast for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from operator import itemgetter
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from gradilocks.runfile.records import Culprit, Detail, End, Header, OptimizerInfo, Step, Trace
+
+__all__ = [
+    "FIELDS",
+    "MOST_CULPRITS",
+    "OPTIONAL",
+    "Malformed",
+    "audit_line",
+    "end_from",
+    "end_line",
+    "header_from",
+    "header_line",
+    "loads",
+    "optimizer_from",
+    "optimizer_line",
+    "step_line",
+    "steps_from",
+    "trace_from",
+    "trace_line",
+]
+
+MOST_CULPRITS = 32
+"""So many culprits of a step are written."""
+
+Fields = dict[str, Any]
+_Types = frozenset[type]
+
+_RECORDS = {"header": Header, "optimizer": OptimizerInfo, "step": Step, "trace": Trace, "end": End}
+# Attributes of records that a line has under another name.
+_NAMES: Mapping[str, Mapping[str, str]] = {
+    "header": {"version": "gradilocks"},
+    "optimizer": {"index": "optimizer", "kind": "class"},
+    "trace": {"kind": "class"},
+}
+_INT, _STR, _LIST = frozenset({int}), frozenset({str}), frozenset({list})
+_OBJECT, _NULL, _NUMBER = frozenset({dict}), frozenset({type(None)}), frozenset({int, float})
+_JSON_TYPES = {float: _NUMBER, tuple: _LIST, Mapping: _OBJECT}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+_WORDS |= {dict: "an object", str: "text", type(None): "null"}
+
+
+def _types_of(hint: Any) -> _Types:
+    """What JSON has for an annotation in `records.py`."""
+    if isinstance(hint, UnionType):
+        return frozenset().union(*map(_types_of, get_args(hint)))
+    kind = get_origin(hint) or hint
+    return _JSON_TYPES.get(kind, frozenset({kind}))
+
+
+def _schema(*, required: bool) -> dict[str, dict[str, _Types]]:
+    schema: dict[str, dict[str, _Types]] = {}
+    for kind, record in _RECORDS.items():
+        hints, names = get_type_hints(record), _NAMES.get(kind, {})
+        schema[kind] = {
+            names.get(name, name): _types_of(hints[name]) - (frozenset() if required else _NULL)
+            for name, parameter in signature(record).parameters.items()
+            if name != "detail" and (parameter.default is parameter.empty) is required
+        }
+    return schema
+
+
+# By the kind of a line: the fields that it must have, and those that it may have, which have a
+# default in `records.py`: older files lack them. `detail` of a step is checked by itself.
+# docs/run-file.md has the same in words, and a test compares.
+FIELDS, OPTIONAL = _schema(required=True), _schema(required=False)
+
+# NaN and Infinity are not JSON, but Python writes and reads them: here they are null too.
+loads = json.JSONDecoder(parse_constant=lambda _: None).decode
+
+
+# Records → lines.
+
+
+def header_line(header: Header) -> str:
+    """The first line of a file, and of every session that goes on in it."""
+    return _line(_fields("header", header))
+
+
+def optimizer_line(optimizer: OptimizerInfo) -> str:
+    """An optimizer, before its first step."""
+    return _line(_fields("optimizer", optimizer))
+
+
+def step_line(step: Step) -> str:
+    """One step of an optimizer, taken or skipped."""
+    fields: Fields = {
+        "kind": "step",
+        "step": step.step,
+        "time": round(step.time, 6),
+        "optimizer": step.optimizer,
+        "loss": _finite(step.loss),
+        "scale": _finite(step.scale),
+        "norm": _finite(step.norm),
+        "limit": _finite(step.limit),
+        "clipped": step.clipped,
+        "skipped": step.skipped,
+        "reason": step.reason,
+        "culprits": [culprit._asdict() for culprit in step.culprits[:MOST_CULPRITS]],
+        "lr": _finite(step.lr),
+        "nan": step.nan,
+        "inf": step.inf,
+    }
+    if fields["loss"] is None and step.loss_nonfinite is not None:
+        fields["loss_nonfinite"] = step.loss_nonfinite
+    for name in ("finite_gradients", "finite_after"):
+        if step.culprits and getattr(step, name) is not None:
+            fields[name] = getattr(step, name)
+    if step.detail is not None:
+        fields["detail"] = {name: _short(row) for name, row in step.detail._asdict().items()}
+    return _line(fields)
+
+
+def trace_line(trace: Trace) -> str:
+    """Where a value first turned non-finite."""
+    fields = _fields("trace", trace)
+    if trace.damaged is None:
+        del fields["damaged"]
+    if trace.where == "module":
+        del fields["where"]
+    return _line(fields)
+
+
+def audit_line(audit: Mapping[str, Any]) -> str:
+    """What an audit found; its numbers are finite or null already."""
+    return _line({**audit, "kind": "audit"})
+
+
+def end_line(end: End) -> str:
+    """The last line of a run that ended by itself."""
+    return _line(_fields("end", end))
+
+
+def _fields(kind: str, record: Header | OptimizerInfo | Trace | End) -> Fields:
+    """A record as a line has it: its attributes in their order, under the line's names."""
+    names = _NAMES.get(kind, {})
+    fields: Fields = {"kind": kind}
+    for attribute, value in vars(record).items():
+        fields[names.get(attribute, attribute)] = (
+            round(value, 6) if attribute == "time" else _plain(value)
+        )
+    return fields
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _short(values: Iterable[float | None]) -> list[float | None]:
+    """Numbers of single tensors, to six digits; whole ones are counts and stay as they are."""
+    return [
+        v if v is None or isinstance(v, int) else float(f"{v:.6g}") if math.isfinite(v) else None
+        for v in values
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def _line(fields: Fields) -> str:
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+# Lines → records.
+
+
+class Malformed(ValueError):
+    """A line of a known kind whose fields are not as they must be; says which, and what came."""
+
+
+def header_from(fields: Fields) -> Header:
+    """What ran, from a line of this version of the format, as the caller has checked."""
+    header = _attributes("header", fields)
+    header["command"] = tuple(map(str, header["command"]))
+    return Header(**header)
+
+
+def optimizer_from(fields: Fields) -> OptimizerInfo:
+    """An optimizer, with as many sizes and dtypes as names."""
+    info = OptimizerInfo(**_attributes("optimizer", fields))
+    names, sizes, dtypes = info.names, info.sizes, info.dtypes
+    if not len(names) == len(sizes) == len(dtypes):
+        raise Malformed(
+            f"{len(names)} names, {len(sizes)} sizes and {len(dtypes)} dtypes: expected as many "
+            "of each"
+        )
+    _check_all("an entry of 'names'", names, _STR)
+    _check_all("an entry of 'sizes'", sizes, _INT)
+    _check_all("an entry of 'dtypes'", dtypes, _STR)
+    return info
+
+
+def trace_from(fields: Fields) -> Trace:
+    """Where a value first turned non-finite."""
+    trace = {"damaged": None, "where": None, **_attributes("trace", fields)}
+    _check_all("an entry of 'inputs'", trace["inputs"], _OBJECT)
+    _check_all("an entry of 'damaged'", trace["damaged"] or (), _STR)
+    if trace["where"] is None:  # An older file, in which only the sentence says it.
+        text = trace["text"]
+        after = "after" if " in the loss" in text else "module"
+        trace["where"] = "input" if " in the input data" in text else after
+    return Trace(**trace)
+
+
+def end_from(fields: Fields) -> End:
+    """How the run ended."""
+    return End(**_attributes("end", fields))
+
+
+_STEP = tuple(FIELDS["step"].items())
+_CULPRITS = list(FIELDS["step"]).index("culprits")
+_step_columns = itemgetter(*FIELDS["step"])
+_make_step = partial(tuple.__new__, Step)  # Step._make, less its check: zip made the columns
+
+
+def steps_from(lines: Sequence[Fields]) -> list[Step]:
+    """The steps of many lines, all of which are of kind "step".
+
+    Raises:
+        Malformed: one is not as a step must be; which, is found by asking for each alone.
+    """
+    try:
+        columns: list[Sequence[Any]] = list(zip(*map(_step_columns, lines), strict=True))
+    except KeyError as error:
+        raise Malformed(f"without {error}") from error
+    for at, (name, allowed) in enumerate(_STEP):
+        types = _check_all(repr(name), columns[at], allowed)
+        if float in allowed and int in types:
+            columns[at] = _floats(name, columns[at])
+    columns[_CULPRITS] = [_culprits(found) if found else () for found in columns[_CULPRITS]]
+    columns.append([_detail(line["detail"]) if "detail" in line else None for line in lines])
+    for name, allowed in OPTIONAL["step"].items():
+        columns.append([line.get(name) for line in lines])
+        _check_all(repr(name), columns[-1], allowed | _NULL)
+    return list(map(_make_step, zip(*columns, strict=True)))
+
+
+def _culprits(found: list[Any]) -> tuple[Culprit, ...]:
+    _check_all("an entry of 'culprits'", found, _OBJECT)
+    made = tuple(Culprit(c.get("name"), c.get("nan"), c.get("inf")) for c in found)
+    columns = zip(*made, strict=True)
+    for name, allowed, values in zip(Culprit._fields, (_STR, _INT, _INT), columns, strict=True):
+        _check_all(f"{name!r} of a culprit", values, allowed)
+    return made
+
+
+def _detail(found: Any) -> Detail | None:
+    if found is None:
+        return None
+    _check_all("'detail'", [found], _OBJECT)
+    lists = [found.get(name) for name in Detail._fields]
+    for name, values in zip(Detail._fields, lists, strict=True):
+        _check_all(f"{name!r} of 'detail'", [values], _LIST)
+        if len(values) != len(lists[0]):
+            raise Malformed(
+                f"'detail' has {len(lists[0])} entries of 'norm' and {len(values)} of {name!r}"
+            )
+        _check_all(f"an entry of {name!r} of 'detail'", values, _NUMBER | _NULL)
+    return Detail(*lists)
+
+
+def _attributes(kind: str, fields: Fields) -> dict[str, Any]:
+    """The attributes of a record, by name, from the fields of its line."""
+    attributes = {name: attribute for attribute, name in _NAMES.get(kind, {}).items()}
+    found = {}
+    for name, allowed in {**FIELDS[kind], **OPTIONAL[kind]}.items():
+        if name in fields:
+            value = fields[name]
+            _check_all(repr(name), [value], allowed)
+            if float in allowed:
+                (value,) = _floats(name, [value])
+            found[attributes.get(name, name)] = tuple(value) if list in allowed else value
+        elif name in FIELDS[kind]:
+            raise Malformed(f"without {name!r}")
+    return found
+
+
+def _check_all(name: str, values: Sequence[Any], allowed: _Types) -> set[type]:
+    """The types of some values, all of which are allowed."""
+    types = set(map(type, values))
+    if not types <= allowed:
+        wrong = next(value for value in values if type(value) not in allowed)
+        kinds = {kind for kind in allowed if not (kind is int and float in allowed)}
+        expected = " or ".join(sorted(_WORDS[kind] for kind in kinds))
+        came = json.dumps(wrong)
+        came = came if len(came) <= 40 else f"{came[:39]}…"
+        raise Malformed(f"{name} must be {expected}, got {came}")
+    return types
+
+
+def _floats(name: str, column: Sequence[Any]) -> list[float | None]:
+    try:
+        return [None if value is None else float(value) for value in column]
+    except OverflowError as error:
+        raise Malformed(f"{name!r} must be a number that fits a float64") from error
