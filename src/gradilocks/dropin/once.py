@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradilocks._torch import version
 from gradilocks.errors import SharedParameter
 
 __all__ = ["UnscaledOnce", "writing_ourselves"]
@@ -37,7 +38,7 @@ class UnscaledOnce:
         """The gradients of `params` are unscaled now."""
         grads = _gradients(params)
         self._grads.update(zip(grads, map(weakref.ref, grads.values()), strict=True))
-        self._versions.update(zip(grads, [g._version for g in grads.values()], strict=True))
+        self._versions.update(zip(grads, map(version, grads.values()), strict=True))
 
     def refuse_twice(self, params: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
         """Raises if one of them has been unscaled already.
@@ -51,7 +52,7 @@ class UnscaledOnce:
             done, grad = self._grads.get(id(param)), param.grad
             if done is None or grad is None or done() is not grad:
                 continue
-            if grad._version == self._versions[id(param)] or self._losses == 1:
+            if version(grad) == self._versions[id(param)] or self._losses == 1:
                 raise SharedParameter(
                     f"the gradient of {name(param)} has been unscaled already since the last "
                     "update() and would be divided by the scale twice. Put each parameter into one "
@@ -59,9 +60,9 @@ class UnscaledOnce:
                 )
 
     def _follow(self, grads: dict[int, Tensor], versions: Sequence[int]) -> None:
-        for param, grad, version in zip(grads, grads.values(), versions, strict=True):
-            if self._versions.get(param) == version and self._grads[param]() is grad:
-                self._versions[param] = grad._version
+        for param, grad, before in zip(grads, grads.values(), versions, strict=True):
+            if self._versions.get(param) == before and self._grads[param]() is grad:
+                self._versions[param] = version(grad)
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def writing_ourselves(params: Sequence[Tensor]) -> Iterator[None]:
         yield
         return
     grads = _gradients(params)
-    versions = [grad._version for grad in grads.values()]
+    versions = list(map(version, grads.values()))
     yield
     for once in living:
         once._follow(grads, versions)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+from gradilocks._torch import OptState, new_scaler_state
 from gradilocks.clip import resolve_clip
 from gradilocks.dropin.clips import Clipped, Clips
 from gradilocks.dropin.flags import has_gradients, largest_flag
@@ -213,7 +213,7 @@ class GradScaler(Saving):
                     "an optimizer whose parameters have gradients first."
                 )
             self._advance(scale, tracker, largest_flag(found))
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states = defaultdict(new_scaler_state)
         self._start_iteration()
 
     def _advance(self, scale: Tensor, tracker: Tensor, flag: Tensor) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 
 from gradilocks import kernels
+from gradilocks._torch import OptState
 from gradilocks.dropin.clips import Clipped, Clips
 from gradilocks.dropin.flags import agree_across_ranks, any_flag, refuse_overflow
 from gradilocks.dropin.governed import Governed

@@ -16,15 +16,11 @@ import torch
 import triton
 
 from gradilocks import kernels
+from gradilocks._torch import compile_kernel, current_device, current_stream, launch_compiled
 from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.captured import capturing
 
 __all__ = ["Launch", "launch_for"]
-
-# A torch without CUDA has none of them, and no kernel is launched there but by the interpreter.
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
 
 # Before 3.3 a compiled kernel wants other arguments, and is searched for at every launch.
 _SHORT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
@@ -56,10 +52,9 @@ class Launch:
             return
         try:
             with torch.cuda.device(device.index):
-                compiled = self._kernel.warmup(
-                    *args, grid=(1,), num_warps=self._warps, **self._constants
+                compiled = compile_kernel(
+                    self._kernel, args, num_warps=self._warps, **self._constants
                 )
-                compiled.run  # noqa: B018 (loads it, which fails if it needs too much of the device)
         except Exception as error:  # A compiler may fail in any way.
             # Not its fault: no memory, what somebody else's kernel has done, or a capture.
             if "out of memory" in str(error) or "Triton Error [CUDA]" in str(error) or capturing():
@@ -82,17 +77,14 @@ class Launch:
             compiled = self._compiled[index]
         if compiled is None:
             self._search(programs, args)
-        elif _current_device() == index:
+        elif current_device() == index:
             if not self._short:
                 self._search(programs, args)
                 return
             # Addresses, not tensors: for a tensor the launcher asks the driver whose memory it is.
             try:
-                compiled.run(
-                    programs, 1, 1, _current_stream(index), compiled.function,
-                    compiled.packed_metadata, None, None, None,
-                    *[arg if type(arg) is int else arg.data_ptr() for arg in args], *self._tail,
-                )  # fmt: skip
+                addresses = [arg if type(arg) is int else arg.data_ptr() for arg in args]
+                launch_compiled(compiled, programs, current_stream(index), addresses, self._tail)
             except TypeError:  # A Triton that wants other arguments again.
                 self._short = False
                 self._search(programs, args)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
+from gradilocks._torch import TensorBase
 from gradilocks.kernels import pieces
 from gradilocks.kernels.captured import capturing, keep_if_captured
 from gradilocks.kernels.fused import (
@@ -37,8 +38,6 @@ __all__ = [
     "nonfinite_of",
     "plain_gradients",
 ]
-
-_BASE = torch._C.TensorBase
 
 
 class _Desk:
@@ -86,19 +85,21 @@ def plain_gradients(params: Sequence[Tensor]) -> Plain | None:
         return None
     dtypes = [tensor.dtype for tensor in tensors]
     different = set(dtypes)
-    if not different.issubset(DTYPES) or len(set(map(_BASE.get_device, tensors))) != 1:
+    if not different.issubset(DTYPES) or len(set(map(TensorBase.get_device, tensors))) != 1:
         return None
     try:
-        if not all(map(_BASE.is_contiguous, tensors)) and not all(map(pieces.is_dense, tensors)):
+        if not all(map(TensorBase.is_contiguous, tensors)) and not all(
+            map(pieces.is_dense, tensors)
+        ):
             return None
-        addresses = list(map(_BASE.data_ptr, tensors))
+        addresses = list(map(TensorBase.data_ptr, tensors))
     except RuntimeError:  # A sparse one has neither.
         return None
     if all_aligned(array("q", addresses)):
         kinds = tuple([(dtype, 16) for dtype in dtypes])
     else:
         kinds = kinds_of(tensors, addresses)  # type: ignore[assignment]
-    sizes = tuple(map(_BASE.numel, tensors))
+    sizes = tuple(map(TensorBase.numel, tensors))
     return Plain(tensors, device, addresses, sizes, kinds, different)
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from gradilocks import dropin
+from gradilocks._torch import OptState, scale_of, scaler_state
 from gradilocks.control import GradientControl
 from gradilocks.dropin.clips import Clips
 from gradilocks.observe.controls import Controls
@@ -172,13 +172,13 @@ class Hooks:
         watch = self._watch
         if type(scaler) not in self._covered:
             self._cover(type(scaler))
-        scale = getattr(scaler, "_scale", None)
+        scale = scale_of(scaler)
         running = watch.attempt_of(optimizer)
         if running is not None and running.scaled:  # A step that calls that of its base class.
             return original(scaler, optimizer, *args, **kwargs)
         if not scaler.is_enabled() or scale is None or watch.is_driven(optimizer):
             return original(scaler, optimizer, *args, **kwargs)
-        state = scaler._per_optimizer_states[id(optimizer)]
+        state = scaler_state(scaler, optimizer)
         carried = 1.0 if state["stage"] is OptState.UNSCALED else scale
         attempt = watch.safely(lambda: watch.begin(optimizer, scale=scale, carried=carried))
         if attempt is None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from gradilocks._torch import children_of, parameters_in
+
 __all__ = ["name_modules", "name_parameters", "owners_of", "plain_name"]
 
 # What wrappers put in front: DataParallel and DDP, torch.compile, FSDP, activation checkpointing.
@@ -37,11 +39,10 @@ def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
     parents: dict[int, list[nn.Module]] = {}
     owners: dict[int, list[nn.Module]] = {}
     for thing in _modules():
-        fields = thing.__dict__
-        for child in (fields.get("_modules") or {}).values():
+        for child in children_of(thing).values():
             if child is not None:
                 parents.setdefault(id(child), []).append(thing)
-        for param in (fields.get("_parameters") or {}).values():
+        for param in parameters_in(thing).values():
             if id(param) in wanted:
                 owners.setdefault(wanted[id(param)], []).append(thing)
     roots: dict[int, nn.Module] = {}
@@ -103,7 +104,7 @@ def _unwrapped(root: nn.Module, name: str) -> str:
             and isinstance(parent, (nn.DataParallel, nn.parallel.DistributedDataParallel))
         )
         kept += [] if wraps else [part]
-        parent = parent._modules[part]  # type: ignore[assignment]
+        parent = parent.get_submodule(part)
     return ".".join(kept)
 
 

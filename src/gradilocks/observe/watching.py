@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import unseen_by_modes, version
 from gradilocks.kernels.captured import capturing
 from gradilocks.lab.trace import Tracer
 from gradilocks.observe.clips import Clips
@@ -113,13 +114,8 @@ class Watch:
         """Does our own work so that the script notices nothing of it, nor of its failure."""
         if self._stopped or os.getpid() != self._pid or capturing():
             return None
-        with Held(), torch.no_grad(), torch._C.DisableTorchFunction():
+        with Held(), torch.no_grad(), unseen_by_modes():
             try:
-                if torch._C._len_torch_dispatch_stack():
-                    from torch.utils._python_dispatch import _disable_current_modes
-
-                    with _disable_current_modes():
-                        return act()
                 return act()
             except Exception as error:
                 self._stopped = self.failed = True
@@ -408,7 +404,7 @@ class _GradThen:
         grad = param.grad
         if grad is None:
             return _GradThen(None, 0)
-        return _GradThen(weakref.ref(grad), 0 if grad.is_inference() else grad._version)
+        return _GradThen(weakref.ref(grad), 0 if grad.is_inference() else version(grad))
 
     def is_still(self, param: Tensor) -> bool:
         now = _GradThen.of(param)  # One tensor has one weakref.

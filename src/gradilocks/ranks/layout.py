@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from gradilocks._torch import device_kinds, is_flattened
 from gradilocks.ranks.copies import MARKS, are_copies
 from gradilocks.values import Meeting
 
@@ -190,7 +191,7 @@ def _flattened(params: Sequence[Tensor]) -> list[Tensor]:
     """Those that FSDP1 has cut into shards, as torch marks them; none where no other rank is."""
     if not in_company() or "torch.distributed.fsdp" not in sys.modules:
         return []
-    return [param for param in params if getattr(param, "_fsdp_flattened", False)]
+    return [param for param in params if is_flattened(param)]
 
 
 def _refuse_beside_flattened(params: Sequence[Tensor], *, name: _Name) -> None:
@@ -403,7 +404,7 @@ def _kinds(group: Any) -> list[str]:
     import torch.distributed as dist
 
     group = dist.group.WORLD if group is None else group
-    return [device.type for device in getattr(group, "_device_types", ())]
+    return device_kinds(group)
 
 
 def _reaches(group: Any, kind: str) -> bool:

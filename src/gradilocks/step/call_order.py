@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gradilocks._torch import version
 from gradilocks.errors import ScaleMisuse
 
 __all__ = ["CallOrder", "refuse_scaled"]
@@ -54,8 +55,8 @@ class CallOrder:
                 "control.step() first, or clear the gradients with control.zero_grad()."
             )
         elif self._stepped_on is not None:
-            tensor, version = self._stepped_on
-            if tensor() is there and there._version == version and not _cleared_unseen(there):
+            tensor, seen = self._stepped_on
+            if tensor() is there and version(there) == seen and not _cleared_unseen(there):
                 raise ScaleMisuse(
                     "the gradients of the last step are still there, and backward() would add "
                     "scaled gradients to them. Clear them with control.zero_grad() after every "
@@ -89,7 +90,7 @@ class CallOrder:
         """The gradients have been used up; they should be cleared next."""
         self.scaled = self.handed_out = self.unscaled = False
         grad = next((p.grad for p in params if p.grad is not None), None)
-        self._stepped_on = None if grad is None else (weakref.ref(grad), grad._version)
+        self._stepped_on = None if grad is None else (weakref.ref(grad), version(grad))
 
     def note_cleared(self) -> None:
         """The gradients are gone. A loss that was handed out may still bring new ones."""

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import sparse_values
 from gradilocks.errors import SharedParameter
 from gradilocks.kernels.located import DTYPES
 from gradilocks.ranks.layout import Layout, is_distributed, layout_of
@@ -100,7 +101,7 @@ def _sparse_values(param: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -
     if not grad.is_coalesced():
         grad = grad.coalesce()
         param.grad = grad
-    return grad._values()
+    return sparse_values(grad)
 
 
 def roof_of(tensors: Sequence[Tensor]) -> float:

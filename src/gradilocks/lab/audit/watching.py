@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from gradilocks._torch import DYNAMO, in_backward, scale_of
 from gradilocks.control import GradientControl
 from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.audit.findings import Audit
@@ -134,7 +135,7 @@ class AuditWatch(Watch):
 
     def before_backward(self) -> None:
         """A backward pass begins; one within another, as of a checkpoint, changes nothing."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return
         if isinstance(self._coming, Tensor):
             self.listener.carry(self._coming)
@@ -177,7 +178,7 @@ class AuditHooks(Hooks):
             register_module_forward_hook(self._after_forward),
         ]
         self._wrap(torch.autograd.grad, self._grad)
-        when_imported("torch._dynamo", self._run_eagerly)
+        when_imported(DYNAMO, self._run_eagerly)
 
     def remove(self) -> None:
         super().remove()
@@ -208,8 +209,8 @@ class AuditHooks(Hooks):
 
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = super()._scale(original, scaler, outputs)
-        scale = getattr(scaler, "_scale", None)
-        if scaler.is_enabled() and isinstance(scale, Tensor):
+        scale = scale_of(scaler)
+        if scaler.is_enabled() and scale is not None:
             self._audit.safely(lambda: self._audit.bind_scale(scaled, scale))
         return scaled
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import in_backward
 from gradilocks.lab.trace.finding import Finding, nan_buffers
 from gradilocks.lab.trace.magnitudes import Magnitude, magnitude, tensors_in
 
@@ -363,7 +364,7 @@ def _leaves(tensor: Tensor) -> set[int]:
 
 def _in_backward() -> bool:
     """Whether this forward is a checkpoint's, run again for the gradients."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return in_backward()
 
 
 _WRAPPERS = ("module", "_orig_mod")
