@@ -104,7 +104,7 @@ def _unwrapped(root: nn.Module, name: str) -> str:
             and isinstance(parent, (nn.DataParallel, nn.parallel.DistributedDataParallel))
         )
         kept += [] if wraps else [part]
-        parent = parent.get_submodule(part)
+        parent = getattr(parent, part)
     return ".".join(kept)
 
 
