@@ -11,6 +11,7 @@ import ast
 import functools
 import importlib.util
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -485,6 +486,15 @@ def test_checkpointing_is_made_by_the_function_that_emulate_stands_in_for():
 
 def test_the_compiler_is_a_module_of_that_name():
     assert importlib.util.find_spec(_torch.DYNAMO) is not None
+
+
+@pytest.mark.parametrize("name", [*_torch.TRITON_NAMES, "run", "function"])
+def test_triton_has_what_a_launch_without_a_search_needs(name):
+    """Without `warmup` no kernel is compiled, and plain torch serves; without the others, or in
+    another order, each launch is searched for (`tests/kernels/test_launcher_order.py`)."""
+    pytest.importorskip("triton", reason="Triton is not installed, so nothing is launched")
+    sources = _source_of("triton.runtime.jit") + _source_of("triton.compiler.compiler")
+    assert re.search(rf"\b{name}\b", sources), f"Triton has no {name} any more"
 
 
 # --- nowhere else ---------------------------------------------------------------------------------

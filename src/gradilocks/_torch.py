@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -42,6 +43,7 @@ __all__ = [
     "clamp_max_",
     "clamp_min_",
     "compile_kernel",
+    "constants_taken",
     "current_device",
     "current_stream",
     "device_kinds",
@@ -64,6 +66,7 @@ __all__ = [
     "post_accumulate_hooks",
     "scale_of",
     "scaler_state",
+    "seen_by_launcher",
     "sees_steps",
     "set_buffer",
     "sparse_indices",
@@ -505,15 +508,15 @@ def launch_compiled(
     """Runs what `compile_kernel` returned, without Triton's search for it, some 30 us a launch.
 
     The launcher takes its arguments by place, unchecked: in another order they are other addresses.
-    `kernels.triton_launch` tries it out on memory of its own before it is used. Triton 3.1 and 3.2
-    leave out the constants; since 3.3 they come last (seen up to 3.9).
+    So `kernels.launch` uses this only where `seen_by_launcher` has shown the same order.
 
     Args:
         compiled: the kernel.
         programs: how many programs run.
         stream: as `current_stream` has it.
         args: numbers and addresses. Not tensors, for which it would ask the driver whose they are.
-        constants: the values of the kernel's constexpr arguments, in its own order.
+        constants: the values of the kernel's constexpr arguments, in its own order, if it takes
+            them: Triton 3.1 and 3.2 leave them out, later ones do not (seen up to 3.9).
     """
     compiled.run(
         programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
@@ -521,9 +524,78 @@ def launch_compiled(
     )  # fmt: skip
 
 
-TRITON_NAMES = ("launch_metadata", "packed_metadata", "warmup")
-"""What a kernel and a compiled kernel of Triton are asked for, but for `run` and `function`, which
-are everybody's words: not documented, though without an underscore. Only here."""
+def seen_by_launcher(compiled: Any, launch: Callable[[], object]) -> tuple[Any, ...] | None:
+    """Calls `launch`, which is to run `compiled` as Triton documents it, and notes what comes by.
+
+    Returns:
+        The arguments that Triton itself has handed to the launcher of `compiled`, in their order;
+        None if it was not called just once, or takes arguments by name. Where there is no launcher
+        to be found, None too.
+    """
+    seen: list[tuple[Any, ...] | None] = []
+    with _noting:  # Or another thread would put our note back in place of the launcher.
+        name = "_run" if "_run" in vars(compiled) else "run"  # The latter before Triton 3.4.
+        launcher = vars(compiled).get(name)
+        if launcher is None:
+            launch()
+            return None
+
+        def note(*args: Any, **named: Any) -> Any:
+            seen.append(None if named else args)
+            return launcher(*args, **named)
+
+        setattr(compiled, name, note)
+        try:
+            launch()
+        finally:
+            setattr(compiled, name, launcher)
+    return seen[0] if len(seen) == 1 else None
+
+
+_noting = threading.Lock()
+
+
+def constants_taken(
+    seen: tuple[Any, ...],
+    compiled: Any,
+    programs: int,
+    stream: int,
+    args: Sequence[Any],
+    constants: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
+    """Whether a launcher takes its arguments in the order in which `launch_compiled` has them.
+
+    Args:
+        seen: what Triton itself has handed over, for the same launch.
+        compiled, programs, stream, args: of that launch; `args` with tensors, not addresses.
+        constants: the values of the kernel's constexpr arguments.
+
+    Returns:
+        Those constants that belong behind `args`: all, or none before Triton 3.3. None if anything
+        else is in another place.
+    """
+    where = (programs, 1, 1, stream, compiled.function, compiled.packed_metadata)
+    first = len(where) + 3
+    # Between them, for profilers: metadata and two hooks, which may be None.
+    if any(isinstance(each, (int, float, str, tuple, list, Tensor)) for each in seen[6:first]):
+        return None
+    for behind in (constants, ()):
+        if _same((*seen[:6], *seen[first:]), (*where, *args, *behind)):
+            return behind
+    return None
+
+
+def _same(seen: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
+    """Whether both hold the same objects, or equal ones of one type that is not Tensor."""
+    return len(seen) == len(expected) and all(
+        one is other or (type(one) is type(other) and not isinstance(one, Tensor) and one == other)
+        for one, other in zip(seen, expected, strict=True)
+    )
+
+
+TRITON_NAMES = ("packed_metadata", "warmup")
+"""What kernels of Triton are asked for here and nowhere else: not documented, though without an
+underscore. Beside these `run`, `_run` and `function`, which are everybody's words."""
 
 INSTANCE_NAMES = (
     "_buffers",

@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 from gradilocks.kernels.adam import adam_rates
-from gradilocks.kernels.programs import gather, settled
+from gradilocks.kernels.launch import unspecialized
+from gradilocks.kernels.programs import gather
 from gradilocks.kernels.sgd import sgd_rates
 
 __all__ = ["advance_kernel", "settle_kernel"]
 
 
-@settled
+@unspecialized
 def settle_kernel(
     begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, found_ptr, arrived_ptr, rules_ptr,
     scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
@@ -158,7 +159,7 @@ def _settle(
     return skipped.to(tl.int32)
 
 
-@settled
+@unspecialized
 def advance_kernel(skip_ptr, rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr):
     """Moves a dynamic scale on after a step that was taken or skipped."""
     _advance(rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, tl.load(skip_ptr) > 0.0)
