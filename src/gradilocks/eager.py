@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo
 
+from gradilocks._torch import DYNAMO, uncompiled
 from gradilocks.errors import GradilocksError
 
 __all__ = ["UNCOMPILED", "eager", "users_line"]
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Runs `function` as it is written, also when compiled code calls it."""
-    return _disable_dynamo(function)
+    return uncompiled(function)  # type: ignore[no-any-return]
 
 
 def users_line() -> int:
@@ -53,7 +53,7 @@ class _Uncompiled:
 
     def __enter__(self) -> None:
         with self._lock:
-            if "torch._dynamo" in sys.modules and self._stance is None:
+            if DYNAMO in sys.modules and self._stance is None:
                 self._stance = _force_eager()
             self._entered += 1
 

@@ -14,6 +14,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 pytest.importorskip("hypothesis", reason="the cases are drawn by hypothesis")
 
+from gradilocks.step.express import Express
+from gradilocks.step.gradients import Gradients
+from gradilocks.step.judge import Judge
+from gradilocks.step.roll import Called
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,10 +25,6 @@ from gradilocks import ClipByNorm, DynamicScale, NoClip, StaticScale, kernels
 from gradilocks.kernels import fused, located
 from gradilocks.names import Names
 from gradilocks.scale import NoScale
-from gradilocks.step.express import Express
-from gradilocks.step.gradients import Gradients
-from gradilocks.step.judge import Judge
-from gradilocks.step.roll import Called
 from gradilocks.step.update import _as_divisor
 from gradilocks.values import ScaleState
 

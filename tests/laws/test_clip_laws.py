@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from gradilocks.step.decide import decide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ from gradilocks import (
     ZScoreClip,
     chain,
 )
-from gradilocks.step.decide import decide
 from gradilocks.step.measure import measure
 from gradilocks.values import Scene
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 import gradilocks
 from gradilocks import GradientControl, kernels
-from tests.optim.twins import SETTINGS, close, copies, each_optimizer, ours, same, torchs
+from tests.optim.twins import (
+    SETTINGS,
+    both_kinds,
+    close,
+    copies,
+    each_optimizer,
+    ours,
+    parameters,
+    run,
+    same,
+    torchs,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -229,3 +242,43 @@ def test_a_parameter_on_the_kernels_is_stepped_by_them(kernel_device):
     optimizer.step()
     assert kernels.is_fused(torch.device(kernel_device))
     assert optimizer._plan is not None
+
+
+@each_optimizer
+def test_a_torch_that_does_not_tell_who_listens_is_stepped_to_the_same_bits(
+    kind, kernel_device, monkeypatch
+):
+    """Without torch's private lists of hooks every step goes the way on which hooks are called."""
+
+    def trained():
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(70, device=kernel_device))]
+        control = GradientControl(ours(kind, params), clip=0.5)
+        for _ in range(3):
+            control.backward(params[0].square().sum())
+            control.step()
+            control.zero_grad()
+        return copies(params)
+
+    expected = trained()
+    shared = importlib.import_module(gradilocks.optim.AdamW.is_direct.__module__)
+    for name in ("is_profiling", "has_step_hooks", "has_step_pre_hooks"):
+        monkeypatch.setattr(shared, name, lambda *_: True)
+    assert same(trained(), expected)
+
+
+@both_kinds
+def test_a_torch_without_tensor_guards_is_stepped_to_the_same_bits(
+    kind, kernel_device, monkeypatch
+):
+    """Then shapes, dtypes and strides of gradients are compared by the package itself."""
+
+    def trained():
+        params = parameters([(5,), (70,)], device=kernel_device)
+        run(ours(kind, params), 3)
+        return copies(params)
+
+    expected = trained()
+    finder = importlib.import_module(type(ours(kind, parameters([(1,)]))._roll).__module__)
+    monkeypatch.setattr(finder, "tensor_guards", lambda tensors: None)
+    assert same(trained(), expected)

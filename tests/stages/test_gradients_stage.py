@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from gradilocks.step.gradients import collect, parameters_of
 from torch import nn
 
 from gradilocks.errors import SharedParameter
 from gradilocks.names import Names
-from gradilocks.step.gradients import collect, parameters_of
 
 
 def name(param):

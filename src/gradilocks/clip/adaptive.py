@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks._torch import sparse_indices
 from gradilocks.clip.clip_policy import (
     NOTHING,
     ClipPolicy,
@@ -104,7 +105,7 @@ def _weights(param: Tensor) -> Tensor:
     weights = param.detach()
     grad = param.grad
     if grad is not None and grad.layout is torch.sparse_coo:
-        weights = weights[grad._indices()[0]]
+        weights = weights[sparse_indices(grad)[0]]
     return weights
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
+from gradilocks._torch import has_foreach
 from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.eager import eager, users_line
 from gradilocks.ranks.collective import reduce_apart
@@ -254,10 +255,8 @@ def _place(params: Sequence[object]) -> Callable[[object], str]:
 def _check_foreach(foreach: bool | None, tensors: Sequence[Tensor]) -> None:
     if not foreach or not tensors:
         return
-    from torch.utils._foreach_utils import _device_has_foreach_support
-
     for tensor in tensors:
-        if not _device_has_foreach_support(tensor.device):
+        if not has_foreach(tensor.device):
             raise RuntimeError(
                 "foreach=True was passed, but can't use the foreach API on "
                 f"{tensor.device.type} tensors"

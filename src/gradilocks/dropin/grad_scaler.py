@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+from gradilocks._torch import OptState, new_scaler_state
 from gradilocks.clip import NoClip, resolve_clip
 from gradilocks.dropin.optimizer_engines import OptimizerEngines
 from gradilocks.dropin.scaler_state import (
@@ -324,7 +324,7 @@ class GradScaler(torch.amp.GradScaler):
                     "an optimizer whose parameters have gradients first."
                 )
             self._advance(_largest_flag(found))
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states = defaultdict(new_scaler_state)
         self._start_iteration()
 
     def set_growth_factor(self, new_factor: float) -> None:

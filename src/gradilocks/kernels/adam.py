@@ -15,12 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradilocks.kernels.programs import settled
+from gradilocks.kernels.launch import unspecialized
 
 __all__ = ["adam_kernel", "adam_rates", "adam_rates_kernel"]
 
 
-@settled
+@unspecialized
 def adam_rates_kernel(
     steps_ptr, groups_ptr, settings_ptr, skip_ptr, rates_ptr,
     tensors,
@@ -130,7 +130,7 @@ def _adam_chunk(
                 tl.store(x_ptr + at, x.to(STATE), mask=inside)
 
 
-@settled
+@unspecialized
 def adam_kernel(
     places_ptr, grads_ptr, sizes_ptr, owner_ptr, index_ptr, rates_ptr, skip_ptr, divisor_ptr,
     first, tensors,

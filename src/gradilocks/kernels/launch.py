@@ -1,33 +1,46 @@
 """Launching the same kernel again and again without asking Triton each time which one it is.
 
 Triton looks at every argument of every launch to find the compiled kernel that fits: some 30 us a
-launch. Here the search is done once. The kernels are declared so that
-neither the value of a number nor the alignment of a pointer changes what is compiled, so what was
-found the first time fits ever after.
+launch. Here the search is done once. The kernels are declared so that neither the value of a number
+nor the alignment of a pointer changes what is compiled, so what was found the first time fits ever
+after, and is handed to Triton's own launcher.
+
+That launcher is undocumented and believes what it is given: in another version's order a number
+may become an address. So it is never used on trust. The first launch of every kernel goes the way
+that Triton documents, and what Triton itself then hands to the launcher is compared, place by
+place, with what would be handed over here; and once a device, a kernel that touches nothing but a
+buffer of its own shows that addresses serve in place of tensors. If anything differs, every launch
+of that kernel goes the documented way: slower, and right.
 """
+
+# Kernel arguments have no types that a checker knows, and tl.constexpr names are capitals.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# ruff: noqa: N803
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from gradilocks import kernels
+from gradilocks._torch import (
+    compile_kernel,
+    constants_taken,
+    current_device,
+    current_stream,
+    launch_compiled,
+    seen_by_launcher,
+)
 from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.captured import capturing
 
-__all__ = ["Launch", "launch_for"]
-
-# A torch without CUDA has none of them, and no kernel is launched there but by the interpreter.
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-
-# Before 3.3 a compiled kernel wants other arguments, and is searched for at every launch.
-_SHORT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
+__all__ = ["Launch", "launch_for", "takes_addresses", "unspecialized"]
 
 
 class Launch:
@@ -43,8 +56,9 @@ class Launch:
         self._kernel, self._warps, self._constants = kernel, warps, dict(constants)
         names = [name for name in kernel.arg_names if name in self._constants]
         self._tail = tuple([self._constants[name] for name in names])
-        self._compiled: dict[int, Any] = {}
-        self._short = _SHORT
+        self.compiled: dict[int, Any] = {}
+        self._trusted: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        """By device: the kernel whose launcher was seen to agree, and the constants it takes."""
 
     def prepare(self, device: torch.device, *args: Any) -> None:
         """Compiles without running, so that of several launches all are possible or none is tried.
@@ -52,20 +66,19 @@ class Launch:
         Raises:
             KernelFailed: it does not compile.
         """
-        if device.type != "cuda" or device.index in self._compiled:
+        if device.type != "cuda" or device.index in self.compiled:
             return
         try:
             with torch.cuda.device(device.index):
-                compiled = self._kernel.warmup(
-                    *args, grid=(1,), num_warps=self._warps, **self._constants
+                compiled = compile_kernel(
+                    self._kernel, args, num_warps=self._warps, **self._constants
                 )
-                compiled.run  # noqa: B018 (loads it, which fails if it needs too much of the device)
         except Exception as error:  # A compiler may fail in any way.
             # Not its fault: no memory, what somebody else's kernel has done, or a capture.
             if "out of memory" in str(error) or "Triton Error [CUDA]" in str(error) or capturing():
                 raise
             raise self.failed(device, error) from error
-        self._compiled[device.index] = compiled
+        self.compiled[device.index] = compiled
 
     def failed(self, device: torch.device, error: Exception) -> KernelFailed:
         """Says so, once, and has plain torch serve the device from here on."""
@@ -76,32 +89,111 @@ class Launch:
     def __call__(self, programs: int, device: torch.device, *args: Any) -> None:
         """Runs `programs` programs on the device's current stream."""
         index = device.index
-        compiled = self._compiled.get(index)
-        if compiled is None and device.type == "cuda":
-            self.prepare(device, *args)
-            compiled = self._compiled[index]
-        if compiled is None:
-            self._search(programs, args)
-        elif _current_device() == index:
-            if not self._short:
-                self._search(programs, args)
-                return
-            # Addresses, not tensors: for a tensor the launcher asks the driver whose memory it is.
-            try:
-                compiled.run(
-                    programs, 1, 1, _current_stream(index), compiled.function,
-                    compiled.packed_metadata, None, None, None,
-                    *[arg if type(arg) is int else arg.data_ptr() for arg in args], *self._tail,
-                )  # fmt: skip
-            except TypeError:  # A Triton that wants other arguments again.
-                self._short = False
-                self._search(programs, args)
-        else:
+        trusted = self._trusted.get(index)
+        if trusted is None or current_device() != index:
+            self._launch(programs, device, args)
+            return
+        compiled, constants = trusted
+        # Addresses, not tensors: for a tensor the launcher asks the driver whose memory it is.
+        addresses = [arg if type(arg) is int else arg.data_ptr() for arg in args]
+        launch_compiled(compiled, programs, current_stream(index), addresses, constants)
+
+    def _launch(self, programs: int, device: torch.device, args: tuple[Any, ...]) -> None:
+        index = device.index
+        if device.type != "cuda":  # Interpreted.
+            self._as_documented(programs, args)
+        elif current_device() != index:
             with torch.cuda.device(index):
                 self(programs, device, *args)
+        else:
+            self.prepare(device, *args)
+            constants = self.launch_and_compare(programs, index, args)
+            if constants is not None and takes_addresses(device):
+                self._trusted[index] = self.compiled[index], constants
 
-    def _search(self, programs: int, args: tuple[Any, ...]) -> Any:
+    def launch_and_compare(
+        self, programs: int, index: int, args: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
+        """Launches as Triton documents it, and compares what Triton hands to its launcher.
+
+        Returns:
+            The constants that the launcher wants after `args`, if all else is as `launch_compiled`
+            has it; else None.
+        """
+        compiled = self.compiled[index]
+        seen = seen_by_launcher(compiled, lambda: self._as_documented(programs, args))
+        if seen is None:
+            return None
+        return constants_taken(seen, compiled, programs, current_stream(index), args, self._tail)
+
+    def _as_documented(self, programs: int, args: tuple[Any, ...]) -> Any:
         return self._kernel[(programs,)](*args, num_warps=self._warps, **self._constants)
+
+
+_GUARD, _CELLS = 64, 8
+"""Cells before and after those that the probe may touch, and cells that it reads or writes."""
+_takes_addresses: dict[int, bool] = {}
+
+
+def takes_addresses(device: torch.device) -> bool:
+    """Whether the launcher on this device takes addresses in place of tensors; tried out once.
+
+    All pointers of the probe are into a buffer with wide margins, and it writes only if they lie as
+    far apart as they should, so that no mistake about its arguments can reach other memory. While a
+    CUDA graph is captured nothing can be tried out: False, for the moment.
+    """
+    told = _takes_addresses.get(device.index)
+    if told is None and not capturing():
+        debugged = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode(0)  # It waits, this once, whatever the user has set.
+        try:
+            told = _probe(device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # A launcher of another time may fail in any way.
+            told = False
+        finally:
+            torch.cuda.set_sync_debug_mode(debugged)
+        _takes_addresses[device.index] = told
+    return bool(told)
+
+
+def _probe(device: torch.device) -> bool:
+    cells = torch.full((2 * _GUARD + 2 * _CELLS,), -1, dtype=torch.int64, device=device)
+    source, out = cells[_GUARD : _GUARD + _CELLS], cells[_GUARD + _CELLS : -_GUARD]
+    source.copy_(torch.arange(_CELLS, device=device))
+    expected = cells.clone()
+    expected[_GUARD + _CELLS :][:3] = 7 * source[:3] + 5
+    options = {"APART": 8 * _CELLS, "CELLS": _CELLS}
+    launch = Launch(_probe_kernel, 1, tuple(options.items()))
+    compiled = compile_kernel(_probe_kernel, (source, out, 7, 5), num_warps=1, **options)
+    launch.compiled[device.index] = compiled
+    constants = launch.launch_and_compare(3, device.index, (source, out, 7, 5))
+    if constants is None or not torch.equal(cells, expected):
+        return False
+    out.fill_(-1)
+    addresses = [source.data_ptr(), out.data_ptr(), 7, 5]
+    launch_compiled(compiled, 3, current_stream(device.index), addresses, constants)
+    return torch.equal(cells, expected)
+
+
+def unspecialized(function):
+    """triton.jit, compiled alike whatever the numbers and however the tables are aligned."""
+    names = list(inspect.signature(function).parameters)
+    return triton.jit(
+        function,
+        do_not_specialize=[name for name in names if name.islower() and name[-4:] != "_ptr"],
+        do_not_specialize_on_alignment=[name for name in names if name[-4:] == "_ptr"],
+    )
+
+
+@unspecialized
+def _probe_kernel(source_ptr, out_ptr, factor, more, APART: tl.constexpr, CELLS: tl.constexpr):
+    """out = source * factor + more, if `out` lies APART bytes behind `source`; a program a cell."""
+    cell = tl.program_id(0)
+    inside = (out_ptr.to(tl.int64) - source_ptr.to(tl.int64) == APART) & (cell < CELLS)
+    value = tl.load(source_ptr + cell, mask=inside, other=0)
+    tl.store(out_ptr + cell, value * factor + more, mask=inside)
 
 
 @functools.cache

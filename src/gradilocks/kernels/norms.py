@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gradilocks import _torch
 from gradilocks.kernels import pieces
 
 __all__ = ["Found", "combine", "count_nonfinite", "find", "find_all", "is_finite", "largest"]
@@ -51,7 +52,7 @@ def find_all(tensors: Sequence[Tensor], order: float) -> list[Found]:
         if tensor.dtype in _SINGLE and tensor.numel() <= _SMALL
     ]
     if small:
-        norms = torch._foreach_norm([tensors[i] for i in small], 2.0, dtype=torch.float64)
+        norms = _torch.norms([tensors[i] for i in small], 2.0, dtype=torch.float64)
         for place, norm in zip(small, torch.stack(norms).tolist(), strict=True):
             if norm < math.inf:  # Squares of float32 neither overflow nor vanish in float64.
                 found[place] = norm, 0, 0

@@ -12,22 +12,12 @@ loaded at once.
 
 from __future__ import annotations
 
-import inspect
-
 import triton
 import triton.language as tl
 
-__all__ = ["change_kernel", "gather", "gather_kernel", "measure_kernel", "settled"]
+from gradilocks.kernels.launch import unspecialized
 
-
-def settled(function):
-    """triton.jit, compiled alike whatever the numbers and however the tables are aligned."""
-    names = list(inspect.signature(function).parameters)
-    return triton.jit(
-        function,
-        do_not_specialize=[name for name in names if name.islower() and name[-4:] != "_ptr"],
-        do_not_specialize_on_alignment=[name for name in names if name[-4:] == "_ptr"],
-    )
+__all__ = ["change_kernel", "gather", "gather_kernel", "measure_kernel"]
 
 
 @triton.jit
@@ -68,7 +58,7 @@ def _sweep(
     return tl.sum(sums), tl.max(peaks), tl.sum(zeros)
 
 
-@settled
+@unspecialized
 def measure_kernel(
     pointers_ptr, sizes_ptr, owner_ptr, index_ptr, multiplier_ptr, reals_ptr, counts_ptr,
     first, chunks,
@@ -142,7 +132,7 @@ def measure_kernel(
     tl.store(counts_ptr + 2 * chunks + program, inf)
 
 
-@settled
+@unspecialized
 def gather_kernel(
     begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, out_ptr,
     chunks, tensors,
@@ -209,7 +199,7 @@ def gather(
     tl.store(out_ptr + 4 * tensors + owner, inf.to(tl.float64))
 
 
-@settled
+@unspecialized
 def change_kernel(
     pointers_ptr, sizes_ptr, owner_ptr, index_ptr, number_ptr,
     first,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks._torch import clamp_max_, clamp_min_, mul_, unscale_and_check_
 from gradilocks.kernels import norms, pieces
 from gradilocks.values import NonFinite, Statistics, wide
 
@@ -73,10 +74,10 @@ def multiply_(tensors: Sequence[Tensor], multiplier: Tensor) -> None:
         _multiply_small_(small, factor)
     half = [tensor for tensor in large if tensor.dtype in _HALF]
     if half:
-        torch._foreach_mul_(half, _factor(half[0], factor))
+        mul_(half, _factor(half[0], factor))
     wide_ones = [tensor for tensor in large if tensor.dtype not in _HALF]
     if wide_ones:
-        torch._foreach_mul_(wide_ones, factor)
+        mul_(wide_ones, factor)
 
 
 def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
@@ -137,8 +138,8 @@ def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
     # A bound that the dtype cannot hold bounds nothing in it, and torch would refuse it.
     bounded = [tensor for tensor in tensors if value <= torch.finfo(tensor.dtype).max]
     if bounded:
-        torch._foreach_clamp_min_(bounded, -value)
-        torch._foreach_clamp_max_(bounded, value)
+        clamp_min_(bounded, -value)
+        clamp_max_(bounded, value)
 
 
 def _factor(tensor: Tensor, factor: float) -> float | Tensor:
@@ -158,9 +159,9 @@ def _by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 def _multiply_small_(tensors: list[Tensor], factor: float) -> bool:
     """Multiplies, and says whether all elements are finite, before and after."""
     flag, by = torch.zeros((), **_FLOAT), torch.tensor(factor, **_FLOAT)
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, by)
+    unscale_and_check_(tensors, flag, by)
     if abs(factor) > 1.0:  # The kernel looks before it multiplies; a product can overflow.
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones_like(by))
+        unscale_and_check_(tensors, flag, torch.ones_like(by))
     return not flag.item()
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradilocks.kernels.programs import settled
+from gradilocks.kernels.launch import unspecialized
 
 __all__ = ["sgd_kernel", "sgd_rates", "sgd_rates_kernel"]
 
 
-@settled
+@unspecialized
 def sgd_rates_kernel(
     fresh_ptr, groups_ptr, settings_ptr, skip_ptr, rates_ptr,
     tensors,
@@ -103,7 +103,7 @@ def _sgd_chunk(
                 tl.store(b_ptr + at, b.to(STATE), mask=inside)
 
 
-@settled
+@unspecialized
 def sgd_kernel(
     places_ptr, grads_ptr, sizes_ptr, owner_ptr, index_ptr, rates_ptr, skip_ptr, divisor_ptr,
     first, tensors,

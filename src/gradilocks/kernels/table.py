@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradilocks._torch import current_stream
 from gradilocks.kernels.captured import capturing, keep_if_captured
 
 __all__ = ["Bucket", "Layout", "layout_for", "rules_for", "send", "stream_of"]
 
 _MOST_LAYOUTS = 32
-# A torch without CUDA has none, and never asks. torch.cuda.current_stream takes ten times as long.
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _STAGED = 1 << 15
 """So many bytes the driver takes over before it returns; more is pinned, or it might wait."""
 
@@ -130,7 +129,7 @@ def send(numbers: Tensor | array[int], device: torch.device) -> Tensor:
 
 def stream_of(device: torch.device) -> int | None:
     """The stream on which work for `device` is queued; no other waits for what is sent on it."""
-    return None if device.type != "cuda" else _current_stream(device.index)
+    return None if device.type != "cuda" else current_stream(device.index)
 
 
 def rules_for(numbers: tuple[float, ...], device: torch.device) -> Tensor:

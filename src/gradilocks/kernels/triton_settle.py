@@ -22,9 +22,9 @@ from torch import Tensor
 
 from gradilocks.kernels.adam import adam_rates
 from gradilocks.kernels.captured import capturing, keep_if_captured
-from gradilocks.kernels.launch import launch_for
+from gradilocks.kernels.launch import launch_for, unspecialized
 from gradilocks.kernels.located import Located
-from gradilocks.kernels.programs import gather, settled
+from gradilocks.kernels.programs import gather
 from gradilocks.kernels.sgd import sgd_rates
 from gradilocks.kernels.table import rules_for, send, stream_of
 from gradilocks.kernels.triton_backend import (
@@ -334,7 +334,7 @@ def launch_settle(
         launches[0](layout.count, located.device, *args)
 
 
-@settled
+@unspecialized
 def settle_kernel(
     begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, found_ptr, arrived_ptr, rules_ptr,
     scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
@@ -472,7 +472,7 @@ def _settle(
     return skipped.to(tl.int32)
 
 
-@settled
+@unspecialized
 def advance_kernel(skip_ptr, rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr):
     """Moves a dynamic scale on after a step that was taken or skipped."""
     _advance(rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, tl.load(skip_ptr) > 0.0)

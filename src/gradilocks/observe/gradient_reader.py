@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import sparse_values
 from gradilocks.kernels.totals import any_double
 from gradilocks.step.measure import measure
 from gradilocks.values import Statistics
@@ -167,7 +168,7 @@ def measurable(gradient: Tensor) -> Tensor | None:
             return None
     if gradient.layout is torch.sparse_coo:
         gradient = gradient if gradient.is_coalesced() else gradient.coalesce()
-        gradient = gradient._values()
+        gradient = sparse_values(gradient)
     if gradient.layout is not torch.strided or gradient.is_meta or gradient.dtype.itemsize == 1:
         return None
     if not (gradient.is_floating_point() or gradient.is_complex()):

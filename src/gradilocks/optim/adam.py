@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gradilocks._torch import sub_
 from gradilocks.kernels.table import send
 from gradilocks.optim import masters
 from gradilocks.optim.plan import Plan
@@ -85,7 +86,7 @@ class _Adams(Stepper):
         assert self._plan is not None
         steps = [state["step"] for state in self._plan.states]
         taken = torch.ones_like(steps[0]) if skip is None else 1.0 - skip
-        torch._foreach_sub_(steps, [taken] * len(steps))
+        sub_(steps, [taken] * len(steps))
 
 
 class AdamW(_Adams, _AdamW):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks._torch import version
+
 __all__ = ["HALF", "Marks", "ensure", "follow", "mark", "needs_master", "restore"]
 
 HALF = (torch.float16, torch.bfloat16)
@@ -28,7 +30,7 @@ def needs_master(param: Tensor, group: dict[str, Any]) -> bool:
 def mark(param: Tensor) -> tuple[int, int]:
     """Changes when somebody writes to the parameter, or gives it other storage."""
     plain = type(param) in (Tensor, torch.nn.Parameter)
-    return param._version, param.data_ptr() if plain else 0
+    return version(param), param.data_ptr() if plain else 0
 
 
 def ensure(param: Tensor, state: dict[str, Any], marks: Marks) -> None:

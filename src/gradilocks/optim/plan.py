@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks._torch import TensorBase, version
 from gradilocks.kernels.captured import capturing, keep_if_captured
 from gradilocks.kernels.table import layout_for, send
 from gradilocks.names import Names
@@ -35,7 +36,7 @@ nobody. The plan holds their storages, so until then an address is out of date b
 
 
 _NUMBERS = {float, int}
-_address = torch._C.TensorBase.data_ptr
+_address = TensorBase.data_ptr
 
 
 class Plan:
@@ -63,7 +64,7 @@ class Plan:
             wide = torch.float32 if mastered[place] else common_dtype(param, state, columns)
             tidy(param, state, columns, dtype=wide, odd=place in odd)
         self._masters = [place for place, wide in enumerate(mastered) if wide]
-        self._versions = [params[place]._version for place in self._masters]
+        self._versions = [version(params[place]) for place in self._masters]
         names = (*columns, "master")
         self._columns = [[state.get(name) for state in self.states] for name in names]
         held: list[list[Tensor | None]] = [list(params), *self._columns]
@@ -138,8 +139,8 @@ class Plan:
 
     def hand_over(self, marks: Marks) -> None:
         """Notes how the parameters with masters were left, for the plan that follows."""
-        for place, version in zip(self._masters, self._versions, strict=True):
-            marks[self.called.params[place]] = version, self.called.homes[place]
+        for place, seen in zip(self._masters, self._versions, strict=True):
+            marks[self.called.params[place]] = seen, self.called.homes[place]
 
     def run(self, optimizer: Any) -> None:
         """Launches one step, by what the optimizer has been told to do."""
@@ -152,7 +153,7 @@ class Plan:
         """Takes over what has changed since the last step."""
         called = self.called
         if self._masters:
-            now = [called.params[place]._version for place in self._masters]
+            now = [version(called.params[place]) for place in self._masters]
             if now != self._versions:
                 places = zip(self._masters, now, self._versions, strict=True)
                 with torch.no_grad():
@@ -188,7 +189,7 @@ class Plan:
         keep_if_captured(self, self.settings, skip, divisor, *self._held)
         self._warm = True
         if self._masters:
-            self._versions = [called.params[place]._version for place in self._masters]
+            self._versions = [version(called.params[place]) for place in self._masters]
 
     def _launch(
         self,

@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-)
 
+from gradilocks._torch import (
+    AMP_FLAG,
+    has_step_hooks,
+    has_step_pre_hooks,
+    is_profiling,
+    note_stepped,
+    unhooked,
+)
 from gradilocks.eager import eager
 from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.captured import keeping
@@ -43,7 +46,6 @@ class Stepper(torch.optim.Optimizer):
     """What `kernels.launches` calls its kernel."""
     columns: ClassVar[tuple[str, ...]] = ()
     """The names of the state tensors, in the order in which the kernel wants their addresses."""
-    _step_supports_amp_scaling = True
 
     def _prepare(self, master_weights: bool | None = None) -> None:
         """Ends every constructor, and every return from a pickle or a checkpoint."""
@@ -56,7 +58,7 @@ class Stepper(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._held: TableGradients | None = None
         self._looked_at: TableGradients | None = None
-        self._step_supports_amp_scaling = True
+        setattr(self, AMP_FLAG, True)
         self.marks: masters.Marks = {}
         if master_weights is not None:
             self.defaults["master_weights"] = bool(master_weights)
@@ -146,21 +148,19 @@ class Stepper(torch.optim.Optimizer):
 
     def hold(self, called: TableGradients | None) -> None:
         """Hands the next step gradients that were found a moment ago, so it need not look."""
-        may_change = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
-        self._held = None if may_change else called
+        self._held = None if has_step_pre_hooks(self) else called
 
     def is_direct(self) -> bool:
         """Whether `ready` and `take` do all that this class's `step` would do: nobody listens.
 
         They save what torch does around every step, a third of the host's time for a small model.
         """
-        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        if has_step_hooks(self):
             return False
         for name in ("grad_scale", "found_inf"):
             if self.__dict__.get(name) is not None:
                 return False
-        return not _profiler_enabled()
+        return not is_profiling()
 
     def ready(self, called: TableGradients) -> tuple[str, tuple[Tensor, ...]] | None:
         """Before `take`: raises what there is to raise, and has everything sent.
@@ -188,7 +188,7 @@ class Stepper(torch.optim.Optimizer):
             self._plan_for(None)
             with torch.no_grad(), handing_over(self, grad_scale=divisor, found_inf=skip):
                 step_by_torch(self, self._torch_step)
-        self._opt_called = True  # So that an LR scheduler does not complain.
+        note_stepped(self)
 
     def _step_on_device(self) -> bool:
         """Steps with the kernels; False if torch has to do it."""
@@ -231,9 +231,7 @@ class Stepper(torch.optim.Optimizer):
             for base in type(self).__mro__
             if "step" in base.__dict__ and base.__module__.startswith("torch.optim.")
         )
-        if getattr(inherited, "hooked", False):
-            inherited = inherited.__wrapped__
-        inherited(self)
+        unhooked(inherited)(self)
 
     # What AdamW, Adam and SGD say of themselves.
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from gradilocks._torch import device_kinds, is_flattened
 from gradilocks.values import Meeting
 
 __all__ = [
@@ -181,7 +182,7 @@ def _flattened(params: Sequence[Tensor]) -> list[Tensor]:
     """Those that FSDP1 has cut into shards, as torch marks them; none where no other rank is."""
     if not has_other_ranks() or "torch.distributed.fsdp" not in sys.modules:
         return []
-    return [param for param in params if getattr(param, "_fsdp_flattened", False)]
+    return [param for param in params if is_flattened(param)]
 
 
 def _refuse_beside_flattened(params: Sequence[Tensor], *, name: _Name) -> None:
@@ -316,7 +317,7 @@ def _kinds(group: Any) -> list[str]:
     import torch.distributed as dist
 
     group = dist.group.WORLD if group is None else group
-    return [device.type for device in getattr(group, "_device_types", ())]
+    return device_kinds(group)
 
 
 def _described(mesh: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks._torch import version
 from gradilocks.errors import ScaleMisuse, SharedParameter
 
 __all__ = ["CallOrder", "UnscaledGuard", "own_write", "refuse_scaled"]
@@ -61,7 +62,7 @@ class CallOrder:
             )
 
     def _has_stepped_on(self, grad: Tensor) -> bool:
-        return getattr(grad, _STEPPED, None) == (self._number, grad._version)
+        return getattr(grad, _STEPPED, None) == (self._number, version(grad))
 
     def check_scaled(self, caller: str) -> None:
         """Before gradients are divided by the scale."""
@@ -91,7 +92,7 @@ class CallOrder:
         self.scaled = self.handed_out = self.unscaled = False
         grad = next((p.grad for p in params if p.grad is not None), None)
         if grad is not None:
-            setattr(grad, _STEPPED, (self._number, grad._version))
+            setattr(grad, _STEPPED, (self._number, version(grad)))
 
     def note_cleared(self) -> None:
         """The gradients are gone. A loss that was handed out may still bring new ones."""
@@ -165,7 +166,7 @@ class UnscaledGuard:
         """The gradients of `params` are unscaled now."""
         grads = _gradients(params)
         self._grads.update(zip(grads, map(weakref.ref, grads.values()), strict=True))
-        self._versions.update(zip(grads, [g._version for g in grads.values()], strict=True))
+        self._versions.update(zip(grads, map(version, grads.values()), strict=True))
 
     def refuse_twice(self, params: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
         """Raises if one of them has been unscaled already.
@@ -179,7 +180,7 @@ class UnscaledGuard:
             done, grad = self._grads.get(id(param)), param.grad
             if done is None or grad is None or done() is not grad:
                 continue
-            if grad._version == self._versions[id(param)] or self._losses == 1:
+            if version(grad) == self._versions[id(param)] or self._losses == 1:
                 raise SharedParameter(
                     f"the gradient of {name(param)} has been unscaled already since the last "
                     "update() and would be divided by the scale twice. Put each parameter into one "
@@ -187,9 +188,9 @@ class UnscaledGuard:
                 )
 
     def _follow(self, grads: dict[int, Tensor], versions: Sequence[int]) -> None:
-        for param, grad, version in zip(grads, grads.values(), versions, strict=True):
-            if self._versions.get(param) == version and self._grads[param]() is grad:
-                self._versions[param] = grad._version
+        for param, grad, before in zip(grads, grads.values(), versions, strict=True):
+            if self._versions.get(param) == before and self._grads[param]() is grad:
+                self._versions[param] = version(grad)
 
 
 @contextmanager
@@ -201,7 +202,7 @@ def own_write(params: Sequence[Tensor]) -> Iterator[None]:
         yield
         return
     grads = _gradients(params)
-    versions = [grad._version for grad in grads.values()]
+    versions = list(map(version, grads.values()))
     yield
     for guard in living:
         guard._follow(grads, versions)

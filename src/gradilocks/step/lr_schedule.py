@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks._torch import inner_schedules, note_stepped, sees_steps
 from gradilocks.errors import BadState
 from gradilocks.kernels.captured import capturing
 from gradilocks.step.host_copy import HostCopy
@@ -208,8 +209,8 @@ class Scheduler:
         """torch warns if it does not see that a step came first; the control has seen to it."""
         seen = True
         for optimizer in {id(o): o for o in _optimizers(self._scheduler)}.values():
-            optimizer._opt_called = True
-            seen = seen and hasattr(optimizer.step, "_wrapped_by_lr_sched")
+            note_stepped(optimizer)
+            seen = seen and sees_steps(optimizer)
         if seen:
             yield
             return
@@ -233,7 +234,7 @@ def _thinned(flags: list[Flag]) -> list[Flag]:
 
 
 def _optimizers(scheduler: Any) -> list[Any]:
-    inner = [each for s in getattr(scheduler, "_schedulers", ()) for each in _optimizers(s)]
+    inner = [each for s in inner_schedules(scheduler) for each in _optimizers(s)]
     optimizer = getattr(scheduler, "optimizer", None)
     return inner if optimizer is None else [optimizer, *inner]
 

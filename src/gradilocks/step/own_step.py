@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+from gradilocks._torch import AMP_FLAG
+
 __all__ = [
     "OwnStep",
     "inner_optimizers",
@@ -29,7 +31,6 @@ __all__ = [
 ]
 
 _HANDED_OVER = {"grad_scale", "found_inf"}
-_FLAG = "_step_supports_amp_scaling"
 _SET: Any = object.__setattr__
 _GET: Any = object.__getattribute__
 
@@ -104,7 +105,7 @@ def register_ours(step: Any) -> None:
 def says_so_itself(optimizer: Any) -> bool:
     """Whether who steps has `_step_supports_amp_scaling` itself, and does not forward it."""
     owner = getattr(optimizer.step, "__self__", optimizer)
-    flag = inspect.getattr_static(owner, _FLAG, False)
+    flag = inspect.getattr_static(owner, AMP_FLAG, False)
     return isinstance(flag, (bool, int)) and bool(flag)
 
 
@@ -135,7 +136,7 @@ def why_not_itself(optimizer: Any) -> str:
             f"use the {type(inside[-1]).__name__} inside it."
         )
     step = own_step(optimizer)
-    if getattr(optimizer, _FLAG, False) and (step is None or not step.reads_decision):
+    if getattr(optimizer, AMP_FLAG, False) and (step is None or not step.reads_decision):
         return (
             f" The step of this {name} is not the one that its fused class brings and is not known "
             "to unscale: use the class's own step."

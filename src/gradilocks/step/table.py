@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gradilocks import kernels
+from gradilocks._torch import TensorBase, sparse_values, tensor_guards
 from gradilocks.errors import SharedParameter
 from gradilocks.kernels.captured import capturing, keep_if_captured
 from gradilocks.kernels.located import DTYPES, Located, all_aligned, kinds_of, placed
@@ -44,7 +45,7 @@ Name = Callable[[Tensor], str]
 Lists = Sequence[Sequence[list[Tensor]]]
 """For each optimizer, the lists of parameters of its groups."""
 
-_address = torch._C.TensorBase.data_ptr
+_address = TensorBase.data_ptr
 _shape_of = operator.attrgetter("shape")
 _PLAIN = {Tensor, torch.nn.Parameter}
 
@@ -107,7 +108,7 @@ class AddressedGradients(Gradients):
         self.addresses = addresses
         self.kinds = kinds
         """Dtype and alignment in bytes of each."""
-        self.sizes = tuple(map(torch._C.TensorBase.numel, tensors))
+        self.sizes = tuple(map(TensorBase.numel, tensors))
         self._located: dict[int | None, Located] = {}
 
     @property
@@ -135,7 +136,7 @@ class TableGradients(AddressedGradients):
         """The parameters' own addresses."""
         self.largest_finite = largest_finite(tensors)
         self._make = [_make_of(tensor) for tensor in params + tensors]
-        self._guard = _guard_for(params + tensors)
+        self._guard = tensor_guards(params + tensors)
         self._aligned = all(kind is not None and kind[1] == 16 for kind in self.kinds)
         # What a graph sends is there only when it is replayed.
         self._sent_in_a_capture = capturing()
@@ -166,7 +167,7 @@ class TableGradients(AddressedGradients):
         if [_make_of(tensor) for tensor in every] != self._make:
             return False
         # Under autocast, or with requires_grad turned off, the guard sees what is none of ours.
-        self._guard = _guard_for(every)
+        self._guard = tensor_guards(every)
         return True
 
 
@@ -226,7 +227,7 @@ class GradientTable:
         if found is not None and kernels.is_fused(found.device) and self._same(lists):
             try:
                 tensors = [param.grad for param in found.params]
-                addresses = list(map(_address, tensors))  # type: ignore[arg-type]
+                addresses = list(map(_address, tensors))
             except (TypeError, RuntimeError):  # None, or a gradient without an address.
                 pass
             else:
@@ -424,7 +425,7 @@ def _sparse_values(param: Tensor, grad: Tensor, name: Name) -> Tensor:
         if param is not grad:
             param.grad = coalesced
         grad = coalesced
-    return grad._values()
+    return sparse_values(grad)
 
 
 def _addressed(
@@ -440,7 +441,6 @@ def _addressed(
         return None
     if not {tensor.dtype for tensor in tensors} <= DTYPES:
         return None
-    base = torch._C.TensorBase
     try:
         addresses = list(map(_address, tensors))
         if any(map(torch.is_neg, tensors)):  # Its memory holds the opposite.
@@ -449,7 +449,7 @@ def _addressed(
         return None
     if list(map(_shape_of, params)) != list(map(_shape_of, tensors)):
         return None
-    if all_aligned(array("q", addresses)) and all(map(base.is_contiguous, tensors)):
+    if all_aligned(array("q", addresses)) and all(map(TensorBase.is_contiguous, tensors)):
         kinds: Any = tuple([(tensor.dtype, 16) for tensor in tensors])
     else:
         kinds = kinds_of(tensors, addresses)
@@ -462,20 +462,6 @@ def _make_of(tensor: Tensor) -> tuple[object, ...]:
     """All that a kernel's tables depend on, but for the address."""
     shape, stride = tensor.shape, tensor.stride()
     return type(tensor), tensor.dtype, tensor.device, shape, stride, tensor.is_neg()
-
-
-def _guard_for(tensors: list[Tensor]) -> Any:
-    """What torch.compile knows its inputs by: compares types, dtypes, devices, shapes and strides.
-
-    2,000 tensors take 0.19 ms, where four list walks in Python take 0.5. It is torch's own affair
-    and may go; then every step compares the slow way.
-    """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except (ImportError, TypeError):
-        return None
 
 
 def lists_of(optimizers: Sequence[Any]) -> list[list[list[Tensor]]]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
+from gradilocks._torch import note_stepped, supports_amp
 from gradilocks.step.own_step import is_ours, own_step, says_so_itself, why_not_itself
 from gradilocks.values import Decision, moved
 
@@ -165,7 +166,7 @@ def takes_decision(optimizer: Any) -> bool:
     Only if that is proven (`own_step.OwnStep.reads_decision`), and so never for a wrapper: its
     gradients are multiplied in place, and the host decides whether its step is called.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not supports_amp(optimizer):
         return False
     step = own_step(optimizer)
     if step is None or not step.reads_decision:
@@ -186,7 +187,7 @@ def takes_scaler(optimizer: Any) -> bool:
 
     And whether who steps says so itself: a wrapper may have such a parameter and hand nothing on.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not supports_amp(optimizer):
         return False
     step = getattr(optimizer.step, "__func__", optimizer.step)
     known = _takes_scaler.get(step)
@@ -220,8 +221,7 @@ def must_skip_on_host(optimizer: Any, skip: Tensor, multiplier: Tensor) -> bool:
     if not lacking:
         return False
     if skip.item():
-        # As if stepped, so that an LR scheduler does not complain.
-        setattr(optimizer, "_opt_called", True)  # noqa: B010 (mypy knows no such attribute)
+        note_stepped(optimizer)
         return True
     for group, fresh in lacking:
         if len(fresh) < sum(param.grad is not None for param in group["params"]):

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import is_functorch_tensor
 from gradilocks.lab.trace.magnitudes import tensors_in
 from gradilocks.observe.gradient_reader import measurable
 
@@ -94,7 +95,7 @@ class Flow:
 
     @torch.no_grad()
     def _measure(self, who: int, tensor: Tensor) -> None:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_functorch_tensor(tensor):
             return  # Under vmap a tensor stands for many, and cannot be read.
         values = measurable(tensor.detach())
         if values is None or not values.numel() or not tensor.dim():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import buffers_of, post_accumulate_hooks, set_buffer, version
 from gradilocks.errors import GradilocksError
 
 __all__ = ["unchanged"]
@@ -29,8 +30,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         before = {name: _version(param) for name, param in model.named_parameters()}
         yield
         after = {name: _version(param) for name, param in model.named_parameters()}
-    for name, version in after.items():
-        if before.get(name) != version:
+    for name, counted in after.items():
+        if before.get(name) != counted:
             raise GradilocksError(
                 f"{name} was changed while the model was audited. loss_fn must return the loss and "
                 "leave the optimizer alone: nothing is trained here."
@@ -38,7 +39,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _version(param: Tensor) -> int:
-    return -1 if param.is_inference() else param._version
+    return -1 if param.is_inference() else version(param)
 
 
 def _generators(model: nn.Module) -> Callable[[], None]:
@@ -76,13 +77,13 @@ def _buffers(model: nn.Module) -> Callable[[], None]:
     were = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
     ]
 
     @torch.no_grad()
     def restore() -> None:
         for module, name, buffer, value in were:
-            module._buffers[name] = buffer
+            set_buffer(module, name, buffer)
             if buffer is not None and value is not None and not torch.equal(buffer, value):
                 buffer.copy_(value)
 
@@ -105,7 +106,7 @@ def _late_hooks(model: nn.Module) -> Callable[[], None]:
     """An optimizer that steps inside backward does so by a hook after a gradient is added up."""
     were = []
     for param in model.parameters():
-        hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+        hooks = post_accumulate_hooks(param)
         if hooks:
             were.append((hooks, dict(hooks)))
             hooks.clear()

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
+from gradilocks._torch import CHECKPOINT_GENERATOR, COMPOSABLE_CHECKPOINT
+
 __all__ = ["Carrying"]
 
 Again = Callable[[], AbstractContextManager[Any] | None]
@@ -39,7 +41,7 @@ class Carrying:
             self._entered += 1
             if self._entered > 1:
                 return
-            for module in filter(None, (torch_checkpoint, sys.modules.get(_COMPOSABLE))):
+            for module in filter(None, (torch_checkpoint, sys.modules.get(COMPOSABLE_CHECKPOINT))):
                 for name, stand_in in _STAND_INS.items():
                     if (original := getattr(module, name, None)) is not None:
                         self._replaced.append((module, name, original))
@@ -85,8 +87,6 @@ class _Applying:
 
 
 _STAND_INS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
-    "_checkpoint_without_reentrant_generator": _Calling,
+    CHECKPOINT_GENERATOR: _Calling,
     "CheckpointFunction": _Applying,
 }
-_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
-"""Has the first of the two under a name of its own."""

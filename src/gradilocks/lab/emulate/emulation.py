@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gradilocks._torch import is_autocast_enabled
 from gradilocks.eager import UNCOMPILED
 from gradilocks.errors import GradilocksError
 from gradilocks.lab.emulate.checkpointing import Carrying
@@ -173,7 +174,7 @@ _CARRYING = Carrying(_again)
 
 def refuse_autocast() -> None:
     """Raises under torch.autocast: what it has cast already cannot be computed in float32."""
-    if torch._C._is_any_autocast_enabled():
+    if is_autocast_enabled():
         devices = (each for each in _DEVICES if torch.is_autocast_enabled(each))
         raise GradilocksError(
             f"gradilocks.emulate and torch.autocast({next(devices, '...')!r}) are both on. Use one "

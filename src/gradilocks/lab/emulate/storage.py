@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from gradilocks._torch import are_transforms_active, may_be_dual
 from gradilocks.lab.emulate.rounding import Rounding
 
 __all__ = ["Storage"]
@@ -45,9 +45,9 @@ def _stored(
 ) -> torch.Tensor:
     if forward is None and backward is None:
         return values
-    transformed = torch._C._are_functorch_transforms_active()
+    transformed = are_transforms_active()
     # In a transform, and with dual numbers, a derivative may flow that no flag tells of.
-    followed = transformed or forward_ad._current_level >= 0
+    followed = transformed or may_be_dual()
     if not followed and not (values.requires_grad and torch.is_grad_enabled()):
         return values if forward is None else forward(values)
     apply: Callable[..., torch.Tensor] = (_StoredInTransform if transformed else _Stored).apply

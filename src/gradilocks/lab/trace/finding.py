@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from gradilocks._torch import NORMS_WITH_STATISTICS
 from gradilocks.lab.trace.magnitudes import Magnitude, magnitude
 from gradilocks.names import named_parameters
 from gradilocks.runfile import Trace
@@ -253,7 +253,7 @@ def nan_buffers(module: nn.Module) -> list[Magnitude]:
 
     Not the running statistics of a norm that is training: it writes them and does not read them.
     """
-    if isinstance(module, _NormBase) and module.training:
+    if isinstance(module, NORMS_WITH_STATISTICS) and module.training:
         return []
     named = module.named_buffers(recurse=False)
     found = [magnitude(buffer, key) for key, buffer in named]

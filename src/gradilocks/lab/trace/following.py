@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import in_backward
 from gradilocks.lab.trace.finding import Finding, nan_buffers
 from gradilocks.lab.trace.magnitudes import Magnitude, magnitude, tensors_in
 from gradilocks.names import is_wrapper, named_modules, unwrapped
@@ -362,4 +363,4 @@ def _leaves(tensor: Tensor) -> set[int]:
 
 def _in_backward() -> bool:
     """Whether this forward is a checkpoint's, run again for the gradients."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return in_backward()

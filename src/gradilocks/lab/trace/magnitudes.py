@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradilocks._torch import sparse_values
+
 __all__ = ["Magnitude", "magnitude", "tensors_in"]
 
 _DEPTH = 8
@@ -64,7 +66,7 @@ def _plain(tensor: Tensor) -> Tensor | None:
     if hasattr(inner, "to_local"):
         inner = inner.to_local()
     if inner.layout is torch.sparse_coo:
-        inner = inner._values()
+        inner = sparse_values(inner)
     if inner.layout is not torch.strided or inner.is_meta:
         return None
     if inner.dtype.itemsize == 1 or not (inner.is_floating_point() or inner.is_complex()):

@@ -1,0 +1,618 @@
+"""Every private name of torch and Triton that this package uses, and what serves without it.
+
+torch promises nothing about a name with a leading underscore. So all of them are here, under
+public names of ours, with a fallback for a torch that has none; the rest of the package imports
+from here and never writes such a name itself. `tests/test_torch_names.py` takes away each name in
+turn, says what is lost, and keeps other files from using one.
+
+Three kinds of names: those that `_find` looks up when this module is imported; attributes of a
+tensor, module, optimizer or scaler (`INSTANCE_NAMES`), which the functions below read; and those of
+torch's GradScaler (`SCALER_ATTRIBUTES`), which have no fallback: our GradScaler is a subclass of
+torch's, because frameworks ask for that class and read them too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+
+__all__ = [
+    "AMP_FLAG",
+    "CHECKPOINT_GENERATOR",
+    "COMPOSABLE_CHECKPOINT",
+    "DYNAMO",
+    "FOUND_NAMES",
+    "INSTANCE_NAMES",
+    "NORMS_WITH_STATISTICS",
+    "SCALER_ATTRIBUTES",
+    "TRITON_NAMES",
+    "OptState",
+    "TensorBase",
+    "are_transforms_active",
+    "buffers_of",
+    "children_of",
+    "clamp_max_",
+    "clamp_min_",
+    "compile_kernel",
+    "constants_taken",
+    "current_device",
+    "current_stream",
+    "device_kinds",
+    "has_foreach",
+    "has_step_hooks",
+    "has_step_pre_hooks",
+    "in_backward",
+    "inner_schedules",
+    "is_autocast_enabled",
+    "is_flattened",
+    "is_functorch_tensor",
+    "is_profiling",
+    "launch_compiled",
+    "may_be_dual",
+    "mul_",
+    "new_scaler_state",
+    "norms",
+    "note_stepped",
+    "parameters_in",
+    "post_accumulate_hooks",
+    "scale_of",
+    "scaler_state",
+    "seen_by_launcher",
+    "sees_steps",
+    "set_buffer",
+    "sparse_indices",
+    "sparse_values",
+    "sub_",
+    "supports_amp",
+    "tensor_guards",
+    "uncompiled",
+    "unhooked",
+    "unscale_and_check_",
+    "unseen_by_modes",
+    "version",
+]
+
+FOUND_NAMES: list[str] = []
+"""The dotted names that `_find` has looked up, in this order."""
+
+
+def _find(path: str, fallback: Any) -> Any:
+    """What torch has at a dotted name, or `fallback` if this torch has nothing there."""
+    FOUND_NAMES.append(path)
+    module, _, name = path.rpartition(".")
+    found: Any = sys.modules.get(module)  # Some of C++ are no attributes of what they are in.
+    return fallback if found is None else getattr(found, name, fallback)
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+version: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""Counts the writes to a tensor. No fallback: nothing else of torch counts them, and without it a
+gradient that was cleared in place could not be told from one that is left over."""
+
+TensorBase: Any = _find("torch._C.TensorBase", Tensor)
+"""The class in C++ that Tensor inherits from: its methods are called without a look-up each."""
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """The stored elements of a sparse COO tensor, without a copy; a place may be there twice."""
+    read = getattr(tensor, "_values", None)
+    values: Tensor = tensor.detach().coalesce().values() if read is None else read()
+    return values
+
+
+def sparse_indices(tensor: Tensor) -> Tensor:
+    """Where those elements belong."""
+    read = getattr(tensor, "_indices", None)
+    indices: Tensor = tensor.detach().coalesce().indices() if read is None else read()
+    return indices
+
+
+def post_accumulate_hooks(param: Tensor) -> dict[int, Any]:
+    """The hooks that run when a parameter's gradient has been added up; without the name, none.
+
+    An audit takes them off, because an optimizer that steps inside backward does so by such a hook.
+    If they cannot be found, it sees that the parameter was changed, and refuses.
+    """
+    hooks: dict[int, Any] | None = getattr(param, "_post_accumulate_grad_hooks", None)
+    return {} if hooks is None else hooks
+
+
+def _guards(*tensors: Tensor, **_: Any) -> None:
+    return None
+
+
+_TensorGuards: Any = _find("torch._C._dynamo.guards.TensorGuards", _guards)
+
+
+def tensor_guards(tensors: Sequence[Tensor]) -> Any:
+    """What torch.compile knows its inputs by: compares types, dtypes, devices, shapes and strides.
+
+    2,000 tensors take 0.19 ms, where four list walks in Python take 0.5.
+
+    Returns:
+        An object whose `check(*tensors)` tells whether all are still so; None where this torch has
+        no such thing: then every step compares by itself.
+    """
+    try:
+        return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except TypeError:
+        return None
+
+
+# --- lists of tensors -----------------------------------------------------------------------------
+
+
+def _mul_one_by_one_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def _sub_one_by_one_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    for tensor, other in zip(tensors, others, strict=True):
+        tensor.sub_(other)
+
+
+def _clamp_min_one_by_one_(tensors: Sequence[Tensor], bound: float) -> None:
+    for tensor in tensors:
+        tensor.clamp_(min=bound)
+
+
+def _clamp_max_one_by_one_(tensors: Sequence[Tensor], bound: float) -> None:
+    for tensor in tensors:
+        tensor.clamp_(max=bound)
+
+
+def _norms_one_by_one(
+    tensors: Sequence[Tensor], order: float = 2.0, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+
+
+def _unscale_one_by_one_(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    for tensor in tensors:
+        if not torch.isfinite(tensor).all():
+            found_inf.fill_(1.0)
+        tensor.mul_(inv_scale)
+
+
+mul_: Any = _find("torch._foreach_mul_", _mul_one_by_one_)
+sub_: Any = _find("torch._foreach_sub_", _sub_one_by_one_)
+clamp_min_: Any = _find("torch._foreach_clamp_min_", _clamp_min_one_by_one_)
+clamp_max_: Any = _find("torch._foreach_clamp_max_", _clamp_max_one_by_one_)
+norms: Any = _find("torch._foreach_norm", _norms_one_by_one)
+unscale_and_check_: Any = _find(
+    "torch._amp_foreach_non_finite_check_and_unscale_", _unscale_one_by_one_
+)
+"""Multiplies by the third argument; sets the second to 1 if an element was NaN or Inf before."""
+
+
+def _has_foreach_by_kind(device: torch.device) -> bool:
+    return device.type in ("cpu", "cuda", "xpu", "mtia")
+
+
+has_foreach: Callable[[torch.device], bool] = _find(
+    "torch.utils._foreach_utils._device_has_foreach_support", _has_foreach_by_kind
+)
+"""Whether torch's clip functions take foreach=True on this device."""
+
+# --- modules --------------------------------------------------------------------------------------
+
+NORMS_WITH_STATISTICS: Any = _find(
+    "torch.nn.modules.batchnorm._NormBase",
+    (
+        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+        nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d,
+        nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d,
+    ),
+)  # fmt: skip
+"""The norms that keep running statistics; without the name, those of torch itself."""
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers by name, with those that are None; without the name not those."""
+    found: dict[str, Tensor | None] | None = getattr(module, "_buffers", None)
+    return dict(module.named_buffers(recurse=False)) if found is None else dict(found)
+
+
+def set_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
+    """Puts another object in a buffer's place, whatever the module's `__setattr__` would do."""
+    found: dict[str, Tensor | None] | None = getattr(module, "_buffers", None)
+    if found is None:
+        setattr(module, name, buffer)
+    else:
+        found[name] = buffer
+
+
+def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """A module's children by name; none if its constructor has not come that far."""
+    return _table(module, "_modules", module.named_children)
+
+
+def parameters_in(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """A module's own parameters by name; none if its constructor has not come that far."""
+    return _table(module, "_parameters", lambda: module.named_parameters(recurse=False))
+
+
+def _table(module: nn.Module, name: str, public: Callable[[], Any]) -> Mapping[str, Any]:
+    # By the instance's dictionary: `getattr` asks `__getattr__`, which somebody may have written.
+    found: Mapping[str, Any] | None = module.__dict__.get(name)
+    if found is not None:
+        return found
+    try:
+        return dict(public())
+    except AttributeError:  # Half made.
+        return {}
+
+
+# --- autograd, transforms, modes ------------------------------------------------------------------
+
+
+def _backward_by_frames() -> int:
+    """-1 if no frame above is torch.autograd's; a device's own thread shows none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in ("torch.autograd", "torch.autograd.graph"):
+            return 0
+        frame = frame.f_back
+    return -1
+
+
+_graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", _backward_by_frames)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward in this thread, as when a checkpoint computes again."""
+    return _graph_task() != -1
+
+
+def _has_no_storage(tensor: Tensor) -> bool:
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return True
+    return False
+
+
+is_functorch_tensor: Callable[[Tensor], bool] = _find(
+    "torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage
+)
+"""Whether a tensor stands for many, as under vmap, and cannot be read."""
+
+are_transforms_active: Callable[[], bool] = _find(
+    "torch._C._are_functorch_transforms_active", lambda: True
+)
+"""Whether a transform of torch.func is running; True where nobody can say, which is slower."""
+
+
+def may_be_dual() -> bool:
+    """Whether forward-mode AD is on: a derivative may flow that `requires_grad` does not tell of.
+
+    True where nobody can say, which is slower.
+    """
+    level: int = getattr(torch.autograd.forward_ad, "_current_level", 0)
+    return level >= 0
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+
+
+def _autocast_on_some_device() -> bool:
+    return any(
+        torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        for kind in _AUTOCAST_DEVICES
+    )
+
+
+is_autocast_enabled: Callable[[], bool] = _find(
+    "torch._C._is_any_autocast_enabled", _autocast_on_some_device
+)
+"""Whether torch.autocast is on for any device."""
+
+_no_torch_function: Any = _find("torch._C.DisableTorchFunction", contextlib.nullcontext)
+_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 0)
+_without_modes: Any = _find(
+    "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext
+)
+
+
+@contextlib.contextmanager
+def unseen_by_modes() -> Any:
+    """Inside, no mode and no tensor subclass of the script sees what is done to tensors.
+
+    Without the names it sees our own few operations, as a counter of FLOPs would.
+    """
+    with _no_torch_function():
+        if _modes():
+            with _without_modes():
+                yield
+        else:
+            yield
+
+
+# --- torch.compile and checkpointing --------------------------------------------------------------
+
+uncompiled: Any = _find("torch._compile._disable_dynamo", torch.compiler.disable)
+"""Decorates what must run as it is written. The public one imports the compiler: seconds."""
+
+DYNAMO = "torch._dynamo"
+"""The compiler's module; in `sys.modules` only if somebody has compiled something."""
+
+CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+"""In torch.utils.checkpoint: what a checkpoint without re-entry is made by. If it goes, what such a
+checkpoint computes again inside `gradilocks.emulate` is not emulated."""
+
+COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
+"""The module that has the same function under a name of its own."""
+
+# --- optimizers and schedules ---------------------------------------------------------------------
+
+AMP_FLAG = "_step_supports_amp_scaling"
+"""Set on an optimizer that reads `grad_scale` and `found_inf` itself, as torch's fused ones do.
+torch's GradScaler goes by it too, so there is nothing else to go by."""
+
+
+def supports_amp(optimizer: Any) -> bool:
+    """Whether an optimizer says that it takes `grad_scale` and `found_inf`."""
+    return bool(getattr(optimizer, AMP_FLAG, False))
+
+
+def note_stepped(optimizer: Any) -> None:
+    """Tells torch's LR schedules that a step has come before them; else they warn."""
+    optimizer._opt_called = True
+
+
+def sees_steps(optimizer: Any) -> bool:
+    """Whether a torch LR schedule is around this optimizer's step, and so knows of its steps."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def inner_schedules(scheduler: Any) -> Sequence[Any]:
+    """Those that a SequentialLR or ChainedScheduler is made of; without the name, none.
+
+    Then their optimizers are known by the schedule's own `optimizer` alone, which is the same one.
+    """
+    found: Sequence[Any] = getattr(scheduler, "_schedulers", ())
+    return found
+
+
+_unknown_hooks: Mapping[Any, Any] = {"unknown": None}  # Not empty: somebody may be listening.
+_every_pre_hook: Mapping[Any, Any] = _find(
+    "torch.optim.optimizer._global_optimizer_pre_hooks", _unknown_hooks
+)
+_every_post_hook: Mapping[Any, Any] = _find(
+    "torch.optim.optimizer._global_optimizer_post_hooks", _unknown_hooks
+)
+
+
+def has_step_pre_hooks(optimizer: Any) -> bool:
+    """Whether somebody is called before each step; True where nobody can say, which is slower."""
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", _unknown_hooks)
+    return bool(own or _every_pre_hook)
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether somebody is called before or after each step; True where nobody can say."""
+    own = getattr(optimizer, "_optimizer_step_post_hooks", _unknown_hooks)
+    return bool(own or _every_post_hook) or has_step_pre_hooks(optimizer)
+
+
+is_profiling: Callable[[], bool] = _find("torch._C._autograd._profiler_enabled", lambda: True)
+"""Whether torch's profiler is on, which shows each step; True where nobody can say."""
+
+
+def unhooked(step: Any) -> Any:
+    """An optimizer's `step` without the hooks that torch has wrapped around it."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+# --- GradScaler -----------------------------------------------------------------------------------
+
+SCALER_ATTRIBUTES = (
+    "_backoff_factor",
+    "_check_inf_per_device",
+    "_check_scale_growth_tracker",
+    "_device",
+    "_enabled",
+    "_found_inf_per_device",
+    "_get_growth_tracker",
+    "_get_scale_async",
+    "_growth_factor",
+    "_growth_interval",
+    "_growth_tracker",
+    "_init_growth_tracker",
+    "_init_scale",
+    "_lazy_init_scale_growth_tracker",
+    "_maybe_opt_step",
+    "_per_optimizer_states",
+    "_scale",
+    "_unscale_grads_",
+)
+"""What torch's GradScaler calls its numbers and the methods that our subclass replaces. Frameworks
+read and replace them too. Only `dropin/` may use them, on our own scaler."""
+
+
+def _fresh_state() -> dict[str, Any]:
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+new_scaler_state: Callable[[], dict[str, Any]] = _find(
+    "torch.amp.grad_scaler._refresh_per_optimizer_state", _fresh_state
+)
+"""What a scaler knows of an optimizer at the start of an iteration."""
+
+
+def scale_of(scaler: Any) -> Tensor | None:
+    """A scaler's scale on the device; None before its first loss, or if it keeps none there."""
+    scale: Any = getattr(scaler, "_scale", None)
+    return scale if isinstance(scale, Tensor) else None
+
+
+def scaler_state(scaler: Any, optimizer: Any) -> dict[str, Any]:
+    """What a scaler of torch's class knows of one optimizer: its stage, and a flag a device."""
+    states: Any = scaler._per_optimizer_states
+    state: dict[str, Any] = states[id(optimizer)]
+    return state
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def is_flattened(param: Tensor) -> bool:
+    """Whether FSDP1 has cut this parameter into shards that are plain tensors.
+
+    If the mark goes, such a parameter is measured as a plain one; FSDP1 itself is going.
+    """
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def device_kinds(group: Any) -> list[str]:
+    """The kinds of devices that a process group has a backend for; empty if it does not say."""
+    return [device.type for device in getattr(group, "_device_types", ())]
+
+
+# --- CUDA and Triton ------------------------------------------------------------------------------
+
+
+def _stream_by_torch(index: int) -> int:
+    stream: int = torch.cuda.current_stream(index).cuda_stream
+    return stream
+
+
+current_device: Callable[[], int] = _find("torch._C._cuda_getDevice", torch.cuda.current_device)
+"""The index of the current GPU; who asks has tensors on one."""
+current_stream: Callable[[int], int] = _find("torch._C._cuda_getCurrentRawStream", _stream_by_torch)
+"""A GPU's current stream as the driver knows it; torch.cuda.current_stream is ten times slower."""
+
+
+def compile_kernel(kernel: Any, args: Sequence[Any], **options: Any) -> Any:
+    """A kernel of triton.jit, compiled and loaded for these arguments, not run."""
+    compiled = kernel.warmup(*args, grid=(1,), **options)
+    compiled.run  # noqa: B018 (loads it, which fails if it needs too much of the device)
+    return compiled
+
+
+def launch_compiled(
+    compiled: Any, programs: int, stream: int, args: Sequence[int], constants: Sequence[Any]
+) -> None:
+    """Runs what `compile_kernel` returned, without Triton's search for it, some 30 us a launch.
+
+    The launcher takes its arguments by place, unchecked: in another order they are other addresses.
+    So `kernels.launch` uses this only where `seen_by_launcher` has shown the same order.
+
+    Args:
+        compiled: the kernel.
+        programs: how many programs run.
+        stream: as `current_stream` has it.
+        args: numbers and addresses. Not tensors, for which it would ask the driver whose they are.
+        constants: the values of the kernel's constexpr arguments, in its own order, if it takes
+            them: Triton 3.1 and 3.2 leave them out, later ones do not (seen up to 3.9).
+    """
+    compiled.run(
+        programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+        *args, *constants,
+    )  # fmt: skip
+
+
+def seen_by_launcher(compiled: Any, launch: Callable[[], object]) -> tuple[Any, ...] | None:
+    """Calls `launch`, which is to run `compiled` as Triton documents it, and notes what comes by.
+
+    Returns:
+        The arguments that Triton itself has handed to the launcher of `compiled`, in their order;
+        None if it was not called just once, or takes arguments by name. Where there is no launcher
+        to be found, None too.
+    """
+    seen: list[tuple[Any, ...] | None] = []
+    with _noting:  # Or another thread would put our note back in place of the launcher.
+        name = "_run" if "_run" in vars(compiled) else "run"  # The latter before Triton 3.4.
+        launcher = vars(compiled).get(name)
+        if launcher is None:
+            launch()
+            return None
+
+        def note(*args: Any, **named: Any) -> Any:
+            seen.append(None if named else args)
+            return launcher(*args, **named)
+
+        setattr(compiled, name, note)
+        try:
+            launch()
+        finally:
+            setattr(compiled, name, launcher)
+    return seen[0] if len(seen) == 1 else None
+
+
+_noting = threading.Lock()
+
+
+def constants_taken(
+    seen: tuple[Any, ...],
+    compiled: Any,
+    programs: int,
+    stream: int,
+    args: Sequence[Any],
+    constants: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
+    """Whether a launcher takes its arguments in the order in which `launch_compiled` has them.
+
+    Args:
+        seen: what Triton itself has handed over, for the same launch.
+        compiled, programs, stream, args: of that launch; `args` with tensors, not addresses.
+        constants: the values of the kernel's constexpr arguments.
+
+    Returns:
+        Those constants that belong behind `args`: all, or none before Triton 3.3. None if anything
+        else is in another place.
+    """
+    where = (programs, 1, 1, stream, compiled.function, compiled.packed_metadata)
+    first = len(where) + 3
+    # Between them, for profilers: metadata and two hooks, which may be None.
+    if any(isinstance(each, (int, float, str, tuple, list, Tensor)) for each in seen[6:first]):
+        return None
+    for behind in (constants, ()):
+        if _same((*seen[:6], *seen[first:]), (*where, *args, *behind)):
+            return behind
+    return None
+
+
+def _same(seen: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
+    """Whether both hold the same objects, or equal ones of one type that is not Tensor."""
+    return len(seen) == len(expected) and all(
+        one is other or (type(one) is type(other) and not isinstance(one, Tensor) and one == other)
+        for one, other in zip(seen, expected, strict=True)
+    )
+
+
+TRITON_NAMES = ("packed_metadata", "warmup")
+"""What kernels of Triton are asked for here and nowhere else: not documented, though without an
+underscore. Beside these `run`, `_run` and `function`, which are everybody's words."""
+
+INSTANCE_NAMES = (
+    "_buffers",
+    "_current_level",
+    "_device_types",
+    "_fsdp_flattened",
+    "_indices",
+    "_modules",
+    "_opt_called",
+    "_optimizer_step_post_hooks",
+    "_optimizer_step_pre_hooks",
+    "_parameters",
+    "_post_accumulate_grad_hooks",
+    "_schedulers",
+    "_step_supports_amp_scaling",
+    "_values",
+    "_version",
+    "_wrapped_by_lr_sched",
+)
+"""The attributes of torch's objects that the functions here read, beside a scaler's."""
