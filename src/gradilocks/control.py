@@ -35,16 +35,15 @@ from gradilocks.record.journal import journal_for, recorder_of
 from gradilocks.scale import resolve_scale
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
-from gradilocks.step.engine import Engine, Verdict
+from gradilocks.step.engine import Engine, Verdict, multiply_
 from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.lr_schedule import Listeners, Scheduler
-from gradilocks.step.measure import multiply_
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
 from gradilocks.step.own_step import is_ours
-from gradilocks.step.table import Gradients, every_parameter
+from gradilocks.step.table import AddressedGradients, Gradients, every_parameter
 from gradilocks.step.update import (
     apply_in_place,
-    check_unscaling_in_place,
+    refuse_unscaling_float16,
     takes_decision,
     takes_directly,
     update,
@@ -113,9 +112,7 @@ class GradientControl:
         self._on_nonfinite = on_nonfinite
         self._process_group = process_group
         self._engine = Engine(*policies, names=self._names, give_up_after=give_up_after)
-        self._team(
-            at_once=True
-        )  # Refuses, now rather than at the first step, what no rank can know.
+        self._team()  # Refuses, now rather than at the first step, what no rank can know.
         self._schedulers = Listeners()
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)
@@ -183,7 +180,7 @@ class GradientControl:
         Costs a pass over the gradients; `step` then measures and decides on what it finds.
         """
         self._order.check_unscale()
-        gradients = self._find(taken_inside=[False] * len(self._optimizers))
+        gradients, _ = self._find([False] * len(self._optimizers))
         with torch.no_grad():
             multiply_(gradients, torch.reciprocal(self._engine.state.scale))
         self._order.note_unscaled()
@@ -305,12 +302,12 @@ class GradientControl:
             check_closure(closure, len(self._optimizers))
             return self._step_with_closure(closure)
         engine = self._engine
-        taken_inside = [takes_decision(optimizer) for optimizer in self._optimizers]
-        gradients, team = self._find_with_ranks(taken_inside)
+        inside = list(map(takes_decision, self._optimizers))
+        gradients, team = self._find(inside)
         try:
             rating, direct = None, False
-            if team is None and engine.settles(gradients):
-                direct = takes_directly(self._optimizers)
+            if isinstance(gradients, AddressedGradients) and team is None:
+                direct = engine.settles(gradients) and takes_directly(self._optimizers)
                 # Work out an optimizer's rates where the step is settled: one launch less.
                 rating = self._optimizers[0].ready(gradients) if direct else None
             verdict = engine.decide(
@@ -321,57 +318,50 @@ class GradientControl:
                     skip, divisor = verdict.decision.skip, verdict.decision.divisor
                     self._optimizers[0].take(skip, divisor, rated=rating is not None)
                 else:
-                    self._update(verdict, gradients, taken_inside)
+                    self._update(verdict, gradients, inside)
             except BaseException:
                 self._after_a_failed_update(verdict)
                 raise
         finally:
             gradients.release()
-        return self._conclude(verdict)
+        return self._conclude(verdict, gradients.params)
 
-    def _update(self, verdict: Verdict, gradients: Gradients, taken_inside: Sequence[bool]) -> None:
+    def _update(self, verdict: Verdict, gradients: Gradients, inside: Sequence[bool]) -> None:
         """Steps each optimizer on its gradients, or none."""
         begin = 0
         for number, optimizer in enumerate(self._optimizers):
             if verdict.settled and is_ours(optimizer):
                 optimizer.hold(gradients if len(self._optimizers) == 1 else None)
-            _, tensors = gradients.of_optimizer(number)
+            end = gradients.ends[number]
             update(
                 optimizer,
                 verdict.decision,
-                tensors,
+                gradients.tensors[begin:end],
+                device=gradients.device,
                 begin=begin,
-                inside=taken_inside[number],
+                inside=inside[number],
                 multiplied=self._order.note_unscaled,
             )
-            begin += len(tensors)
+            begin = end
 
-    def _find(self, taken_inside: Sequence[bool]) -> Gradients:
-        """The gradients, after checking that a scaled loss made them.
+    def _find(self, inside: Sequence[bool]) -> tuple[Gradients, ModelRanks | None]:
+        """The gradients, and the ranks that hold the model together with this one, if any.
 
         Args:
-            taken_inside: for each optimizer, whether its own step unscales; else its gradients are
+            inside: for each optimizer, whether its own step unscales; else its gradients are
                 unscaled in place, which float16 would not survive.
         """
-        gradients = self._engine.find(self._optimizers)
-        if self._engine.scales:
-            self._order.check_scaled("step()")
-            for number, inside in enumerate(taken_inside):
-                if not inside:
-                    params, tensors = gradients.of_optimizer(number)
-                    optimizer = self._optimizers[number]
-                    check_unscaling_in_place(optimizer, params, tensors, self._names)
-        if not gradients.params and not (
-            self._process_group is not None or any_distributed(self._parameters())
-        ):
-            raise no_gradients()
-        return gradients
-
-    def _find_with_ranks(self, taken_inside: Sequence[bool]) -> tuple[Gradients, ModelRanks | None]:
-        """The gradients, and the ranks that hold the model together with this one, if any."""
-        team = self._team()
+        team = self._team() if has_other_ranks() else None
         try:
-            gradients = self._find(taken_inside)
+            gradients = self._engine.find(self._optimizers)
+            if self._engine.scales:
+                self._order.check_scaled("step()")
+                if torch.float16 in gradients.dtypes:
+                    self._refuse_float16(gradients, inside)
+            if not gradients.params and not (
+                self._process_group is not None or any_distributed(self._parameters())
+            ):
+                raise no_gradients()
         except Exception:
             if team is not None:  # Else the other ranks would wait for this one.
                 self._engine.refuse(team)
@@ -382,19 +372,25 @@ class GradientControl:
                 self._engine.move_to(first.device)
         return gradients, team
 
+    def _refuse_float16(self, gradients: Gradients, inside: Sequence[bool]) -> None:
+        for number, optimizer in enumerate(self._optimizers):
+            if not inside[number]:
+                params, tensors = gradients.of_optimizer(number)
+                refuse_unscaling_float16(optimizer, params, tensors, self._names)
+
     def _after_a_failed_update(self, verdict: Verdict) -> None:
         """As if nothing had been decided; several optimizers are not to be stepped twice."""
         self._engine.undo(verdict)
         if len(self._optimizers) > 1:
             self._order.note_step(self._parameters())
 
-    def _conclude(self, verdict: Verdict) -> Outcome:
+    def _conclude(self, verdict: Verdict, params: Sequence[Tensor]) -> Outcome:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         outcome = verdict.outcome
         hopeless = self._engine.conclude(verdict)
         for scheduler in self._schedulers:
             scheduler.note(verdict.record.row)
-        self._order.note_step(self._parameters())
+        self._order.note_step(params)
         if self._told is not None:
             self._told.record, self._told.next_scale = verdict.record, self._engine.state.scale
             self._events.end_step(self._told)
@@ -410,7 +406,7 @@ class GradientControl:
 
         def make_true() -> bool:
             nonlocal last
-            gradients, team = self._find_with_ranks([False])
+            gradients, team = self._find([False])
             unscaled = self._order.unscaled
             last = self._engine.decide(gradients, unscaled=unscaled, team=team, on_device=False)
             if last.outcome.skipped:
@@ -428,14 +424,8 @@ class GradientControl:
         )
         if last is None:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
-        return self._conclude(last)
+        return self._conclude(last, list(self._parameters()))
 
-    def _team(self, *, at_once: bool = False) -> ModelRanks | None:
-        """The ranks that hold the model together; raises if they are not known.
-
-        Args:
-            at_once: check what the user has named also where no other rank trains along.
-        """
-        if not (has_other_ranks() or at_once):
-            return None
+    def _team(self) -> ModelRanks | None:
+        """The ranks that hold the model together; raises if they are not known."""
         return model_ranks_of(list(self._parameters()), group=self._process_group, name=self._names)

@@ -24,9 +24,9 @@ from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.eager import eager, users_line
 from gradilocks.ranks.collective import reduce_apart
 from gradilocks.ranks.layout import has_other_ranks, meetings_of
-from gradilocks.step.call_order import own_write, refuse_scaled
+from gradilocks.step.call_order import own_write_begins, own_write_ended, refuse_scaled
+from gradilocks.step.engine import measure_all, multiply_, norm_and_coefficient
 from gradilocks.step.events import EVENTS
-from gradilocks.step.measure import measure, multiply_, norm_and_coefficient
 from gradilocks.step.table import AddressedGradients, Gradients, gradients_among, gradients_of
 from gradilocks.values import Measurement, moved, wide
 
@@ -91,8 +91,9 @@ def _clip_by_norm(
         coefficient = clip_coefficient(norm, bound, measurement.nonfinite)
     returned = _checked_norm(norm, order, double, error_if_nonfinite)
     if gradients.tensors:
-        with own_write(gradients.params):
-            multiply_(gradients, coefficient)
+        kept = own_write_begins(gradients.params)
+        multiply_(gradients, coefficient)
+        own_write_ended(kept)
     return returned
 
 
@@ -122,8 +123,9 @@ def clip_grads_with_norm_(
         norm = _on_device(total_norm, device)
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
         nonfinite = torch.logical_not(norm.abs() < math.inf).to(torch.float32)
-        with own_write(gradients.params):
-            multiply_(gradients, clip_coefficient(norm, bound, nonfinite))
+        kept = own_write_begins(gradients.params)
+        multiply_(gradients, clip_coefficient(norm, bound, nonfinite))
+        own_write_ended(kept)
     if clip is not None:
         EVENTS.end_clip(clip, norm=total_norm)
 
@@ -150,7 +152,8 @@ def get_total_norm(
     given = _listed(tensors)
     order = _order(norm_type)
     gradients = gradients_among(given, name=_place(given))
-    _check_foreach(foreach, gradients.tensors)
+    if foreach:
+        _check_foreach(gradients.tensors)
     measurement = _measured(gradients, given, order)
     return _checked_norm(measurement.norm, order, measurement.double, error_if_nonfinite)
 
@@ -172,18 +175,20 @@ def clip_grad_value_(
     bound = _bound("clip_value", clip_value)
     refuse_scaled(params)
     gradients = _found(params, foreach)
-    with own_write(gradients.params):
-        for device, places in kernels.by_device(gradients.tensors).items():
-            limit = torch.full((), bound, dtype=wide(device), device=device)
-            tensors = [gradients.tensors[place] for place in places]
-            kernels.for_device(device).clamp_(tensors, limit)
+    kept = own_write_begins(gradients.params)
+    for device, places in kernels.by_device(gradients.tensors).items():
+        limit = torch.full((), bound, dtype=wide(device), device=device)
+        tensors = [gradients.tensors[place] for place in places]
+        kernels.BACKENDS[device.type].clamp_(tensors, limit)
+    own_write_ended(kept)
     if clip is not None:
         EVENTS.end_clip(clip)
 
 
 def _found(params: Sequence[Tensor], foreach: bool | None) -> Gradients:
     gradients = gradients_of(params, name=_place(params))
-    _check_foreach(foreach, gradients.tensors)
+    if foreach:
+        _check_foreach(gradients.tensors)
     return gradients
 
 
@@ -191,7 +196,7 @@ def _measured(gradients: Gradients, given: Sequence[Tensor], order: float) -> Me
     """Of all gradients together, on the first one's device; a distributed one over its mesh."""
     tensors = gradients.tensors
     home = tensors[0].device if tensors else torch.device("cpu")
-    measurement = measure(tensors, home=home, order=order)
+    measurement = measure_all(gradients, home=home, order=order)
     meetings = meetings_of(given) if has_other_ranks() else []
     if not meetings:
         return measurement
@@ -234,7 +239,8 @@ def _listed(given: _TensorOrTensors, *, warn_if_empty_generator: bool = False) -
 
 
 def _bound(name: str, value: object) -> float:
-    return check_max_norm(float(value), name=name)  # type: ignore[arg-type]
+    bound = float(value)  # type: ignore[arg-type]
+    return bound if bound >= 0.0 else check_max_norm(bound, name=name)
 
 
 def _order(norm_type: object) -> float:
@@ -252,9 +258,7 @@ def _place(params: Sequence[object]) -> Callable[[object], str]:
     return name
 
 
-def _check_foreach(foreach: bool | None, tensors: Sequence[Tensor]) -> None:
-    if not foreach or not tensors:
-        return
+def _check_foreach(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if not has_foreach(tensor.device):
             raise RuntimeError(

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -56,10 +58,17 @@ from gradilocks.scale import (
 from gradilocks.state.checkpoint import SCALERS as KEY
 from gradilocks.state.checkpoint import check_scale, refill, save_scale
 from gradilocks.state.other_scalers import OtherScaler, recognize
-from gradilocks.step.call_order import UnscaledGuard, own_write
-from gradilocks.step.engine import Engine, Verdict, held_if, peak_of
+from gradilocks.step.call_order import UnscaledGuard, own_write_begins, own_write_ended
+from gradilocks.step.engine import (
+    Engine,
+    Look,
+    Verdict,
+    held_if,
+    look,
+    measure_all,
+    peak_of,
+)
 from gradilocks.step.events import EVENTS, Step
-from gradilocks.step.measure import Look, look, measure
 from gradilocks.step.outcome import ScalerOutcome, fetch
 from gradilocks.step.own_step import why_not_itself
 from gradilocks.step.table import Gradients, every_parameter, lists_of
@@ -71,7 +80,7 @@ from gradilocks.step.update import (
     takes_scaler,
     update,
 )
-from gradilocks.values import ROW, Meeting, ScaleState, moved, wide
+from gradilocks.values import ROW, Meeting, NonFinite, ScaleState, moved, wide
 
 __all__ = ["GradScaler"]
 
@@ -88,6 +97,11 @@ _FLATTENED = (
     "the FSDP model, or torch's ShardedGradScaler and model.clip_grad_norm_."
 )
 
+_NO_GRADIENTS = (
+    "No inf checks were recorded for this optimizer. None of its parameters has a gradient: was "
+    "backward() called, and does the loss depend on them?"
+)
+
 
 class _OptimizerStep(NamedTuple):
     """What is known of one optimizer since the last `update`."""
@@ -96,8 +110,9 @@ class _OptimizerStep(NamedTuple):
     """Alive until `update`, so that its id means no other."""
     params: Sequence[Tensor] = ()
     """Its parameters with gradients."""
-    outcome: Callable[[Tensor, Tensor], ScalerOutcome] | None = None
-    """Makes the outcome from the skip flag and the scale."""
+    engine: Engine | None = None
+    seen: Look | None = None
+    """What `unscale_` found in the gradients."""
     verdict: Verdict | None = None
     """What the engine decided, with `policy=` or `clip=`."""
 
@@ -202,7 +217,7 @@ class GradScaler(torch.amp.GradScaler):
                     )
             if self._enabled:
                 self._show_policys_numbers(self._policy)
-        self._outcome: ScalerOutcome | None = None
+        self._outcome: ScalerOutcome | partial[ScalerOutcome] | None = None
         self._now = _SinceUpdate()
 
     # The contract of torch.amp.GradScaler.
@@ -210,6 +225,8 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def outcome(self) -> ScalerOutcome | None:
         """What became of the latest `step`, or None before the first. Reading it waits."""
+        if isinstance(self._outcome, partial):
+            self._outcome = self._outcome()
         return self._outcome
 
     @eager
@@ -293,7 +310,8 @@ class GradScaler(torch.amp.GradScaler):
         else:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            self._require_flags(state)
+            if not state["found_inf_per_device"]:
+                raise AssertionError(_NO_GRADIENTS)
             flag = _any_flag(list(state["found_inf_per_device"].values()))
             self._tell(optimizer, flag)
             asked = {**state, "found_inf_per_device": {flag.device: flag}}
@@ -314,7 +332,7 @@ class GradScaler(torch.amp.GradScaler):
             set_scale(scale, new_scale, device=self._device, lowest=lowest, highest=highest)
         else:
             found = [
-                moved(flag, scale.device)
+                flag if flag.device == scale.device else moved(flag, scale.device)
                 for state in self._per_optimizer_states.values()
                 for flag in state["found_inf_per_device"].values()
             ]
@@ -323,7 +341,7 @@ class GradScaler(torch.amp.GradScaler):
                     "No inf checks were recorded prior to update. Call scaler.step(optimizer) on "
                     "an optimizer whose parameters have gradients first."
                 )
-            self._advance(_largest_flag(found))
+            self._advance(found[0] if len(found) == 1 else _largest_flag(found))
         self._per_optimizer_states = defaultdict(new_scaler_state)
         self._start_iteration()
 
@@ -502,7 +520,7 @@ class GradScaler(torch.amp.GradScaler):
                 if not issubclass(kind, Tensor):
                     raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")
         gradients = engine.table.find(lists, name=engine.names)
-        if not allow_fp16 and torch.float16 in {tensor.dtype for tensor in gradients.tensors}:
+        if not allow_fp16 and torch.float16 in gradients.dtypes:
             for param, tensor in zip(gradients.params, gradients.tensors, strict=True):
                 if tensor.dtype is torch.float16:
                     raise ValueError(
@@ -517,34 +535,36 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Any, inv_scale: Tensor | None, found_inf: Tensor, *, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscales the gradients if `inv_scale` is given, and looks at them; a flag a device."""
-        engine = self._engines.of(optimizer)
+        known = self._engines.known.get(id(optimizer))
+        engine = self._engines.of(optimizer) if known is None else known[1]
         with torch.no_grad():
             gradients = self._gradients(optimizer, engine, allow_fp16=allow_fp16)
             if inv_scale is not None:
                 self._now.guard.refuse_twice(gradients.params, engine.names)
-            meetings = self._meetings(optimizer)
+            meetings: Sequence[Meeting] = ()
+            if self._process_group is not None or has_other_ranks():
+                params = list(every_parameter([optimizer]))
+                meetings = meetings_of(params, group=self._process_group)
             peak = None
             if self._policy is not None and self._policy.needs_largest:
-                found = measure(gradients.tensors, home=found_inf.device, detail=True).tensors
+                found = measure_all(
+                    gradients, home=found_inf.device, order=2.0, detail=True
+                ).tensors
                 assert found.largest is not None
                 peak = found.largest.amax() if gradients.tensors else found.norms.new_zeros(())
             seen = look(gradients, inv_scale)
             flags = seen.flags
             if inv_scale is None and self._scale is not None:  # Before the ranks agree on it.
                 _refuse_overflow(flags, gradients.tensors, self._scale)
-            self._agree(flags, found_inf, peak, meetings)
+            if meetings or peak is not None:
+                self._agree(flags, found_inf, peak, meetings)
             if inv_scale is not None:
                 self._now.guard.mark(gradients.params)
-            outcome = _outcome_of(engine, gradients, seen)
-            self._now.steps[id(optimizer)] = _OptimizerStep(optimizer, gradients.params, outcome)
+            self._now.steps[id(optimizer)] = _OptimizerStep(
+                optimizer, gradients.params, engine=engine, seen=seen
+            )
             gradients.release()
         return flags
-
-    def _meetings(self, optimizer: Any) -> list[Meeting]:
-        """The ranks that hold some of the gradients together with this one."""
-        if self._process_group is None and not has_other_ranks():
-            return []
-        return meetings_of(list(every_parameter([optimizer])), group=self._process_group)
 
     def _agree(
         self,
@@ -605,8 +625,8 @@ class GradScaler(torch.amp.GradScaler):
                 "unscale_() and still carry the scale: call backward() before unscale_()."
             )
         if not gradients.tensors and not any_distributed(every_parameter([optimizer])):
-            if not inside:
-                self._require_flags(state)
+            if not inside and not state["found_inf_per_device"]:
+                raise AssertionError(_NO_GRADIENTS)
             returned: float | None = optimizer.step(*args, **kwargs)
             return returned
         verdict = self._decided(optimizer, engine, gradients, state, ranks, unscaled=unscaled)
@@ -622,16 +642,18 @@ class GradScaler(torch.amp.GradScaler):
                 return self._step_with_scaler(optimizer, args, kwargs)
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
 
-        with own_write(gradients.params):
-            returned = update(
-                optimizer,
-                verdict.decision,
-                gradients.tensors,
-                inside=inside,
-                multiplied=multiplied,
-                step=step,
-                consume=True,
-            )
+        kept = own_write_begins(gradients.params)
+        returned = update(
+            optimizer,
+            verdict.decision,
+            gradients.tensors,
+            device=gradients.device,
+            inside=inside,
+            multiplied=multiplied,
+            step=step,
+            consume=True,
+        )
+        own_write_ended(kept)
         if not unscaled:
             self._now.guard.mark(gradients.params)
         gradients.release()
@@ -751,10 +773,12 @@ class GradScaler(torch.amp.GradScaler):
         if not gradients.tensors and not any_distributed(params):
             return optimizer.step(**kwargs)  # type: ignore[no-any-return]
         engine.move_to((gradients.tensors or params)[0].device)
-        with torch.no_grad(), own_write(gradients.params):
+        kept = own_write_begins(gradients.params)
+        with torch.no_grad():
             verdict = engine.decide(gradients, unscaled=True, moves=False, **ranks)
             decision = verdict.decision
             apply_in_place(decision, gradients.tensors)
+        own_write_ended(kept)
         gradients.release()
         returned: float | None = None
         if decision.overflow is None:
@@ -778,15 +802,15 @@ class GradScaler(torch.amp.GradScaler):
     def _tell(self, optimizer: Any, skip: Tensor) -> None:
         """Keeps what this step found, for `outcome`; everything stays on the device."""
         known = self._now.steps.get(id(optimizer))
-        if known is not None and known.outcome is not None and self._scale is not None:
-            self._outcome = known.outcome(skip, self._scale)
-
-    @staticmethod
-    def _require_flags(state: dict[str, Any]) -> None:
-        if not state["found_inf_per_device"]:
-            raise AssertionError(
-                "No inf checks were recorded for this optimizer. None of its parameters has a "
-                "gradient: was backward() called, and does the loss depend on them?"
+        if known is not None and known.seen is not None and self._scale is not None:
+            params = known.params
+            if len(known.seen.counted) > 1:
+                params = [params[place] for place in known.seen.places]
+            assert known.engine is not None
+            names = known.engine.names, weakref.ref(known.engine.table.roster(params))
+            # Made when somebody reads it.
+            self._outcome = partial(
+                _outcome_of, skip, self._scale.clone(), tuple(known.seen.counted), *names
             )
 
     # The scale and its rule.
@@ -814,6 +838,9 @@ class GradScaler(torch.amp.GradScaler):
             rejected = _largest_flag(flags)
             rejected = rejected * (1.0 - moved(flag, rejected.device))
         state = self._state()
+        if self._policy is None and rejected is None:
+            advance_dynamic(state, flag, self._torchs_rules())
+            return
         with held_if(rejected, state):
             if self._policy is None:
                 advance_dynamic(state, flag, self._torchs_rules())
@@ -887,28 +914,27 @@ def _scale_policy(given: object) -> ScalePolicy | None:
 
 
 def _outcome_of(
-    engine: Engine, gradients: Gradients, seen: Look
-) -> Callable[[Tensor, Tensor], ScalerOutcome]:
-    """What makes the outcome of a step on these gradients, without keeping them alive."""
-    params = gradients.params
-    if len(seen.counted) > 1:
-        params = [params[place] for place in seen.places]
-    names, counts = engine.namer(params), tuple(seen.counted)
+    skip: Tensor,
+    scale: Tensor,
+    counts: Sequence[Callable[[], NonFinite]],
+    names: Names,
+    roster: Callable[[], Sequence[Tensor] | None],
+) -> ScalerOutcome:
+    """What a step without an engine found; it keeps neither gradients nor parameters alive."""
+    home = scale.device
 
-    def outcome(skip: Tensor, scale: Tensor) -> ScalerOutcome:
-        home = scale.device
+    def counted() -> tuple[Tensor, Tensor]:
+        found = [count() for count in counts]
+        nothing = torch.zeros(0, dtype=torch.int64, device=home)
+        nan = torch.cat([nothing, *(moved(each.nan, home) for each in found)])
+        return nan, torch.cat([nothing, *(moved(each.inf, home) for each in found)])
 
-        def counted() -> tuple[Tensor, Tensor]:
-            found = [count() for count in counts]
-            nothing = torch.zeros(0, dtype=torch.int64, device=home)
-            nan = torch.cat([nothing, *(moved(each.nan, home) for each in found)])
-            return nan, torch.cat([nothing, *(moved(each.inf, home) for each in found)])
-
-        return ScalerOutcome(
-            skip=moved(skip, home), scale=scale.clone(), counted=counted, names=names
-        )
-
-    return outcome
+    return ScalerOutcome(
+        skip=moved(skip, home),
+        scale=scale,
+        counted=counted,
+        names=lambda: names.in_backward_order(roster() or ()),
+    )
 
 
 def _largest_flag(flags: Sequence[Tensor]) -> Tensor:
@@ -921,7 +947,8 @@ def _largest_flag(flags: Sequence[Tensor]) -> Tensor:
 
 def _any_flag(flags: Sequence[Tensor]) -> Tensor:
     """Exactly 1 if any flag is set, exactly 0 if none is; a sum of flags would be neither."""
-    return (_largest_flag(flags) > 0).to(torch.float32)
+    largest = flags[0] if len(flags) == 1 else _largest_flag(flags)
+    return (largest > 0).to(torch.float32)
 
 
 def _larger(before: Tensor | None, now: Tensor) -> Tensor:

@@ -40,13 +40,14 @@ class OptimizerEngines:
 
     def __init__(self, scale: ScalePolicy | None, clip: ClipPolicy, model: Any) -> None:
         self.scale, self.clip, self._model = scale, clip, model
-        self._engines: list[tuple[Callable[[], Any], Engine]] = []
+        self.known: dict[int, tuple[Callable[[], Any], Engine]] = {}
+        """By the id of the optimizer: what returns it as long as it lives, and its engine."""
         self._loaded: list[dict[str, Any]] = []
         self._warned_of_misfits = False
         _refuse_patterns(clip, model)
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_engines": [], "_warned_of_misfits": False, "_model": None}
+        fresh = {"known": {}, "_warned_of_misfits": False, "_model": None}
         return {**self.__dict__, **fresh, "_loaded": self._learned()}
 
     def with_model(self, model: Any) -> OptimizerEngines:
@@ -61,16 +62,17 @@ class OptimizerEngines:
 
     def of(self, optimizer: Any) -> Engine:
         """The engine of an optimizer, made when it is first met."""
-        for known, engine in self._engines:
-            if known() is optimizer:
-                return engine
-        mine = weakref.ref(self)
+        known = self.known.get(id(optimizer))
+        if known is not None and known[0]() is optimizer:
+            return known[1]
+        mine, place = weakref.ref(self), id(optimizer)
 
         def forget(gone: object) -> None:
             """Its parameters are not kept either."""
             engines = mine()
-            if engines is not None:
-                engines._engines = [pair for pair in engines._engines if pair[0] is not gone]
+            known = None if engines is None else engines.known.get(place)
+            if engines is not None and known is not None and known[0] is gone:
+                del engines.known[place]
 
         try:
             ref: Callable[[], Any] = weakref.ref(optimizer, forget)
@@ -80,21 +82,21 @@ class OptimizerEngines:
         engine = Engine(self.scale or NoScale(), self.clip, names=names)
         engine.table, engine.keeps_parameters = GradientTable(refuse_twice=False), False
         if self._loaded and self.clip.learns:
-            place = self._place(_signature(optimizer, engine.names))
-            if place is not None:
-                engine.recall(self._loaded[place]["memory"])
-                del self._loaded[place]
-        self._engines.append((ref, engine))
+            saved = self._place(_signature(optimizer, engine.names))
+            if saved is not None:
+                engine.recall(self._loaded[saved]["memory"])
+                del self._loaded[saved]
+        self.known[place] = ref, engine
         return engine
 
     def warn_of_misfits(self) -> None:
         """Warns, once, of groups and patterns of the clip policy that fit no parameter so far."""
-        if not self._engines or self._warned_of_misfits:
+        if not self.known or self._warned_of_misfits:
             return
         self._warned_of_misfits = True
         names: list[str] = []
         groups: list[tuple[int, str | None]] = []
-        for ref, engine in self._engines:
+        for ref, engine in list(self.known.values()):
             optimizer = ref()
             if optimizer is not None:
                 names += engine.names.of(every_parameter([optimizer]))
@@ -134,11 +136,11 @@ class OptimizerEngines:
 
     def go_on_with(self, clip: ClipPolicy, memories: list[dict[str, Any]]) -> None:
         """Starts afresh with a policy and memories that `checked_clip` has found."""
-        self.clip, self._engines, self._loaded = clip, [], memories
+        self.clip, self.known, self._loaded = clip, {}, memories
 
     def _learned(self) -> list[dict[str, Any]]:
         known = []
-        for ref, engine in self._engines:
+        for ref, engine in list(self.known.values()):
             optimizer = ref()
             if optimizer is not None:
                 signature = _signature(optimizer, engine.names)

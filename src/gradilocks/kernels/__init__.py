@@ -20,14 +20,13 @@ from gradilocks.kernels.captured import capturing
 from gradilocks.values import NonFinite, Statistics
 
 __all__ = [
+    "BACKENDS",
     "ORDERS",
     "Backend",
     "KernelFailed",
     "by_device",
     "describe",
-    "for_device",
     "give_up",
-    "is_fused",
 ]
 
 
@@ -40,6 +39,9 @@ class KernelFailed(RuntimeError):
 
 class Backend(Protocol):
     """What an implementation offers. All tensors of one call lie on one device."""
+
+    BY_ADDRESS: bool
+    """Whether it reaches tensors by their addresses, and can settle a step by rules."""
 
     def measure(
         self, tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = False
@@ -65,27 +67,24 @@ ORDERS = frozenset((2.0, 1.0, math.inf))
 """The p of the norms that a device can settle by itself."""
 
 # Device type -> implementation. A device that is not listed is served by the reference.
-_TABLE = {"cpu": "reference", "cuda": "fused"}
-
-_chosen: dict[str, tuple[Backend, str]] = {}
+_TABLE = {"cpu": "reference", "cuda": "triton_backend"}
 
 
-def for_device(device: torch.device) -> Backend:
-    """The implementation that serves `device`; chosen on first use."""
-    kind = device.type
-    if kind not in _chosen:
-        if _TABLE.get(kind) == "fused" and capturing():
+class _Backends(dict[str, Backend]):
+    """Device type → the back end that serves it; chosen on first use."""
+
+    def __missing__(self, kind: str) -> Backend:
+        if kind in _TABLE and _TABLE[kind] != "reference" and capturing():
             raise RuntimeError(
                 "the kernels cannot be tried out while a CUDA graph is captured. Run a step or two "
                 "before the capture, as for torch's own optimizers."
             )
-        _chosen[kind] = _choose(kind)
-    return _chosen[kind][0]
+        self[kind], _reasons[kind] = _choose(kind)
+        return self[kind]
 
 
-def is_fused(device: torch.device) -> bool:
-    """Whether the kernels in Triton serve `device`."""
-    return for_device(device) is not cast("Backend", reference)
+BACKENDS = _Backends()
+_reasons: dict[str, str] = {}
 
 
 def give_up(device: torch.device, what: str, error: Exception) -> None:
@@ -96,10 +95,11 @@ def give_up(device: torch.device, what: str, error: Exception) -> None:
         what: has failed.
         error: how.
     """
-    if device.type in _chosen and is_fused(device):
+    kind = device.type
+    if kind in BACKENDS and BACKENDS[kind].BY_ADDRESS:
         why = _reason(what, error)
-        _chosen[device.type] = cast("Backend", reference), f"reference: {why}"
-        _warn(device.type, why)
+        BACKENDS[kind], _reasons[kind] = cast("Backend", reference), f"reference: {why}"
+        _warn(kind, why)
 
 
 def describe() -> dict[str, str]:
@@ -110,14 +110,12 @@ def describe() -> dict[str, str]:
         'reference: plain torch serves cpu'
     """
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    for kind in kinds:
-        for_device(torch.device(kind))
-    return {kind: why for kind, (_, why) in _chosen.items()}
+    return {kind: _reasons[kind] for kind in kinds if BACKENDS[kind] is not None}
 
 
 def _choose(kind: str) -> tuple[Backend, str]:
     plain = cast("Backend", reference)
-    if _TABLE.get(kind) != "fused":
+    if _TABLE.get(kind, "reference") == "reference":
         return plain, f"reference: plain torch serves {kind}"
     try:
         fused = importlib.import_module("gradilocks.kernels.triton_backend")

@@ -7,15 +7,35 @@ coefficient and record all see that number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-__all__ = ["any_double", "rounded", "total_norm"]
+from gradilocks.values import Measurement, Statistics
 
+__all__ = ["DOUBLE", "any_double", "rounded", "summarize", "total_norm"]
+
+DOUBLE = frozenset((torch.float64, torch.complex128))
 _SMALLEST = float(torch.finfo(torch.float32).tiny)
 _LARGEST = float(torch.finfo(torch.float32).max)
+
+
+def summarize(statistics: Statistics, *, order: float, double: bool) -> Measurement:
+    """The Measurement of tensors whose statistics are known; `double` if one is float64."""
+    norms = statistics.norms
+    if order == 2.0 and not double and norms.dtype is torch.float64:
+        # The square of a float32 norm is far from the ends of float64, so the sum needs no care,
+        # and it is finite just when every element is. 8 small operations instead of 20.
+        norm = rounded(torch.linalg.vector_norm(norms))
+        nonfinite = torch.logical_not(norm < math.inf).to(torch.float32)
+    else:
+        norm = rounded(total_norm(norms, order), double=double)
+        nonfinite = ((statistics.nan + statistics.inf).sum() > 0).to(torch.float32)
+    return Measurement(
+        order=order, tensors=statistics, norm=norm, nonfinite=nonfinite, double=double
+    )
 
 
 def total_norm(norms: Tensor, order: float) -> Tensor:
@@ -48,5 +68,4 @@ def rounded(norm: Tensor, *, double: bool = False) -> Tensor:
 
 def any_double(tensors: Iterable[Tensor]) -> bool:
     """Whether one of `tensors` is float64."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    return torch.float64 in dtypes or torch.complex128 in dtypes
+    return not DOUBLE.isdisjoint({tensor.dtype for tensor in tensors})

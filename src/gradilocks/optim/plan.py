@@ -118,7 +118,7 @@ class Plan:
         param = called.params[place].dtype
         aligned = all(address % 16 == 0 for address in addresses)
         stored = param if state is None else state.dtype
-        return (param, called.dtypes[place], stored, master, aligned, flags)
+        return (param, called.kinds[place][0], stored, master, aligned, flags)
 
     def fits(self, optimizer: Any, called: TableGradients) -> bool:
         """Whether parameters, groups and state are still those that this plan was made for."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +23,7 @@ from gradilocks.scale.scale_policy import (
     check_moving,
     state_of,
 )
-from gradilocks.values import ScaleState, wide
+from gradilocks.values import ScaleState
 
 __all__ = ["DynamicScale", "advance_dynamic", "resolve_scale"]
 
@@ -174,12 +176,13 @@ class DynamicScale(ScalePolicy):
         return state
 
     def advance(self, state: ScaleState, skip: Tensor, **unused: Tensor | None) -> None:
-        advance_dynamic(state, skip, self._rules(), delay=self.delay, tolerance=self.tolerance)
+        advance_dynamic(state, skip, self._rules, delay=self.delay, tolerance=self.tolerance)
 
     def rules(self) -> ScaleRules | None:
         followed = type(self) is DynamicScale and not self.delay and not self.tolerance
-        return self._rules() if followed else None
+        return self._rules if followed else None
 
+    @functools.cached_property
     def _rules(self) -> ScaleRules:
         return ScaleRules(
             moves=True,
@@ -212,19 +215,25 @@ def advance_dynamic(
         delay: as DynamicScale's.
         tolerance: as DynamicScale's; `state.more` has "since" and "overflows" then.
     """
-    numbers, device = rules.numbers(), state.scale.device
-    if not (delay or tolerance) and kernels.is_fused(device) and skip.device == device:
+    device = state.scale.device
+    if (
+        not (delay or tolerance)
+        and kernels.BACKENDS[device.type].BY_ADDRESS
+        and skip.device == device
+    ):
         settling = importlib.import_module("gradilocks.kernels.triton_settle")
         try:
-            settling.advance(state, skip, numbers)
+            settling.advance(state, skip, rules.numbers())
         except kernels.KernelFailed:  # The user has been warned, and nothing has moved.
             pass
         else:
             return
+    # The tracker is an int32: a longer interval is one that no run reaches.
+    interval = min(rules.growth_interval, _MOST) if rules.growth_interval > 0 else math.inf
     skipped = skip > 0
-    scale = state.scale.to(wide(device))
+    scale = state.scale.to(torch.float32 if device.type == "mps" else torch.float64)
     tracker = torch.where(skipped, -delay, state.growth_tracker + 1)
-    full = tracker >= numbers[2]
+    full = tracker >= interval
     left = torch.where(skipped, state.hysteresis - 1, state.hysteresis)
     backs_off = skipped & (left <= 0)
     if tolerance:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,13 @@ from torch import Tensor
 from gradilocks._torch import version
 from gradilocks.errors import ScaleMisuse, SharedParameter
 
-__all__ = ["CallOrder", "UnscaledGuard", "own_write", "refuse_scaled"]
+__all__ = [
+    "CallOrder",
+    "UnscaledGuard",
+    "own_write_begins",
+    "own_write_ended",
+    "refuse_scaled",
+]
 
 
 class CallOrder:
@@ -88,11 +93,13 @@ class CallOrder:
         self.unscaled = True
 
     def note_step(self, params: Iterable[Tensor]) -> None:
-        """The gradients have been used up; they should be cleared next."""
+        """The gradients of `params` have been used up; they should be cleared next."""
         self.scaled = self.handed_out = self.unscaled = False
-        grad = next((p.grad for p in params if p.grad is not None), None)
-        if grad is not None:
-            setattr(grad, _STEPPED, (self._number, version(grad)))
+        for param in params:
+            grad = param.grad
+            if grad is not None:
+                setattr(grad, _STEPPED, (self._number, version(grad)))
+                return
 
     def note_cleared(self) -> None:
         """The gradients are gone. A loss that was handed out may still bring new ones."""
@@ -126,12 +133,13 @@ def refuse_scaled(params: Sequence[Tensor]) -> None:
     """Raises if a clip function is about to take scaled gradients for true ones."""
     with _lock:
         orders = list(_alive)
-    if any(order.carries_scale(params) for order in orders):
-        raise ScaleMisuse(
-            "these gradients still carry the scale of a GradientControl and would be clipped by "
-            "that much too far. Use GradientControl(..., clip=1.0), or call control.unscale_() "
-            "first."
-        )
+    for order in orders:
+        if order.scaled and not order.unscaled and order.carries_scale(params):
+            raise ScaleMisuse(
+                "these gradients still carry the scale of a GradientControl and would be clipped "
+                "by that much too far. Use GradientControl(..., clip=1.0), or call "
+                "control.unscale_() first."
+            )
 
 
 def _cleared_unseen(grad: Tensor) -> bool:
@@ -164,9 +172,11 @@ class UnscaledGuard:
 
     def mark(self, params: Iterable[Tensor]) -> None:
         """The gradients of `params` are unscaled now."""
-        grads = _gradients(params)
-        self._grads.update(zip(grads, map(weakref.ref, grads.values()), strict=True))
-        self._versions.update(zip(grads, map(version, grads.values()), strict=True))
+        for param in params:
+            grad = param.grad
+            if grad is not None:
+                self._grads[id(param)] = weakref.ref(grad)
+                self._versions[id(param)] = version(grad)
 
     def refuse_twice(self, params: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
         """Raises if one of them has been unscaled already.
@@ -187,27 +197,28 @@ class UnscaledGuard:
                     "optimizer, and give unscale_() and step() the same optimizer object."
                 )
 
-    def _follow(self, grads: dict[int, Tensor], versions: Sequence[int]) -> None:
-        for param, grad, before in zip(grads, grads.values(), versions, strict=True):
-            if self._versions.get(param) == before and self._grads[param]() is grad:
-                self._versions[param] = version(grad)
 
+def own_write_begins(params: Sequence[Tensor]) -> list[tuple[UnscaledGuard, Tensor]]:
+    """Our own clip is about to write to the gradients of `params`; that makes no new gradients.
 
-@contextmanager
-def own_write(params: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, our own clip writes to the gradients of `params`; that makes no new gradients."""
+    Returns:
+        For `own_write_ended`: the parameters whose gradients are still as they were unscaled.
+    """
     with _lock:
-        living = [guard for guard in _guards if guard._grads]
-    if not living:
-        yield
-        return
-    grads = _gradients(params)
-    versions = list(map(version, grads.values()))
-    yield
-    for guard in living:
-        guard._follow(grads, versions)
+        guards = list(_guards)
+    kept = []
+    for guard in guards:
+        for param in params if guard._grads else ():
+            done, grad = guard._grads.get(id(param)), param.grad
+            if done is None or grad is None or done() is not grad:
+                continue
+            if guard._versions[id(param)] == version(grad):
+                kept.append((guard, param))
+    return kept
 
 
-def _gradients(params: Iterable[Tensor]) -> dict[int, Tensor]:
-    """The gradients that there are, by their parameter's id."""
-    return {id(param): grad for param in params if (grad := param.grad) is not None}
+def own_write_ended(kept: Sequence[tuple[UnscaledGuard, Tensor]]) -> None:
+    """Our own clip has written."""
+    for guard, param in kept:
+        if param.grad is not None:
+            guard._versions[id(param)] = version(param.grad)

@@ -6,6 +6,9 @@ policies say their rule in numbers and the gradients' back end can follow it, th
 step by itself; else the policies are asked in Python, on the same measurement.
 
     find ─▶ measure ─▶ combine ranks ─▶ limit ─▶ decide ─▶ (update) ─▶ conclude
+
+What the drop-ins need of it and keeps no state is there as functions: `measure_all`, `look` (while
+unscaling), `norm_and_coefficient`, `multiply_`.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
+from gradilocks._torch import AMP_FLAG
 from gradilocks.checks import refuse_misfits
 from gradilocks.clip import ClipPolicy, remap_memory, same_parameters
 from gradilocks.errors import NeverFinite
 from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.totals import DOUBLE, summarize
 from gradilocks.names import Names
 from gradilocks.ranks.agreement import FINGERPRINT, REPORT, RankAgreement, fingerprint
 from gradilocks.ranks.collective import agreed, reduce, reduce_apart, reduce_each
@@ -41,7 +46,6 @@ from gradilocks.step.table import (
     Gradients,
     GradientTable,
     every_parameter,
-    largest_finite,
     lists_of,
 )
 from gradilocks.values import (
@@ -50,13 +54,26 @@ from gradilocks.values import (
     Decision,
     Measurement,
     Meeting,
+    NonFinite,
     ScaleState,
     Scene,
     StepRecord,
     moved,
 )
 
-__all__ = ["Engine", "Losses", "Verdict", "decide", "held_if", "peak_of"]
+__all__ = [
+    "Engine",
+    "Look",
+    "Losses",
+    "Verdict",
+    "decide",
+    "held_if",
+    "look",
+    "measure_all",
+    "multiply_",
+    "norm_and_coefficient",
+    "peak_of",
+]
 
 
 class Lesson(NamedTuple):
@@ -100,7 +117,7 @@ class Engine:
         names: Names,
         give_up_after: int | None = None,
     ) -> None:
-        self.scale_policy, self.clip_policy = scale, clip
+        self.use(scale, clip)
         self.state = scale.start(torch.device("cpu"))
         self.steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self._counted: int | None = 0  # `steps`, as long as the host can know it.
@@ -124,10 +141,13 @@ class Engine:
         left: dict[str, Any] = {"_memory_of": [], "_meeting": None, "_settler": None}
         return {**self.__dict__, **left}
 
-    @property
-    def scales(self) -> bool:
+    def use(self, scale: ScalePolicy, clip: ClipPolicy) -> None:
+        """Goes by these policies from here on; what follows from them alone is worked out once."""
+        self.scale_policy, self.clip_policy = scale, clip
+        self.scales = not isinstance(scale, NoScale)
         """Whether gradients carry a scale at all."""
-        return not isinstance(self.scale_policy, NoScale)
+        self._asks_for_scene, self._learns = clip.needs_scene, clip.learns
+        self._rules = clip.rules(), scale.rules()
 
     def scaled(self, loss: Tensor, device: torch.device) -> Tensor:
         """The loss times the scale; takes note of whether it is finite."""
@@ -137,22 +157,21 @@ class Engine:
 
     def find(self, optimizers: Sequence[Any]) -> Gradients:
         """The gradients of all optimizers; raises if one cannot be measured."""
-        if len(optimizers) == 1 and is_ours(optimizers[0]):
-            found = optimizers[0].gradients()  # Its step will want the same.
-            if isinstance(found, AddressedGradients):
+        only: Any = optimizers[0] if len(optimizers) == 1 else None
+        if getattr(only, AMP_FLAG, False) and is_ours(only):
+            found: Gradients | None = only.gradients()  # Its step will want the same.
+            if found is not None:
                 return found
         return self.table.find(lists_of(optimizers), name=self.names)
 
-    def settles(self, gradients: Gradients) -> bool:
+    def settles(self, gradients: AddressedGradients) -> bool:
         """Whether the device can settle a step on these gradients by the policies' rules."""
-        if not isinstance(gradients, AddressedGradients):
-            return False
-        clip = self.clip_policy.rules()
+        clip, scale = self._rules
         return (
             gradients.device == self.state.scale.device
             and clip is not None
             and clip.order in kernels.ORDERS
-            and self.scale_policy.rules() is not None
+            and scale is not None
         )
 
     def decide(
@@ -180,21 +199,24 @@ class Engine:
                 may be evaluated again.
             moves: whether the scale may move on with this step; a GradScaler moves it later.
         """
-        if on_device and team is None and not meetings and self.settles(gradients):
+        if (
+            on_device
+            and isinstance(gradients, AddressedGradients)
+            and team is None
+            and not meetings
+            and self.settles(gradients)
+        ):
             try:
                 return self._settled(gradients, unscaled=unscaled, rating=rating, moves=moves)
             except kernels.KernelFailed:  # The user has been warned, and nothing has been decided.
                 pass
         home, policy = self.state.scale.device, self.clip_policy
-        measurement = measure(
-            gradients.tensors,
-            home=home,
-            order=float(policy.order),
-            detail=policy.needs_largest or self.detail or self.scale_policy.needs_largest,
-        )
+        order = float(policy.order)
+        detail = policy.needs_largest or self.detail or self.scale_policy.needs_largest
+        measurement = measure_all(gradients, home=home, order=order, detail=detail)
         self._meeting = None if team is None else team.meeting
-        scene = self._scene(gradients) if policy.needs_scene else None
-        largest: float | Tensor = largest_finite(gradients.tensors)
+        scene = self._scene(gradients) if self._asks_for_scene else None
+        largest: float | Tensor = gradients.largest_finite
         if team is not None:
             measurement, largest = self._over_ranks(measurement, gradients, scene, team)
         elif meetings:
@@ -208,11 +230,15 @@ class Engine:
         scale = torch.ones_like(self.state.scale) if unscaled else self.state.scale
         if scene is not None:
             measurement = dataclasses.replace(measurement, scene=scene)
-        memory = self._memory_on(home)
+        memory = self._memory_on(home) if self._learns else None
         limit = policy.limit(measurement, scale, *([] if memory is None else [memory]))
         decision = decide(measurement, scale, limit, largest_finite=largest)
         record = self._record(measurement, scale, limit, decision)
-        outcome = Outcome(record, self.namer(gradients.params), step=self._number())
+        outcome = Outcome(
+            record,
+            self.namer(gradients.params),
+            step=None if self._counted is None else self._counted + 1,
+        )
         lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
         return Verdict(decision, outcome, record, False, lesson, unscaled)
 
@@ -240,12 +266,10 @@ class Engine:
         device = gradients.device
         self.streak.move_to(device)
         if self._settler is None or self._settler.device != device:
-            settling: Any = importlib.import_module("gradilocks.kernels.triton_settle")
-            self._settler = settling.Settler(device)
+            self._settler = _settling().Settler(device)
         decision, record = self._settler.settle(
             gradients,
-            self.clip_policy.rules(),
-            self.scale_policy.rules(),
+            *self._rules,
             self.state,
             streak=self.streak.count,
             steps=self.steps,
@@ -257,7 +281,12 @@ class Engine:
         captured = capturing()
         if captured:
             self._counted = None
-        outcome = Outcome(record, self.namer(gradients.params), step=self._number(), live=captured)
+        outcome = Outcome(
+            record,
+            self.namer(gradients.params),
+            step=None if self._counted is None else self._counted + 1,
+            live=captured,
+        )
         return Verdict(decision, outcome, record, True)
 
     def undo(self, verdict: Verdict) -> None:
@@ -299,22 +328,21 @@ class Engine:
 
     def _advance_scale(self, verdict: Verdict) -> None:
         """Moves the scale on, unless a clip policy has rejected the step: nothing overflowed."""
-        decision = verdict.decision
-        rejected = None if decision.overflow is None else decision.skip - decision.overflow
-        with held_if(rejected, self.state):
-            self._advance_by_policy(verdict)
-
-    def _advance_by_policy(self, verdict: Verdict) -> None:
-        policy, record = self.scale_policy, verdict.record
-        if not policy.needs_largest:
+        policy, decision, record = self.scale_policy, verdict.decision, verdict.record
+        if decision.overflow is None and not policy.needs_largest:
             policy.advance(self.state, record.skip)
             return
-        peak = peak_of(record)
-        if verdict.unscaled:
-            peak = peak * self.state.scale
-        broken = record.row[ROW.index("loss_nonfinite")]
-        largest, loss = agreed(peak, broken, meeting=self._meeting)
-        policy.advance(self.state, record.skip, largest=largest, loss_nonfinite=loss)
+        rejected = None if decision.overflow is None else decision.skip - decision.overflow
+        with held_if(rejected, self.state):
+            if not policy.needs_largest:
+                policy.advance(self.state, record.skip)
+                return
+            peak = peak_of(record)
+            if verdict.unscaled:
+                peak = peak * self.state.scale
+            broken = record.row[ROW.index("loss_nonfinite")]
+            largest, loss = agreed(peak, broken, meeting=self._meeting)
+            policy.advance(self.state, record.skip, largest=largest, loss_nonfinite=loss)
 
     def saved(self) -> dict[str, Any]:
         """Policies and state as a checkpoint."""
@@ -332,7 +360,7 @@ class Engine:
         count = sum(1 for _ in every_parameter(self.names.optimizers))
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, count=count)
         refuse_misfits(loaded.clip_policy, self.names)
-        self.scale_policy, self.clip_policy = loaded.scale_policy, loaded.clip_policy
+        self.use(loaded.scale_policy, loaded.clip_policy)
         checkpoint.refill(self.state, loaded.state)
         self.streak.restore(loaded.streak)
         if loaded.steps is not None:
@@ -455,11 +483,9 @@ class Engine:
         policy = self.clip_policy
         return policy.policy_name if policy.apart else ""
 
-    def _memory_on(self, home: torch.device) -> dict[str, Tensor] | None:
-        """What the clip policy remembers, if it is one that learns."""
+    def _memory_on(self, home: torch.device) -> dict[str, Tensor]:
+        """What the clip policy remembers."""
         policy = self.clip_policy
-        if not policy.learns:
-            return None
         every = list(every_parameter(self.names.optimizers))
         memory = self.memory
         if memory is None:
@@ -485,10 +511,6 @@ class Engine:
             groups=self.names.groups,
         )
 
-    def _number(self) -> int | None:
-        """The number of the step that is being judged; None if graphs have been replayed."""
-        return None if self._counted is None else self._counted + 1
-
     def namer(self, params: Sequence[Tensor]) -> Callable[[], Sequence[tuple[int, str]]]:
         """What tells the places and names of `params` later, in backward order."""
         roster, names = self.table.roster(params), self.names
@@ -513,6 +535,113 @@ class Engine:
                 more={name: moved(each, device) for name, each in self.state.more.items()},
             )
             self.steps = moved(self.steps, device)
+
+
+def measure_all(
+    gradients: Gradients, *, home: torch.device, order: float, detail: bool = False
+) -> Measurement:
+    """Measures gradients as they stand.
+
+    Args:
+        gradients: may be none.
+        home: the device on which the results are brought together.
+        order: the p of the norm.
+        detail: also find the largest magnitude and count the zeros.
+
+    Returns:
+        The Measurement, on `home`; nothing waits.
+    """
+    if gradients.device != home:
+        return measure(gradients.tensors, home=home, order=order, detail=detail)
+    backend, double = kernels.BACKENDS[home.type], not DOUBLE.isdisjoint(gradients.dtypes)
+    found = backend.measure(gradients.tensors, order=order, detail=detail)
+    return summarize(found, order=order, double=double)
+
+
+class Look(NamedTuple):
+    """What one pass over gradients found of NaN and Inf, device by device."""
+
+    flags: dict[torch.device, Tensor]
+    """float32, 0-d each: exactly 1 if an element is NaN or Inf, else exactly 0."""
+    places: Sequence[int]
+    """The places of the gradients in the order in which `counted` counts them."""
+    counted: list[Callable[[], NonFinite]]
+    """For each device, what counts NaN and Inf gradient by gradient."""
+
+
+def look(gradients: Gradients, multiplier: Tensor | None) -> Look:
+    """Multiplies the gradients in place, and says which hold NaN or Inf; nothing waits.
+
+    Args:
+        gradients: may be none.
+        multiplier: 0-d; None to look without multiplying.
+    """
+    tensors, device = gradients.tensors, gradients.device
+    if isinstance(gradients, AddressedGradients):
+        factor = None if multiplier is None else moved(multiplier, gradients.device)
+        try:
+            flag, counted = _settling().look(gradients, factor)
+        except kernels.KernelFailed:  # The user has been warned, and nothing has been written.
+            pass
+        else:
+            return Look({gradients.device: flag}, range(len(tensors)), [counted])
+    if device is not None and (multiplier is None or multiplier.device == device):
+        found = kernels.BACKENDS[device.type].multiply_and_check_(tensors, multiplier)
+        flag = (found.nan + found.inf).any().to(torch.float32)
+        return Look({device: flag}, range(len(tensors)), [lambda: found])
+    flags: dict[torch.device, Tensor] = {}
+    every: list[int] = []
+    counts: list[Callable[[], NonFinite]] = []
+    for place, here in kernels.by_device(tensors).items():
+        factor = None if multiplier is None else moved(multiplier, place)
+        each = [tensors[at] for at in here]
+        found = kernels.BACKENDS[place.type].multiply_and_check_(each, factor)
+        flags[place] = (found.nan + found.inf).any().to(torch.float32)
+        every += here
+        counts.append(_returning(found))
+    return Look(flags, every, counts)
+
+
+def norm_and_coefficient(
+    gradients: AddressedGradients, bound: float, order: float
+) -> tuple[Tensor, Tensor] | None:
+    """The norm, and what bounds it, in two launches; None if the kernels cannot do it."""
+    if order not in kernels.ORDERS:
+        return None
+    try:
+        found: tuple[Tensor, Tensor] = _settling().limit(gradients, bound, order)
+    except kernels.KernelFailed:  # The user has been warned, and nothing has been written.
+        return None
+    return found
+
+
+def multiply_(gradients: Gradients, factor: Tensor) -> None:
+    """Multiplies every gradient in place, one that several parameters share only once."""
+    if isinstance(gradients, AddressedGradients):
+        try:
+            _settling().multiply_(gradients, moved(factor, gradients.device))
+        except kernels.KernelFailed:  # The user has been warned, and nothing has been written.
+            pass
+        else:
+            return
+    tensors = gradients.tensors
+    if len(set(map(id, tensors))) != len(tensors):
+        tensors = list({id(tensor): tensor for tensor in tensors}.values())
+    if gradients.device is not None and gradients.device == factor.device:
+        kernels.BACKENDS[factor.device.type].multiply_(tensors, factor)
+        return
+    for device, places in kernels.by_device(tensors).items():
+        on_device = [tensors[place] for place in places]
+        kernels.BACKENDS[device.type].multiply_(on_device, moved(factor, device))
+
+
+def _returning(found: NonFinite) -> Callable[[], NonFinite]:
+    return lambda: found
+
+
+def _settling() -> Any:
+    """The kernels that settle, which only a device with Triton can import."""
+    return importlib.import_module("gradilocks.kernels.triton_settle")
 
 
 def peak_of(record: StepRecord) -> Tensor:
@@ -603,7 +732,8 @@ class Losses:
 
     def note(self, loss: Tensor, home: torch.device) -> None:
         """Another loss is about to be scaled."""
-        self._fold(home)
+        if self._latest is not None:
+            self.broken(home)
         self._latest = loss.detach()
 
     def forget(self) -> None:
@@ -628,15 +758,13 @@ class Losses:
 
     def broken(self, home: torch.device) -> Tensor:
         """float32, 0-d, on `home`: 1 if one of them was NaN or Inf, else 0."""
-        self._fold(home)
+        latest = self._latest
+        if latest is not None:
+            broken = torch.logical_not(torch.isfinite(latest).all()).to(torch.float32)
+            if broken.device != home:
+                broken = moved(broken, home)
+            before, self._latest = self._broken, None
+            self._broken = broken if before is None else torch.maximum(moved(before, home), broken)
         if self._broken is None:
             return torch.zeros((), dtype=torch.float32, device=home)
-        return moved(self._broken, home)
-
-    def _fold(self, home: torch.device) -> None:
-        if self._latest is None:
-            return
-        broken = torch.logical_not(torch.isfinite(self._latest).all()).to(torch.float32)
-        broken, before = moved(broken, home), self._broken
-        self._broken = broken if before is None else torch.maximum(moved(before, home), broken)
-        self._latest = None
+        return self._broken if self._broken.device == home else moved(self._broken, home)

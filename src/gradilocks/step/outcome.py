@@ -250,7 +250,8 @@ class Streak:
     def note(self, record: StepRecord) -> bool:
         """Takes note of a step; True if the limit has been reached."""
         skip = record.skip
-        self.move_to(skip.device)
+        if self.count.device != skip.device:
+            self.move_to(skip.device)
         self.count.copy_(torch.where(skip > 0, self.count + 1, 0))
         return self.watch(record)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -36,7 +36,6 @@ __all__ = [
     "every_parameter",
     "gradients_among",
     "gradients_of",
-    "largest_finite",
     "lists_of",
     "refuse_twice",
 ]
@@ -48,6 +47,9 @@ Lists = Sequence[Sequence[list[Tensor]]]
 _address = TensorBase.data_ptr
 _shape_of = operator.attrgetter("shape")
 _PLAIN = {Tensor, torch.nn.Parameter}
+_ONLY_DOUBLE = {torch.float64}
+_LARGEST_SINGLE = torch.finfo(torch.float32).max
+_LARGEST_DOUBLE = torch.finfo(torch.float64).max
 
 
 class Gradients:
@@ -59,22 +61,28 @@ class Gradients:
         tensors: list[Tensor],
         *,
         ends: list[int],
+        dtypes: Set[torch.dtype],
+        device: torch.device | None,
         layouts: Sequence[Layout | None] = (),
-        device: torch.device | None = None,
     ) -> None:
         self.params = params
         self.tensors = tensors
         self.ends = ends
         """Where each optimizer's gradients end among all of them."""
+        self.dtypes = dtypes
+        """The dtypes that there are."""
+        self.device = device
+        """The device of all of them; None if they lie on several, or there are none."""
         self.layouts = layouts
         """How each lies on the ranks: None for a plain tensor; () if no gradient is distributed."""
-        self.device = device
-        """The device of all of them, if they are dense, plain tensors on one device; else None."""
+
+    @property
+    def largest_finite(self) -> float:
+        """The largest number that all of them can hold; half precision is stepped in float32."""
+        return _LARGEST_DOUBLE if self.dtypes == _ONLY_DOUBLE else _LARGEST_SINGLE
 
     def of_optimizer(self, number: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The parameters and the gradients of one optimizer."""
-        if len(self.ends) == 1:
-            return self.params, self.tensors
         begin, end = (0, *self.ends)[number], self.ends[number]
         return self.params[begin:end], self.tensors[begin:end]
 
@@ -100,11 +108,12 @@ class AddressedGradients(Gradients):
         params: list[Tensor],
         tensors: list[Tensor],
         addresses: list[int],
-        kinds: tuple[tuple[torch.dtype, int] | None, ...],
+        kinds: tuple[tuple[torch.dtype, int], ...],
         *,
         ends: list[int],
     ) -> None:
-        super().__init__(params, tensors, ends=ends, device=tensors[0].device)
+        dtypes = {kind[0] for kind in kinds}
+        super().__init__(params, tensors, ends=ends, dtypes=dtypes, device=tensors[0].device)
         self.addresses = addresses
         self.kinds = kinds
         """Dtype and alignment in bytes of each."""
@@ -131,13 +140,11 @@ class TableGradients(AddressedGradients):
 
     def __init__(self, params: list[Tensor], tensors: list[Tensor], *args: Any, **more: Any):
         super().__init__(params, tensors, *args, **more)
-        self.dtypes = [tensor.dtype for tensor in tensors]
         self.homes = [param.data_ptr() for param in params]
         """The parameters' own addresses."""
-        self.largest_finite = largest_finite(tensors)
         self._make = [_make_of(tensor) for tensor in params + tensors]
         self._guard = tensor_guards(params + tensors)
-        self._aligned = all(kind is not None and kind[1] == 16 for kind in self.kinds)
+        self._aligned = all(alignment == 16 for _, alignment in self.kinds)
         # What a graph sends is there only when it is replayed.
         self._sent_in_a_capture = capturing()
 
@@ -210,7 +217,7 @@ class GradientTable:
             lists: the parameters, by optimizer and group.
             name: tells a parameter's name, for the error message.
         """
-        found = self.find_addressed(lists, name=name)
+        found = self.find_addressed(lists, name=name) if _may_be_addressed(lists) else None
         if found is not None:
             return found
         self._found = None
@@ -224,7 +231,11 @@ class GradientTable:
         nothing but addresses has changed.
         """
         found = self._found
-        if found is not None and kernels.is_fused(found.device) and self._same(lists):
+        if (
+            found is not None
+            and kernels.BACKENDS[found.device.type].BY_ADDRESS
+            and self._same(lists)
+        ):
             try:
                 tensors = [param.grad for param in found.params]
                 addresses = list(map(_address, tensors))
@@ -266,8 +277,7 @@ class GradientTable:
         )
 
     def _look(self, lists: Lists, name: Name) -> TableGradients | None:
-        first = next((param for groups in lists for group in groups for param in group), None)
-        if first is None or not kernels.is_fused(first.device):
+        if not _may_be_addressed(lists):
             return None
         params, ends = _flat(lists, name, twice_is_an_error=self._refuse_twice)
         if any(map(is_distributed, params)):  # A gradient may be on another rank.
@@ -295,7 +305,11 @@ def _new_table(refuse_twice: bool) -> GradientTable:
 
 def gradients_of(params: Sequence[Tensor], *, name: Name) -> Gradients:
     """The gradients of `params`, each parameter once; refuses what cannot be measured."""
-    if params and kernels.is_fused(params[0].device) and set(map(type, params)) <= _PLAIN:
+    if (
+        params
+        and kernels.BACKENDS[params[0].device.type].BY_ADDRESS
+        and set(map(type, params)) <= _PLAIN
+    ):
         once = params if len(set(map(id, params))) == len(params) else _each_once(params)
         having = [param for param in once if param.grad is not None]
         tensors = cast("list[Tensor]", [param.grad for param in having])
@@ -308,6 +322,19 @@ def gradients_of(params: Sequence[Tensor], *, name: Name) -> Gradients:
 def gradients_among(tensors: Sequence[Tensor], *, name: Name) -> Gradients:
     """Tensors that are gradients themselves, as `gradients_of` has those of parameters."""
     return _elements(list(tensors), list(tensors), [len(tensors)], name)
+
+
+def _may_be_addressed(lists: Lists) -> bool:
+    """Whether the first parameter lies where kernels reach tensors by their addresses."""
+    for groups in lists:
+        for group in groups:
+            if group:
+                return kernels.BACKENDS[group[0].device.type].BY_ADDRESS
+    return False
+
+
+def _by_address(device: torch.device) -> bool:
+    return kernels.BACKENDS[device.type].BY_ADDRESS
 
 
 def _walk(lists: Lists, *, name: Name, refuse_twice: bool, refuse_shared: bool) -> Gradients:
@@ -379,14 +406,17 @@ def _ends_among(ends: Sequence[int], params: Sequence[Tensor]) -> list[int]:
 
 def _elements(params: list[Tensor], grads: list[Tensor], ends: list[int], name: Name) -> Gradients:
     """The gradients' own elements; refuses what cannot be measured."""
-    kinds = {(type(grad), grad.dtype, grad.layout, grad.device) for grad in grads}
-    devices = {kind[3] for kind in kinds}
-    if all(
-        kind in _PLAIN and dtype in DTYPES and layout is torch.strided and device.type != "meta"
-        for kind, dtype, layout, device in kinds
-    ):
+    dtypes: set[torch.dtype] = set()
+    devices: set[torch.device] = set()
+    plain = True
+    for kind, dtype, form, place in {(type(g), g.dtype, g.layout, g.device) for g in grads}:
+        plain = plain and kind in _PLAIN and dtype in DTYPES and form is torch.strided
+        plain = plain and place.type != "meta"
+        dtypes.add(dtype)
+        devices.add(place)
+    if plain:
         device = devices.pop() if len(devices) == 1 else None
-        return Gradients(params, grads, ends=ends, device=device)
+        return Gradients(params, grads, ends=ends, dtypes=dtypes, device=device)
     known: dict[tuple[int, Any], Layout] = {}
     tensors: list[Tensor] = []
     layouts: list[Layout | None] = []
@@ -410,7 +440,15 @@ def _elements(params: list[Tensor], grads: list[Tensor], ends: list[int], name: 
             )
         tensors.append(grad)
         layouts.append(layout)
-    return Gradients(params, tensors, ends=ends, layouts=layouts if any(layouts) else ())
+    devices = {tensor.device for tensor in tensors}
+    return Gradients(
+        params,
+        tensors,
+        ends=ends,
+        dtypes={tensor.dtype for tensor in tensors},
+        device=devices.pop() if len(devices) == 1 else None,
+        layouts=layouts if any(layouts) else (),
+    )
 
 
 def _sparse_values(param: Tensor, grad: Tensor, name: Name) -> Tensor:
@@ -435,7 +473,7 @@ def _addressed(
     if not tensors or not set(map(type, tensors)) <= _PLAIN:
         return None
     devices = {tensor.device for tensor in tensors} | {param.device for param in params}
-    if len(devices) != 1 or not kernels.is_fused(tensors[0].device):
+    if len(devices) != 1 or not _by_address(tensors[0].device):
         return None
     if len(set(map(id, tensors))) != len(tensors):
         return None
@@ -474,9 +512,3 @@ def every_parameter(optimizers: Sequence[Any]) -> Iterator[Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from group["params"]
-
-
-def largest_finite(tensors: Sequence[Tensor]) -> float:
-    """The largest number that all of them can hold; half precision is stepped in float32."""
-    double = bool(tensors) and all(tensor.dtype is torch.float64 for tensor in tensors)
-    return torch.finfo(torch.float64 if double else torch.float32).max

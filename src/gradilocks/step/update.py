@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks._torch import note_stepped, supports_amp
+from gradilocks._torch import AMP_FLAG, note_stepped
 from gradilocks.step.own_step import is_ours, own_step, says_so_itself, why_not_itself
 from gradilocks.values import Decision, moved
 
@@ -26,9 +26,9 @@ _LARGEST = float(torch.finfo(torch.float32).max)
 
 __all__ = [
     "apply_in_place",
-    "check_unscaling_in_place",
     "handing_over",
     "must_skip_on_host",
+    "refuse_unscaling_float16",
     "takes_decision",
     "takes_directly",
     "takes_scaler",
@@ -42,6 +42,7 @@ def update(
     tensors: Sequence[Tensor],
     *,
     inside: bool,
+    device: torch.device | None = None,
     begin: int = 0,
     multiplied: Callable[[], None] = lambda: None,
     step: Callable[[], Any] | None = None,
@@ -54,6 +55,7 @@ def update(
         decision: on one device, for the gradients of all optimizers.
         tensors: the elements of this optimizer's gradients.
         inside: whether it takes the decision inside its own pass (`takes_decision`).
+        device: of all of `tensors`; None if they lie on several.
         begin: the place of the first of `tensors` among the gradients of all optimizers.
         multiplied: called when the gradients themselves have been made true, before the step.
         step: calls the optimizer's step; by default without arguments.
@@ -62,10 +64,12 @@ def update(
     Returns:
         What the step returned; None if the host knows that it was skipped.
     """
-    _apply_factors(decision, tensors, begin=begin)
-    _apply_bound(decision, tensors)
     if not tensors:
         return None
+    if decision.factors is not None or decision.units is not None:
+        _apply_factors(decision, tensors, begin=begin)
+    if decision.bound is not None:
+        _apply_bound(decision, tensors)
     step = optimizer.step if step is None else step
     if inside and not _too_small(decision):
         if must_skip_on_host(optimizer, decision.skip, decision.multiplier):
@@ -79,7 +83,10 @@ def update(
             return step()
     if decision.skip.item():
         return None
-    _multiply(decision, tensors)
+    if device is not None and device == decision.multiplier.device:
+        kernels.BACKENDS[device.type].multiply_(tensors, decision.multiplier)
+    else:
+        _multiply(decision, tensors)
     multiplied()
     return step()
 
@@ -103,7 +110,8 @@ def _as_divisor(multiplier: Tensor) -> Tensor:
 def apply_in_place(decision: Decision, tensors: Sequence[Tensor]) -> None:
     """Makes the gradients of one optimizer true: factors, bound and multiplier, in place."""
     _apply_factors(decision, tensors, begin=0)
-    _apply_bound(decision, tensors)
+    if decision.bound is not None:
+        _apply_bound(decision, tensors)
     _multiply(decision, tensors)
 
 
@@ -111,16 +119,15 @@ def _multiply(decision: Decision, tensors: Sequence[Tensor]) -> None:
     """One pass, none if the multiplier is 1."""
     for device, places in kernels.by_device(tensors).items():
         on_device = [tensors[place] for place in places]
-        kernels.for_device(device).multiply_(on_device, decision.multiplier.to(device))
+        kernels.BACKENDS[device.type].multiply_(on_device, decision.multiplier.to(device))
 
 
 def _apply_bound(decision: Decision, tensors: Sequence[Tensor]) -> None:
-    """Bounds the elements of the gradients as they stand, if the decision has a bound."""
-    if decision.bound is None:
-        return
+    """Bounds the elements of the gradients as they stand."""
+    assert decision.bound is not None
     for device, places in kernels.by_device(tensors).items():
         on_device = [tensors[place] for place in places]
-        kernels.for_device(device).clamp_(on_device, decision.bound.to(device))
+        kernels.BACKENDS[device.type].clamp_(on_device, decision.bound.to(device))
 
 
 def _apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int) -> None:
@@ -137,18 +144,16 @@ def _apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int)
         mine = factors
         if len(places) != len(tensors):
             mine = factors[torch.tensor(places).to(factors.device, non_blocking=True)]
-        kernels.for_device(device).multiply_each_(on_device, moved(mine, device))
+        kernels.BACKENDS[device.type].multiply_each_(on_device, moved(mine, device))
 
 
-def check_unscaling_in_place(
+def refuse_unscaling_float16(
     optimizer: Any,
     params: Sequence[Tensor],
     tensors: Sequence[Tensor],
     name: Callable[[Tensor], str],
 ) -> None:
     """Refuses fp16 gradients that would have to be unscaled in fp16, before any step."""
-    if torch.float16 not in {tensor.dtype for tensor in tensors}:
-        return
     for param, tensor in zip(params, tensors, strict=True):
         if tensor.dtype is torch.float16:
             raise ValueError(
@@ -166,7 +171,7 @@ def takes_decision(optimizer: Any) -> bool:
     Only if that is proven (`own_step.OwnStep.reads_decision`), and so never for a wrapper: its
     gradients are multiplied in place, and the host decides whether its step is called.
     """
-    if not supports_amp(optimizer):
+    if not getattr(optimizer, AMP_FLAG, False):
         return False
     step = own_step(optimizer)
     if step is None or not step.reads_decision:
@@ -187,7 +192,7 @@ def takes_scaler(optimizer: Any) -> bool:
 
     And whether who steps says so itself: a wrapper may have such a parameter and hand nothing on.
     """
-    if not supports_amp(optimizer):
+    if not getattr(optimizer, AMP_FLAG, False):
         return False
     step = getattr(optimizer.step, "__func__", optimizer.step)
     known = _takes_scaler.get(step)
