@@ -29,7 +29,7 @@ from gradilocks.lab.trace.magnitudes import tensors_in
 from gradilocks.observe.looking import elements
 from gradilocks.observe.naming import name_modules
 
-__all__ = ["Listener", "gather", "is_unit", "stands_for_many"]
+__all__ = ["Listener", "gather", "is_unit"]
 
 _MARK = "gradilocks.module"  # In the metadata of the node of the graph that made an output.
 _MOST_NODES = 64  # Looked at, at most, between a module's input and another's output.
@@ -38,20 +38,34 @@ _LARGEST = torch.finfo(torch.float32).max
 
 # --- private names of torch ----------------------------------------------------------------------
 
-
-def stands_for_many(tensor: Tensor) -> bool:
-    """Whether it is a tensor inside `torch.func.vmap` or the like, whose values cannot be read."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+_functorch: Any = getattr(torch._C, "_functorch", None)
+is_wrapped: Callable[[Tensor], bool] = getattr(
+    _functorch, "is_functorch_wrapped_tensor", lambda tensor: False
+)
+"""Whether a tensor is one inside `torch.func.vmap` or the like, whose values cannot be read.
+Without the name: a model that uses vmap cannot be audited."""
 
 
 def version_of(tensor: Tensor) -> int:
-    """torch's count of the writes into a tensor; -1 for an inference tensor, which has none."""
-    return -1 if tensor.is_inference() else tensor._version
+    """torch's count of the writes into a tensor; -1 for an inference tensor, which has none.
+
+    Without the name: a parameter that `loss_fn` changes is not noticed.
+    """
+    return -1 if tensor.is_inference() else getattr(tensor, "_version", -1)
 
 
-def hooks_after_accumulation(parameter: Tensor) -> dict[int, Any] | None:
-    """The hooks that run when a parameter's gradient is added up, by their number; None without."""
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+def hooks_after_accumulation(parameter: Tensor) -> dict[int, Any]:
+    """The hooks that run when a parameter's gradient is added up, by their number, to be changed.
+
+    Without the name: an optimizer that steps in such a hook would train the audited model.
+    """
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers, to be changed; those that are None included, which no public name
+    tells of."""
+    return module._buffers
 
 
 # --- listening -----------------------------------------------------------------------------------
@@ -246,7 +260,7 @@ class OutputFlow:
 
     @torch.no_grad()
     def _measure(self, maker: int, tensor: Tensor) -> None:
-        if stands_for_many(tensor):
+        if is_wrapped(tensor):
             return
         values = elements(tensor.detach())
         if values is None or not values.numel() or not tensor.dim():
