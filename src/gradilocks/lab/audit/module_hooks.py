@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks.lab.audit.counting import Tally, read
+from gradilocks.lab.audit.counting import Tally, read, values_of
 from gradilocks.lab.audit.result import Audit
 from gradilocks.lab.audit_record import Histogram, ModuleGradients, Outputs
 from gradilocks.lab.emulate import emulated_format
 from gradilocks.lab.formats import Format
 from gradilocks.lab.trace.magnitudes import tensors_in
-from gradilocks.observe.looking import elements
 from gradilocks.observe.naming import name_modules
 
 __all__ = ["Listener", "gather", "is_unit"]
@@ -236,13 +235,11 @@ class Listener:
 @torch.no_grad()
 def _measure(unit: _Unit, tensor: Tensor) -> None:
     """Notes how large a tensor is that a unit has returned."""
-    if is_wrapped(tensor):
-        return
-    values = elements(tensor.detach())
-    if values is None or not values.numel() or not tensor.dim():
+    if is_wrapped(tensor) or not tensor.dim():
         return  # A single number is a loss, which is kept in float32.
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
+    values = values_of(tensor.detach())
+    if values is None:
+        return
     home = values.device
     if home not in unit.sizes:
         unit.sizes[home] = torch.zeros(2, dtype=torch.float32, device=home)
