@@ -9,7 +9,6 @@ and knows nothing of ours, so while an emulation is on, the two functions that
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
@@ -17,14 +16,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from gradilocks.eager import UNCOMPILED
 from gradilocks.errors import GradilocksError
 from gradilocks.lab.emulate.operations import COMPOSED, OPERATIONS, concerns
-from gradilocks.lab.emulate.rounding import Storage, autocast_is_on, rounding_to
+from gradilocks.lab.emulate.rounding import (
+    Storage,
+    autocast_is_on,
+    checkpoint_functions,
+    rounding_to,
+)
 from gradilocks.lab.formats import Format, format_named
 
 __all__ = ["Emulation", "emulate", "emulated_format"]
@@ -244,15 +247,6 @@ def _do_nothing(*_: Any) -> None:
 # --- activation checkpointing --------------------------------------------------------------------
 
 
-_CHECKPOINT_MODULES = (
-    "torch.utils.checkpoint",
-    "torch.distributed._composable.checkpoint_activation",  # Has one of them by a name of its own.
-)
-_CHECKPOINT_FUNCTIONS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
-"""Those that `checkpoint` hands its work to; one that torch no longer has is left out, and what it
-would compute again is then computed in float32."""
-
-
 class _Checkpoints:
     """Puts itself between `checkpoint` and its work while it is entered, by any thread."""
 
@@ -266,11 +260,10 @@ class _Checkpoints:
             self._entered += 1
             if self._entered > 1:
                 return
-            for module in filter(None, map(sys.modules.get, _CHECKPOINT_MODULES)):
-                for name in _CHECKPOINT_FUNCTIONS:
-                    if (original := getattr(module, name, None)) is not None:
-                        self._replaced.append((module, name, original))
-                        setattr(module, name, _Checkpointing(original))
+            for module, name in checkpoint_functions():
+                original = getattr(module, name)
+                self._replaced.append((module, name, original))
+                setattr(module, name, _Checkpointing(original))
 
     def __exit__(self, *_: object) -> None:
         with self._lock:

@@ -9,16 +9,26 @@ What a rounding returns is always a new tensor, never a view of what came.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd import forward_ad
 
 from gradilocks.lab.formats import Format
 
-__all__ = ["BLOCK", "Rounding", "Storage", "autocast_is_on", "rounding_to"]
+__all__ = [
+    "BLOCK",
+    "Rounding",
+    "Storage",
+    "autocast_is_on",
+    "checkpoint_functions",
+    "rounding_to",
+]
 
 # --- private names of torch ----------------------------------------------------------------------
 
@@ -34,6 +44,19 @@ autocast_is_on: Callable[[], bool] = getattr(
     lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia"))),
 )
 """Whether torch.autocast is on, for any kind of device."""
+
+
+def checkpoint_functions() -> Iterator[tuple[ModuleType, str]]:
+    """The functions that torch's activation checkpointing hands its work to: where each stands.
+
+    One that torch no longer has is left out: what it computes again is then computed in float32.
+    """
+    composable = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    for module in filter(None, (torch.utils.checkpoint, composable)):
+        for name in ("_checkpoint_without_reentrant_generator", "CheckpointFunction"):
+            if hasattr(module, name):
+                yield module, name
+
 
 # --- rounding ------------------------------------------------------------------------------------
 
