@@ -103,7 +103,7 @@ def audit(
     given = list(script or ())
     if module is None and not given:
         raise typer.BadParameter("expected a script, as in 'gradilocks audit train.py'.")
-    from gradilocks.lab.audit.findings import refuse_blocks
+    from gradilocks.lab.audit import refuse_blocks
     from gradilocks.lab.audit.script import AuditOptions, audit_script
     from gradilocks.lab.formats import format_named
     from gradilocks.observe import Program
@@ -118,7 +118,7 @@ def audit(
         _check_new(target)
     what = Program(module or given[0], tuple(given[module is None :]), module=module is not None)
     if html is not None:
-        from gradilocks.report.audit import check_audit_page
+        from gradilocks.report.audit_page import check_audit_page
 
         check_audit_page(html, title=what.name)
     options = AuditOptions(

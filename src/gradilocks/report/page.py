@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from gradilocks.report.audit_panel import SCRIPTS, STYLES, Panel, panel
+from gradilocks.report.audit_page import SCRIPTS, STYLES, Panel, panel
 from gradilocks.report.document import GENERATOR, document, headed
 from gradilocks.report.facts import Reported, in_short, main_numbers, what_ran
 from gradilocks.report.figures import Section, sections

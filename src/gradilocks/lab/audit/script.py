@@ -20,7 +20,7 @@ from gradilocks.observe.process_end import Ending
 from gradilocks.observe.session import Options, ScriptSession
 
 if TYPE_CHECKING:
-    from gradilocks.lab.audit.findings import Audit
+    from gradilocks.lab.audit.result import Audit
 
 __all__ = ["AuditOptions", "ScriptAudit", "Stopped", "audit_script"]
 

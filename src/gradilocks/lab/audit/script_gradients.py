@@ -17,10 +17,10 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from gradilocks._torch import DYNAMO, in_backward
 from gradilocks.eager import UNCOMPILED
-from gradilocks.lab.audit.findings import Audit
-from gradilocks.lab.audit.gathering import gather
-from gradilocks.lab.audit.listening import Listener, is_unit
+from gradilocks.lab.audit.module_hooks import Listener, gather, is_unit
+from gradilocks.lab.audit.result import Audit
 from gradilocks.lab.formats import Format
 from gradilocks.lab.trace.magnitudes import tensors_in
 from gradilocks.observe.interpreter import when_imported
@@ -51,7 +51,7 @@ class ScriptGradients(StepListener):
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward),
         ]
-        when_imported("torch._dynamo", self._run_eagerly)
+        when_imported(DYNAMO, self._run_eagerly)
 
     @property
     def steps(self) -> int:
@@ -122,7 +122,7 @@ class ScriptGradients(StepListener):
 
     def grad_begins(self, outputs: Any) -> None:
         """A backward pass within another, as of a checkpoint, changes nothing."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self._listener.scale = 1.0
 
     # --- steps ---------------------------------------------------------------------------------

@@ -1,9 +1,16 @@
-"""``gradilocks.audit``: a model, its loss and some batches enter, an Audit leaves."""
+"""``gradilocks.audit``: a model, its loss and some batches enter, an Audit leaves.
+
+Nothing is trained: the model leaves as it was, with its gradients, buffers, modes and hooks, and
+so do the random generators.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,13 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import buffers_of, post_accumulate_hooks, set_buffer, version
 from gradilocks.checks import check_scalar_loss
 from gradilocks.eager import UNCOMPILED
-from gradilocks.errors import NoGradients
-from gradilocks.lab.audit.findings import Audit, formats_named
-from gradilocks.lab.audit.gathering import gather
-from gradilocks.lab.audit.listening import Listener
-from gradilocks.lab.audit.unchanged import unchanged
+from gradilocks.errors import GradilocksError, NoGradients
+from gradilocks.lab.audit.judging import formats_named
+from gradilocks.lab.audit.module_hooks import (
+    Listener,
+    gather,
+)
+from gradilocks.lab.audit.result import Audit
 from gradilocks.observe.session import check_target
 from gradilocks.record import Recorder
 
@@ -78,13 +88,18 @@ def audit(
             f"{type(loss_fn).__name__}."
         )
     _check_record(record)
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise TypeError(
+            "batches must be an iterable of batches, such as a list or a DataLoader, got "
+            f"{type(batches).__name__}. For one batch write [batch]."
+        )
     listener = Listener()
     done, reached = 0, False
     # Compiled code would run past the hooks.
-    with unchanged(model), UNCOMPILED, torch.enable_grad():
+    with _unchanged(model), UNCOMPILED, torch.enable_grad():
         try:
             listener.follow(model.modules())
-            for batch in islice(_iterated(batches), steps):
+            for batch in islice(batches, steps):
                 loss = loss_fn(model, batch)
                 check_scalar_loss(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -102,17 +117,12 @@ def audit(
             "loss_fn use the model that it is given?"
         )
     found = gather(listener, [model], steps=done, formats=chosen, reachable=True)
-    _write(found, record)
+    if isinstance(record, Recorder):
+        record.audit(found.to_plain())
+    elif record is not None:
+        with Recorder(record, exists="append") as recorder:
+            recorder.audit(found.to_plain())
     return found
-
-
-def _iterated(batches: Any) -> Iterator[Any]:
-    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
-        raise TypeError(
-            "batches must be an iterable of batches, such as a list or a DataLoader, got "
-            f"{type(batches).__name__}. For one batch write [batch]."
-        )
-    return iter(batches)
 
 
 def _check_model(model: object) -> None:
@@ -139,11 +149,9 @@ def _check_model(model: object) -> None:
 
 
 def _check_steps(steps: object) -> None:
-    if steps is None:
-        return
-    if isinstance(steps, bool) or not isinstance(steps, int):
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
         raise TypeError(f"steps must be an int or None, got {type(steps).__name__}.")
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, or None for all batches, got {steps}.")
 
 
@@ -156,13 +164,77 @@ def _check_record(record: object) -> None:
         )
     if isinstance(record, (str, os.PathLike)):  # Now, and not after all batches.
         path = Path(record)
-        ways = "Choose another name."
-        check_target(path, path, "append", rank=0, ways=ways)
+        check_target(path, path, "append", rank=0, ways="Choose another name.")
 
 
-def _write(found: Audit, record: str | os.PathLike[str] | Recorder | None) -> None:
-    if isinstance(record, Recorder):
-        record.audit(found.to_plain())
-    elif record is not None:
-        with Recorder(record, exists="append") as recorder:
-            recorder.audit(found.to_plain())
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Inside, gradients are None, and hooks that would step an optimizer are out of the way.
+
+    Raises:
+        GradilocksError: a parameter was changed inside, which is beyond repair.
+    """
+    restore_generators = _generators()
+    training = [(module, module.training) for module in model.modules()]
+    # BatchNorm's statistics and the like, by object and by value.
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in buffers_of(module).items()
+    ]
+    gradients = [(param, param.grad) for param in model.parameters()]
+    # An optimizer that steps inside backward does so by a hook after a gradient is added up.
+    late_hooks = [post_accumulate_hooks(param) for param in model.parameters()]
+    held = [dict(hooks) for hooks in late_hooks]
+    before = {name: _version_of(param) for name, param in model.named_parameters()}
+    try:
+        for param, _ in gradients:
+            param.grad = None
+        for hooks in late_hooks:
+            hooks.clear()
+        yield
+        after = {name: _version_of(param) for name, param in model.named_parameters()}
+    finally:
+        for hooks, were in zip(late_hooks, held, strict=True):
+            hooks.update(were)
+        for param, gradient in gradients:
+            param.grad = gradient
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                set_buffer(module, name, buffer)
+                if buffer is not None and value is not None and not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        for module, was in training:
+            module.training = was
+        restore_generators()
+    for name, counted in after.items():
+        if before.get(name) != counted:
+            raise GradilocksError(
+                f"{name} was changed while the model was audited. loss_fn must return the loss and "
+                "leave the optimizer alone: nothing is trained here."
+            )
+
+
+def _version_of(param: nn.Parameter) -> int:
+    """torch's count of the writes into a tensor; -1 for an inference tensor, which has none."""
+    return -1 if param.is_inference() else version(param)
+
+
+def _generators() -> Callable[[], None]:
+    """Notes those that torch, Python and NumPy draw from when nobody names one; puts them back."""
+    cpu = torch.get_rng_state()
+    on_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if on_gpus else None
+    python = random.getstate()
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    drawn = numpy.get_state() if numpy is not None else None
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(drawn)
+
+    return restore

@@ -1,0 +1,400 @@
+"""Hooks on models, for as long as an audit lasts: gradients and outputs enter, an Audit leaves.
+
+The gradient of a parameter is taken as a backward pass makes it, before it is added to others,
+clipped or unscaled: that is what is stored in the format. The gradient of a module's output is
+taken by a hook on the tensor, not on the module: torch's module hooks put views around tensors,
+and an in-place module behind one would raise.
+
+Of a forward pass it is noted how large each module's output is, because a format can be too narrow
+for the outputs as well, and no loss scale helps there; and which module takes it up, because the
+gradient of an output is computed by whoever took the output: to keep that gradient out of a format,
+both have to be kept out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradilocks._torch import is_functorch_tensor
+from gradilocks.lab.audit.counting import Tally, read, values_of
+from gradilocks.lab.audit.result import Audit
+from gradilocks.lab.audit_record import Histogram, ModuleGradients, Outputs
+from gradilocks.lab.emulate import emulated_format
+from gradilocks.lab.formats import Format
+from gradilocks.lab.trace.magnitudes import tensors_in
+from gradilocks.names import name_modules
+
+__all__ = ["Listener", "gather", "is_unit"]
+
+_MARK = "gradilocks.module"  # In the metadata of the node of the graph that made an output.
+_MOST_NODES = 64  # Looked at, at most, between a module's input and another's output.
+_LARGEST = torch.finfo(torch.float32).max
+
+
+# --- listening -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Unit:
+    """A module that computes, and what was seen of it."""
+
+    module: weakref.ref[nn.Module]
+    gradients: Tally | None = None
+    """Of what it returned; None as long as nothing of that required a gradient."""
+    sizes: dict[torch.device, Tensor] = field(default_factory=dict)
+    """By device: the largest finite magnitude that it returned, and how many were not finite."""
+    takers: dict[int, None] = field(default_factory=dict)
+    """The ids of the modules that took what it returned: the very tensor, or else, if functions
+    came between, what the first of them got of it."""
+
+
+class Listener:
+    """Counts the gradients of the modules and parameters that it is told of.
+
+    Attributes:
+        units: by the id of a module, in the order in which they first returned.
+        parameters: by the id of a parameter: its gradients.
+        scale: what the gradients of the coming backward passes are to be divided by.
+    """
+
+    def __init__(self) -> None:
+        self.units: dict[int, _Unit] = {}
+        self.parameters: dict[int, tuple[weakref.ref[Tensor], Tally]] = {}
+        self.scale: Tensor | float = 1.0
+        self.divided: Tensor | float = 1.0
+        """The last scale other than 1 that gradients carried."""
+        self.autocast: set[torch.dtype] = set()
+        """What torch.autocast computed in, if it was on in a forward pass."""
+        self.emulated: set[str] = set()
+        """The same of `gradilocks.emulate`."""
+        self.dtypes: set[torch.dtype] = set()
+        """Of the gradients that came."""
+        self.guard: Callable[[Callable[[], None]], None] = lambda act: act()
+        """Does our own work inside a backward pass."""
+        self._makers: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}
+        """By the id of a tensor, the ids of the units that returned it."""
+        self._handles: list[Any] = []
+        self._done = False
+
+    def follow(self, modules: Iterable[nn.Module]) -> None:
+        """Puts hooks on modules and their parameters."""
+        for module in modules:
+            if is_unit(module) and not isinstance(module, torch.jit.ScriptModule):
+                # One by one: if the second cannot be put on, the first is removed.
+                before = module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+                self._handles.append(before)
+                self._handles.append(module.register_forward_hook(self.after_forward))
+            self.follow_parameters(module.parameters(recurse=False))
+
+    def follow_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Puts hooks on those that have none yet, and returns them."""
+        fresh = [p for p in parameters if p.requires_grad and not self.knows(p)]
+        for parameter in fresh:
+            tally = Tally()
+            self.parameters[id(parameter)] = weakref.ref(parameter), tally
+            if parameter.is_leaf:
+                hook = self._counts(tally)
+                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+        return fresh
+
+    def carry(self, scale: Tensor | float) -> None:
+        """The gradients of the coming backward passes carry this scale."""
+        self.scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
+        self.divided = self.scale
+
+    def count(self, parameter: Tensor, *, scale: Tensor | float) -> None:
+        """Counts the gradient that a parameter has, for one that had no hook in time."""
+        if parameter.grad is not None:
+            self._add(self.parameters[id(parameter)][1], parameter.grad, scale)
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether this parameter has a hook."""
+        known = self.parameters.get(id(parameter))
+        return known is not None and known[0]() is parameter
+
+    def remove(self) -> None:
+        """Takes every hook away; those on tensors do nothing from here on."""
+        self._done = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def precision(self) -> str:
+        """What the gradients were computed in."""
+        if self.autocast:
+            return f"{_joined(self.autocast)} autocast"
+        if self.emulated:
+            return f"{' and '.join(sorted(self.emulated))}, emulated"
+        return _joined(self.dtypes) or "float32"
+
+    def before_forward(self, module: nn.Module, given: Any) -> None:
+        """A unit is called: it takes what others have returned."""
+        if self._done or torch.compiler.is_compiling():
+            return
+        for tensor in _tensors(given):
+            makers = self._makers_of(tensor)
+            for unit in self._seen(makers or _makers_behind(tensor.grad_fn)):
+                if makers or not unit.takers:
+                    unit.takers[id(module)] = None
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.before_forward(module, (args, kwargs))
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A unit has returned: the gradients of its tensors will be counted."""
+        if self._done or torch.compiler.is_compiling():
+            return
+        unit = self.units.get(id(module))
+        if unit is None or unit.module() is not module:
+            unit = self.units[id(module)] = _Unit(weakref.ref(module))
+        given = {id(tensor) for tensor in _tensors(args)}
+        for tensor in _tensors(output):
+            _measure(unit, tensor)
+            # A tensor that was changed in place comes from here alone; one that an inner module
+            # returned to this one comes from both.
+            makers = set() if id(tensor) in given else self._makers_of(tensor)
+            self._remember(tensor, makers | {id(module)})
+            if tensor.requires_grad:
+                self._await_gradient(unit, tensor)
+
+    def _await_gradient(self, unit: _Unit, tensor: Tensor) -> None:
+        if unit.gradients is None:
+            unit.gradients = Tally()
+        kind = tensor.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            self.autocast.add(torch.get_autocast_dtype(kind))
+        if (format := emulated_format()) is not None:
+            self.emulated.add(format.dtype or format.name)
+        if not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
+            tensor.register_hook(self._counts(unit.gradients))  # type: ignore[no-untyped-call]
+
+    def _counts(self, tally: Tally) -> Callable[[Tensor], None]:
+        def count(gradient: Tensor | None) -> None:
+            if gradient is not None and not self._done:  # A backward of one's own may return None.
+                self.guard(lambda: self._add(tally, gradient, self.scale))
+
+        return count
+
+    def _add(self, tally: Tally, gradient: Tensor, scale: Tensor | float) -> None:
+        self.dtypes.add(gradient.dtype)
+        tally.add(gradient, scale=scale)
+
+    def _makers_of(self, tensor: Tensor) -> set[int]:
+        ref, makers = self._makers.get(id(tensor), (None, set()))
+        return makers if ref is not None and ref() is tensor else set()
+
+    def _remember(self, tensor: Tensor, makers: set[int]) -> None:
+        key, made = id(tensor), self._makers
+        made[key] = weakref.ref(tensor, lambda _: made.pop(key, None)), makers
+        node: Any = tensor.grad_fn
+        if node is not None:
+            node.metadata[_MARK] = makers
+
+    def _seen(self, keys: Iterable[int]) -> Iterator[_Unit]:
+        return (self.units[key] for key in keys if key in self.units)
+
+
+@torch.no_grad()
+def _measure(unit: _Unit, tensor: Tensor) -> None:
+    """Notes how large a tensor is that a unit has returned."""
+    if is_functorch_tensor(tensor) or not tensor.dim():
+        return  # A single number is a loss, which is kept in float32.
+    values = values_of(tensor.detach())
+    if values is None:
+        return
+    home = values.device
+    if home not in unit.sizes:
+        unit.sizes[home] = torch.zeros(2, dtype=torch.float32, device=home)
+    row = unit.sizes[home]
+    least, most = torch.aminmax(values)
+    if home.type == "cpu" and least.isfinite() and most.isfinite():  # One pass is enough.
+        row[0] = max(float(row[0]), min(max(-float(least), float(most)), _LARGEST))
+        return
+    finite = values.isfinite()
+    size = torch.where(finite, values, 0.0).abs().amax()
+    size = size.clamp(max=_LARGEST) if size.dtype is torch.float64 else size
+    row[0] = torch.maximum(row[0], size.float())
+    row[1] += (~finite).sum()
+
+
+def _makers_behind(node: Any) -> Iterable[int]:
+    """The modules whose outputs a tensor was made of by functions alone."""
+    waiting: list[Any] = [node]
+    seen: set[Any] = set()
+    found: dict[int, None] = {}
+    while waiting and len(seen) < _MOST_NODES:
+        one = waiting.pop(0)
+        if one is None or one in seen:
+            continue
+        seen.add(one)
+        makers = getattr(one, "metadata", {}).get(_MARK)
+        if makers:
+            found.update(dict.fromkeys(makers))
+        else:
+            waiting += [before for before, _ in one.next_functions]
+    return found
+
+
+def _tensors(things: Any) -> Iterator[Tensor]:
+    yield from {id(tensor): tensor for _, tensor in tensors_in(things, "")}.values()
+
+
+def _joined(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether a module is one that computes: without parts, or with parameters of its own.
+
+    A parametrized module (weight_norm and the like) is one, too: its parts make its weight.
+    """
+    parts = [name for name, _ in module.named_children() if name != "parametrizations"]
+    return not parts or next(module.parameters(recurse=False), None) is not None
+
+
+# --- the end of an audit -------------------------------------------------------------------------
+
+
+def gather(
+    listener: Listener,
+    models: Sequence[nn.Module],
+    *,
+    steps: int,
+    formats: Sequence[Format],
+    others: Mapping[Tensor, str] | None = None,
+    reachable: bool = False,
+) -> Audit:
+    """Brings the counts to the host, once, and judges them.
+
+    Args:
+        listener: with its hooks taken away.
+        models: the outermost modules; what is in none of them is left out.
+        steps: how many steps were seen.
+        formats: to be judged.
+        others: parameters that are in no module, with their names.
+        reachable: whether the one model's `get_submodule` must take the names.
+    """
+    parts = {id(part): part for model in models for part in model.modules()}
+    names = _names(models, reachable=reachable)
+    units = {
+        key: unit
+        for key, unit in listener.units.items()
+        if key in parts and unit.module() is parts[key]
+    }
+    outputs = {key: unit.gradients for key, unit in units.items() if unit.gradients is not None}
+    homes = _homes(models)
+    owned: dict[int, list[Tally]] = {}
+    seen: set[int] = set()
+    for key, module in parts.items():
+        for param in module.parameters(recurse=False):
+            if id(param) not in seen and listener.knows(param):
+                seen.add(id(param))
+                owned.setdefault(homes[key], []).append(listener.parameters[id(param)][1])
+    for other, name in (others or {}).items():
+        if id(other) not in seen and listener.knows(other):
+            owned.setdefault(id(other), []).append(listener.parameters[id(other)][1])
+            names[id(other)] = name
+    counted = iter(read([*outputs.values(), *(one for many in owned.values() for one in many)]))
+    activations = {key: next(counted) for key in outputs}
+    parameters = {key: Histogram.total(next(counted) for _ in owned[key]) for key in owned}
+    returned = _returned(units, parts, names)
+    modules = [
+        ModuleGradients(
+            names[key],
+            type(parts[key]).__name__ if key in parts else "Parameter",
+            _unless_empty(parameters.get(key)),
+            _unless_empty(activations.get(key)),
+            returned.get(key),
+        )
+        for key in dict.fromkeys([*outputs, *owned, *units])
+    ]
+    narrowest = min((format.largest for format in formats), default=_LARGEST)
+    return Audit.of(
+        [
+            module
+            for module in modules
+            # It has gradients, or returns what one of the formats cannot hold.
+            if module.parameters is not None
+            or module.activations is not None
+            or (module.outputs is not None and module.outputs.largest > narrowest)
+        ],
+        steps=steps,
+        formats=formats,
+        precision=listener.precision,
+        loss_scale=float(listener.divided),
+    )
+
+
+def _names(models: Sequence[nn.Module], *, reachable: bool) -> dict[int, str]:
+    """The name of every module of these models, by its id; the only place that names modules.
+
+    If they must be `reachable`, they are those that `get_submodule` of the one model takes: with
+    the wrapper's part, where it needs one.
+    """
+    names = name_modules(models)
+    for real, module in models[0].named_modules() if reachable else ():
+        try:
+            found = models[0].get_submodule(names[id(module)])
+        except (AttributeError, RuntimeError):  # The latter from a ScriptModule.
+            found = None
+        if found is not module:
+            names[id(module)] = real
+    return names
+
+
+def _homes(models: Sequence[nn.Module]) -> dict[int, int]:
+    """By module, the one that computes with its parameters: itself, nearly always.
+
+    A parametrization makes the weight of the module that it is in, and an nn.MultiheadAttention
+    computes with its out_proj without calling it.
+    """
+    homes: dict[int, int] = {}
+
+    def visit(module: nn.Module, home: nn.Module) -> None:
+        if id(module) in homes:
+            return
+        homes[id(module)] = id(home)
+        within = home is not module or isinstance(module, nn.MultiheadAttention)
+        for name, child in module.named_children():
+            visit(child, home if within or name == "parametrizations" else child)
+
+    for model in models:
+        visit(model, model)
+    return homes
+
+
+def _returned(
+    units: Mapping[int, _Unit], parts: Mapping[int, nn.Module], names: Mapping[int, str]
+) -> dict[int, Outputs]:
+    """What the units have returned; the numbers are read once from each device."""
+    sizes: dict[int, list[tuple[float, float]]] = {}
+    for device in {device for unit in units.values() for device in unit.sizes}:
+        there = [key for key, unit in units.items() if device in unit.sizes]
+        rows = torch.stack([units[key].sizes[device] for key in there]).tolist()
+        for key, row in zip(there, rows, strict=True):
+            sizes.setdefault(key, []).append(row)
+    found: dict[int, Outputs] = {}
+    for key, rows in sizes.items():
+        takers = [one for one in units[key].takers if one in parts and one != key]
+        # A module that hands its input on to a part of its own does not compute with it.
+        nearest = [
+            one
+            for one in takers
+            if not any(id(part) in takers for part in parts[one].modules() if id(part) != one)
+        ]
+        largest, nonfinite = max(row[0] for row in rows), int(sum(row[1] for row in rows))
+        found[key] = Outputs(largest, nonfinite, tuple(names[one] for one in nearest))
+    return found
+
+
+def _unless_empty(histogram: Histogram | None) -> Histogram | None:
+    if histogram is None or not (histogram.values or histogram.zeros or histogram.nonfinite):
+        return None
+    return histogram
