@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -91,6 +92,7 @@ class ScriptTracer(StepListener):
         self._make_recorder, self._guard = make_recorder, guard
         self._tracers: dict[int, list[Tracer]] = {}  # By an optimizer's first parameter.
         self._tracer_of: WeakKeyDictionary[nn.Module, Tracer] = WeakKeyDictionary()
+        self._steps: Counter[int] = Counter()  # By whose they are.
 
     def step_ended(self, step: Step) -> None:
         if step.record is not None:
@@ -99,9 +101,13 @@ class ScriptTracer(StepListener):
             bad = ((step.statistics.nan + step.statistics.inf).sum() > 0).reshape(1)
         else:
             return
-        self._guard(lambda: self._note(list(step.parameters()), bad.to(torch.float32)))
+        whose = id(step.driver if step.is_of_control else step.optimizers[0])
+        self._steps[whose] += 1
+        number = self._steps[whose]
+        params = list(step.parameters())
+        self._guard(lambda: self._note(params, bad.to(torch.float32), number))
 
-    def _note(self, params: Sequence[Tensor], bad: Tensor) -> None:
+    def _note(self, params: Sequence[Tensor], bad: Tensor, number: int) -> None:
         key = id(params[0])
         if key not in self._tracers:
             models = owners_of(params)
@@ -110,7 +116,7 @@ class ScriptTracer(StepListener):
                     self._tracer_of[model] = Tracer(model, recorder=self._make_recorder())
             self._tracers[key] = [self._tracer_of[model] for model in models]
         for tracer in self._tracers[key]:
-            tracer.note(bad)
+            tracer.note(bad, step=number)
 
     def findings(self) -> tuple[str, ...]:
         """What was found, in sentences, each of them once."""

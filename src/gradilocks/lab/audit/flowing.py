@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gradilocks.lab.trace.magnitudes import tensors_in
+from gradilocks.lab.trace.finding import tensors_in
 from gradilocks.observe.gradient_reader import measurable
 
 __all__ = ["Flow"]
