@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradilocks.kernels.captured import capturing
 from gradilocks.names import Names, name_parameters, prefixed
 from gradilocks.observe.between_steps import Clips, Losses
-from gradilocks.observe.gradient_reader import GradientReader, Reading
+from gradilocks.observe.gradient_reader import ClippedGradients, GradientReader, Reading
 from gradilocks.observe.process_end import SignalsHeld
 from gradilocks.observe.script_models import owners_of
 from gradilocks.record import Recorder, Sample
@@ -152,11 +152,7 @@ class StepRecorder(StepListener):
         self._reader = GradientReader()
         self._losses = Losses()
         self._clips = Clips()
-        self._clipping: list[Tensor] = []  # Gradients that are being clipped.
-        self._alive: dict[int, Callable[[], Any]] = {}  # Optimizers, also before their first step.
-        self._grads_then: dict[int, _GradThen] = {}  # By parameter: when the first loss came.
-        self._without: set[int] = set()  # Parameters that had no gradient then.
-        self._made: list[weakref.ref[Tensor]] = []  # Those of them that the losses gave one.
+        self._clipping: ClippedGradients | None = None
         self.recorder: ScriptRecorder | None = None
 
     def recorder_now(self) -> ScriptRecorder:
@@ -287,7 +283,7 @@ class StepRecorder(StepListener):
         index = self.recorder_now().add_optimizer(optimizer, names=names)
         refs = [weakref.ref(param) for param in params]
         self._optimizers[id(optimizer)] = _Optimizer(weakly(optimizer), index, refs)
-        self._alive[id(optimizer)] = weakly(optimizer)
+        self._losses.add_optimizer(optimizer)
         self._index_of.update((id(param), index) for param in params)
         return index
 
@@ -316,61 +312,17 @@ class StepRecorder(StepListener):
         self._guard(lambda: self._losses.note_scaled(loss, scaled))
 
     def backward_begins(self, tensors: Any, gradients: Any) -> None:
-        self._guard(lambda: self._note_backward(tensors, gradients))
-
-    def _note_backward(self, tensors: Any, gradients: Any) -> None:
-        """If the losses that wait gave gradients to parameters, and those have none any more,
-        nothing is left of those losses: the script has dropped them without `zero_grad`.
-        """
-        made = [param for ref in self._made if (param := ref()) is not None]
-        if self._losses.waiting and made and all(param.grad is None for param in made):
-            self._losses.start()
-        if not self._losses.waiting:
-            params = list(self._params_alive())
-            self._grads_then = {id(p): _GradThen.of(p) for p in params if len(self._alive) > 1}
-            self._without, self._made = {id(p) for p in params if p.grad is None}, []
-        self._losses.note_backward(tensors, gradients)
+        self._guard(lambda: self._losses.backward_begins(tensors, gradients))
 
     def backward_ended(self) -> None:
-        self._guard(self._note_made)
-
-    def _note_made(self) -> None:
-        """Which parameters the losses that wait have given a gradient."""
-        if self._losses.waiting:
-            found = (p for p in self._params_alive() if id(p) in self._without)
-            made = [p for p in found if p.grad is not None]
-            self._made += [weakref.ref(p) for p in made]  # Weakly: see _Optimizer.
-            self._without.difference_update(map(id, made))
+        self._guard(self._losses.backward_ended)
 
     def gradients_clear(self, owner: Any) -> None:
-        if self._losses.waiting:
-            self._guard(lambda: self._clear(owner))
-
-    def _clear(self, owner: Any) -> None:
-        """With gradients go the losses that they came from, unless gradients of another optimizer
-        came from those losses too: such have changed since the first of them was run backward.
-        """
-        if isinstance(owner, nn.Module):
-            cleared: list[Tensor] = list(owner.parameters())
-        else:
-            cleared = list(every_parameter([owner]))
-        if all(param.grad is None for param in cleared) or not self._alive:
-            return
-        gone = {id(param) for param in cleared}
-        others = (p for p in self._params_alive() if id(p) not in gone and p.grad is not None)
-        then = self._grads_then
-        if all(id(p) in then and then[id(p)].is_still(p) for p in others):
-            self._losses.start()
+        if self._losses.are_waiting:
+            self._guard(lambda: self._losses.gradients_clear(owner))
 
     def optimizer_made(self, optimizer: Any) -> None:
-        self._guard(lambda: self._alive.update({id(optimizer): weakly(optimizer)}))
-
-    def _params_alive(self) -> Iterator[Tensor]:
-        """The parameters of every optimizer that there is, each of them once."""
-        self._alive = {key: ref for key, ref in self._alive.items() if ref() is not None}
-        optimizers = [ref() for ref in self._alive.values()]
-        there = [o for o in optimizers if isinstance(getattr(o, "param_groups", None), list)]
-        yield from {id(param): param for param in every_parameter(there)}.values()
+        self._guard(lambda: self._losses.add_optimizer(optimizer))
 
     # --- clips ---------------------------------------------------------------------------------
 
@@ -389,10 +341,11 @@ class StepRecorder(StepListener):
         self._guard(lambda: self._note_clip(clip))
 
     def _note_clip(self, clip: Clip) -> None:
-        gradients, self._clipping = self._clipping, []
-        self._reader.after_clip(gradients)
+        gradients, self._clipping = self._clipping, None
+        if gradients is not None:
+            self._reader.after_clip(gradients)
         if clip.by_value:
-            largest = self._reader.largest(gradients)
+            largest = None if gradients is None else gradients.before.largest
             clipped = False if largest is None else (largest > clip.limit).any().to(torch.float32)
             self._clips.by_value(clip.params, clipped=clipped)
         else:
@@ -401,7 +354,7 @@ class StepRecorder(StepListener):
                 norm=clip.norm,
                 limit=clip.limit,
                 order=float(clip.order),
-                changed=self._reader.changed(gradients),
+                changed=gradients is not None and gradients.changed(),
             )
 
 
@@ -411,22 +364,3 @@ def _found_names(names: Names) -> Names:
         return names
     models = owners_of(every_parameter(names.optimizers))
     return Names(prefixed(models), names.optimizers)
-
-
-@dataclass(frozen=True)
-class _GradThen:
-    """A gradient at one moment: by it is seen whether a backward pass has changed it since."""
-
-    grad: weakref.ref[Tensor] | None
-    version: int
-
-    @staticmethod
-    def of(param: Tensor) -> _GradThen:
-        grad = param.grad
-        if grad is None:
-            return _GradThen(None, 0)
-        return _GradThen(weakref.ref(grad), 0 if grad.is_inference() else grad._version)
-
-    def is_still(self, param: Tensor) -> bool:
-        now = _GradThen.of(param)  # One tensor has one weakref.
-        return self.grad is now.grad and self.version == now.version
