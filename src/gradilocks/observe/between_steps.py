@@ -87,6 +87,8 @@ class Losses:
         With them go the losses that they came from, unless gradients of another optimizer came from
         those losses too: such have changed since the first of them was run backward.
         """
+        if not self.are_waiting:
+            return
         module = isinstance(owner, nn.Module)
         cleared: list[Tensor] = list(owner.parameters() if module else every_parameter([owner]))
         if all(param.grad is None for param in cleared) or not self._optimizers:

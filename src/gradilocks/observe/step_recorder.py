@@ -1,16 +1,17 @@
 """A script's losses, clips and steps enter as StepEvents; Samples for the Recorder leave.
 
 Nothing waits for a device, nothing that the script can see changes, and a failure of ours ends the
-recording and not the script.
+recording and not the script: whatever listens to it has a Guard around it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,50 +34,53 @@ from gradilocks.values import moved
 
 __all__ = ["Guard", "ScriptRecorder", "StepRecorder"]
 
-_Result = TypeVar("_Result")
-
 
 class Guard:
     """Does our own work so that the script notices nothing of it, nor of its failure.
 
     Args:
         on_failure: told of the first error, after which nothing is done any more.
-        always: called after all that was to be done once it has failed; may raise.
+        after_failure: called from then on whenever something was to be done; may raise.
+
+    Attributes:
+        closed: whether nothing is done any more.
+        failed: whether that is so because something has failed.
     """
 
     def __init__(
         self,
         on_failure: Callable[[Exception], None],
-        always: Callable[[], None] | None = None,
+        after_failure: Callable[[], None] | None = None,
     ) -> None:
-        self._on_failure, self._always = on_failure, always
+        self._on_failure, self._after_failure = on_failure, after_failure
         self._pid = os.getpid()
-        self.closed = False
-        """Whether nothing is done any more."""
-        self.failed = False
+        self.closed = self.failed = False
 
-    def __call__(self, act: Callable[[], _Result]) -> _Result | None:
-        """What `act` returns; None if it was not called, or has failed."""
-        result = self._done(act)
-        if self.failed and self._always is not None:
-            self._always()
-        return result
+    def __call__(self, act: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Calls `act` with these arguments."""
+        if not (self.closed or os.getpid() != self._pid or capturing()):
+            with SignalsHeld(), torch.no_grad(), torch._C.DisableTorchFunction():
+                try:
+                    if torch._C._len_torch_dispatch_stack():
+                        from torch.utils._python_dispatch import _disable_current_modes
 
-    def _done(self, act: Callable[[], _Result]) -> _Result | None:
-        if self.closed or os.getpid() != self._pid or capturing():
-            return None
-        with SignalsHeld(), torch.no_grad(), torch._C.DisableTorchFunction():
-            try:
-                if torch._C._len_torch_dispatch_stack():
-                    from torch.utils._python_dispatch import _disable_current_modes
+                        with _disable_current_modes():
+                            act(*args, **kwargs)
+                    else:
+                        act(*args, **kwargs)
+                except Exception as error:
+                    self.closed = self.failed = True
+                    self._on_failure(error)
+        if self.failed and self._after_failure is not None:
+            self._after_failure()
 
-                    with _disable_current_modes():
-                        return act()
-                return act()
-            except Exception as error:
-                self.closed = self.failed = True
-                self._on_failure(error)
-                return None
+    def around(self, listener: StepListener) -> StepListener:
+        """Hears what `listener` wants to hear, and hands it on."""
+        guarded = StepListener()
+        for name, unheard in vars(StepListener).items():
+            if callable(unheard) and getattr(type(listener), name) is not unheard:
+                setattr(guarded, name, functools.partial(self, getattr(listener, name)))
+        return guarded
 
 
 class ScriptRecorder(Recorder):
@@ -128,7 +132,6 @@ class StepRecorder(StepListener):
 
     Args:
         make_recorder: called at the first step.
-        guard: around everything that is done here.
         warn: told in words if weights cannot be recorded.
 
     Attributes:
@@ -136,13 +139,9 @@ class StepRecorder(StepListener):
     """
 
     def __init__(
-        self,
-        make_recorder: Callable[[], ScriptRecorder],
-        guard: Guard,
-        *,
-        warn: Callable[[str], None],
+        self, make_recorder: Callable[[], ScriptRecorder], warn: Callable[[str], None]
     ) -> None:
-        self._make_recorder, self._guard, self._warn = make_recorder, guard, warn
+        self._make_recorder, self._warn = make_recorder, warn
         self._reads_weights = True
         self.seen = 0
         self._optimizers: dict[int, _Optimizer] = {}
@@ -165,11 +164,8 @@ class StepRecorder(StepListener):
 
     def step_begins(self, step: Step) -> None:
         if step.is_of_control:
-            self._guard(lambda: self._control_begins(step))
-        else:
-            self._guard(lambda: self._begin(step))
-
-    def _begin(self, step: Step) -> None:
+            self._control_begins(step)
+            return
         (optimizer,) = step.optimizers
         params = list(step.parameters())
         if not params:
@@ -194,7 +190,7 @@ class StepRecorder(StepListener):
     def update_begins(self, step: Step) -> None:
         attempt = self._attempts.get(step)
         if attempt is not None:
-            self._guard(lambda: self._read_weights(attempt))
+            self._read_weights(attempt)
 
     def _read_weights(self, attempt: _Attempt) -> None:
         """Keeps what the parameters are, right before they change."""
@@ -221,7 +217,7 @@ class StepRecorder(StepListener):
         if failed:
             self._losses.start()
         elif attempt.reading is None:
-            self._guard(lambda: self._read(step, attempt, loss))
+            self._read(step, attempt, loss)
 
     def step_failed(self, step: Step) -> None:
         self._attempts.pop(step, None)
@@ -230,15 +226,12 @@ class StepRecorder(StepListener):
 
     def step_ended(self, step: Step) -> None:
         if step.is_of_control:
-            self._guard(lambda: self._journal(step.driver).step_ended(step))
+            self._journal(step.driver).step_ended(step)
             self._losses.start()
             return
         attempt = self._attempts.pop(step, None)
-        if attempt is not None:
-            self._guard(lambda: self._end(step, attempt))
-
-    def _end(self, step: Step, attempt: _Attempt) -> None:
-        """Hands the Sample of a step to the recorder."""
+        if attempt is None:
+            return
         self._losses.end()
         self.seen += 1
         reading = attempt.reading
@@ -290,7 +283,7 @@ class StepRecorder(StepListener):
     # --- a script's own GradientControls -------------------------------------------------------
 
     def loss_counted(self, control: Any, loss: Tensor, *, first: bool) -> None:
-        self._guard(lambda: self._journal(control).loss_counted(control, loss, first=first))
+        self._journal(control).loss_counted(control, loss, first=first)
 
     def _control_begins(self, step: Step) -> None:
         journal = self._journal(step.driver)
@@ -309,27 +302,23 @@ class StepRecorder(StepListener):
     # --- losses --------------------------------------------------------------------------------
 
     def loss_scaled(self, driver: Any, loss: Any, scaled: Any, scale: Tensor) -> None:
-        self._guard(lambda: self._losses.note_scaled(loss, scaled))
+        self._losses.note_scaled(loss, scaled)
 
     def backward_begins(self, tensors: Any, gradients: Any) -> None:
-        self._guard(lambda: self._losses.backward_begins(tensors, gradients))
+        self._losses.backward_begins(tensors, gradients)
 
     def backward_ended(self) -> None:
-        self._guard(self._losses.backward_ended)
+        self._losses.backward_ended()
 
     def gradients_clear(self, owner: Any) -> None:
-        if self._losses.are_waiting:
-            self._guard(lambda: self._losses.gradients_clear(owner))
+        self._losses.gradients_clear(owner)
 
     def optimizer_made(self, optimizer: Any) -> None:
-        self._guard(lambda: self._losses.add_optimizer(optimizer))
+        self._losses.add_optimizer(optimizer)
 
     # --- clips ---------------------------------------------------------------------------------
 
     def clip_begins(self, clip: Clip) -> None:
-        self._guard(lambda: self._read_before_clip(clip))
-
-    def _read_before_clip(self, clip: Clip) -> None:
         indices = {self._index_of.get(id(param)) for param in clip.params}
         detail = clip.by_value or any(
             index is None or self.recorder is None or self.recorder.wants_detail(index)
@@ -338,9 +327,6 @@ class StepRecorder(StepListener):
         self._clipping = self._reader.before_clip(clip.params, detail=detail)
 
     def clip_ended(self, clip: Clip) -> None:
-        self._guard(lambda: self._note_clip(clip))
-
-    def _note_clip(self, clip: Clip) -> None:
         gradients, self._clipping = self._clipping, None
         if gradients is not None:
             self._reader.after_clip(gradients)
