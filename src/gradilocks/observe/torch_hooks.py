@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 
 from gradilocks import dropin
 from gradilocks.observe.patches import Patches
-from gradilocks.step.events import EVENTS, Clip, Step
+from gradilocks.step.events import EVENTS, Step
 from gradilocks.values import moved
 
 __all__ = ["TorchHooks"]
@@ -196,24 +196,15 @@ class TorchHooks:
         given = call.arguments
         params, given["parameters"] = _listed(given["parameters"])
         by_value = "clip_value" in given
-        clip = Clip(
-            params,
-            given["clip_value" if by_value else "max_norm"],
-            by_value=by_value,
-            order=given.get("norm_type", 2.0),
-            norm=given.get("total_norm"),
-        )
-        for listener in EVENTS.listeners:
-            listener.clip_begins(clip)
+        limit = given["clip_value" if by_value else "max_norm"]
+        order = given.get("norm_type", 2.0)
+        clip = EVENTS.begin_clip(params, limit, by_value=by_value, order=order)
         self._is_clipping = True
         try:
             returned = original(*call.args, **call.kwargs)
         finally:
             self._is_clipping = False
-        if clip.norm is None:
-            clip.norm = returned
-        for listener in EVENTS.listeners:
-            listener.clip_ended(clip)
+        EVENTS.end_clip(clip, norm=given.get("total_norm", returned))
         return returned
 
 

@@ -211,14 +211,10 @@ class StepEvents:
             child._update()
 
     def begin_step(self, step: Step) -> Step:
-        """A step begins."""
+        """A step begins; if a listener raises, which refuses it, it has not begun."""
+        for listener in self.listeners:
+            listener.step_begins(step)
         _running.append(step)
-        try:
-            for listener in self.listeners:
-                listener.step_begins(step)
-        except BaseException:
-            self.fail_step(step)
-            raise
         return step
 
     def end_step(self, step: Step) -> None:
@@ -232,6 +228,21 @@ class StepEvents:
         _forget(step)
         for listener in self.listeners:
             listener.step_failed(step)
+
+    def begin_clip(
+        self, params: Sequence[Tensor], limit: Any, *, by_value: bool = False, order: Any = 2.0
+    ) -> Clip:
+        """A clip function begins."""
+        clip = Clip(params, limit, by_value=by_value, order=order)
+        for listener in self.listeners:
+            listener.clip_begins(clip)
+        return clip
+
+    def end_clip(self, clip: Clip, *, norm: Any = None) -> None:
+        """A clip function has clipped, and found `norm` if it measures one."""
+        clip.norm = norm
+        for listener in self.listeners:
+            listener.clip_ended(clip)
 
     def step_around(self, optimizer: Any) -> Step | None:
         """The step that goes on, and of which a step of `optimizer` would be a part."""
