@@ -10,22 +10,19 @@ does not see `p.grad.data /= world_size`, a collective on `.data`, or NumPy.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from gradilocks.lab.tensors import measurable
 from gradilocks.step.measure import measure
 from gradilocks.step.total import any_double
 from gradilocks.values import Statistics, moved
 
-__all__ = ["ClippedGradients", "GradientReader", "Reading", "measurable"]
-
-_PLAIN = {Tensor, nn.Parameter}
+__all__ = ["ClippedGradients", "GradientReader", "Reading"]
 
 
 @dataclass(frozen=True)
@@ -157,24 +154,6 @@ def _found(params: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
     tensors = [None if grad is None else measurable(grad) for grad in grads]
     places = [place for place, tensor in enumerate(tensors) if tensor is not None]
     return places, [tensor for tensor in tensors if tensor is not None]
-
-
-def measurable(gradient: Tensor) -> Tensor | None:
-    """A gradient's own elements, or None if nothing can be measured; `.grad` stays as it is."""
-    if type(gradient) not in _PLAIN:
-        module = sys.modules.get("torch.distributed.tensor")
-        if module is not None and isinstance(gradient, module.DTensor):
-            gradient = cast("Any", gradient).to_local()
-        if type(gradient) not in _PLAIN:
-            return None
-    if gradient.layout is torch.sparse_coo:
-        gradient = gradient if gradient.is_coalesced() else gradient.coalesce()
-        gradient = gradient._values()
-    if gradient.layout is not torch.strided or gradient.is_meta or gradient.dtype.itemsize == 1:
-        return None
-    if not (gradient.is_floating_point() or gradient.is_complex()):
-        return None
-    return gradient.detach()
 
 
 def _measured(tensors: Sequence[Tensor], *, detail: bool) -> Statistics:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradilocks.kernels import pieces
 from gradilocks.lab.audit.histogram import Histogram
-from gradilocks.observe.gradient_reader import measurable
+from gradilocks.lab.tensors import measurable
 
 __all__ = ["Tally", "read"]
 

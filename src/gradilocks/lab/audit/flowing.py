@@ -14,8 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gradilocks.lab.trace.finding import tensors_in
-from gradilocks.observe.gradient_reader import measurable
+from gradilocks.lab.tensors import measurable, tensors_in
 
 __all__ = ["Flow"]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gradilocks.lab.audit.counting import Tally
 from gradilocks.lab.audit.flowing import Flow
 from gradilocks.lab.emulate import emulated_format
-from gradilocks.lab.trace.finding import tensors_in
+from gradilocks.lab.tensors import tensors_in
 
 __all__ = ["Listener", "is_unit"]
 

@@ -22,7 +22,7 @@ from gradilocks.lab.audit.findings import Audit
 from gradilocks.lab.audit.gathering import gather
 from gradilocks.lab.audit.listening import Listener, is_unit
 from gradilocks.lab.formats import Format
-from gradilocks.lab.trace.finding import tensors_in
+from gradilocks.lab.tensors import tensors_in
 from gradilocks.observe.interpreter import when_imported
 from gradilocks.observe.script_models import owners_of
 from gradilocks.step.events import Step, StepListener

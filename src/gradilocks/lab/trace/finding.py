@@ -7,16 +7,16 @@ from. What came into it from outside, or arose after it, is no fault of its own 
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from gradilocks.lab.tensors import measurable
 from gradilocks.names import named_parameters
 from gradilocks.runfile import Trace
 
@@ -27,13 +27,11 @@ __all__ = [
     "damaged_parameters",
     "magnitude",
     "nan_buffers",
-    "tensors_in",
 ]
 
 _MOST_INPUTS = 8
 _MOST_DAMAGED = 32
 _MOST_NAMES = 4
-_DEPTH = 8
 
 
 class Magnitude(NamedTuple):
@@ -65,7 +63,7 @@ class Magnitude(NamedTuple):
 @torch.no_grad()
 def magnitude(tensor: Tensor, name: str) -> Magnitude | None:
     """Reads a tensor, and waits for its device; None if it holds no floating-point numbers."""
-    inner = _plain(tensor)
+    inner = measurable(tensor, any_subclass=True)
     if inner is None:
         return None
     nan = inf = 0
@@ -78,40 +76,6 @@ def magnitude(tensor: Tensor, name: str) -> Magnitude | None:
     kind = str(tensor.dtype).removeprefix("torch.")
     held = None if nan or inf else largest
     return Magnitude(name, tuple(tensor.shape), kind, held, nan, inf)
-
-
-def _plain(tensor: Tensor) -> Tensor | None:
-    inner: Any = tensor.detach()
-    if hasattr(inner, "to_local"):
-        inner = inner.to_local()
-    if inner.layout is torch.sparse_coo:
-        inner = inner._values()
-    if inner.layout is not torch.strided or inner.is_meta:
-        return None
-    if inner.dtype.itemsize == 1 or not (inner.is_floating_point() or inner.is_complex()):
-        return None
-    return inner  # type: ignore[no-any-return]
-
-
-def tensors_in(thing: object, name: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in tuples, lists, mappings and dataclasses, with a name for each."""
-    if isinstance(thing, Tensor):
-        yield name, thing
-    elif depth > _DEPTH:
-        return
-    elif isinstance(thing, Mapping):
-        for key, value in thing.items():
-            yield from tensors_in(value, f"{name}[{key!r}]" if name else str(key), depth + 1)
-    elif isinstance(thing, (list, tuple)):
-        fields = getattr(thing, "_fields", range(len(thing)))
-        for key, value in zip(fields, thing, strict=False):
-            inner = f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]"
-            yield from tensors_in(value, inner, depth + 1)
-    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        for field in dataclasses.fields(thing):
-            yield from tensors_in(
-                getattr(thing, field.name, None), f"{name}.{field.name}", depth + 1
-            )
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradilocks.eager import UNCOMPILED
+from gradilocks.lab.tensors import tensors_in
 from gradilocks.lab.trace.finding import (
     Finding,
     Magnitude,
@@ -32,7 +33,6 @@ from gradilocks.lab.trace.finding import (
     damaged_parameters,
     magnitude,
     nan_buffers,
-    tensors_in,
 )
 from gradilocks.names import is_wrapper, named_modules, unwrapped
 from gradilocks.runfile import Trace
@@ -131,7 +131,7 @@ class Tracer(StepListener):
             row = step.record.row
             self.note(row, step=row[ROW.index("step")].clone())
 
-    def note(self, row: Tensor, *, step: int | Tensor) -> None:
+    def note(self, row: Tensor, *, step: int | Tensor | None = None) -> None:
         """A step is over.
 
         On a GPU the numbers travel without a wait and are looked at when they have arrived, one or
@@ -139,10 +139,12 @@ class Tracer(StepListener):
 
         Args:
             row: begins with 1 if it had NaN or Inf, else with 0.
-            step: its number; a tensor is read only if there is something to tell.
+            step: its number, by default the one after the last. A tensor is read only if there is
+                something to tell.
         """
         if self.armed:
             self.disarm()
+        step = self._latest_step + 1 if step is None else step
         self._latest_step = step
         if self._closed:
             return
