@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gradilocks.observe.models import owners_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import gradilocks
 from gradilocks.names import Names, called_alike, name_modules, name_parameters, unwrapped
+from gradilocks.observe.script_models import owners_of
 
 
 class Inner(nn.Module):

@@ -25,6 +25,8 @@ optimizer.step()  # Which imports what an optimizer needs.
 del parameter, optimizer
 from gradilocks.cli import main
 import gradilocks.lab.audit.script_gradients
+import gradilocks.observe.patches, gradilocks.observe.step_recorder
+import gradilocks.observe.torch_hooks
 import gradilocks.cli.app
 
 for line in sys.stdin:

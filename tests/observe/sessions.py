@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gradilocks
+from tests.cli.forked import Server, serving
 
 SOURCE = Path(gradilocks.__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -59,6 +62,19 @@ def process(*words: str, cwd: Path, stdin: str = "", **more: str) -> Shown:
 def watched(*words: str, cwd: Path, stdin: str = "", **more: str) -> Shown:
     """`gradilocks run WORDS`."""
     return process("-m", "gradilocks", "run", *words, cwd=cwd, stdin=stdin, **more)
+
+
+def forked(*words: str, cwd: Path) -> Shown:
+    """The same where only the run file counts: in a process that begins with torch imported."""
+    done = _server().run("run", *words, cwd=cwd)
+    return Shown(done.returncode, done.stdout, done.stderr)
+
+
+@functools.cache
+def _server() -> Server:
+    context = serving()
+    atexit.register(context.__exit__, None, None, None)
+    return context.__enter__()
 
 
 def both(*words: str, cwd: Path, stdin: str = "") -> tuple[Shown, Shown]:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from gradilocks import read_run
 from gradilocks.cli.app import app
-from tests.observe.sessions import SCRIPTS, watched, write
+from tests.observe.sessions import SCRIPTS, forked, write
 
 UNKNOWN = "forward or loss, module unknown"
 
@@ -31,7 +31,7 @@ class Told:
 
     def __init__(self, folder: Path, *words: str, trace: bool = False) -> None:
         options = ["--trace"] if trace else []
-        done = watched(*options, "-o", "a.jsonl", *words, cwd=folder)
+        done = forked(*options, "-o", "a.jsonl", *words, cwd=folder)
         assert done.status == 0, done.err
         self.out, self.log, self.last = done.out, done.err, done.told[-1]
         self.run = read_run(folder / "a.jsonl")

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from gradilocks import read_run
-from tests.observe.sessions import SCRIPTS, watched, write
+from tests.observe.sessions import SCRIPTS, forked, write
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """Runs one habit of habits.py; the steps of each of its optimizers."""
     folder = tmp_path_factory.mktemp("habits")
-    shown = watched("-o", "a.jsonl", "--detail-every", "2", str(SCRIPTS / "habits.py"), cwd=folder)
+    shown = forked("-o", "a.jsonl", "--detail-every", "2", str(SCRIPTS / "habits.py"), cwd=folder)
     assert shown.status == 0, shown.err
     run = read_run(folder / "a.jsonl")
     steps = [[s for s in run.steps if s.optimizer == o.index] for o in run.optimizers]
@@ -138,7 +138,7 @@ for _ in range(2):
     optimizer.step()
 """,
     )
-    shown = watched("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked("-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0, shown.err
     first = read_run(tmp_path / "a.jsonl").steps[0]
     assert first.norm == (None if norm is None else pytest.approx(norm, rel=1e-5))
@@ -160,7 +160,7 @@ b.grad.data /= 2
 optimizer.step()
 """,
     )
-    shown = watched("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked("-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0, shown.err
     (step,) = read_run(tmp_path / "a.jsonl").steps
     assert step.norm == pytest.approx(math.hypot(0.6, 0.4), rel=1e-5)
@@ -186,7 +186,7 @@ for number in range(5):
     optimizer.step()
 """,
     )
-    shown = watched("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked("-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0, shown.err
     assert [step.nan for step in read_run(tmp_path / "a.jsonl").steps] == [
         0,
@@ -223,7 +223,7 @@ for _ in range(2):
 dist.destroy_process_group()
 """,
     )
-    shown = watched("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked("-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0, shown.err
     assert [step.clipped for step in read_run(tmp_path / "a.jsonl").steps] == [clipped] * 2
 
@@ -253,7 +253,7 @@ gc.collect()
 print([ref() is None for ref in refs])
 """,
     )
-    shown = watched("--trace", "train.py", cwd=tmp_path)
+    shown = forked("--trace", "train.py", cwd=tmp_path)
     assert shown.out == "[True, True, True, True]\n", shown.err
 
 
@@ -286,7 +286,7 @@ def backward():
 backward(); together.step(); alone.step()
 """,
     )
-    shown = watched("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked("-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0, shown.err
     together, alone = read_run(tmp_path / "a.jsonl").optimizers
     assert together.names == (

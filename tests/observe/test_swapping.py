@@ -8,7 +8,7 @@ import torch
 
 from gradilocks import optim, read_run
 from gradilocks.observe.patches import Patches, swap
-from tests.observe.sessions import process, watched, write
+from tests.observe.sessions import forked, process, write
 
 ASKS = """
 import warnings
@@ -34,7 +34,7 @@ print(type(scaler).__mro__[1].__module__.split(".")[0], isinstance(scaler, torch
 
 def test_the_script_gets_gradilocks_parts_wherever_it_imports_them_from(tmp_path):
     write(tmp_path, "asks.py", ASKS)
-    shown = watched("--swap", "--swap-optimizer", "AdamW", "asks.py", cwd=tmp_path)
+    shown = forked("--swap", "--swap-optimizer", "AdamW", "asks.py", cwd=tmp_path)
     assert shown.status == 0, shown.err
     assert shown.out.splitlines() == [
         "gradilocks gradilocks gradilocks gradilocks torch",
@@ -43,7 +43,7 @@ def test_the_script_gets_gradilocks_parts_wherever_it_imports_them_from(tmp_path
     ]
     plain = process("asks.py", cwd=tmp_path)
     assert plain.out.splitlines()[0] == "torch torch torch torch torch"
-    assert watched("asks.py", cwd=tmp_path).out == plain.out
+    assert forked("asks.py", cwd=tmp_path).out == plain.out
 
 
 def test_a_swapped_run_is_recorded_once_a_step(tmp_path):
@@ -62,7 +62,7 @@ for _ in range(6):
     scaler.update()
 """
     write(tmp_path, "train.py", text)
-    shown = watched("--swap", "--swap-optimizer", "SGD", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked("--swap", "--swap-optimizer", "SGD", "-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0, shown.err
     run = read_run(tmp_path / "a.jsonl")
     assert [s.step for s in run.steps] == [1, 2, 3, 4, 5, 6]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradilocks import read_run
-from tests.observe.sessions import process, watched, write
+from tests.observe.sessions import forked, process, write
 
 SCRIPT = """
 import torch
@@ -37,7 +37,7 @@ print(any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()))
 )
 def test_the_step_after_a_skip_is_traced_and_no_number_changes(optimizer, tmp_path):
     write(tmp_path, "train.py", SCRIPT.format(optimizer=optimizer))
-    shown = watched("--trace", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked("--trace", "-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0, shown.err
     assert shown.out == process("train.py", cwd=tmp_path).out
     assert shown.out.splitlines()[-1] == "False"

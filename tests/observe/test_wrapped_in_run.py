@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradilocks import read_run
-from tests.observe.sessions import watched, write
+from tests.observe.sessions import forked, write
 
 SCRIPT = """
 import sys
@@ -64,7 +64,7 @@ def test_a_wrapped_optimizer_is_recorded_once_as_the_bare_one(driver, wrapped, t
     told = {}
     for how in ("not", wrapped):
         words = ("-o", f"{how}.jsonl", "--detail-every", "1", "train.py", driver, how)
-        shown = watched(*words, cwd=tmp_path)
+        shown = forked(*words, cwd=tmp_path)
         assert shown.status == 0, shown.err
         told[how] = read_run(tmp_path / f"{how}.jsonl")
     expected, got = told["not"], told[wrapped]

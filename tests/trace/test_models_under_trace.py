@@ -255,3 +255,25 @@ def test_a_trace_that_ends_inside_an_emulation_leaves_torch_as_it_was():
         assert not calls
     model(torch.ones(1, 4))
     assert calls
+
+
+def test_a_finding_has_the_number_of_the_controls_step_after_a_checkpoint():
+    def controlled() -> tuple[nn.Module, gradilocks.GradientControl]:
+        model = nn.Sequential(nn.Linear(2, 2), Bad())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, gradilocks.GradientControl(optimizer, model=model, scale=None)
+
+    model, control = controlled()
+    for _ in range(3):
+        control.backward(model[0](torch.ones(1, 2)).sum())
+        control.step()
+        control.zero_grad()
+    resumed, after = controlled()
+    after.load_state_dict(control.state_dict())
+    with gradilocks.trace(resumed, control=after) as tracer:
+        for _ in range(2):
+            after.backward(resumed(torch.ones(1, 2)).sum())
+            outcome = after.step()
+            after.zero_grad()
+    assert outcome.step == 5
+    assert [found.step for found in tracer.findings] == [5]

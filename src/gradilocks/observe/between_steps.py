@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from gradilocks.step.own_step import weakly
+from gradilocks.step.table import every_parameter
 
 __all__ = ["Clips", "Losses"]
 
@@ -25,7 +28,17 @@ class Losses:
     def __init__(self) -> None:
         self._sum: Tensor | None = None
         self._is_taken = False
-        self._unscaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._unscaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # By scaled loss.
+        self._optimizers: dict[int, Callable[[], Any]] = {}  # Also before their first step.
+        # Of the parameters when the first of these losses came: their gradients, by which is seen
+        # whether the losses have changed them; those without one; and to whom the losses gave one.
+        self._gradients: dict[int, _GradientState] = {}
+        self._without_gradient: set[int] = set()
+        self._given_gradient: list[weakref.ref[Tensor]] = []
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """An optimizer was made, or is met at its step: losses may be for it."""
+        self._optimizers[id(optimizer)] = weakly(optimizer)
 
     def note_scaled(self, before: Any, after: Any) -> None:
         """A loss was multiplied by the scale: `after` will be run backward in place of `before`."""
@@ -39,31 +52,55 @@ class Losses:
             for one, other in zip(before, after, strict=False):
                 self.note_scaled(one, other)
 
-    def note_backward(self, tensors: Any, gradients: Any) -> None:
-        """`torch.autograd.backward(tensors, gradients)` is about to run."""
+    def backward_begins(self, tensors: Any, gradients: Any) -> None:
+        """`torch.autograd.backward(tensors, gradients)` is about to run.
+
+        If the losses that wait gave gradients to parameters, and those have none any more, nothing
+        is left of those losses: the script has dropped them without `zero_grad`.
+        """
+        given = [param for ref in self._given_gradient if (param := ref()) is not None]
+        if self.are_waiting and given and all(param.grad is None for param in given):
+            self.start()
+        if not self.are_waiting:
+            params = list(self._parameters())
+            several = len(self._optimizers) > 1
+            self._gradients = {id(p): _GradientState.of(p) for p in params if several}
+            self._without_gradient = {id(p) for p in params if p.grad is None}
+            self._given_gradient = []
         if isinstance(tensors, Tensor):
             tensors = (tensors,)
-        if not isinstance(tensors, (list, tuple)) or _any_given(gradients):
-            return
-        if self._is_taken:
-            self._sum, self._is_taken = None, False
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.numel() == 1 and not tensor.is_meta:
-                known = self._unscaled.pop(id(tensor), None)
-                if known is not None and known[0]() is tensor:
-                    self._add(known[1])
-                else:
-                    self._add(tensor.detach().clone())
+        if isinstance(tensors, (list, tuple)) and not _any_given(gradients):
+            self._add_all(tensors)
 
-    def _add(self, loss: Tensor) -> None:
-        """Adds up at once: a script may run backward for ever and never step."""
-        loss = loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
-        if self._sum is not None:
-            loss = self._sum + loss.to(self._sum.device, non_blocking=True)
-        self._sum = loss
+    def backward_ended(self) -> None:
+        """`torch.autograd.backward` has run."""
+        if self.are_waiting:
+            without = (p for p in self._parameters() if id(p) in self._without_gradient)
+            given = [p for p in without if p.grad is not None]
+            # Weakly: a script that trains one model after another needs their memory.
+            self._given_gradient += [weakref.ref(p) for p in given]
+            self._without_gradient.difference_update(map(id, given))
+
+    def gradients_clear(self, owner: Any) -> None:
+        """The gradients of a module or an optimizer are about to be cleared.
+
+        With them go the losses that they came from, unless gradients of another optimizer came from
+        those losses too: such have changed since the first of them was run backward.
+        """
+        if not self.are_waiting:
+            return
+        module = isinstance(owner, nn.Module)
+        cleared: list[Tensor] = list(owner.parameters() if module else every_parameter([owner]))
+        if all(param.grad is None for param in cleared) or not self._optimizers:
+            return
+        ids = {id(param) for param in cleared}
+        others = (p for p in self._parameters() if id(p) not in ids and p.grad is not None)
+        then = self._gradients
+        if all(id(p) in then and then[id(p)].is_still(p) for p in others):
+            self.start()
 
     @property
-    def waiting(self) -> bool:
+    def are_waiting(self) -> bool:
         """Whether there are losses that no step has taken yet."""
         return self._sum is not None and not self._is_taken
 
@@ -79,15 +116,56 @@ class Losses:
         """The loss of a step that is about to be taken; None if nobody knows."""
         self._is_taken = True
         total = self._sum
-        if total is None:
-            return None
-        return total.real if total.is_complex() else total
+        return total.real if total is not None and total.is_complex() else total
+
+    def _add_all(self, tensors: Iterable[Any]) -> None:
+        if self._is_taken:
+            self.start()
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.numel() == 1 and not tensor.is_meta:
+                scaled, value = self._unscaled.pop(id(tensor), (None, tensor))
+                known = scaled is not None and scaled() is tensor
+                self._add(value if known else tensor.detach().clone())
+
+    def _add(self, loss: Tensor) -> None:
+        """Adds up at once: a script may run backward for ever and never step."""
+        loss = loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
+        if self._sum is not None:
+            loss = self._sum + loss.to(self._sum.device, non_blocking=True)
+        self._sum = loss
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """Those of every optimizer that there is, each of them once."""
+        found = {key: (ref, ref()) for key, ref in self._optimizers.items()}
+        self._optimizers = {key: ref for key, (ref, each) in found.items() if each is not None}
+        there = [o for _, o in found.values() if isinstance(getattr(o, "param_groups", None), list)]
+        yield from {id(param): param for param in every_parameter(there)}.values()
 
 
 def _any_given(gradients: Any) -> bool:
     if isinstance(gradients, (list, tuple)):
         return any(gradient is not None for gradient in gradients)
     return gradients is not None
+
+
+@dataclass(frozen=True)
+class _GradientState:
+    """A gradient at one moment: by it is seen whether a backward pass has changed it since."""
+
+    gradient: weakref.ref[Tensor] | None
+    version: int
+
+    @staticmethod
+    def of(param: Tensor) -> _GradientState:
+        gradient = param.grad
+        if gradient is None:
+            return _GradientState(None, 0)
+        version = 0 if gradient.is_inference() else gradient._version
+        return _GradientState(weakref.ref(gradient), version)
+
+    def is_still(self, param: Tensor) -> bool:
+        now = _GradientState.of(param)  # One tensor has one weakref.
+        return self.gradient is now.gradient and self.version == now.version
 
 
 @dataclass(frozen=True)

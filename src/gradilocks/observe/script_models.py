@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -84,13 +84,13 @@ class ScriptTracer(StepListener):
 
     Args:
         make_recorder: called when there is something to trace; findings are written there.
-        guard: around everything that is done here.
     """
 
-    def __init__(self, make_recorder: Callable[[], Recorder], guard: Callable[..., Any]) -> None:
-        self._make_recorder, self._guard = make_recorder, guard
+    def __init__(self, make_recorder: Callable[[], Recorder]) -> None:
+        self._make_recorder = make_recorder
         self._tracers: dict[int, list[Tracer]] = {}  # By an optimizer's first parameter.
         self._tracer_of: WeakKeyDictionary[nn.Module, Tracer] = WeakKeyDictionary()
+        self._steps: Counter[int] = Counter()  # By whose they are.
 
     def step_ended(self, step: Step) -> None:
         if step.record is not None:
@@ -99,9 +99,12 @@ class ScriptTracer(StepListener):
             bad = ((step.statistics.nan + step.statistics.inf).sum() > 0).reshape(1)
         else:
             return
-        self._guard(lambda: self._note(list(step.parameters()), bad.to(torch.float32)))
+        whose = id(step.driver if step.is_of_control else step.optimizers[0])
+        self._steps[whose] += 1
+        for tracer in self._tracers_of(list(step.parameters())):
+            tracer.note(bad.to(torch.float32), step=self._steps[whose])
 
-    def _note(self, params: Sequence[Tensor], bad: Tensor) -> None:
+    def _tracers_of(self, params: Sequence[Tensor]) -> list[Tracer]:
         key = id(params[0])
         if key not in self._tracers:
             models = owners_of(params)
@@ -109,8 +112,7 @@ class ScriptTracer(StepListener):
                 if model not in self._tracer_of:
                     self._tracer_of[model] = Tracer(model, recorder=self._make_recorder())
             self._tracers[key] = [self._tracer_of[model] for model in models]
-        for tracer in self._tracers[key]:
-            tracer.note(bad)
+        return self._tracers[key]
 
     def findings(self) -> tuple[str, ...]:
         """What was found, in sentences, each of them once."""

@@ -136,8 +136,8 @@ class ScriptSession:
             from gradilocks.step.events import EVENTS
 
             self.guard = Guard(self._failed, self._after_failure)
-            self.steps = StepRecorder(self._recorder, self.guard, warn=self._warn)
-            self._listeners = (self.steps, *listeners())
+            self.steps = StepRecorder(self._recorder, self._warn)
+            self._listeners = [self.guard.around(each) for each in (self.steps, *listeners())]
             for listener in self._listeners:
                 EVENTS.add(listener)
             self._hooks = TorchHooks()
@@ -261,7 +261,7 @@ def run_script(
         if options.trace:
             from gradilocks.observe.script_models import ScriptTracer
 
-            tracers.append(ScriptTracer(session.steps.recorder_now, session.guard))
+            tracers.append(ScriptTracer(session.steps.recorder_now))
         return tracers
 
     def conclude(ending: Ending) -> None:

@@ -1,26 +1,27 @@
 """A script's losses, clips and steps enter as StepEvents; Samples for the Recorder leave.
 
 Nothing waits for a device, nothing that the script can see changes, and a failure of ours ends the
-recording and not the script.
+recording and not the script: whatever listens to it has a Guard around it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradilocks.kernels.captured import capturing
 from gradilocks.kernels.totals import rounded, total_norm
 from gradilocks.names import Names, name_parameters, prefixed
 from gradilocks.observe.between_steps import Clips, Losses
-from gradilocks.observe.gradient_reader import GradientReader, Reading
+from gradilocks.observe.gradient_reader import ClippedGradients, GradientReader, Reading
 from gradilocks.observe.process_end import SignalsHeld
 from gradilocks.observe.script_models import owners_of
 from gradilocks.record import Recorder, Sample, Weights
@@ -32,50 +33,53 @@ from gradilocks.values import moved
 
 __all__ = ["Guard", "ScriptRecorder", "StepRecorder"]
 
-_Result = TypeVar("_Result")
-
 
 class Guard:
     """Does our own work so that the script notices nothing of it, nor of its failure.
 
     Args:
         on_failure: told of the first error, after which nothing is done any more.
-        always: called after all that was to be done once it has failed; may raise.
+        after_failure: called from then on whenever something was to be done; may raise.
+
+    Attributes:
+        closed: whether nothing is done any more.
+        failed: whether that is so because something has failed.
     """
 
     def __init__(
         self,
         on_failure: Callable[[Exception], None],
-        always: Callable[[], None] | None = None,
+        after_failure: Callable[[], None] | None = None,
     ) -> None:
-        self._on_failure, self._always = on_failure, always
+        self._on_failure, self._after_failure = on_failure, after_failure
         self._pid = os.getpid()
-        self.closed = False
-        """Whether nothing is done any more."""
-        self.failed = False
+        self.closed = self.failed = False
 
-    def __call__(self, act: Callable[[], _Result]) -> _Result | None:
-        """What `act` returns; None if it was not called, or has failed."""
-        result = self._done(act)
-        if self.failed and self._always is not None:
-            self._always()
-        return result
+    def __call__(self, act: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Calls `act` with these arguments."""
+        if not (self.closed or os.getpid() != self._pid or capturing()):
+            with SignalsHeld(), torch.no_grad(), torch._C.DisableTorchFunction():
+                try:
+                    if torch._C._len_torch_dispatch_stack():
+                        from torch.utils._python_dispatch import _disable_current_modes
 
-    def _done(self, act: Callable[[], _Result]) -> _Result | None:
-        if self.closed or os.getpid() != self._pid or capturing():
-            return None
-        with SignalsHeld(), torch.no_grad(), torch._C.DisableTorchFunction():
-            try:
-                if torch._C._len_torch_dispatch_stack():
-                    from torch.utils._python_dispatch import _disable_current_modes
+                        with _disable_current_modes():
+                            act(*args, **kwargs)
+                    else:
+                        act(*args, **kwargs)
+                except Exception as error:
+                    self.closed = self.failed = True
+                    self._on_failure(error)
+        if self.failed and self._after_failure is not None:
+            self._after_failure()
 
-                    with _disable_current_modes():
-                        return act()
-                return act()
-            except Exception as error:
-                self.closed = self.failed = True
-                self._on_failure(error)
-                return None
+    def around(self, listener: StepListener) -> StepListener:
+        """Hears what `listener` wants to hear, and hands it on."""
+        guarded = StepListener()
+        for name, unheard in vars(StepListener).items():
+            if callable(unheard) and getattr(type(listener), name) is not unheard:
+                setattr(guarded, name, functools.partial(self, getattr(listener, name)))
+        return guarded
 
 
 class ScriptRecorder(Recorder):
@@ -127,7 +131,6 @@ class StepRecorder(StepListener):
 
     Args:
         make_recorder: called at the first step.
-        guard: around everything that is done here.
         warn: told in words if weights cannot be recorded.
 
     Attributes:
@@ -135,13 +138,9 @@ class StepRecorder(StepListener):
     """
 
     def __init__(
-        self,
-        make_recorder: Callable[[], ScriptRecorder],
-        guard: Guard,
-        *,
-        warn: Callable[[str], None],
+        self, make_recorder: Callable[[], ScriptRecorder], warn: Callable[[str], None]
     ) -> None:
-        self._make_recorder, self._guard, self._warn = make_recorder, guard, warn
+        self._make_recorder, self._warn = make_recorder, warn
         self._reads_weights = True
         self.seen = 0
         self._optimizers: dict[int, _Optimizer] = {}
@@ -151,11 +150,7 @@ class StepRecorder(StepListener):
         self._reader = GradientReader()
         self._losses = Losses()
         self._clips = Clips()
-        self._clipping: list[Tensor] = []  # Gradients that are being clipped.
-        self._alive: dict[int, Callable[[], Any]] = {}  # Optimizers, also before their first step.
-        self._grads_then: dict[int, _GradThen] = {}  # By parameter: when the first loss came.
-        self._without: set[int] = set()  # Parameters that had no gradient then.
-        self._made: list[weakref.ref[Tensor]] = []  # Those of them that the losses gave one.
+        self._clipping: ClippedGradients | None = None
         self.recorder: ScriptRecorder | None = None
 
     def recorder_now(self) -> ScriptRecorder:
@@ -168,11 +163,8 @@ class StepRecorder(StepListener):
 
     def step_begins(self, step: Step) -> None:
         if step.is_of_control:
-            self._guard(lambda: self._control_begins(step))
-        else:
-            self._guard(lambda: self._begin(step))
-
-    def _begin(self, step: Step) -> None:
+            self._control_begins(step)
+            return
         (optimizer,) = step.optimizers
         params = list(step.parameters())
         if not params:
@@ -197,7 +189,7 @@ class StepRecorder(StepListener):
     def update_begins(self, step: Step) -> None:
         attempt = self._attempts.get(step)
         if attempt is not None:
-            self._guard(lambda: self._read_weights(attempt))
+            self._read_weights(attempt)
 
     def _read_weights(self, attempt: _Attempt) -> None:
         """Keeps what the parameters are, right before they change."""
@@ -224,7 +216,7 @@ class StepRecorder(StepListener):
         if failed:
             self._losses.start()
         elif attempt.reading is None:
-            self._guard(lambda: self._read(step, attempt, loss))
+            self._read(step, attempt, loss)
 
     def step_failed(self, step: Step) -> None:
         self._attempts.pop(step, None)
@@ -233,15 +225,12 @@ class StepRecorder(StepListener):
 
     def step_ended(self, step: Step) -> None:
         if step.is_of_control:
-            self._guard(lambda: self._journal(step.driver).step_ended(step))
+            self._journal(step.driver).step_ended(step)
             self._losses.start()
             return
         attempt = self._attempts.pop(step, None)
-        if attempt is not None:
-            self._guard(lambda: self._end(step, attempt))
-
-    def _end(self, step: Step, attempt: _Attempt) -> None:
-        """Hands the Sample of a step to the recorder."""
+        if attempt is None:
+            return
         self._losses.end()
         self.seen += 1
         reading = attempt.reading
@@ -286,14 +275,14 @@ class StepRecorder(StepListener):
         index = self.recorder_now().add_optimizer(optimizer, names=names)
         refs = [weakref.ref(param) for param in params]
         self._optimizers[id(optimizer)] = _Optimizer(weakly(optimizer), index, refs)
-        self._alive[id(optimizer)] = weakly(optimizer)
+        self._losses.add_optimizer(optimizer)
         self._index_of.update((id(param), index) for param in params)
         return index
 
     # --- a script's own GradientControls -------------------------------------------------------
 
     def loss_counted(self, control: Any, loss: Tensor, *, first: bool) -> None:
-        self._guard(lambda: self._journal(control).loss_counted(control, loss, first=first))
+        self._journal(control).loss_counted(control, loss, first=first)
 
     def _control_begins(self, step: Step) -> None:
         journal = self._journal(step.driver)
@@ -312,71 +301,23 @@ class StepRecorder(StepListener):
     # --- losses --------------------------------------------------------------------------------
 
     def loss_scaled(self, driver: Any, loss: Any, scaled: Any, scale: Tensor) -> None:
-        self._guard(lambda: self._losses.note_scaled(loss, scaled))
+        self._losses.note_scaled(loss, scaled)
 
     def backward_begins(self, tensors: Any, gradients: Any) -> None:
-        self._guard(lambda: self._note_backward(tensors, gradients))
-
-    def _note_backward(self, tensors: Any, gradients: Any) -> None:
-        """If the losses that wait gave gradients to parameters, and those have none any more,
-        nothing is left of those losses: the script has dropped them without `zero_grad`.
-        """
-        made = [param for ref in self._made if (param := ref()) is not None]
-        if self._losses.waiting and made and all(param.grad is None for param in made):
-            self._losses.start()
-        if not self._losses.waiting:
-            params = list(self._params_alive())
-            self._grads_then = {id(p): _GradThen.of(p) for p in params if len(self._alive) > 1}
-            self._without, self._made = {id(p) for p in params if p.grad is None}, []
-        self._losses.note_backward(tensors, gradients)
+        self._losses.backward_begins(tensors, gradients)
 
     def backward_ended(self) -> None:
-        self._guard(self._note_made)
-
-    def _note_made(self) -> None:
-        """Which parameters the losses that wait have given a gradient."""
-        if self._losses.waiting:
-            found = (p for p in self._params_alive() if id(p) in self._without)
-            made = [p for p in found if p.grad is not None]
-            self._made += [weakref.ref(p) for p in made]  # Weakly: see _Optimizer.
-            self._without.difference_update(map(id, made))
+        self._losses.backward_ended()
 
     def gradients_clear(self, owner: Any) -> None:
-        if self._losses.waiting:
-            self._guard(lambda: self._clear(owner))
-
-    def _clear(self, owner: Any) -> None:
-        """With gradients go the losses that they came from, unless gradients of another optimizer
-        came from those losses too: such have changed since the first of them was run backward.
-        """
-        if isinstance(owner, nn.Module):
-            cleared: list[Tensor] = list(owner.parameters())
-        else:
-            cleared = list(every_parameter([owner]))
-        if all(param.grad is None for param in cleared) or not self._alive:
-            return
-        gone = {id(param) for param in cleared}
-        others = (p for p in self._params_alive() if id(p) not in gone and p.grad is not None)
-        then = self._grads_then
-        if all(id(p) in then and then[id(p)].is_still(p) for p in others):
-            self._losses.start()
+        self._losses.gradients_clear(owner)
 
     def optimizer_made(self, optimizer: Any) -> None:
-        self._guard(lambda: self._alive.update({id(optimizer): weakly(optimizer)}))
-
-    def _params_alive(self) -> Iterator[Tensor]:
-        """The parameters of every optimizer that there is, each of them once."""
-        self._alive = {key: ref for key, ref in self._alive.items() if ref() is not None}
-        optimizers = [ref() for ref in self._alive.values()]
-        there = [o for o in optimizers if isinstance(getattr(o, "param_groups", None), list)]
-        yield from {id(param): param for param in every_parameter(there)}.values()
+        self._losses.add_optimizer(optimizer)
 
     # --- clips ---------------------------------------------------------------------------------
 
     def clip_begins(self, clip: Clip) -> None:
-        self._guard(lambda: self._read_before_clip(clip))
-
-    def _read_before_clip(self, clip: Clip) -> None:
         indices = {self._index_of.get(id(param)) for param in clip.params}
         detail = clip.by_value or any(
             index is None or self.recorder is None or self.recorder.wants_detail(index)
@@ -385,13 +326,11 @@ class StepRecorder(StepListener):
         self._clipping = self._reader.before_clip(clip.params, detail=detail)
 
     def clip_ended(self, clip: Clip) -> None:
-        self._guard(lambda: self._note_clip(clip))
-
-    def _note_clip(self, clip: Clip) -> None:
-        gradients, self._clipping = self._clipping, []
-        self._reader.after_clip(gradients)
+        gradients, self._clipping = self._clipping, None
+        if gradients is not None:
+            self._reader.after_clip(gradients)
         if clip.by_value:
-            largest = self._reader.largest(gradients)
+            largest = None if gradients is None else gradients.before.largest
             clipped = False if largest is None else (largest > clip.limit).any().to(torch.float32)
             self._clips.by_value(clip.params, clipped=clipped)
         else:
@@ -400,7 +339,7 @@ class StepRecorder(StepListener):
                 norm=clip.norm,
                 limit=clip.limit,
                 order=float(clip.order),
-                changed=self._reader.changed(gradients),
+                changed=gradients is not None and gradients.changed(),
             )
 
 
@@ -410,22 +349,3 @@ def _found_names(names: Names) -> Names:
         return names
     models = owners_of(every_parameter(names.optimizers))
     return Names(prefixed(models), names.optimizers)
-
-
-@dataclass(frozen=True)
-class _GradThen:
-    """A gradient at one moment: by it is seen whether a backward pass has changed it since."""
-
-    grad: weakref.ref[Tensor] | None
-    version: int
-
-    @staticmethod
-    def of(param: Tensor) -> _GradThen:
-        grad = param.grad
-        if grad is None:
-            return _GradThen(None, 0)
-        return _GradThen(weakref.ref(grad), 0 if grad.is_inference() else grad._version)
-
-    def is_still(self, param: Tensor) -> bool:
-        now = _GradThen.of(param)  # One tensor has one weakref.
-        return self.grad is now.grad and self.version == now.version

@@ -8,6 +8,7 @@ Gradilocks' control, scaler and clip functions tell of themselves.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from torch.optim.optimizer import (
 
 from gradilocks import dropin
 from gradilocks.observe.patches import Patches
-from gradilocks.step.events import EVENTS, Clip, Step
+from gradilocks.step.events import EVENTS, Step
 from gradilocks.values import moved
 
 __all__ = ["TorchHooks"]
@@ -48,9 +49,9 @@ class TorchHooks:
         functions = (
             (torch.autograd.backward, self._backward),
             (torch.autograd.grad, self._grad),
-            (torch.nn.utils.clip_grad_norm_, self._clip_norm),
-            (torch.nn.utils.clip_grads_with_norm_, self._clip_with_norm),
-            (torch.nn.utils.clip_grad_value_, self._clip_value),
+            (torch.nn.utils.clip_grad_norm_, self._clip),
+            (torch.nn.utils.clip_grads_with_norm_, self._clip),
+            (torch.nn.utils.clip_grad_value_, self._clip),
         )
         for function, around in functions:
             self._patches.everywhere(function, _wrapped(function, around))
@@ -185,54 +186,25 @@ class TorchHooks:
             listener.grad_begins(args[0] if args else kwargs.get("outputs"))
         return original(*args, **kwargs)
 
-    def _clip_norm(
-        self,
-        original: Callable[..., Any],
-        parameters: Any,
-        max_norm: Any,
-        norm_type: Any = 2.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        params, again = _listed(parameters)
-        clip = _begun(Clip(params, max_norm, order=norm_type))
-        outer, self._is_clipping = self._is_clipping, True
+    def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around `clip_grad_norm_`, `clip_grads_with_norm_` and `clip_grad_value_`."""
+        if self._is_clipping:  # The first of them calls the second.
+            return original(*args, **kwargs)
+        call = _bound(original, args, kwargs)
+        if call is None:
+            return original(*args, **kwargs)
+        given = call.arguments
+        params, given["parameters"] = _listed(given["parameters"])
+        by_value = "clip_value" in given
+        limit = given["clip_value" if by_value else "max_norm"]
+        order = given.get("norm_type", 2.0)
+        clip = EVENTS.begin_clip(params, limit, by_value=by_value, order=order)
+        self._is_clipping = True
         try:
-            clip.norm = original(again, max_norm, norm_type, *args, **kwargs)
+            returned = original(*call.args, **call.kwargs)
         finally:
-            self._is_clipping = outer
-        _ended(clip)
-        return clip.norm
-
-    def _clip_with_norm(
-        self,
-        original: Callable[..., Any],
-        parameters: Any,
-        max_norm: Any,
-        total_norm: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if self._is_clipping:  # torch's clip_grad_norm_ calls this one.
-            return original(parameters, max_norm, total_norm, *args, **kwargs)
-        params, again = _listed(parameters)
-        clip = _begun(Clip(params, max_norm, norm=total_norm))
-        returned = original(again, max_norm, total_norm, *args, **kwargs)
-        _ended(clip)
-        return returned
-
-    def _clip_value(
-        self,
-        original: Callable[..., Any],
-        parameters: Any,
-        clip_value: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        params, again = _listed(parameters)
-        clip = _begun(Clip(params, clip_value, by_value=True))
-        returned = original(again, clip_value, *args, **kwargs)
-        _ended(clip)
+            self._is_clipping = False
+        EVENTS.end_clip(clip, norm=given.get("total_norm", returned))
         return returned
 
 
@@ -282,15 +254,12 @@ def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None,
     return None, None
 
 
-def _begun(clip: Clip) -> Clip:
-    for listener in EVENTS.listeners:
-        listener.clip_begins(clip)
-    return clip
-
-
-def _ended(clip: Clip) -> None:
-    for listener in EVENTS.listeners:
-        listener.clip_ended(clip)
+def _bound(function: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
+    """A call's arguments by name; None if they do not fit, which Python says better."""
+    try:
+        return inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return None
 
 
 def _listed(parameters: Any) -> tuple[list[Tensor], Any]:

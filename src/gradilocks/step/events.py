@@ -211,14 +211,10 @@ class StepEvents:
             child._update()
 
     def begin_step(self, step: Step) -> Step:
-        """A step begins."""
+        """A step begins; if a listener raises, which refuses it, it has not begun."""
+        for listener in self.listeners:
+            listener.step_begins(step)
         _running.append(step)
-        try:
-            for listener in self.listeners:
-                listener.step_begins(step)
-        except BaseException:
-            self.fail_step(step)
-            raise
         return step
 
     def end_step(self, step: Step) -> None:

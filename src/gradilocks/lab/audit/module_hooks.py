@@ -27,7 +27,7 @@ from gradilocks.lab.audit.result import Audit
 from gradilocks.lab.audit_record import Histogram, ModuleGradients, Outputs
 from gradilocks.lab.emulate import emulated_format
 from gradilocks.lab.formats import Format
-from gradilocks.lab.trace.magnitudes import tensors_in
+from gradilocks.lab.tensors import tensors_in
 from gradilocks.names import name_modules
 
 __all__ = ["Listener", "gather", "is_unit"]

@@ -59,8 +59,6 @@ class ScriptAudit:
     """Whether auditing had to end early, for a reason that was given."""
     main: bool
     """Whether this process is the one that speaks: rank 0."""
-    stopped: bool
-    """Whether the script was stopped, and did not end by itself."""
     ending: Ending
 
 
@@ -146,7 +144,6 @@ def audit_script(
                 torch=session.imported_torch,
                 failed=session.has_failed(),
                 main=session.rank == 0,
-                stopped=stops > 0,
                 ending=ending,
             )
         )

@@ -22,7 +22,7 @@ from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.audit.module_hooks import Listener, gather, is_unit
 from gradilocks.lab.audit.result import Audit
 from gradilocks.lab.formats import Format
-from gradilocks.lab.trace.magnitudes import tensors_in
+from gradilocks.lab.tensors import tensors_in
 from gradilocks.observe.interpreter import when_imported
 from gradilocks.observe.script_models import owners_of
 from gradilocks.step.events import Step, StepListener
@@ -34,7 +34,7 @@ class ScriptGradients(StepListener):
     """Counts the gradients of a script and its steps, and keeps the models that they train.
 
     Args:
-        guard: around everything that is done here.
+        guard: around what is done in a forward or backward pass.
         stepped: told how many steps the busiest optimizer has taken; may raise to stop the script.
     """
 
@@ -88,32 +88,29 @@ class ScriptGradients(StepListener):
         if torch.compiler.is_compiling():
             return
         if is_unit(module):
-            self._guard(lambda: self._listener.before_forward(module, args))
+            self._guard(self._listener.before_forward, module, args)
         met = self._met.get(id(module))
         if met is not None and met() is module:
             return
         for part in module.modules():
             self._met[id(part)] = weakref.ref(part)
-        self._guard(lambda: self._listener.follow_parameters(module.parameters()))
+        self._guard(self._listener.follow_parameters, module.parameters())
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and is_unit(module):
-            self._guard(lambda: self._listener.after_forward(module, args, output))
+            self._guard(self._listener.after_forward, module, args, output)
 
     # --- the scale that gradients carry --------------------------------------------------------
 
     def loss_scaled(self, driver: Any, loss: Any, scaled: Any, scale: Tensor) -> None:
-        self._guard(lambda: self._bind_scale(scaled, scale))
-
-    def _bind_scale(self, scaled: Any, scale: Tensor) -> None:
         """Whenever these losses are run backward, the scale is carried.
 
         The hook is the first thing that happens in a loss's own backward pass.
         """
         held = scale.detach().clone()
-        for _, loss in tensors_in(scaled, ""):
-            if loss.requires_grad:
-                loss.register_hook(  # type: ignore[no-untyped-call]
+        for _, tensor in tensors_in(scaled, ""):
+            if tensor.requires_grad:
+                tensor.register_hook(  # type: ignore[no-untyped-call]
                     lambda gradient: self._listener.carry(held)
                 )
 
@@ -128,11 +125,9 @@ class ScriptGradients(StepListener):
     # --- steps ---------------------------------------------------------------------------------
 
     def step_begins(self, step: Step) -> None:
+        """Its parameters are trained."""
         carried = self._listener.scale if step.is_of_control else step.carried
-        self._guard(lambda: self._meet(list(step.parameters()), carried))
-
-    def _meet(self, params: Sequence[Tensor], carried: Tensor | float) -> None:
-        """An optimizer is about to step: these are trained."""
+        params = list(step.parameters())
         fresh = self._listener.follow_parameters(params)
         for param in fresh:  # Of no module that was called: this once, as it stands.
             self._listener.count(param, scale=carried)

@@ -1,9 +1,6 @@
 """Tracing: a model enters; after a skip, the module in which NaN or Inf was born leaves.
 
-    tracer ─arms─▶ following ─hooks─▶ magnitudes ─first that is not finite─▶ finding ─▶ Trace
-
-`gradilocks.trace` makes the handle, `following.py` is there only while a step is traced, and
-`finding.py` says what was found.
+`tracer.py` follows a step by hooks, `finding.py` says what was found.
 """
 
 from gradilocks.lab.trace.tracer import Tracer, trace
