@@ -12,7 +12,7 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.policy import check_count, number
 from gradilocks.scale.scale_policy import (
-    HIGHEST,
+    LARGEST_POWER,
     SMALLEST,
     AdaptedScale,
     NoScale,
@@ -20,7 +20,7 @@ from gradilocks.scale.scale_policy import (
     ScaleRules,
     StaticScale,
     check_moving,
-    state_of,
+    new_state,
 )
 from gradilocks.values import ScaleState, wide
 
@@ -85,7 +85,7 @@ class DynamicScale(ScalePolicy):
 
         Reference: torch/amp/grad_scaler.py. Use it to go on with a run of torch's scaler.
         """
-        return cls(min_scale=SMALLEST, max_scale=HIGHEST)
+        return cls(min_scale=SMALLEST, max_scale=LARGEST_POWER)
 
     @classmethod
     def megatron(
@@ -106,7 +106,7 @@ class DynamicScale(ScalePolicy):
             init_scale=init_scale,
             growth_interval=growth_interval,
             min_scale=min_scale,
-            max_scale=HIGHEST,
+            max_scale=LARGEST_POWER,
             hysteresis=hysteresis,
         )
 
@@ -130,7 +130,7 @@ class DynamicScale(ScalePolicy):
             init_scale=init_scale,
             growth_interval=growth_interval,
             min_scale=min_scale,
-            max_scale=HIGHEST,
+            max_scale=LARGEST_POWER,
             hysteresis=hysteresis,
             delay=1,
         )
@@ -154,7 +154,7 @@ class DynamicScale(ScalePolicy):
             init_scale=init_scale,
             growth_interval=growth_interval,
             min_scale=2.0**-13,
-            max_scale=HIGHEST,
+            max_scale=LARGEST_POWER,
             tolerance=tolerance,
         )
 
@@ -168,7 +168,9 @@ class DynamicScale(ScalePolicy):
             raise ValueError(f"hysteresis must be at most {_MOST}, got {self.hysteresis}.")
 
     def start(self, device: Device) -> ScaleState:
-        state = state_of(self.init_scale, -self.delay, self.hysteresis, device)
+        state = new_state(
+            device, scale=self.init_scale, tracker=-self.delay, hysteresis=self.hysteresis
+        )
         if self.tolerance:
             for name in ("since", "overflows"):
                 state.more[name] = torch.zeros((), dtype=torch.int32, device=device)
