@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradilocks.step.gradients import Gradients, Names, collect
 from gradilocks.step.outcome import Findings
-from gradilocks.step.own_step import weakly, why_decision_is_withheld
+from gradilocks.step.own_step import weakly, why_not_itself
 from gradilocks.values import NonFinite, moved
 
 __all__ = ["Looked", "gradients_of"]
@@ -85,6 +85,6 @@ def gradients_of(optimizer: Any, names: Names, *, allow_fp16: bool) -> Gradients
                     f"Attempting to unscale FP16 gradients. {names(param)} is float16: keep the "
                     "parameters in float32 and run the forward pass under torch.autocast, or use "
                     "an optimizer with fused=True and let scaler.step() unscale inside it."
-                    f"{why_decision_is_withheld(optimizer)}"
+                    f"{why_not_itself(optimizer)}"
                 )
     return found

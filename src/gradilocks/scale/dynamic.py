@@ -12,7 +12,7 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks.policy import check_count, number
 from gradilocks.scale.scale_policy import (
-    LARGEST_POWER,
+    HIGHEST,
     SMALLEST,
     AdaptedScale,
     NoScale,
@@ -85,7 +85,7 @@ class DynamicScale(ScalePolicy):
 
         Reference: torch/amp/grad_scaler.py. Use it to go on with a run of torch's scaler.
         """
-        return cls(min_scale=SMALLEST, max_scale=LARGEST_POWER)
+        return cls(min_scale=SMALLEST, max_scale=HIGHEST)
 
     @classmethod
     def megatron(
@@ -106,7 +106,7 @@ class DynamicScale(ScalePolicy):
             init_scale=init_scale,
             growth_interval=growth_interval,
             min_scale=min_scale,
-            max_scale=LARGEST_POWER,
+            max_scale=HIGHEST,
             hysteresis=hysteresis,
         )
 
@@ -130,7 +130,7 @@ class DynamicScale(ScalePolicy):
             init_scale=init_scale,
             growth_interval=growth_interval,
             min_scale=min_scale,
-            max_scale=LARGEST_POWER,
+            max_scale=HIGHEST,
             hysteresis=hysteresis,
             delay=1,
         )
@@ -154,7 +154,7 @@ class DynamicScale(ScalePolicy):
             init_scale=init_scale,
             growth_interval=growth_interval,
             min_scale=2.0**-13,
-            max_scale=LARGEST_POWER,
+            max_scale=HIGHEST,
             tolerance=tolerance,
         )
 

@@ -17,8 +17,8 @@ from gradilocks.policy import Adapted, Policy, number
 from gradilocks.values import ScaleState, moved
 
 __all__ = [
+    "HIGHEST",
     "LARGEST",
-    "LARGEST_POWER",
     "SMALLEST",
     "AdaptedScale",
     "NoScale",
@@ -34,7 +34,7 @@ __all__ = [
 SMALLEST = 2.0**-126
 """The smallest scale whose reciprocal, and whose own float32 value, are both normal numbers."""
 LARGEST = float(torch.finfo(torch.float32).max)
-LARGEST_POWER = 2.0**127
+HIGHEST = 2.0**127
 """The largest power of two in float32: a scale that starts as one stays one."""
 
 

@@ -48,7 +48,7 @@ class Flag:
             self._known = fetch(row[:1])[0]
 
     def skipped(self, *, wait: bool = False) -> bool | None:
-        """Whether the step was skipped; None if the flag has not arrived yet."""
+        """None if it is not known yet."""
         if self._known is None and (wait or self._event.query()):
             if wait:
                 self._event.synchronize()
@@ -222,7 +222,7 @@ class Scheduler:
 
     @contextmanager
     def _without_warning(self) -> Iterator[None]:
-        """Inside, torch does not warn that no optimizer's step came first: the control's did."""
+        """torch warns if it does not see that a step came first; the control has seen to it."""
         seen = True
         for optimizer in {id(o): o for o in _optimizers(self._scheduler)}.values():
             optimizer._opt_called = True
@@ -250,7 +250,6 @@ def _fewest(flags: list[Flag]) -> list[Flag]:
 
 
 def _optimizers(scheduler: Any) -> list[Any]:
-    """The optimizers whose rates a schedule sets, and those that it is made of."""
     inner = [each for s in getattr(scheduler, "_schedulers", ()) for each in _optimizers(s)]
     optimizer = getattr(scheduler, "optimizer", None)
     return inner if optimizer is None else [optimizer, *inner]

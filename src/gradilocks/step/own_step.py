@@ -19,13 +19,13 @@ from typing import Any
 
 __all__ = [
     "OwnStep",
-    "has_own_amp_flag",
     "inner_optimizers",
     "is_ours",
     "own_step",
     "register_ours",
+    "says_so_itself",
     "weakly",
-    "why_decision_is_withheld",
+    "why_not_itself",
 ]
 
 _HANDED_OVER = {"grad_scale", "found_inf"}
@@ -101,7 +101,7 @@ def register_ours(step: Any) -> None:
     _ours.add(_undecorated(step))
 
 
-def has_own_amp_flag(optimizer: Any) -> bool:
+def says_so_itself(optimizer: Any) -> bool:
     """Whether who steps has `_step_supports_amp_scaling` itself, and does not forward it."""
     owner = getattr(optimizer.step, "__self__", optimizer)
     flag = inspect.getattr_static(owner, _FLAG, False)
@@ -122,7 +122,7 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return found
 
 
-def why_decision_is_withheld(optimizer: Any) -> str:
+def why_not_itself(optimizer: Any) -> str:
     """For an error message: why an optimizer that could take the decision does not get it.
 
     Begins with a space; empty if the optimizer is none that could.
@@ -179,7 +179,7 @@ def _examine(step: FunctionType, kind: type) -> OwnStep:
 
 def _may_step_another(optimizer: Any, attributes: dict[str, Any]) -> bool:
     """Whether somebody's optimizer may be a wrapper: not all is its own, or one is inside it."""
-    if "param_groups" not in attributes or not has_own_amp_flag(optimizer):
+    if "param_groups" not in attributes or not says_so_itself(optimizer):
         return True
     return bool(inner_optimizers(optimizer))
 

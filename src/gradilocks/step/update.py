@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.step.own_step import has_own_amp_flag, is_ours, own_step, why_decision_is_withheld
+from gradilocks.step.own_step import is_ours, own_step, says_so_itself, why_not_itself
 from gradilocks.values import Decision, moved
 
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -137,7 +137,7 @@ def check_unscaling_in_place(
                 "gradient by the scale in float16 would round small values to zero again. Keep the "
                 "parameters in float32 and run the forward pass under torch.autocast; or use an "
                 "optimizer with fused=True, which unscales in float32; or use scale=None."
-                f"{why_decision_is_withheld(optimizer)}"
+                f"{why_not_itself(optimizer)}"
             )
 
 
@@ -174,7 +174,7 @@ def takes_scaler(optimizer: Any) -> bool:
     known = _takes_scaler.get(step)
     if known is None:
         known = _takes_scaler[step] = "grad_scaler" in inspect.signature(step).parameters
-    return known and has_own_amp_flag(optimizer)
+    return known and says_so_itself(optimizer)
 
 
 # By function, and only as long as it lives: a step that wraps its optimizer must not keep it alive.
