@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 
@@ -130,8 +131,9 @@ def test_settings_come_from_the_state():
     other = GradScaler("cpu", policy=HeadroomScale(margin=7), clip=QuantileClip(0.1, window=100))
     other.load_state_dict(scaler.state_dict())
     assert other.state_dict() == scaler.state_dict()
-    assert other._governed.policy == HeadroomScale(margin=2)
-    assert other._clips.policy == QuantileClip(0.5, window=8)
+    kept = other.state_dict()["gradilocks_scaler"]
+    assert kept["scale"]["policy"]["config"]["margin"] == 2
+    assert kept["clip"]["policy"]["config"] == {"quantile": 0.5, "window": 8, "warmup": 0}
 
 
 def test_optimizers_find_what_was_learned_of_them_whatever_their_order():
@@ -302,7 +304,9 @@ def test_torchs_settings_are_followed_and_kept_within_bounds():
     theirs.scale(torch.ones(()))
     scaler = GradScaler("cpu", policy=DynamicScale(growth_interval=3))
     scaler.load_state_dict(theirs.state_dict())
-    assert scaler._governed.policy == DynamicScale(growth_factor=4.0, growth_interval=5)
+    policy = scaler.state_dict()["gradilocks_scaler"]["scale"]["policy"]
+    followed = DynamicScale(growth_factor=4.0, growth_interval=5)
+    assert policy == {"name": "DynamicScale", "config": dataclasses.asdict(followed)}
     optimizer = one()
     scales = []
     for _ in range(6):

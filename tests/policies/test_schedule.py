@@ -261,6 +261,19 @@ def test_an_epoch_of_many_steps_holds_few_flags(late):
     assert plan.last_epoch == 1
 
 
+class Foreign:
+    """A schedule that is none of torch's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        pass
+
+    def state_dict(self):
+        return {}
+
+
 def test_the_schedule_of_another_controls_optimizer_is_refused():
     mine, other = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
     control = GradientControl(mine)
@@ -268,6 +281,21 @@ def test_the_schedule_of_another_controls_optimizer_is_refused():
         control.scheduler(lr.ExponentialLR(other, 0.5))
     plan = lr.SequentialLR(mine, [lr.ConstantLR(mine), lr.ExponentialLR(mine, 0.5)], [3])
     control.scheduler(plan)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda o: lr.StepLR(o, 3), lambda o: lr.ReduceLROnPlateau(o), lambda o: Foreign(o)]
+)
+def test_a_schedule_passes_for_the_scheduler_inside_it(make):
+    """Lightning and accelerate ask what it is, and treat ReduceLROnPlateau apart."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    control = GradientControl(optimizer)
+    inside = make(optimizer)
+    plan = control.scheduler(inside)
+    for kind in (lr.LRScheduler, lr.StepLR, lr.ReduceLROnPlateau, schedule.Scheduler):
+        expected = isinstance(inside, kind) or kind is schedule.Scheduler
+        assert isinstance(plan, kind) is expected
+    assert type(plan) is schedule.Scheduler
 
 
 @pytest.mark.parametrize("first", ["control", "schedule"])

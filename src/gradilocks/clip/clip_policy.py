@@ -159,7 +159,7 @@ class ClipByNorm(ClipPolicy):
     the step, and scaling would only spread the NaN.
 
     Args:
-        max_norm: the bound, not negative.
+        max_norm: the bound, not negative. As in torch, 0 leaves nothing of the gradients.
         order: the p of the norm, at least 1; `math.inf` bounds the largest element.
 
     Example:

@@ -21,7 +21,7 @@ from gradilocks.scale.scale_policy import (
     ScaleRules,
     StaticScale,
     check_moving,
-    state_of,
+    new_state,
 )
 from gradilocks.values import ScaleState
 
@@ -169,7 +169,9 @@ class DynamicScale(ScalePolicy):
             raise ValueError(f"hysteresis must be at most {_MOST}, got {self.hysteresis}.")
 
     def start(self, device: Device) -> ScaleState:
-        state = state_of(self.init_scale, -self.delay, self.hysteresis, device)
+        state = new_state(
+            device, scale=self.init_scale, tracker=-self.delay, hysteresis=self.hysteresis
+        )
         if self.tolerance:
             for name in ("since", "overflows"):
                 state.more[name] = torch.zeros((), dtype=torch.int32, device=device)

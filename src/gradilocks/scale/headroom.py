@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.policy import check_count
-from gradilocks.scale.scale_policy import ScalePolicy, check_moving, check_scale
+from gradilocks.scale.scale_policy import ScalePolicy, check_moving, check_scale, new_state
 from gradilocks.values import ScaleState, wide
 
 __all__ = ["HeadroomScale"]
@@ -72,20 +72,12 @@ class HeadroomScale(ScalePolicy):
             check_count(name, getattr(self, name), lowest=lowest)
 
     def start(self, device: torch.device) -> ScaleState:
-        def one(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((), value, dtype=dtype, device=device)
-
-        return ScaleState(
-            scale=one(self.init_scale, torch.float32),
-            growth_tracker=one(0, torch.int32),
-            hysteresis=one(0, torch.int32),
-            more={
-                "ceiling": one(self.max_scale, wide(device)),
-                "held": one(self.max_scale, wide(device)),  # No step has been taken yet.
-                "feeling": one(0, torch.int32),
-                "seen": one(0, torch.int32),
-            },
-        )
+        state = new_state(device, scale=self.init_scale)
+        for name in ("ceiling", "held"):  # As long as no step has held, none was a leap.
+            state.more[name] = torch.full((), self.max_scale, dtype=wide(device), device=device)
+        for name in ("feeling", "seen"):
+            state.more[name] = torch.zeros((), dtype=torch.int32, device=device)
+        return state
 
     def advance(
         self,

@@ -27,8 +27,8 @@ __all__ = [
     "StaticScale",
     "check_moving",
     "check_scale",
+    "new_state",
     "scale_loss",
-    "state_of",
 ]
 
 SMALLEST = 2.0**-126
@@ -128,7 +128,7 @@ class NoScale(ScalePolicy):
     """
 
     def start(self, device: torch.device) -> ScaleState:
-        return state_of(1.0, 0, 0, device)
+        return new_state(device, scale=1.0)
 
     def rules(self) -> ScaleRules | None:
         return ScaleRules(moves=False) if type(self) is NoScale else None
@@ -160,7 +160,7 @@ class StaticScale(ScalePolicy):
         check_scale("scale", self.scale)
 
     def start(self, device: torch.device) -> ScaleState:
-        return state_of(self.scale, 0, 0, device)
+        return new_state(device, scale=self.scale)
 
     def rules(self) -> ScaleRules | None:
         return ScaleRules(moves=False) if type(self) is StaticScale else None
@@ -176,8 +176,10 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     return loss * moved(scale, loss.device)
 
 
-def state_of(scale: float, tracker: int, hysteresis: int, device: torch.device) -> ScaleState:
-    """A ScaleState of these numbers."""
+def new_state(
+    device: torch.device, *, scale: float, tracker: int = 0, hysteresis: int = 0
+) -> ScaleState:
+    """A ScaleState of these numbers on `device`."""
     return ScaleState(
         scale=torch.full((), scale, dtype=torch.float32, device=device),
         growth_tracker=torch.full((), tracker, dtype=torch.int32, device=device),

@@ -95,23 +95,32 @@ class Scheduler:
         self._scheduler = scheduler
         self._control: Callable[[], Any] = weakref.ref(control)
         self._since: list[Flag] = []
-        self._waiting: deque[list[Flag]] = deque()
-        self._owed = 0
+        self._unconfirmed: deque[list[Flag]] = deque()
+        self._ahead = 0
         self._replayed = False
         if _PENDING in getattr(scheduler, "__dict__", ()):  # It has loaded a state of ours.
-            _, pending = _parted(scheduler.state_dict())
-            self._resume(*_checked(pending))
+            _, pending = _split_state(scheduler.state_dict())
+            self._resume(*_check_pending(pending))
             del scheduler.__dict__[_PENDING]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """That of the scheduler inside: frameworks ask for isinstance(..., LRScheduler)."""
+        return type(self._scheduler)
 
     @property
     def ahead(self) -> int:
         """How many steps the schedule is known to be ahead and will stand still for."""
-        return self._owed
+        return self._ahead
 
     def note(self, row: Tensor) -> None:
-        """For the control: a step has been judged."""
+        """Called by the control when a step has been judged.
+
+        Args:
+            row: the numbers of the step, of which the first says whether it was skipped.
+        """
         self._replayed = self._replayed or capturing()
-        self._since = _thinned([*self._since, Flag(row)])
+        self._since = _fewest([*self._since, Flag(row)])
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps the schedule if a step has been taken since the last call.
@@ -126,14 +135,14 @@ class Scheduler:
         flags = self._since
         told = [flag.skipped() for flag in flags]
         skipped = bool(flags) and all(told)
-        if not skipped and not self._owed:
-            with self._in_order():  # First: if it raises, nothing is counted.
+        if not skipped and not self._ahead:
+            with self._without_warning():  # First: if it raises, nothing is counted.
                 self._scheduler.step(*args, **kwargs)
         elif not skipped:
-            self._owed -= 1
+            self._ahead -= 1
         self._since = []
         if not skipped and flags and False not in told:
-            self._waiting.append(flags)  # Not known yet: taken, until we hear otherwise.
+            self._unconfirmed.append(flags)  # Not known yet: taken, until we hear otherwise.
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own, which a bare scheduler loads as well; waits for steps on their way.
@@ -145,25 +154,25 @@ class Scheduler:
         told = [flag.skipped(wait=True) for flag in self._since]
         since = None if not told else "skipped" if all(told) else "taken"
         saved = dict(self._scheduler.state_dict())
-        if self._owed or since is not None:
-            saved[_PENDING] = {"ahead": self._owed, "since": since, "at": _counters(saved)}
+        if self._ahead or since is not None:
+            saved[_PENDING] = {"ahead": self._ahead, "since": since, "at": _counters(saved)}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from `state_dict()`, or from that of the scheduler itself."""
-        inner, pending = _parted(state_dict)
+        inner, pending = _split_state(state_dict)
         if not isinstance(inner, Mapping) or not set(inner) & set(self._scheduler.state_dict()):
             raise BadState(
                 f"the state_dict is none of {type(self._scheduler).__name__}: {inner!r:.80}."
             )
-        ahead, since = _checked(pending)
+        ahead, since = _check_pending(pending)
         self._scheduler.load_state_dict(inner)
         self._resume(ahead, since)
 
     def _resume(self, ahead: int, since: str | None) -> None:
-        self._owed = ahead
+        self._ahead = ahead
         self._since = [] if since is None else [Flag(None, known=float(since == "skipped"))]
-        self._waiting = deque()
+        self._unconfirmed = deque()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scheduler:
         """With its control, as torch's schedules are copied with their optimizer."""
@@ -174,7 +183,7 @@ class Scheduler:
         told = [flag.skipped(wait=True) for flag in self._since]
         self._settle(wait=True)
         made._since = [Flag(None, known=float(bool(skipped))) for skipped in told]
-        made._waiting, made._owed, made._replayed = deque(), self._owed, self._replayed
+        made._unconfirmed, made._ahead, made._replayed = deque(), self._ahead, self._replayed
         made._control = (lambda: None) if control is None else weakref.ref(control)
         if control is not None:
             control._schedulers.add(made)
@@ -191,21 +200,21 @@ class Scheduler:
         return getattr(self._scheduler, name)
 
     def _settle(self, *, wait: bool = False) -> None:
-        """Looks at the steps that were not known, oldest first, as far as they have arrived."""
-        while self._waiting:
-            told = [flag.skipped(wait=wait) for flag in self._waiting[0]]
+        """Looks at steps that were counted unconfirmed, oldest first, as far as flags are here."""
+        while self._unconfirmed:
+            told = [flag.skipped(wait=wait) for flag in self._unconfirmed[0]]
             if None in told and False not in told:
                 return
-            self._waiting.popleft()
+            self._unconfirmed.popleft()
             if all(told):
-                self._owed += 1
+                self._ahead += 1
                 _logger.info(
                     "the learning-rate schedule is a step ahead: a step that it counted was "
                     "skipped. It stands still once."
                 )
 
     @contextmanager
-    def _in_order(self) -> Iterator[None]:
+    def _without_warning(self) -> Iterator[None]:
         """torch warns if it does not see that a step came first; the control has seen to it."""
         seen = True
         for optimizer in {id(o): o for o in _optimizers(self._scheduler)}.values():
@@ -219,7 +228,7 @@ class Scheduler:
             yield
 
 
-def _thinned(flags: list[Flag]) -> list[Flag]:
+def _fewest(flags: list[Flag]) -> list[Flag]:
     """As few flags as say the same: one that was taken, or those that are not known yet.
 
     An epoch has many steps, and each flag on its way holds pinned memory and an event.
@@ -245,7 +254,7 @@ def _counters(state: Mapping[str, Any]) -> list[Any]:
     return [state.get("last_epoch"), state.get("_step_count"), *inner]
 
 
-def _parted(state: Any) -> tuple[Any, Mapping[str, Any]]:
+def _split_state(state: Any) -> tuple[Any, Mapping[str, Any]]:
     """A state of ours or of torch's → that of the scheduler itself, and what we said beside it."""
     if not isinstance(state, Mapping):
         return state, {}
@@ -260,7 +269,7 @@ def _parted(state: Any) -> tuple[Any, Mapping[str, Any]]:
     return inner, pending
 
 
-def _checked(pending: Mapping[str, Any]) -> tuple[int, str | None]:
+def _check_pending(pending: Mapping[str, Any]) -> tuple[int, str | None]:
     ahead, since = pending.get("ahead", 0), pending.get("since")
     if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
         raise BadState(f"ahead in the state_dict must be 0 or more, got {ahead!r}.")

@@ -70,25 +70,25 @@ def own_step(optimizer: Any) -> OwnStep | None:
     if kind.__setattr__ is not _SET or kind.__getattribute__ is not _GET:
         return None
     try:  # Without `__getattr__`, which would bring that of the optimizer inside.
-        kept = _GET(optimizer, "__dict__")
+        attributes = _GET(optimizer, "__dict__")
     except AttributeError:
         return None
-    step = kept.get("step")
+    step = attributes.get("step")
     if step is None:
         step = getattr(kind, "step", None)
     elif isinstance(step, MethodType):  # As accelerate leaves it after a step.
         step = step.__func__ if step.__self__ is optimizer else None
     else:
-        step = _inside_a_schedulers(step, optimizer)
+        step = _wrapped_by_scheduler(step, optimizer)
     if not isinstance(step, FunctionType):
         return None
-    found = _known.setdefault(step, weakref.WeakKeyDictionary())
-    known = found.get(kind)
-    if known is None:
-        known = found[kind] = _examined(step, kind)
-    if known.reads_decision and not known.is_proven and _may_step_another(optimizer, kept):
-        return dataclasses.replace(known, reads_decision=False)
-    return known
+    by_class = _examined.setdefault(step, weakref.WeakKeyDictionary())
+    found = by_class.get(kind)
+    if found is None:
+        found = by_class[kind] = _examine(step, kind)
+    if found.reads_decision and not found.is_proven and _may_step_another(optimizer, attributes):
+        return dataclasses.replace(found, reads_decision=False)
+    return found
 
 
 def is_ours(optimizer: Any) -> bool:
@@ -152,13 +152,14 @@ def weakly(optimizer: Any) -> Callable[[], Any]:
         return lambda: optimizer
 
 
-# By function and class, and only as long as they live.
-_known: weakref.WeakKeyDictionary[FunctionType, weakref.WeakKeyDictionary[type, OwnStep]]
-_known = weakref.WeakKeyDictionary()
+# What was found, by function and class, and only as long as they live.
+_examined: weakref.WeakKeyDictionary[FunctionType, weakref.WeakKeyDictionary[type, OwnStep]]
+_examined = weakref.WeakKeyDictionary()
 _ours: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 
 
-def _examined(step: FunctionType, kind: type) -> OwnStep:
+def _examine(step: FunctionType, kind: type) -> OwnStep:
+    """What the code of `step` tells, as a method of the class `kind`."""
     function = _undecorated(step)
     names = set(_names_in(function.__code__))
     # As `self.name` finds them: a class below may have a method of its own that reads nothing.
@@ -177,9 +178,9 @@ def _examined(step: FunctionType, kind: type) -> OwnStep:
     )
 
 
-def _may_step_another(optimizer: Any, kept: dict[str, Any]) -> bool:
+def _may_step_another(optimizer: Any, attributes: dict[str, Any]) -> bool:
     """Whether somebody's optimizer may be a wrapper: not all is its own, or one is inside it."""
-    if "param_groups" not in kept or not says_so_itself(optimizer):
+    if "param_groups" not in attributes or not says_so_itself(optimizer):
         return True
     return bool(inner_optimizers(optimizer))
 
@@ -199,7 +200,7 @@ def _is_torchs(function: FunctionType) -> bool:
     return str(function.__globals__.get("__name__")).startswith("torch.")
 
 
-def _inside_a_schedulers(step: object, optimizer: Any) -> object:
+def _wrapped_by_scheduler(step: object, optimizer: Any) -> object:
     """What an LR scheduler of torch has wrapped for this very optimizer; None if it is not that.
 
     A copy of the optimizer's attributes brings it to an object that it does not step.
@@ -225,12 +226,14 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _held_by(holder: Any) -> Iterator[Any]:
+    """The values of an object's attributes and slots, and what is in lists and dicts among them."""
     try:
-        kept = _GET(holder, "__dict__")
+        attributes = _GET(holder, "__dict__")
     except AttributeError:
-        kept = {}
-    # What every optimizer has, and a large model makes long.
-    values = [kept[name] for name in kept if name not in ("state", "param_groups", "defaults")]
+        attributes = {}
+    # Without what every optimizer has, and a large model makes long.
+    passed_over = ("state", "param_groups", "defaults")
+    values = [value for name, value in attributes.items() if name not in passed_over]
     for kind in type(holder).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
