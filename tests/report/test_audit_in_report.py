@@ -12,8 +12,8 @@ import pytest
 
 from gradilocks.cli import main
 from gradilocks.report.audited import UnreadableAudit, audited, mentioned
-from gradilocks.report.facts import report_on
 from gradilocks.report.page import render
+from gradilocks.report.run_report import report_on
 from tests.report.made_audits import made_audit, with_audit
 from tests.report.made_runs import header, made_run, write
 

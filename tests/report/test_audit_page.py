@@ -16,7 +16,7 @@ from gradilocks.errors import GradilocksError
 from gradilocks.report.audit import audit_page, write_audit_page
 from gradilocks.report.audit_figures import module_figure, window_figure
 from gradilocks.report.audited import Audit, audited, mentioned
-from gradilocks.report.words import percent
+from gradilocks.report.formatting import percent
 from tests.report.made_audits import FORMATS, gradients, made_audit, spread
 
 EVIL = "</script><script>alert(1)</script><!--\u2028<img src=x onerror=alert(2)>&amp;%{y}"

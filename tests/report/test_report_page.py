@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gradilocks.report.facts import Reported, main_numbers, report_on, what_ran
 from gradilocks.report.figures import sections
 from gradilocks.report.page import identity, render
+from gradilocks.report.run_report import Reported, main_numbers, report_on, what_ran
 from gradilocks.runfile import Culprit, End, Run
 from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 

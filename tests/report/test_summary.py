@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import gradilocks
-from gradilocks.report.comparison import compare
-from gradilocks.report.summary import quantile, seconds_of, summarize
+from gradilocks.report.comparison import compare, quantile, seconds_of, summarize
 from gradilocks.runfile import End, Run
 from tests.runfile.run_files import (
     END,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradilocks import read_run
 from gradilocks.errors import BadRunFile
-from gradilocks.report.summary import summarize
+from gradilocks.report.comparison import summarize
 from gradilocks.report.tracks import tracks
 from gradilocks.runfile import Run, Step
 from gradilocks.runfile.bad_steps import BadSteps

@@ -35,11 +35,11 @@ def write_all(
     seconds: float,
 ) -> dict[str, Any]:
     """Writes the pages and the summary; returns the summary."""
+    from gradilocks.report.destination import write
     from gradilocks.report.experiment import experiment_page
     from gradilocks.report.experiment_figures import Drawn
-    from gradilocks.report.facts import report_on
-    from gradilocks.report.output import write
     from gradilocks.report.page import identity, render
+    from gradilocks.report.run_report import report_on
     from gradilocks.runfile import read_run
 
     results = state.results

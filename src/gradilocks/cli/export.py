@@ -15,7 +15,8 @@ from gradilocks.cli.options import run_file
 from gradilocks.cli.output import forgive_encoding
 from gradilocks.cli.progress import bar, read_with_bar
 from gradilocks.errors import GradilocksError
-from gradilocks.report.places import settled
+from gradilocks.report.destination import settled
+from gradilocks.report.formatting import clean
 from gradilocks.report.tables import (
     DETAIL_COLUMNS,
     STEP_COLUMNS,
@@ -24,7 +25,6 @@ from gradilocks.report.tables import (
     step_rows,
     write_csv,
 )
-from gradilocks.report.words import clean
 from gradilocks.runfile import Run
 
 

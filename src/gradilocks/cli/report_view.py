@@ -13,9 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from gradilocks.report.audited import mentioned, recommended
-from gradilocks.report.facts import Reported, main_numbers
-from gradilocks.report.values import Finding
-from gradilocks.report.words import clean
+from gradilocks.report.formatting import clean
+from gradilocks.report.health import Finding
+from gradilocks.report.run_report import Reported, main_numbers
 
 STYLES = {"problem": "bold red", "warning": "bold yellow", "note": "bold blue"}
 VERDICT_STYLES = {"healthy": "bold green", "needs a look": "bold yellow", "in trouble": "bold red"}

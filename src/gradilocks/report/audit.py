@@ -13,9 +13,9 @@ from typing import Any
 from gradilocks.errors import GradilocksError
 from gradilocks.report.audit_panel import SCRIPTS, STYLES, panel_of
 from gradilocks.report.audited import UnreadableAudit, audited
+from gradilocks.report.destination import check, write
 from gradilocks.report.document import GENERATOR, document, headed
-from gradilocks.report.output import check, write
-from gradilocks.report.words import clean
+from gradilocks.report.formatting import clean
 
 __all__ = ["audit_page", "check_audit_page", "write_audit_page"]
 

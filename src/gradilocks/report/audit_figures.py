@@ -12,9 +12,8 @@ from typing import Any
 
 from gradilocks.report.audited import Audit, Format, Histogram, Module, Shares
 from gradilocks.report.figures import HIGHEST, LONGEST_LABEL, MOST_LABELS, ROW_HEIGHT, Figure, text
-from gradilocks.report.series import unique
-from gradilocks.report.thinning import buckets
-from gradilocks.report.words import count, percent, power, shortened
+from gradilocks.report.formatting import count, percent, power, shortened
+from gradilocks.report.series import buckets, unique
 
 __all__ = ["KINDS", "kinds_of", "module_figure", "window_figure"]
 

@@ -14,8 +14,8 @@ from typing import Any
 from gradilocks.report.audit_figures import KINDS, kinds_of, module_figure, window_figure
 from gradilocks.report.audited import Audit, Fate, Format, Shares, UnreadableAudit, audited
 from gradilocks.report.document import embedded
+from gradilocks.report.formatting import count, listed, percent, power
 from gradilocks.report.markup import drawing, numeral, prose, raised
-from gradilocks.report.words import count, listed, percent, power
 
 __all__ = ["SCRIPTS", "STYLES", "Panel", "panel", "panel_of"]
 

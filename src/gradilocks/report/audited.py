@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gradilocks.report.words import clean, listed, power, shortened
+from gradilocks.report.formatting import clean, listed, power, shortened
 
 __all__ = [
     "Audit",

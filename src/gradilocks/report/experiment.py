@@ -26,7 +26,7 @@ from gradilocks.report.experiment_figures import (
 )
 from gradilocks.report.experiment_tables import finals, runs_of, settings, swatch
 from gradilocks.report.figures import Figure
-from gradilocks.report.words import clean, duration, percent
+from gradilocks.report.formatting import clean, duration, percent
 
 __all__ = ["experiment_page"]
 

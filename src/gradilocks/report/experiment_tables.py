@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from gradilocks.report.experiment_figures import place_of
-from gradilocks.report.words import clean, number, power
+from gradilocks.report.formatting import clean, number, power
 
 __all__ = ["finals", "runs_of", "settings", "swatch"]
 

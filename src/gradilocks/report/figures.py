@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from gradilocks.report.facts import Reported
+from gradilocks.report.formatting import power, shortened
+from gradilocks.report.run_report import Reported
 from gradilocks.report.series import (
     Heat,
     Line,
@@ -23,7 +24,6 @@ from gradilocks.report.series import (
     staircase,
 )
 from gradilocks.report.tracks import Tensor, Track
-from gradilocks.report.words import power, shortened
 
 __all__ = ["Figure", "Section", "sections"]
 

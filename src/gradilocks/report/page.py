@@ -9,11 +9,11 @@ from html import escape
 
 from gradilocks.report.audit_panel import SCRIPTS, STYLES, Panel, panel
 from gradilocks.report.document import GENERATOR, document, headed
-from gradilocks.report.facts import Reported, in_short, main_numbers, what_ran
 from gradilocks.report.figures import Section, sections
+from gradilocks.report.health import Finding, Health
 from gradilocks.report.markup import drawing, numeral, prose, sentence_case, swatch
+from gradilocks.report.run_report import Reported, in_short, main_numbers, what_ran
 from gradilocks.report.tracks import Track
-from gradilocks.report.values import Finding, Health
 
 __all__ = ["identity", "render"]
 

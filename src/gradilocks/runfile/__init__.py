@@ -5,6 +5,8 @@ hold, `writing.py` makes lines, `reading.py` makes records of them again; none i
 docs/run-file.md describes the format for those who read it with something else.
 """
 
+from gradilocks.runfile.bad_steps import BadSteps, Spoilt, SpoiltWeights, has_bad_gradients
+from gradilocks.runfile.origins import FORWARD_OR_LOSS, Origin, beside, is_bad, origin_of
 from gradilocks.runfile.reading import read_run, refuse_foreign
 from gradilocks.runfile.records import (
     Culprit,
@@ -16,16 +18,27 @@ from gradilocks.runfile.records import (
     Step,
     Trace,
 )
+from gradilocks.runfile.words import describe_bad
 
 __all__ = [
+    "FORWARD_OR_LOSS",
+    "BadSteps",
     "Culprit",
     "Detail",
     "End",
     "Header",
     "OptimizerInfo",
+    "Origin",
     "Run",
+    "Spoilt",
+    "SpoiltWeights",
     "Step",
     "Trace",
+    "beside",
+    "describe_bad",
+    "has_bad_gradients",
+    "is_bad",
+    "origin_of",
     "read_run",
     "refuse_foreign",
 ]

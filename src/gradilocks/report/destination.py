@@ -1,24 +1,33 @@
-"""Where a page goes: chosen, checked so that nothing of value is overwritten, and written whole.
+"""A path that somebody gave → where a file may be written, so that nothing of value is lost.
 
 A page about the same is replaced, another page of Gradilocks' if it is asked for, and nothing else.
+A file is written beside its place and moved onto it, so that there is never half of one. That would
+replace a symlink, a pipe or a device by a file: a link is followed first, and anything but a file
+is refused.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gradilocks.errors import GradilocksError
 from gradilocks.report.document import GENERATOR
-from gradilocks.report.places import settled
 
-__all__ = ["check", "choose", "labels", "write"]
+__all__ = ["check", "choose", "labels", "settled", "write"]
 
 # The marks of a page stand in its first lines.
 HEAD_BYTES = 2048
 _MARKS = tuple(f'<meta name="generator" content="{by}">' for by in (GENERATOR, "gradilocks demo"))
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def choose(runs: Sequence[Path], output: Path | None) -> Path:
@@ -137,3 +146,33 @@ def _same(one: Path, other: Path) -> bool:
         return one.samefile(other)
     except OSError:
         return one.absolute() == other.absolute()
+
+
+def settled(place: Path, *, option: str = "-o") -> Path:
+    """Returns where a file goes: the place itself, or what it is a symlink to.
+
+    Raises:
+        GradilocksError: there is something else than a file or a folder, or the place is "-".
+    """
+    if str(place) == "-":
+        raise GradilocksError(
+            f"{option} - would be standard output; a file is written whole or not at all, so name "
+            "one."
+        )
+    try:
+        target = place.resolve() if place.is_symlink() else place
+        kind = stat.S_IFMT(target.stat().st_mode)
+    except FileNotFoundError:
+        return place.resolve() if place.is_symlink() else place
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # a link to itself, a long name
+        why = getattr(error, "strerror", None) or error
+        raise GradilocksError(f"{place} cannot be written: {why}.") from error
+    if kind in _KINDS:
+        raise GradilocksError(
+            f"{place} is {_KINDS[kind]}, not a file; give the path of a file with {option}."
+        )
+    return target
