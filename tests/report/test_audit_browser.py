@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gradilocks.report.audit import write_audit_page
+from gradilocks.report.audit_page import write_audit_page
 from gradilocks.report.formatting import percent
-from gradilocks.report.page import render
+from gradilocks.report.report_page import render
 from gradilocks.report.run_report import report_on
 from tests.report.browser import browser, visit
 from tests.report.made_audits import FORMATS, gradients, made_audit

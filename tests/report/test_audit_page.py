@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from gradilocks.errors import GradilocksError
-from gradilocks.report.audit import audit_page, write_audit_page
 from gradilocks.report.audit_figures import module_figure, window_figure
+from gradilocks.report.audit_page import audit_page, write_audit_page
 from gradilocks.report.audited import Audit, audited, mentioned
 from gradilocks.report.formatting import percent
 from tests.report.made_audits import FORMATS, gradients, made_audit, spread

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gradilocks.report.health import Finding
-from gradilocks.report.page import render
+from gradilocks.report.report_page import render
 from gradilocks.report.run_report import examine, main_numbers, report_on
 from gradilocks.runfile import Run
 from tests.report.made_runs import SKIPPED, header, info, made_run, made_steps

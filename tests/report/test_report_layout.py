@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gradilocks.report.page import render
+from gradilocks.report.report_page import render
 from gradilocks.report.run_report import report_on
 from gradilocks.runfile import Run
 from tests.report.browser import browser, visit

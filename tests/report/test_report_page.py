@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradilocks.report.figures import sections
-from gradilocks.report.page import identity, render
+from gradilocks.report.report_page import identity, render
 from gradilocks.report.run_report import Reported, main_numbers, report_on, what_ran
 from gradilocks.runfile import Culprit, End, Run
 from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
@@ -47,7 +47,7 @@ def test_every_plot_has_a_title_a_line_on_reading_it_and_a_label() -> None:
     (section,) = sections([reported(made_run())])
     for figure in section.figures:
         assert f"<h3>{figure.title}</h3>" in page
-        assert figure.reading in page.replace("&#x27;", "'")
+        assert figure.reading in page.replace("&#39;", "'")
         assert f'id="{figure.key}"' in page
     assert page.count('role="img" aria-label="Plot: ') == len(section.figures)
 
@@ -145,7 +145,7 @@ def test_the_browser_is_told_to_run_these_scripts_only_and_to_load_nothing() -> 
     page = render([reported(made_run())])
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
-    assert policy[1].startswith("default-src &#x27;none&#x27;")
+    assert policy[1].startswith("default-src &#39;none&#39;")
     assert "unsafe-eval" not in policy[1]
     assert not re.search(r'<(?:link|img|iframe)\b|\bsrc="|@import|url\(', page.split("<script>")[0])
 
@@ -169,10 +169,10 @@ def test_the_page_of_a_long_or_wide_run_stays_small(steps: int, tensors: int) ->
 def test_the_assets_are_in_the_package() -> None:
     import gradilocks.report
 
-    folder = Path(gradilocks.report.__file__).parent / "assets"
+    room = Path(gradilocks.report.__file__).parent
     assets = {f"{name}.{kind}" for name in ("page", "audit") for kind in ("css", "js")}
-    assets.add("experiment.css")
-    assert assets <= {path.name for path in folder.iterdir()}
+    assert assets <= {path.name for path in (room / "assets").iterdir()}
+    assert {"page.html", "parts.html"} <= {path.name for path in (room / "templates").iterdir()}
 
 
 # --- axes, headings, hover -----------------------------------------------------------------------

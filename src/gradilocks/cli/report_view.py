@@ -12,10 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from gradilocks.report.audited import mentioned, recommended
-from gradilocks.report.formatting import clean
-from gradilocks.report.health import Finding
-from gradilocks.report.run_report import Reported, main_numbers
+from gradilocks.report import Finding, Reported, clean, main_numbers, mentioned, recommended
 
 STYLES = {"problem": "bold red", "warning": "bold yellow", "note": "bold blue"}
 VERDICT_STYLES = {"healthy": "bold green", "needs a look": "bold yellow", "in trouble": "bold red"}

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gradilocks.errors import GradilocksError
-from gradilocks.report.document import GENERATOR
 
-__all__ = ["check", "choose", "labels", "settled", "write"]
+__all__ = ["GENERATOR", "check", "choose", "labels", "settled", "write"]
+
+GENERATOR = "gradilocks report"
+"""What a page says it was made by, unless it is the demo's."""
 
 # The marks of a page stand in its first lines.
 HEAD_BYTES = 2048
