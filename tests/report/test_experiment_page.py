@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradilocks.report import Drawn, experiment_page, report_on
-from gradilocks.report.experiment_page import comparisons
+from gradilocks.report.experiment import comparisons
 from gradilocks.report.figures import Figure
 from tests.report.browser import browser, visit
 from tests.report.made_runs import SKIPPED, made_run

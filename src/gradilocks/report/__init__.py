@@ -3,27 +3,35 @@
 `tracks.py` turns a Run into columns, the four `*_findings.py` judge them, and `run_report.py`
 collects what is to be said. `series.py` makes of columns what a plot shows, `figures.py` the plots,
 `page.py` the HTML, by the templates in `templates/`. The plain data of an audit pass `audited.py`.
-`comparison.py` makes the numbers of runs beside each other, `tables.py` rows to export.
+`comparison.py` makes the numbers of runs beside each other, `tables.py` rows to export. The names
+here are loaded on first use: whoever formats a number need not wait for the plots.
 """
 
-from gradilocks.report.audit_page import audit_page, check_audit_page, write_audit_page
-from gradilocks.report.audited import mentioned, recommended
-from gradilocks.report.comparison import Comparison, Loss, Parting, Spread, Summary, compare
-from gradilocks.report.destination import choose, labels, settled, write
-from gradilocks.report.experiment_page import Drawn, experiment_page
-from gradilocks.report.formatting import clean, number, power
-from gradilocks.report.health import Finding, Health
-from gradilocks.report.report_page import identity, render
-from gradilocks.report.run_report import Reported, examine, main_numbers, report_on
-from gradilocks.report.sparkline import BARS, PLAIN_BARS, Trail, mean, sparkline
-from gradilocks.report.tables import (
-    DETAIL_COLUMNS,
-    STEP_COLUMNS,
-    csv_columns,
-    detail_rows,
-    step_rows,
-    write_csv,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+_HOME = {
+    "audit_page": ("check_audit_page", "write_audit_page"),
+    "audited": ("mentioned", "recommended"),
+    "comparison": ("Comparison", "Loss", "Parting", "Spread", "Summary", "compare"),
+    "destination": ("choose", "labels", "settled", "write"),
+    "experiment": ("Drawn", "experiment_page"),
+    "formatting": ("clean", "number", "power"),
+    "health": ("Finding", "Health"),
+    "report_page": ("identity", "render"),
+    "run_report": ("Reported", "examine", "main_numbers", "report_on"),
+    "sparklines": ("BARS", "PLAIN_BARS", "Trail", "mean", "sparkline"),
+    "tables": (
+        "DETAIL_COLUMNS",
+        "STEP_COLUMNS",
+        "csv_columns",
+        "detail_rows",
+        "step_rows",
+        "write_csv",
+    ),
+}
 
 __all__ = [
     "BARS",
@@ -40,7 +48,6 @@ __all__ = [
     "Spread",
     "Summary",
     "Trail",
-    "audit_page",
     "check_audit_page",
     "choose",
     "clean",
@@ -66,3 +73,32 @@ __all__ = [
     "write_audit_page",
     "write_csv",
 ]
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOME.items():
+        if name in names:
+            globals()[name] = getattr(importlib.import_module(f"gradilocks.report.{home}"), name)
+            return globals()[name]
+    raise AttributeError(f"module 'gradilocks.report' has no attribute {name!r}")
+
+
+if TYPE_CHECKING:
+    from gradilocks.report.audit_page import check_audit_page, write_audit_page
+    from gradilocks.report.audited import mentioned, recommended
+    from gradilocks.report.comparison import Comparison, Loss, Parting, Spread, Summary, compare
+    from gradilocks.report.destination import choose, labels, settled, write
+    from gradilocks.report.experiment import Drawn, experiment_page
+    from gradilocks.report.formatting import clean, number, power
+    from gradilocks.report.health import Finding, Health
+    from gradilocks.report.report_page import identity, render
+    from gradilocks.report.run_report import Reported, examine, main_numbers, report_on
+    from gradilocks.report.sparklines import BARS, PLAIN_BARS, Trail, mean, sparkline
+    from gradilocks.report.tables import (
+        DETAIL_COLUMNS,
+        STEP_COLUMNS,
+        csv_columns,
+        detail_rows,
+        step_rows,
+        write_csv,
+    )

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from gradilocks.errors import GradilocksError
@@ -74,7 +75,7 @@ def write(
     Args:
         page: where.
         render: makes the page; called once nothing stands in the way.
-        identity: of what it is about, as in `gradilocks.report.page.identity`.
+        identity: of what it is about, as in `gradilocks.report.report_page.identity`.
         force: whether to replace another page of Gradilocks' too.
         what: what the page is, in words.
         option: by which the place was given, for messages.
@@ -83,17 +84,10 @@ def write(
     Raises:
         GradilocksError: something else is there, or the place cannot be written.
     """
-    given = page
-    page = _free(page, identity, force, what=what, option=option, way_out=way_out)
-    beside = page.with_name(f".{page.name}.{os.getpid()}.part")
-    try:
-        with beside.open("x", encoding="utf-8") as file:
-            file.write(render())
-        beside.replace(page)
-    except OSError as error:
-        raise GradilocksError(f"{given} cannot be written: {error.strerror or error}.") from error
-    finally:
-        beside.unlink(missing_ok=True)
+    target = _free(page, identity, force, what=what, option=option, way_out=way_out)
+    with _beside(target, given=page) as unfinished:
+        unfinished.write_text(render(), encoding="utf-8")
+        unfinished.replace(target)
 
 
 def check(page: Path, *, identity: str, what: str, option: str, way_out: str) -> None:
@@ -102,15 +96,22 @@ def check(page: Path, *, identity: str, what: str, option: str, way_out: str) ->
     Raises:
         GradilocksError: something else is there, or the place cannot be written.
     """
-    given = page
-    page = _free(page, identity, False, what=what, option=option, way_out=way_out)
-    beside = page.with_name(f".{page.name}.{os.getpid()}.part")
+    target = _free(page, identity, False, what=what, option=option, way_out=way_out)
+    with _beside(target, given=page):
+        pass
+
+
+@contextmanager
+def _beside(target: Path, *, given: Path) -> Iterator[Path]:
+    """A new, empty file in the same folder, gone at the end unless it was moved."""
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        beside.open("x").close()
+        unfinished.open("x").close()
+        yield unfinished
     except OSError as error:
         raise GradilocksError(f"{given} cannot be written: {error.strerror or error}.") from error
     finally:
-        beside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _free(page: Path, identity: str, force: bool, *, what: str, option: str, way_out: str) -> Path:
@@ -166,11 +167,7 @@ def settled(place: Path, *, option: str = "-o") -> Path:
         kind = stat.S_IFMT(target.stat().st_mode)
     except FileNotFoundError:
         return place.resolve() if place.is_symlink() else place
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # a link to itself, a long name
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a long name
         why = getattr(error, "strerror", None) or error
         raise GradilocksError(f"{place} cannot be written: {why}.") from error
     if kind in _KINDS:

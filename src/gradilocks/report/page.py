@@ -1,6 +1,6 @@
 """A Page → one HTML file that needs nothing else: style, scripts, plots and data inside.
 
-What stands on a page is plain data, made by `report_page`, `audit_page` and `experiment_page`;
+What stands on a page is plain data, made by `report_page`, `audit_page` and `experiment`;
 `templates/` lays it out, for all of them alike. Text from a file reaches a page in two ways only:
 escaped by the templates, and as JSON in a data block in which no ``<``, ``>`` or ``&`` stands. On
 top of that the page's own policy lets the browser run the scripts with these hashes and no other,
