@@ -170,9 +170,9 @@ def test_the_assets_are_in_the_package() -> None:
     import gradilocks.report
 
     room = Path(gradilocks.report.__file__).parent
-    assets = {f"{name}.{kind}" for name in ("page", "audit") for kind in ("css", "js")}
-    assert assets <= {path.name for path in (room / "assets").iterdir()}
-    assert {"page.html", "parts.html"} <= {path.name for path in (room / "templates").iterdir()}
+    assert {path.name for path in (room / "assets").iterdir()} == {"audit.js", "page.js"}
+    templates = {"audit.html", "page.html", "parts.html", "style.css"}
+    assert {path.name for path in (room / "templates").iterdir()} == templates
 
 
 # --- axes, headings, hover -----------------------------------------------------------------------

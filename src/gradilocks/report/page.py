@@ -162,8 +162,9 @@ def html(page: Page) -> str:
     """Lays a page out."""
     from gradilocks import __version__
 
-    audited = ["audit"] if page.panels else []
-    scripts = [_plotly(), *(_asset(f"{name}.js") for name in ("page", *audited))]
+    assets = files("gradilocks.report") / "assets"
+    names = ("page.js", "audit.js") if page.panels else ("page.js",)
+    scripts = [_plotly(), *((assets / name).read_text(encoding="utf-8") for name in names)]
     parts: list[Section | Panel] = [*page.sections, *page.panels]
     return (
         _templates()
@@ -172,7 +173,6 @@ def html(page: Page) -> str:
             page=page,
             plots={figure.key: figure.plot for part in parts for figure in part.figures},
             version=__version__,
-            style=Markup("".join(_asset(f"{name}.css") for name in ("page", *audited))),
             scripts=[Markup(script) for script in scripts],
             policy="default-src 'none'; base-uri 'none'; form-action 'none'; style-src "
             "'unsafe-inline'; img-src data: blob:; script-src " + " ".join(map(_hash, scripts)),
@@ -211,10 +211,6 @@ def _plotly() -> str:
         raise GradilocksError("plotly is not installed: pip install plotly") from error
     # A script ends at the first "</script", even inside a string of its own.
     return str(get_plotlyjs()).replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _asset(name: str) -> str:
-    return (files("gradilocks.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:
