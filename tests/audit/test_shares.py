@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradilocks
+from gradilocks.lab.audit import Histogram
 from gradilocks.lab.audit.counting import Tally, read
-from gradilocks.lab.audit.histogram import Histogram, shares_of
-from gradilocks.lab.audit.judging import lost_mass
+from gradilocks.lab.audit.judging import lost_mass, shares_of
 from gradilocks.lab.emulate.rounding import rounding_to
 from gradilocks.lab.formats import FORMATS
 

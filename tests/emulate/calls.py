@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import gradilocks
-from gradilocks.lab.emulate.storage import Storage
+from gradilocks.lab.emulate.rounding import Storage
 
 BITS = {torch.float16: 10, torch.bfloat16: 7}
 SMALLEST = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126}

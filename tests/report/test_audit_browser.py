@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gradilocks.lab import AuditRecord
 from gradilocks.report.audit_page import write_audit_page
 from gradilocks.report.formatting import percent
 from gradilocks.report.report_page import render
@@ -64,7 +65,7 @@ def plain() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def page(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("audit") / "audit.html"
-    write_audit_page(path, plain, title="train.py")
+    write_audit_page(path, AuditRecord.from_plain(plain), title="train.py")
     return path
 
 
@@ -190,7 +191,7 @@ def test_modules_called_by_numbers_are_named_beside_their_own_rows(
 ) -> None:
     path = tmp_path / "audit.html"
     given = dict(zip(("0", "2", "5", "1"), gradients(4).values(), strict=True))
-    write_audit_page(path, made_audit(given), title="train.py")
+    write_audit_page(path, AuditRecord.from_plain(made_audit(given)), title="train.py")
     with visit(chromium, path) as seen:
         labels = seen.page.locator("#a0-modules .ytick text").all()
         heights = {label.text_content(): label.bounding_box()["y"] for label in labels}
@@ -224,7 +225,9 @@ def test_nothing_is_cut_at_any_width(chromium: Any, tmp_path: Path, modules: int
     path = tmp_path / "audit.html"
     given = gradients(modules, 200)
     given["a" * 200] = given.pop("head")
-    write_audit_page(path, made_audit(given), title="a-script-with-a-long-name.py")
+    write_audit_page(
+        path, AuditRecord.from_plain(made_audit(given)), title="a-script-with-a-long-name.py"
+    )
     with visit(chromium, path, width=1280) as seen:
         for width in (900, 400):
             seen.page.set_viewport_size({"width": width, "height": 900})
@@ -264,7 +267,7 @@ def test_malicious_names_do_nothing(chromium: Any, tmp_path: Path, plain: dict[s
         form |= {"words": EVIL, "keep": [EVIL]}
     audit["recommendation"] |= {"words": [EVIL], "keep": [EVIL]}
     path = tmp_path / "audit.html"
-    write_audit_page(path, audit, title=EVIL)
+    write_audit_page(path, AuditRecord.from_plain(audit), title=EVIL)
     with visit(chromium, path) as seen:
         choose(seen, "bf16")
         assert seen.page.locator("img").count() == 0

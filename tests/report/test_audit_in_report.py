@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from gradilocks.cli import main
-from gradilocks.report.audited import UnreadableAudit, audited, mentioned
+from gradilocks.lab import AuditRecord, UnreadableAudit
+from gradilocks.report.audit_page import recommendation_as_line
 from gradilocks.report.report_page import render
 from gradilocks.report.run_report import report_on
 from tests.report.made_audits import made_audit, with_audit
@@ -56,6 +57,16 @@ BAD = {
     "half a count": (changed("total", "parameters", "counts", to=[0.5]), "'counts' must be"),
     "far away": (changed("total", "parameters", "first", to=10**9), "lies beyond every number"),
     "endless": (changed("total", "parameters", "counts", to=[1] * 3000), "lies beyond every"),
+    "unknown": (changed("formats", 1, "name", to="fp7"), "there is no format 'fp7'"),
+    "no audit": (changed("kind", to="step"), "expected what Audit.to_plain() returns"),
+    "powers of others": (
+        changed("total", "parameters", "powers", to=[1]),
+        "a histogram of parameters has ",
+    ),
+    "takers in words": (
+        changed("modules", 0, "outputs", to={"largest": 1.0, "nonfinite": 0, "takers": "head"}),
+        "'takers' must be a list of texts",
+    ),
     "no total": (changed("total"), "'total' is missing"),
 }
 
@@ -64,14 +75,14 @@ BAD = {
 def test_an_audit_that_cannot_be_read_is_one_sentence_and_no_harm(name: str) -> None:
     audit, why = BAD[name]
     with pytest.raises(UnreadableAudit):
-        audited(audit)
+        AuditRecord.from_plain(audit)
     page = render([report_on(replace(made_run(), audit=audit), "run")])
     said = page.split("The audit in the run file could not be shown: ")
     assert len(said) == 2
     sentence = said[1].split("</p>")[0].replace("&#39;", "'")
     assert why in sentence
     assert sentence.endswith(".")
-    assert why in mentioned(audit)
+    assert why in recommendation_as_line(audit)
     assert 'id="s0-loss"' in page
 
 

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from gradilocks.errors import GradilocksError
+from gradilocks.lab import AuditRecord
+from gradilocks.report import audit_page as pages
 from gradilocks.report.audit_figures import module_figure, window_figure
-from gradilocks.report.audit_page import audit_page, write_audit_page
-from gradilocks.report.audited import Audit, audited, mentioned
+from gradilocks.report.audit_page import recommendation_as_line, write_audit_page
 from gradilocks.report.formatting import percent
 from tests.report.made_audits import FORMATS, gradients, made_audit, spread
 
+read = AuditRecord.from_plain
 EVIL = "</script><script>alert(1)</script><!--\u2028<img src=x onerror=alert(2)>&amp;%{y}"
 
 
@@ -28,8 +30,12 @@ def plain() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def audit(plain: dict[str, Any]) -> Audit:
-    return audited(plain)
+def audit(plain: dict[str, Any]) -> AuditRecord:
+    return read(plain)
+
+
+def audit_page(plain: dict[str, Any], *, title: str) -> str:
+    return pages.audit_page(read(plain), title=title)
 
 
 # --- the window ----------------------------------------------------------------------------------
@@ -37,11 +43,11 @@ def audit(plain: dict[str, Any]) -> Audit:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_edges_are_where_torch_rounds_to_zero_to_subnormal_and_too_large(
-    audit: Audit, name: str
+    audit: AuditRecord, name: str
 ) -> None:
     dtype, largest, smallest_normal, smallest_subnormal = FORMATS[name]
     form = next(each for each in audit.formats if each.name == name)
-    lost, normal, over = (2.0**edge for edge in form.edges)
+    lost, normal, over = (2.0**edge for edge in form.format.edges)
 
     def stored(value: float) -> float:
         return float(torch.tensor(value, dtype=torch.float64).to(dtype).double())
@@ -57,13 +63,15 @@ def test_the_edges_are_where_torch_rounds_to_zero_to_subnormal_and_too_large(
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8 e5m2", "fp8 e4m3"])
-def test_the_curves_left_of_the_window_hold_the_share_that_is_lost(audit: Audit, name: str) -> None:
+def test_the_curves_left_of_the_window_hold_the_share_that_is_lost(
+    audit: AuditRecord, name: str
+) -> None:
     form = next(each for each in audit.formats if each.name == name)
     view = window_figure("w", audit).plot["views"][name]
     assert view["rows"] == ["At scale 1", f"At scale 2<sup>{math.log2(form.scale):.0f}</sup>"]
     totals = {
-        "parameters": audit.parameters.total if audit.parameters else 0,
-        "activations": audit.activations.total if audit.activations else 0,
+        "parameters": audit.parameters.values,
+        "activations": audit.activations.values,
     }
     for row, shares in enumerate((form.fate.unscaled, form.fate.scaled)):
         bands = {band["fate"]: band for band in view["bands"] if band["row"] == row}
@@ -86,12 +94,14 @@ def test_the_curves_left_of_the_window_hold_the_share_that_is_lost(audit: Audit,
             assert band["share"] == percent(share)
 
 
-def test_the_modules_are_drawn_as_they_are_and_the_window_moves_by_the_scale(audit: Audit) -> None:
+def test_the_modules_are_drawn_as_they_are_and_the_window_moves_by_the_scale(
+    audit: AuditRecord,
+) -> None:
     figure = module_figure("m", audit)
     assert figure is not None
     for form in audit.formats:
         view = figure.plot["views"][form.name]
-        lost, normal, over = form.edges
+        lost, normal, over = form.format.edges
         shift = math.log2(form.scale)
         edges = [band["x1"] for band in view["bands"][:3]]
         assert edges == pytest.approx([lost - shift, normal - shift, over - shift], abs=1e-3)
@@ -104,10 +114,12 @@ def test_the_modules_are_drawn_as_they_are_and_the_window_moves_by_the_scale(aud
         share = dict(zip(trace["x"], row, strict=False))
         for i, each in enumerate(made.counts):
             if each and made.first + i in share:
-                assert share[made.first + i] == pytest.approx(each / made.total, rel=1e-2)
+                assert share[made.first + i] == pytest.approx(each / made.values, rel=1e-2)
 
 
-def test_a_format_without_a_scale_has_one_row_and_says_how_far_it_reaches(audit: Audit) -> None:
+def test_a_format_without_a_scale_has_one_row_and_says_how_far_it_reaches(
+    audit: AuditRecord,
+) -> None:
     view = window_figure("w", audit).plot["views"]["bf16"]
     assert view["rows"] == ["At scale 1"]
     (normal,) = (band for band in view["bands"] if band["fate"] == "normal")
@@ -118,14 +130,14 @@ def test_a_format_without_a_scale_has_one_row_and_says_how_far_it_reaches(audit:
 
 def test_zeros_and_nonfinite_values_are_counted_and_not_drawn() -> None:
     values = torch.cat([spread(-10, 1, 97, 1), torch.tensor([0.0, math.inf, math.nan])])
-    figure = window_figure("w", audited(made_audit({"a": (values, values)})))
+    figure = window_figure("w", read(made_audit({"a": (values, values)})))
     assert figure.remark == (
         "1 % of the values are exactly zero and 4 values are NaN or Inf; they are not drawn."
     )
 
 
 def test_many_modules_share_rows_and_the_page_says_so() -> None:
-    audit = audited(made_audit(gradients(450, 40)))
+    audit = read(made_audit(gradients(450, 40)))
     figure = module_figure("m", audit)
     assert figure is not None
     (trace,) = figure.plot["views"]["of all"]["traces"]
@@ -198,7 +210,10 @@ def test_staying_in_fp32_is_a_recommendation_too(plain: dict[str, Any]) -> None:
     assert '<p class="verdict warning">' in page
     silent = audit_page({**plain, "recommendation": {**fp32, "words": []}}, title="a")
     assert "<strong>fp32 without a loss scale.</strong>" in silent
-    assert mentioned({**plain, "recommendation": fp32}) == "Audit: fp32 without a loss scale."
+    assert (
+        recommendation_as_line({**plain, "recommendation": fp32})
+        == "Audit: fp32 without a loss scale."
+    )
 
 
 def test_modules_without_any_value_are_listed_with_dashes() -> None:
@@ -237,21 +252,24 @@ def test_a_page_is_replaced_by_a_newer_one_of_the_same_and_by_no_other(
     plain: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "audit.html"
-    write_audit_page(path, plain, title="train.py")
-    write_audit_page(path, {**plain, "steps": 3}, title="train.py")
+    write_audit_page(path, read(plain), title="train.py")
+    write_audit_page(path, read({**plain, "steps": 3}), title="train.py")
     assert "3 steps" in path.read_text(encoding="utf-8")
     with pytest.raises(GradilocksError) as refused:
-        write_audit_page(path, plain, title="other.py")
+        write_audit_page(path, read(plain), title="other.py")
     assert str(refused.value) == (
         f"{path} is already there and is no audit of other.py; choose another name, or remove it "
         "first."
     )
-    write_audit_page(path, plain, title="other.py", force=True)
+    write_audit_page(path, read(plain), title="other.py", force=True)
     assert "<h1>other.py</h1>" in path.read_text(encoding="utf-8")
 
 
 def test_what_is_no_audit_is_refused_in_one_line_and_nothing_is_written(tmp_path: Path) -> None:
     path = tmp_path / "audit.html"
-    with pytest.raises(GradilocksError, match=r"^the audit cannot be shown: it is of version 2, "):
-        write_audit_page(path, made_audit(version=2), title="train.py")
+    with pytest.raises(
+        GradilocksError, match=r"^an audit that is .*: it is of version 2, "
+    ) as said:
+        write_audit_page(path, read(made_audit(version=2)), title="train.py")
+    assert "\n" not in str(said.value)
     assert not path.exists()

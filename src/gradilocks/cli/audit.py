@@ -103,7 +103,7 @@ def audit(
     given = list(script or ())
     if module is None and not given:
         raise typer.BadParameter("expected a script, as in 'gradilocks audit train.py'.")
-    from gradilocks.lab.audit.findings import refuse_blocks
+    from gradilocks.lab.audit import refuse_blocks
     from gradilocks.lab.audit.script import Wishes, audit_script
     from gradilocks.lab.formats import format_named
     from gradilocks.observe import Program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -10,10 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gradilocks.lab.audit import Audit
-from gradilocks.lab.audit.text import FORMAT_COLUMNS, MODULE_COLUMNS, footnotes, heading
-from gradilocks.lab.audit.text import format_rows as rows_of_formats
-from gradilocks.lab.audit.text import module_rows as rows_of_modules
+from gradilocks.lab.audit import Audit, footnotes, heading, tables
 
 
 def show(audit: Audit, name: str) -> None:
@@ -26,20 +24,20 @@ def show(audit: Audit, name: str) -> None:
         style = "bold" if number == 0 else ""
         console.print(Text(sentence, style=style), soft_wrap=wrap)
     console.print()
-    console.print(_table(FORMAT_COLUMNS, rows_of_formats(audit)))
-    modules = rows_of_modules(audit)
-    if modules:
+    formats, *modules = map(_table, tables(audit))
+    console.print(formats)
+    for table in modules:
         console.print()
-        console.print(_table(MODULE_COLUMNS, modules))
+        console.print(table)
         console.print()
     for line in footnotes(audit):
         console.print(Text(line), style="dim", soft_wrap=wrap)
 
 
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _table(rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    for place, column in enumerate(columns):
+    for place, column in enumerate(rows[0]):
         table.add_column(column, justify="right" if place else "left", no_wrap=True)
-    for row in rows:
+    for row in rows[1:]:
         table.add_row(*map(escape, row))
     return table

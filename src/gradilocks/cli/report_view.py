@@ -12,7 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from gradilocks.report import Finding, Reported, clean, main_numbers, mentioned, recommended
+from gradilocks.report import (
+    Finding,
+    Reported,
+    clean,
+    main_numbers,
+    recommendation_as_line,
+    recommendation_as_plain,
+)
 
 STYLES = {"problem": "bold red", "warning": "bold yellow", "note": "bold blue"}
 VERDICT_STYLES = {"healthy": "bold green", "needs a look": "bold yellow", "in trouble": "bold red"}
@@ -61,7 +68,7 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
             of = f"{track.label}: " if track.several else ""
             _print(console, Text(of + ", ".join(numbers), style="dim"), width)
         if one.run.audit is not None:
-            _print(console, Text(mentioned(one.run.audit)), width)
+            _print(console, Text(recommendation_as_line(one.run.audit)), width)
         for finding in health.findings:
             _print(console, Text(""), width)
             _show(console, finding, width)
@@ -80,7 +87,7 @@ def print_json(reports: Sequence[Reported], page: Path | None) -> None:
                 "verdict": one.health.verdict,
                 "sentence": one.health.sentence,
                 "findings": [finding.to_plain() for finding in one.health.findings],
-                "audit": None if one.run.audit is None else recommended(one.run.audit),
+                "audit": None if one.run.audit is None else recommendation_as_plain(one.run.audit),
             }
             for one in reports
         ],

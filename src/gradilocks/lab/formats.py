@@ -51,6 +51,13 @@ class Format:
         """The distance from 1 to the next larger number."""
         return math.ldexp(1.0, -self.mantissa_bits)
 
+    @property
+    def edges(self) -> tuple[float, float, float]:
+        """As log2: what is not above the first rounds to zero, what is below the second is
+        subnormal, what is above the third overflows."""
+        lost = math.log2(self.smallest_subnormal) - 1  # A tie goes to the even one, which is zero.
+        return lost, math.log2(self.smallest_normal), math.log2(self.largest)
+
     def round(self, value: float | Fraction) -> float:
         """The value as it is stored: to nearest, ties to even."""
         if isinstance(value, float) and not math.isfinite(value):
@@ -199,13 +206,15 @@ def _number(name: str, given: float) -> float:
         raise ValueError(f"{name} must be a number that float64 holds, got a larger one.") from None
 
 
-def format_named(name: str) -> Format:
-    """The format that is meant: 'fp16', 'float16', 'torch.float16', 'half', 'e4m3', ...
+def format_named(format: object) -> Format:
+    """The format that is meant: a Format, a torch.dtype, 'fp16', 'float16', 'half', 'e4m3', ...
 
     Raises:
         ValueError: there is none of that name.
     """
-    wanted = name.lower().removeprefix("torch.").replace("_", " ").strip()
+    if isinstance(format, Format):
+        return format
+    wanted = str(format).lower().removeprefix("torch.").replace("_", " ").strip()
     for each in FORMATS.values():
         dtype = each.dtype.replace("_", " ")
         names = {each.name, dtype, each.name.split()[-1], dtype.split(" ")[-1]}
@@ -213,4 +222,4 @@ def format_named(name: str) -> Format:
         if wanted in names - {""}:
             return each
     known = ", ".join(FORMATS)
-    raise ValueError(f"there is no format {name!r}. Known are {known}; e5m2 alone will do.")
+    raise ValueError(f"there is no format {str(format)!r}. Known are {known}; e5m2 alone will do.")

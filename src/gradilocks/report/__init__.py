@@ -2,7 +2,7 @@
 
 `tracks.py` turns a Run into columns, the four `*_findings.py` judge them, and `run_report.py`
 collects what is to be said. `series.py` makes of columns what a plot shows, `figures.py` the plots,
-`page.py` the HTML, by the templates in `templates/`. The plain data of an audit pass `audited.py`.
+`page.py` the HTML, by the templates in `templates/`, for a report, an audit and the demo.
 `comparison.py` makes the numbers of runs beside each other, `tables.py` rows to export. The names
 here are loaded on first use: whoever formats a number need not wait for the plots.
 """
@@ -13,8 +13,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {
-    "audit_page": ("check_audit_page", "write_audit_page"),
-    "audited": ("mentioned", "recommended"),
+    "audit_page": (
+        "check_audit_page",
+        "recommendation_as_line",
+        "recommendation_as_plain",
+        "write_audit_page",
+    ),
     "comparison": ("Comparison", "Loss", "Parting", "Spread", "Summary", "compare"),
     "destination": ("choose", "labels", "settled", "write"),
     "experiment": ("Drawn", "experiment_page"),
@@ -60,10 +64,10 @@ __all__ = [
     "labels",
     "main_numbers",
     "mean",
-    "mentioned",
     "number",
     "power",
-    "recommended",
+    "recommendation_as_line",
+    "recommendation_as_plain",
     "render",
     "report_on",
     "settled",
@@ -84,8 +88,12 @@ def __getattr__(name: str) -> object:
 
 
 if TYPE_CHECKING:
-    from gradilocks.report.audit_page import check_audit_page, write_audit_page
-    from gradilocks.report.audited import mentioned, recommended
+    from gradilocks.report.audit_page import (
+        check_audit_page,
+        recommendation_as_line,
+        recommendation_as_plain,
+        write_audit_page,
+    )
     from gradilocks.report.comparison import Comparison, Loss, Parting, Spread, Summary, compare
     from gradilocks.report.destination import choose, labels, settled, write
     from gradilocks.report.experiment import Drawn, experiment_page

@@ -7,15 +7,15 @@ for each format; which one is on is the reader's choice, made in the page's scri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from gradilocks.report.audited import Audit, Format, Histogram, Module, Shares
-from gradilocks.report.figures import HIGHEST, LONGEST_LABEL, MOST_LABELS, ROW_HEIGHT, Figure, text
-from gradilocks.report.formatting import count, percent, power, shortened
+from gradilocks.lab import AuditRecord, FormatFinding, Histogram, ModuleGradients, Shares
+from gradilocks.report.figures import HIGHEST, MOST_LABELS, ROW_HEIGHT, Figure, name_axis, text
+from gradilocks.report.formatting import clean, count, percent, power, shortened
 from gradilocks.report.series import buckets, unique
 
-__all__ = ["KINDS", "kinds_of", "module_figure", "window_figure"]
+__all__ = ["KINDS", "kinds_of", "label_of", "module_figure", "shown_first", "window_figure"]
 
 # Beyond every exponent of a float64: where a window's outer bands end.
 OUTSIDE = 1200
@@ -34,12 +34,34 @@ KINDS = {
     "parameters": "parameter gradients",
 }
 HISTOGRAMS = ("activations", "parameters")
+EXPONENTS = {"tickprefix": "2<sup>", "ticksuffix": "</sup>", "tickformat": "d"}
 
 
-def window_figure(key: str, audit: Audit) -> Figure:
+def shown_first(audit: AuditRecord) -> FormatFinding:
+    """The format to show first: the recommended one, if it is among them."""
+    return audit.recommended or audit.formats[0]
+
+
+def label_of(module: ModuleGradients) -> str:
+    """What a module is called beside its row."""
+    return clean(module.name) or "(the model itself)"
+
+
+def kinds_of(audit: AuditRecord) -> list[str]:
+    """Which gradients the modules have: all together, and each kind if there are both."""
+    seen = [made for module in audit.modules for made in (module.activations, module.parameters)]
+    there = [
+        kind
+        for place, kind in enumerate(HISTOGRAMS)
+        if any(made is not None and made.values for made in seen[place::2])
+    ]
+    return ["all", *there] if len(there) > 1 else there
+
+
+def window_figure(key: str, audit: AuditRecord) -> Figure:
     """How the exponents are spread, at scale 1 and at the scale recommended for a format."""
     spread = {kind: getattr(audit, kind) for kind in HISTOGRAMS}
-    drawn = {kind: made for kind, made in spread.items() if made is not None and made.total}
+    drawn = {kind: made for kind, made in spread.items() if made.values}
     return Figure(
         key,
         "The gradients in the format's window",
@@ -48,30 +70,31 @@ def window_figure(key: str, audit: Audit) -> Figure:
         "moves all gradients to the right.",
         {
             "traces": [],
-            "x": {"title": "magnitude as stored: |gradient| × scale", **_exponents()},
+            "x": {"title": "magnitude as stored: |gradient| × scale", **EXPONENTS},
             "y": {"title": "share", "tickformat": ".0%"},
             "legend": True,
             "hover": "around 2<sup>%{x:.1f}</sup>",
             "views": {each.name: _window(drawn, each) for each in audit.formats},
-            "active": [audit.first.name],
+            "active": [shown_first(audit).name],
         },
         height=ROWS_TALL[1],
         wide=True,
-        remark=_left_out(spread),
+        remark=_left_out(audit.activations + audit.parameters),
     )
 
 
-def module_figure(key: str, audit: Audit) -> Figure | None:
+def module_figure(key: str, audit: AuditRecord) -> Figure | None:
     """The exponents of every module, with the ends of the window; None if there is no value."""
     rows = _rows(audit.modules)
     kinds = kinds_of(audit)
     if not rows or not kinds:
         return None
-    low, high = _shown([row[kind] for row in rows for kind in kinds])
-    names = unique([row["name"] for row in rows])
+    low, high = _shown([row[kind] for _, row in rows for kind in kinds])
+    names = unique([name for name, _ in rows])
     every = max(1, math.ceil(len(rows) / MOST_LABELS))
     views: dict[str, Any] = {
-        f"of {kind}": {"traces": [_heat(rows, kind, names, low, high)]} for kind in kinds
+        f"of {kind}": {"traces": [_heat([row[kind] for _, row in rows], kind, names, low, high)]}
+        for kind in kinds
     }
     views |= {each.name: _over(each, low, high) for each in audit.formats}
     folded = len(audit.modules) if len(rows) < len(audit.modules) else 0
@@ -83,19 +106,12 @@ def module_figure(key: str, audit: Audit) -> Figure | None:
         "scale 1. What lies in the tinted parts is lost, or overflows.",
         {
             "traces": [],
-            "x": {"title": "magnitude: |gradient|, unscaled", **_exponents()},
-            "y": {
-                "type": "category",
-                "autorange": "reversed",
-                "tickmode": "array",
-                # Names, not places: a module may be called "2", and plotly.js looks for that first.
-                "tickvals": [text(name) for name in names[::every]],
-                "ticktext": [text(shortened(name, LONGEST_LABEL)) for name in names[::every]],
-            },
+            "x": {"title": "magnitude: |gradient|, unscaled", **EXPONENTS},
+            "y": name_axis(names),
             "heat": True,
             "short": [text(_initials(name)) for name in names[::every]],
             "views": views,
-            "active": [audit.first.name, f"of {kinds[0]}"],
+            "active": [shown_first(audit).name, f"of {kinds[0]}"],
         },
         height=min(HIGHEST, 170 + max(ROW_HEIGHT * len(rows), min(28 * len(rows), 280))),
         wide=True,
@@ -103,27 +119,16 @@ def module_figure(key: str, audit: Audit) -> Figure | None:
     )
 
 
-def kinds_of(audit: Audit) -> list[str]:
-    """Which gradients the modules have: all together, and each kind if there are both."""
-    there = [
-        kind
-        for kind in HISTOGRAMS
-        if any((made := getattr(module, kind)) and made.total for module in audit.modules)
-    ]
-    return ["all", *there] if len(there) > 1 else there
-
-
 # --- the window ------------------------------------------------------------------------------
 
 
-def _window(drawn: dict[str, Histogram], each: Format) -> dict[str, Any]:
+def _window(drawn: dict[str, Histogram], each: FormatFinding) -> dict[str, Any]:
     scales = [1.0] if each.scale == 1 else [1.0, each.scale]
-    fates = [each.fate.unscaled, each.fate.scaled][: len(scales)]
-    low, high = _shown([list(_bins(made)) for made in drawn.values()])
+    low, high = _shown(drawn.values())
     shifts = [math.log2(scale) for scale in scales]
-    left, right = _reaching(low + min(shifts), high + max(shifts), each.edges)
+    left, right = _reaching(low + min(shifts), high + max(shifts), each.format.edges)
     titles = ["At scale 1", f"At scale {_raised(power(each.scale))}"]
-    top = max((max(made.counts) / made.total for made in drawn.values()), default=1.0)
+    top = max((max(made.counts) / made.values for made in drawn.values()), default=1.0)
     return {
         "traces": [
             trace for row, shift in enumerate(shifts) for trace in _curves(drawn, shift, row=row)
@@ -131,7 +136,7 @@ def _window(drawn: dict[str, Histogram], each: Format) -> dict[str, Any]:
         "rows": titles[: len(scales)],
         "bands": [
             {**band, "ends": _ends(band, left, right)}
-            for row, shares in enumerate(fates)
+            for row, shares in enumerate(each.fate[: len(scales)])
             for band in _bands(each, shares, row=row)
         ],
         "moved": _moved(drawn, each.scale) if len(scales) > 1 else None,
@@ -150,7 +155,7 @@ def _curves(drawn: dict[str, Histogram], shift: float, *, row: int) -> Iterator[
             "name": KINDS[kind],
             # A point lies in the middle of its bin, so that one points at the bin under the mouse.
             "x": [_neat(at + shift + 0.5) for at in bins],
-            "y": [0, *(_neat(each / made.total) for each in made.counts), 0],
+            "y": [0, *(_neat(each / made.values) for each in made.counts), 0],
             "line": {"shape": "hvh"},
             "fill": "tozeroy",
             "yaxis": "y" if row == 0 else f"y{row + 1}",
@@ -161,26 +166,19 @@ def _curves(drawn: dict[str, Histogram], shift: float, *, row: int) -> Iterator[
         }
 
 
-def _bands(each: Format, shares: Shares | None, *, row: int) -> list[dict[str, Any]]:
-    lost, normal, over = each.edges
-    bands: list[dict[str, Any]] = []
-    for fate, low, high in (
-        ("lost", -OUTSIDE, lost),
-        ("subnormal", lost, normal),
-        ("normal", normal, over),
-        ("overflow", over, OUTSIDE),
-    ):
-        share = getattr(shares, fate) if shares is not None else None
-        bands.append(
-            {
-                "fate": fate,
-                "x0": _neat(low),
-                "x1": _neat(high),
-                "row": row,
-                "share": "" if share is None else percent(share),
-            }
-        )
-    return bands
+def _bands(each: FormatFinding, shares: Shares | None, *, row: int) -> list[dict[str, Any]]:
+    """What a format makes of which magnitudes, with the share of them if it is to be shown."""
+    edges = (-OUTSIDE, *each.format.edges, OUTSIDE)
+    return [
+        {
+            "fate": fate,
+            "x0": _neat(edges[place]),
+            "x1": _neat(edges[place + 1]),
+            "row": row,
+            "share": "" if shares is None or shares.of_nothing else percent(getattr(shares, fate)),
+        }
+        for place, fate in enumerate(("lost", "subnormal", "normal", "overflow"))
+    ]
 
 
 def _ends(band: dict[str, Any], left: float, right: float) -> str:
@@ -195,10 +193,10 @@ def _ends(band: dict[str, Any], left: float, right: float) -> str:
 def _moved(drawn: dict[str, Histogram], scale: float) -> dict[str, Any] | None:
     """From where to where the scale moves the middle of the first histogram."""
     for made in drawn.values():
-        half, below = made.total / 2, 0
-        for at, each in _bins(made):
+        below = 0
+        for at, each in made.bins():
             below += each
-            if below >= half:
+            if each and below >= made.values / 2:
                 words = f"× {_raised(power(scale))}"
                 return {"from": at, "to": _neat(at + math.log2(scale)), "words": words}
     return None
@@ -207,33 +205,30 @@ def _moved(drawn: dict[str, Histogram], scale: float) -> dict[str, Any] | None:
 # --- module by module ------------------------------------------------------------------------
 
 
-def _rows(modules: Sequence[Module]) -> list[dict[str, Any]]:
+def _rows(modules: Sequence[ModuleGradients]) -> list[tuple[str, dict[str, Histogram]]]:
     """A row a module, or for several neighbours if there are more than a screen shows."""
-    made = []
+    rows = []
     for group in buckets(len(modules), MOST_ROWS):
         members = [modules[i] for i in group]
-        name = members[0].name or "(the model itself)"
+        name = label_of(members[0])
         if len(members) > 1:
-            name = f"{shortened(name, 40)} … {shortened(members[-1].name, 40)}"
-        row: dict[str, Any] = {"name": shortened(name, 90)}
-        for kind in HISTOGRAMS:
-            found = [getattr(member, kind) for member in members]
-            row[kind] = _added([pair for one in found if one for pair in _bins(one)])
-        row["all"] = _added([*row["activations"], *row["parameters"]])
-        made.append(row)
-    return [row for row in made if row["all"]]
+            name = f"{shortened(name, 40)} … {shortened(clean(members[-1].name), 40)}"
+        row = {k: Histogram.total(getattr(one, k) for one in members) for k in HISTOGRAMS}
+        row["all"] = row["activations"] + row["parameters"]
+        if row["all"].values:
+            rows.append((shortened(name, 90), row))
+    return rows
 
 
 def _heat(
-    rows: Sequence[dict[str, Any]], kind: str, names: list[str], low: int, high: int
+    histograms: Sequence[Histogram], kind: str, names: list[str], low: int, high: int
 ) -> dict[str, Any]:
     z: list[list[float | None]] = []
-    for row in rows:
-        counts = dict(row[kind])
-        total = sum(counts.values())
+    for made in histograms:
+        counts = dict(made.bins())
         z.append(
             [
-                float(f"{counts[at] / total:.3g}") if counts.get(at) else None
+                float(f"{counts[at] / made.values:.3g}") if counts.get(at) else None
                 for at in range(low, high)
             ]
         )
@@ -244,7 +239,7 @@ def _heat(
         "z": z,
         "meta": {
             "scale": "density",
-            "columns": [_between(at) for at in range(low, high)],
+            "columns": [f"2<sup>{at}</sup> to 2<sup>{at + 1}</sup>" for at in range(low, high)],
         },
         "hovertemplate": f"<b>%{{y}}</b><br>%{{text}}<br>%{{customdata:.2%}} of its "
         f"{KINDS[kind].removeprefix('all ')}"
@@ -252,10 +247,10 @@ def _heat(
     }
 
 
-def _over(each: Format, low: int, high: int) -> dict[str, Any]:
+def _over(each: FormatFinding, low: int, high: int) -> dict[str, Any]:
     """The ends of a format's window among unscaled gradients: a scale moves them to the left."""
     shift = math.log2(each.scale)
-    moved = [edge - shift for edge in each.edges]
+    moved = [edge - shift for edge in each.format.edges]
     bands = [
         {**band, "x0": _neat(band["x0"] - shift), "x1": _neat(band["x1"] - shift)}
         for band in _bands(each, None, row=0)
@@ -264,7 +259,7 @@ def _over(each: Format, low: int, high: int) -> dict[str, Any]:
     left, right = _reaching(low, high, moved)
     return {
         "bands": bands,
-        "before": [_neat(edge) for edge in each.edges] if shift else [],
+        "before": [_neat(edge) for edge in each.format.edges] if shift else [],
         "range": [left, right],
     }
 
@@ -272,30 +267,18 @@ def _over(each: Format, low: int, high: int) -> dict[str, Any]:
 # --- numbers ---------------------------------------------------------------------------------
 
 
-def _bins(made: Histogram) -> Iterator[tuple[int, int]]:
-    return ((made.first + i, each) for i, each in enumerate(made.counts) if each)
-
-
-def _added(bins: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    counts: dict[int, int] = {}
-    for at, each in bins:
-        counts[at] = counts.get(at, 0) + each
-    return sorted(counts.items())
-
-
-def _shown(histograms: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int]:
+def _shown(histograms: Iterable[Histogram]) -> tuple[int, int]:
     """From where to where there are values: the outermost of all histograms, without thin tails."""
     low, high = [], []
-    for bins in histograms:
-        total = sum(each for _, each in bins)
+    for made in histograms:
         below = 0
-        for at, each in sorted(bins):
+        for at, each in made.bins():
             below += each
-            if below > TAIL * total:
+            if below > TAIL * made.values:
                 low.append(at)
                 break
-        if bins:
-            high.append(max(bins)[0] + 1)
+        if made.values:
+            high.append(made.first + len(made.counts))
     return (min(low), max(high)) if low else (-24, 0)
 
 
@@ -307,21 +290,15 @@ def _reaching(low: float, high: float, edges: Sequence[float]) -> tuple[float, f
     return _neat(left - margin), _neat(right + margin)
 
 
-def _left_out(spread: dict[str, Histogram | None]) -> str:
-    there = [made for made in spread.values() if made is not None]
-    zeros = sum(made.zeros for made in there)
-    bad = sum(made.nonfinite for made in there)
-    everything = sum(made.total for made in there) + zeros + bad
+def _left_out(seen: Histogram) -> str:
     words = []
-    if zeros:
-        words.append(f"{percent(zeros / everything)} of the values are exactly zero")
-    if bad:
-        words.append(f"{count(bad, 'value')} {'is' if bad == 1 else 'are'} NaN or Inf")
+    if seen.zeros:
+        share = seen.zeros / (seen.values + seen.zeros + seen.nonfinite)
+        words.append(f"{percent(share)} of the values are exactly zero")
+    if seen.nonfinite:
+        are = "is" if seen.nonfinite == 1 else "are"
+        words.append(f"{count(seen.nonfinite, 'value')} {are} NaN or Inf")
     return f"{' and '.join(words)}; they are not drawn." if words else ""
-
-
-def _exponents() -> dict[str, Any]:
-    return {"tickprefix": "2<sup>", "ticksuffix": "</sup>", "tickformat": "d"}
 
 
 def _initials(name: str) -> str:
@@ -329,10 +306,6 @@ def _initials(name: str) -> str:
     *path, last = name.split(".")
     kept = [part if part.isdigit() else part[:1] for part in path]
     return shortened(".".join([*kept, last]), SHORT_LABEL)
-
-
-def _between(exponent: int) -> str:
-    return f"2<sup>{exponent}</sup> to 2<sup>{exponent + 1}</sup>"
 
 
 def _raised(words: str) -> str:

@@ -1,7 +1,6 @@
-"""An audit, as plain data → its panel on a report, and a page of its own.
+"""An audit's record → its panel on a report, a page of its own, or one line for a terminal.
 
-What enters is what `gradilocks audit` found, as in its JSON and in a run file's ``audit`` line. The
-panel shows the recommended format first; a switch shows another. What the switch changes in the
+The panel shows the recommended format first; a switch shows another. What the switch changes in the
 table of modules is in a data block, so that a page carries the numbers and not a table a format.
 """
 
@@ -9,38 +8,90 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradilocks.errors import GradilocksError
-from gradilocks.report.audit_figures import KINDS, kinds_of, module_figure, window_figure
-from gradilocks.report.audited import Audit, Fate, Shares, UnreadableAudit, audited
+from gradilocks.lab import AuditRecord, Fate, Shares, UnreadableAudit
+from gradilocks.report.audit_figures import (
+    KINDS,
+    kinds_of,
+    label_of,
+    module_figure,
+    shown_first,
+    window_figure,
+)
 from gradilocks.report.destination import check, write
-from gradilocks.report.formatting import clean, count, numeral, percent, power, prose, raised
+from gradilocks.report.formatting import (
+    clean,
+    count,
+    listed,
+    numeral,
+    percent,
+    power,
+    prose,
+    raised,
+)
 from gradilocks.report.page import FormatRow, Page, Pairs, Panel, html
 
-__all__ = ["audit_page", "check_audit_page", "panel", "write_audit_page"]
+__all__ = [
+    "audit_page",
+    "check_audit_page",
+    "panel",
+    "recommendation_as_line",
+    "recommendation_as_plain",
+    "write_audit_page",
+]
 
+UNREADABLE = "The audit in the run file could not be shown:"
 COLUMNS = ("lost", "subnormal", "overflow", "headroom")
 
 
-def write_audit_page(
-    path: Path, audit: Mapping[str, Any], *, title: str, force: bool = False
-) -> None:
+# --- on a terminal -------------------------------------------------------------------------------
+
+
+def recommendation_as_line(data: Mapping[str, Any]) -> str:
+    """What the audit of a run file recommends, or that it cannot be read, in a line."""
+    try:
+        return f"Audit: {_in_short(AuditRecord.from_plain(data))}."
+    except UnreadableAudit as error:
+        return f"{UNREADABLE} {error.reason}."
+
+
+def recommendation_as_plain(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the audit of a run file recommends, for JSON; None if it cannot be read."""
+    try:
+        said = AuditRecord.from_plain(data).recommendation
+    except UnreadableAudit:
+        return None
+    texts = {name: [clean(text) for text in getattr(said, name)] for name in ("keep", "words")}
+    return {**asdict(said), **texts}
+
+
+def _in_short(audit: AuditRecord) -> str:
+    said = audit.recommendation
+    kept = f", with {listed(said.keep)} in higher precision" if said.keep else ""
+    at = "without a loss scale" if said.scale == 1 else f"at scale {power(said.scale)}"
+    return f"{clean(said.format)} {at}{kept}"
+
+
+# --- a page --------------------------------------------------------------------------------------
+
+
+def write_audit_page(path: Path, audit: AuditRecord, *, title: str, force: bool = False) -> None:
     """Writes one HTML page that opens offline and holds everything it needs.
 
     Args:
         path: where. An audit page of the same title is replaced.
-        audit: what the audit found, as plain data.
+        audit: what the audit found.
         title: what was audited, as in "train.py".
         force: whether to replace another page of Gradilocks' too.
 
     Raises:
-        GradilocksError: the data are not an audit's, something else is there, or the place cannot
-            be written.
+        GradilocksError: something else is there, or the place cannot be written.
     """
     page = audit_page(audit, title=title)
-    write(Path(path), lambda: page, force=force, **_place(title))
+    write(path, lambda: page, force=force, **_place(title))
 
 
 def check_audit_page(path: Path, *, title: str) -> None:
@@ -52,23 +103,15 @@ def check_audit_page(path: Path, *, title: str) -> None:
     check(path, **_place(title))
 
 
-def audit_page(audit: Mapping[str, Any], *, title: str) -> str:
-    """Returns the page.
-
-    Raises:
-        GradilocksError: the data are not an audit's.
-    """
-    try:
-        made = _panel(audited(audit), key="a0")
-    except UnreadableAudit as error:
-        raise GradilocksError(f"the audit cannot be shown: {error}.") from error
+def audit_page(audit: AuditRecord, *, title: str) -> str:
+    """Returns the page."""
     return html(
         Page(
             title=f"{clean(title)} · Gradilocks audit",
             kind="Gradilocks audit",
             heading=clean(title),
             identity=_place(title)["identity"],
-            panels=[made],
+            panels=[_panel(audit, key="a0")],
         )
     )
 
@@ -84,29 +127,34 @@ def _place(title: str) -> dict[str, str]:
     }
 
 
+# --- a panel -------------------------------------------------------------------------------------
+
+
 def panel(data: Mapping[str, Any], **place: Any) -> Panel:
-    """Lays out an audit; one that cannot be read becomes a sentence that says so.
+    """The panel of a report; an audit that cannot be read becomes a sentence that says so.
 
     Args:
         data: as the run file's line holds it.
         place: `key`, `label` and `colour` of the Panel.
     """
     try:
-        return _panel(audited(data), on_report=True, **place)
+        return _panel(AuditRecord.from_plain(data), on_report=True, **place)
     except UnreadableAudit as error:
-        said = f"The audit in the run file could not be shown: {error}."
-        return Panel(on_report=True, unreadable=said, **place)
+        return Panel(on_report=True, unreadable=f"{UNREADABLE} {error.reason}.", **place)
 
 
-def _panel(audit: Audit, *, key: str, **place: Any) -> Panel:
+def _panel(audit: AuditRecord, *, key: str, **place: Any) -> Panel:
+    chosen = audit.recommended
+    nonfinite = audit.parameters.nonfinite or audit.activations.nonfinite
+    good = chosen is not None and chosen.holds and not nonfinite
     modules = module_figure(f"{key}-modules", audit)
     return Panel(
         key,
         **place,
-        kind="good" if audit.is_good_news else "warning",
-        words=audit.words or (f"{audit.in_short}.",),
+        kind="good" if good else "warning",
+        words=[clean(each) for each in audit.recommendation.words] or [f"{_in_short(audit)}."],
         tiles=_tiles(audit),
-        first=audit.first.name,
+        first=shown_first(audit).name,
         formats=[
             FormatRow(
                 each.name,
@@ -114,42 +162,42 @@ def _panel(audit: Audit, *, key: str, **place: Any) -> Panel:
                 _cells(each.fate),
                 each.holds,
                 each.keep,
-                recommended=each.name == audit.chosen,
+                recommended=each is chosen,
             )
             for each in audit.formats
         ],
         kinds=[(f"of {kind}", KINDS[kind]) for kind in kinds_of(audit)],
         figures=[window_figure(f"{key}-window", audit), *([modules] if modules else [])],
-        modules=[(module.name or "(the model itself)", module.type) for module in audit.modules],
+        modules=[(label_of(module), clean(module.kind)) for module in audit.modules],
         by_format=_by_format(audit),
     )
 
 
-def _tiles(audit: Audit) -> Pairs:
-    before, after = audit.first.fate.unscaled, audit.first.fate.scaled
-    there = [made for made in (audit.parameters, audit.activations) if made is not None]
-    values = sum(made.total + made.zeros + made.nonfinite for made in there)
+def _tiles(audit: AuditRecord) -> Pairs:
+    first, said = shown_first(audit), audit.recommendation
+    lost, *_, headroom = _numbers(first.scaled)
+    values = sum(h.values + h.zeros + h.nonfinite for h in (audit.parameters, audit.activations))
     pairs = [
-        ("format", audit.chosen),
-        ("initial scale", power(audit.scale)),
-        (f"lost in {audit.first.name}", f"{_numbers(before)[0]} → {_numbers(after)[0]}"),
-        ("headroom", _numbers(after)[3]),
-        ("modules to keep", f"{len(audit.keep):,} of {len(audit.modules):,}"),
+        ("format", clean(said.format)),
+        ("initial scale", power(said.scale)),
+        (f"lost in {first.name}", f"{_numbers(first.unscaled)[0]} → {lost}"),
+        ("headroom", headroom),
+        ("modules to keep", f"{len(said.keep):,} of {len(audit.modules):,}"),
         ("seen", f"{count(audit.steps, 'step')}"),
         ("values", f"{values:,}"),
-        ("computed in", audit.precision),
+        ("computed in", clean(audit.precision)),
     ]
     if audit.loss_scale != 1:
         pairs.append(("scale divided out", power(audit.loss_scale)))
     return [(name, value.replace(" %", "\u00a0%")) for name, value in pairs]
 
 
-def _by_format(audit: Audit) -> dict[str, Any]:
+def _by_format(audit: AuditRecord) -> dict[str, Any]:
     """What the switch needs: by format its words, its scale, what to keep, and of every module
     the numbers, to sort by, and how they are written."""
     return {
         each.name: {
-            "words": raised(prose(each.words)),
+            "words": raised(prose(clean(each.words))),
             "scale": numeral(power(each.scale)),
             "keep": [i for i, module in enumerate(audit.modules) if module.name in each.keep],
             "rows": [_row(module.fates[each.name]) for module in audit.modules],
@@ -160,11 +208,12 @@ def _by_format(audit: Audit) -> dict[str, Any]:
 
 
 def _row(fate: Fate) -> list[float | None]:
-    return [
-        None if value is None else float(f"{value:.4g}")
-        for shares in (fate.unscaled, fate.scaled)
-        for value in (getattr(shares, column) for column in COLUMNS)
+    values = [
+        None if shares.of_nothing else getattr(shares, column)
+        for shares in fate
+        for column in COLUMNS
     ]
+    return [None if value is None else float(f"{value:.4g}") for value in values]
 
 
 def _cells(fate: Fate) -> list[str]:
@@ -173,6 +222,7 @@ def _cells(fate: Fate) -> list[str]:
 
 def _numbers(shares: Shares) -> list[str]:
     """The four numbers of `COLUMNS`, as they are written."""
-    known = (shares.lost, shares.subnormal, shares.overflow)
+    if shares.of_nothing:
+        return ["–"] * len(COLUMNS)
     headroom = "–" if shares.headroom is None else f"{shares.headroom:.1f}".replace("-", "−")
-    return [*("–" if share is None else percent(share) for share in known), headroom]
+    return [*map(percent, (shares.lost, shares.subnormal, shares.overflow)), headroom]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels import pieces
-from gradilocks.lab.audit.histogram import Histogram
+from gradilocks.lab.audit_record import Histogram
 from gradilocks.observe.looking import elements
 
 __all__ = ["Tally", "read"]

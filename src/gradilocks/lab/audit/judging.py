@@ -1,4 +1,5 @@
-"""Histograms enter; for each format a scale, what to keep out of it, and a verdict leave.
+"""Histograms of gradients enter; for each format a scale, what to keep out of it, and a verdict
+leave. Imports no torch.
 
 What is judged is range: what rounds to zero and what overflows. How coarse the steps of a format
 are does not depend on the gradients, and no scale can change it. What the modules return in the
@@ -17,11 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gradilocks.lab.audit.histogram import Histogram, Shares, shares_of
-from gradilocks.lab.audit.modules import ModuleGradients
-from gradilocks.lab.formats import Format
+from gradilocks.lab.audit_record import Histogram, ModuleGradients, Shares
+from gradilocks.lab.formats import Format, Stored, format_named
 
 __all__ = [
     "FEW",
@@ -32,8 +32,11 @@ __all__ = [
     "LOWEST",
     "Judgement",
     "faults",
+    "formats_named",
     "judge",
     "prefer",
+    "refuse_blocks",
+    "shares_of",
 ]
 
 HEADROOM = 4
@@ -53,9 +56,67 @@ LOWEST, HIGHEST = 2.0**-24, 2.0**32
 """The scales that a DynamicScale takes by itself."""
 
 
+def formats_named(formats: Iterable[Any]) -> list[Format]:
+    """The formats to judge, by name or dtype, each once.
+
+    Raises:
+        ValueError: there is none of a name, or no format at all.
+    """
+    if isinstance(formats, str) or not isinstance(formats, Iterable):
+        formats = [formats]
+    found = {each.name: each for each in map(format_named, formats)}
+    if not found:
+        raise ValueError("formats must name at least one format, got none.")
+    refuse_blocks(found)
+    return list(found.values())
+
+
+def refuse_blocks(names: Iterable[str]) -> None:
+    """fp4 lives under a scale for every block, which one loss scale says nothing about."""
+    if "fp4 e2m1" in names:
+        raise ValueError(
+            "fp4 is stored with a scale for every block of values, so what one loss scale would "
+            "lose says nothing about it. Train under gradilocks.emulate('fp4') to find out."
+        )
+
+
+def shares_of(histogram: Histogram, format: Format, scale: float) -> Shares:
+    """What `format` makes of the values, multiplied by `scale`.
+
+    Exact where the scale is a power of two, since the borders of a format then lie between bins;
+    but for overflow, whose border lies inside the bin of the format's largest number.
+    """
+    total, largest = histogram.values, histogram.largest
+    if not total or largest is None:
+        return Shares(0.0, 0.0, 0.0, None)
+    # What is at most half the smallest subnormal is lost: a tie goes to the even one, which is
+    # zero. What rounds up to the smallest normal number counts as subnormal.
+    half = format.smallest_subnormal / 2.0 / scale
+    lost = histogram.below(half) + histogram.exactly(half)
+    small = histogram.below(format.smallest_normal / scale)
+    over = 0.0
+    stored = format.round(largest * scale)
+    if Stored(format, largest, scale, stored, "", stored / scale).fate == "overflow":
+        # A value is rounded beyond the largest number from half a step above it.
+        top = math.ldexp(1.0, math.frexp(format.largest)[1] - 2) * format.epsilon + format.largest
+        over = min(max(total - histogram.below(top / scale), 1.0), total)
+    return Shares(
+        lost=lost / total,
+        subnormal=(small - lost) / total,
+        overflow=over / total,
+        headroom=math.log2(format.largest) - math.log2(largest) - math.log2(scale),
+    )
+
+
+def lost_mass(seen: Histogram, format: Format, scale: float) -> float:
+    """The share of the sum of magnitudes that is lost to zero, as the bins have it."""
+    every = seen.mass()
+    return seen.mass(format.smallest_subnormal / 2.0 / scale) / every if every else 0.0
+
+
 @dataclass(frozen=True)
 class Judgement:
-    """One format."""
+    """What was found on one format."""
 
     format: Format
     scale: float
@@ -67,7 +128,7 @@ class Judgement:
     """Of all values at `scale`."""
     rest: Shares
     """Of the values that are not kept out, at `scale`."""
-    loud: tuple[str, ...] = ()
+    too_large: tuple[str, ...] = ()
     """Those of `keep` whose values are too large for the scale that the rest needs."""
     lost_mass: float = 0.0
     """The share of the sum of magnitudes that is lost at `scale`, without the kept ones."""
@@ -77,74 +138,69 @@ class Judgement:
     takers: tuple[str, ...] = ()
     """Those of `keep` that are in it only because they compute with what others there return."""
 
-    @property
-    def broken(self) -> tuple[str, ...]:
-        """If it does not hold: the modules that lose too much."""
-        return () if self.holds else tuple(self.faults)
-
     def with_fault(self, *kinds: str) -> tuple[str, ...]:
         """The modules that the format breaks in one of these ways."""
         return tuple(name for name, found in self.faults.items() if found & set(kinds))
 
 
+class _Choice(NamedTuple):
+    """A scale, and what is kept out at it: `broken` for its own sake, of these `too_large` for
+    the sake of the others' scale."""
+
+    scale: float
+    out: list[ModuleGradients]
+    broken: list[ModuleGradients]
+    too_large: list[ModuleGradients]
+
+
 def judge(format: Format, modules: Sequence[ModuleGradients]) -> Judgement:
     """The scale for a format, and whether it holds what was seen.
 
-    The loudest modules, whose largest values force a small scale, are left out one by one; at each
-    scale so found, those that the format breaks are left out as well, and where it is the gradient
-    of an output that breaks, those that compute it. The fewest win.
+    The modules whose largest values force a small scale are left out one by one; at each scale so
+    found, those that the format breaks are left out as well, and where it is the gradient of an
+    output that breaks, those that compute it. The fewest win.
     """
     having = [module for module in modules if module.together.values]
-    loudest = sorted(having, key=lambda module: module.together.largest or 0.0, reverse=True)
+    by_size = sorted(having, key=lambda module: module.together.largest or 0.0, reverse=True)
     most = max(1, int(FEW * len(modules)))
-    total = _total(having)
-    plain = scale_for(format, total.largest)
-    best: _Way | None = None
+    total = Histogram.total(module.together for module in having)
+    best: _Choice | None = None
     tried: float | None = None
     for count in range(most + 1 if having else 0):
-        loud, rest = loudest[:count], loudest[count:]
+        too_large, rest = by_size[:count], by_size[count:]
         scale = scale_for(format, rest[0].together.largest if rest else None)
         if scale == tried or (best is not None and count >= len(best.out)):
             continue  # One more is kept out, and nothing is won by it.
         tried = scale
-        bad = [m for m in modules if m in loud or faults(m, format, scale)]
-        names = {m.name for m in bad} | _takers(bad, format, scale)
+        broken = [m for m in modules if m in too_large or faults(m, format, scale)]
+        names = {m.name for m in broken} | _takers(broken, format, scale)
         out = [module for module in modules if module.name in names]
         few = sum(module.together.values for module in out) <= FEW * total.values
-        if len(bad) <= most and few and (best is None or len(out) < len(best.out)):
-            best = _Way(scale, out, bad, loud)
-    way = best or _Way(plain, [], [], [])
-    left = _total(module for module in having if module not in way.out)
-    found = {module.name: faults(module, format, way.scale) for module in modules}
+        if len(broken) <= most and few and (best is None or len(out) < len(best.out)):
+            best = _Choice(scale, out, broken, too_large)
+    choice = best or _Choice(scale_for(format, total.largest), [], [], [])
+    left = Histogram.total(module.together for module in having if module not in choice.out)
+    found = {module.name: faults(module, format, choice.scale) for module in modules}
     return Judgement(
         format=format,
-        scale=way.scale,
-        keep=tuple(module.name for module in way.out),
+        scale=choice.scale,
+        keep=tuple(module.name for module in choice.out),
         holds=best is not None,
         unscaled=shares_of(total, format, 1.0),
-        scaled=shares_of(total, format, way.scale),
-        rest=shares_of(left, format, way.scale),
-        lost_mass=lost_mass(left, format, way.scale),
-        loud=tuple(module.name for module in modules if module in way.loud),
+        scaled=shares_of(total, format, choice.scale),
+        rest=shares_of(left, format, choice.scale),
+        lost_mass=lost_mass(left, format, choice.scale),
+        too_large=tuple(module.name for module in modules if module in choice.too_large),
         faults={name: kinds for name, kinds in found.items() if kinds},
-        takers=tuple(module.name for module in way.out if module not in way.bad),
+        takers=tuple(module.name for module in choice.out if module not in choice.broken),
     )
 
 
-class _Way(NamedTuple):
-    """A scale, and what is kept out at it: `bad` for its own sake, of these `loud` for others'."""
-
-    scale: float
-    out: list[ModuleGradients]
-    bad: list[ModuleGradients]
-    loud: list[ModuleGradients]
-
-
-def _takers(bad: Iterable[ModuleGradients], format: Format, scale: float) -> set[str]:
+def _takers(broken: Iterable[ModuleGradients], format: Format, scale: float) -> set[str]:
     """Who computes what must not be stored in the format: an output, or its gradient."""
     return {
         name
-        for module in bad
+        for module in broken
         if module.outputs is not None
         and (_returns_too_much(module, format) or _output_breaks(module, format, scale))
         for name in module.outputs.takers
@@ -160,8 +216,8 @@ def _output_breaks(module: ModuleGradients, format: Format, scale: float) -> boo
     seen = module.activations
     if seen is None or seen.largest is None:
         return False
-    loud = seen.largest * scale > format.largest or scale_for(format, seen.largest) < scale
-    return loud or lost_mass(seen, format, scale) > LOST_MASS
+    too_large = seen.largest * scale > format.largest or scale_for(format, seen.largest) < scale
+    return too_large or lost_mass(seen, format, scale) > LOST_MASS
 
 
 def scale_for(format: Format, largest: float | None) -> float:
@@ -201,13 +257,3 @@ def faults(module: ModuleGradients, format: Format, scale: float) -> frozenset[s
     if owned is not None and shares_of(owned, format, scale).lost > LOST_VALUES:
         found.add("values")
     return frozenset(found)
-
-
-def lost_mass(seen: Histogram, format: Format, scale: float) -> float:
-    """The share of the sum of magnitudes that is lost to zero, as the bins have it."""
-    every = seen.mass()
-    return seen.mass(format.smallest_subnormal / 2.0 / scale) / every if every else 0.0
-
-
-def _total(modules: Iterable[ModuleGradients]) -> Histogram:
-    return Histogram.total(module.together for module in modules)

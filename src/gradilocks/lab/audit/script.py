@@ -22,7 +22,7 @@ from gradilocks.observe.importing import when_imported
 from gradilocks.observe.places import check_target, fresh_name, rank_of_process
 
 if TYPE_CHECKING:
-    from gradilocks.lab.audit.findings import Audit
+    from gradilocks.lab.audit.result import Audit
     from gradilocks.record import Recorder
 
 __all__ = ["Heard", "Stopped", "Wishes", "audit_script"]

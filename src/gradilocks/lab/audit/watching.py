@@ -20,9 +20,8 @@ from torch.nn.modules.module import (
 
 from gradilocks.control import GradientControl
 from gradilocks.eager import UNCOMPILED
-from gradilocks.lab.audit.findings import Audit
-from gradilocks.lab.audit.gathering import gather
-from gradilocks.lab.audit.listening import Listener, is_unit
+from gradilocks.lab.audit.module_hooks import Listener, gather, is_unit
+from gradilocks.lab.audit.result import Audit
 from gradilocks.lab.formats import Format
 from gradilocks.lab.trace.magnitudes import tensors_in
 from gradilocks.observe.controls import Controls

@@ -1,40 +1,44 @@
-"""``gradilocks.emulate``: a context in which products of matrices are stored in a given format."""
+"""``gradilocks.emulate``: a context in which products of matrices are stored in a given format.
+
+It stands in the way of torch's functions, and so of every call in its thread. Modules in ``keep``
+stay in float32 by hooks before and after their forward. What activation checkpointing computes
+again in the backward pass is emulated again: torch carries autocast over to the second computation
+and knows nothing of ours, so while an emulation is on, the two functions that
+``torch.utils.checkpoint.checkpoint`` hands its work to take the emulation along.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterable
-from contextlib import ContextDecorator, ExitStack
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ContextDecorator, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from gradilocks.eager import UNCOMPILED
 from gradilocks.errors import GradilocksError
-from gradilocks.lab.emulate.checkpointing import Carrying
-from gradilocks.lab.emulate.keeping import holding, modules_to_keep
 from gradilocks.lab.emulate.operations import COMPOSED, OPERATIONS, concerns
-from gradilocks.lab.emulate.rounding import rounding_to
-from gradilocks.lab.emulate.storage import Storage
+from gradilocks.lab.emulate.rounding import Storage, autocast_is_on, rounding_to
 from gradilocks.lab.formats import Format, format_named
 
 __all__ = ["Emulation", "emulate", "emulated_format"]
 
 
-def emulate(
-    format: torch.dtype | str,
-    *,
-    backward: torch.dtype | str | None = None,
-    keep: torch.nn.Module | Iterable[torch.nn.Module] = (),
-) -> Emulation:
+class Emulation(ContextDecorator):
     """Trains in a number format that the machine need not have.
 
     Inside the context matmuls, convolutions, attention, Linear and recurrent layers store what goes
     in and what comes out in the format, and compute in float32, as a tensor core does; the backward
     pass of what was computed there does the same with the gradients, wherever it is called. All
     tensors stay float32, and so do the parameters: they are the master weights.
+
+    A context, and a decorator as ``torch.autocast`` is one.
 
     Args:
         format: ``torch.float16``, ``torch.bfloat16``, ``torch.float8_e4m3fn``,
@@ -50,66 +54,56 @@ def emulate(
         >>> model.weight.grad.count_nonzero().item()  # 1e-9 is nothing in fp16.
         0
     """
-    return Emulation(format, backward=backward, keep=keep)
-
-
-class Emulation(ContextDecorator):
-    """What `emulate` returns: a context, and a decorator as ``torch.autocast`` is one."""
 
     def __init__(
         self,
         format: torch.dtype | str,
         *,
         backward: torch.dtype | str | None = None,
-        keep: torch.nn.Module | Iterable[torch.nn.Module] = (),
+        keep: nn.Module | Iterable[nn.Module] = (),
     ) -> None:
         self.format = _format("format", format)
         self.backward = self.format if backward is None else _format("backward", backward)
-        self._kept = modules_to_keep(keep)
+        self._keep = _modules_to_keep(keep)
         self._storage = Storage(rounding_to(self.format), rounding_to(self.backward))
         self._idle = {self.format.name, self.backward.name} == {"fp32"}
-        self._entered = _Entered()
 
     def __enter__(self) -> Emulation:
         if not self._idle:
-            refuse_autocast()
-        mode = _Mode(self, self._storage, idle=self._idle)
+            _refuse_autocast()
         with ExitStack() as stack:
-            stack.enter_context(holding(self._kept, mode))
-            stack.enter_context(_CARRYING)
             stack.enter_context(UNCOMPILED)  # What is compiled would pass unseen, or break.
+            mode = _Mode(self, self._storage, idle=self._idle)
+            stack.enter_context(_paused_in(self._keep, mode))
+            stack.enter_context(_CHECKPOINTS)
             _ON.modes.append(mode)
             stack.callback(_ON.modes.remove, mode)
             stack.enter_context(mode)
-            self._entered.stacks.append(stack.pop_all())
+            mode.undo = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._entered.stacks.pop().close()
+    def __exit__(self, *_: object) -> None:
+        # One object may be entered by several threads, and in one of them several times.
+        next(mode for mode in reversed(_ON.modes) if mode.emulation is self).undo.close()
 
     def __repr__(self) -> str:
         backward = "" if self.backward == self.format else f", backward={self.backward.name!r}"
-        kept = f", keep={len(self._kept)} modules" if self._kept else ""
-        return f"emulate({self.format.name!r}{backward}{kept})"
+        keep = f", keep={len(self._keep)} modules" if self._keep else ""
+        return f"emulate({self.format.name!r}{backward}{keep})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self.format.name, self.backward.name, self._kept)
+        make = partial(Emulation, backward=self.backward.name, keep=self._keep)
+        return make, (self.format.name,)
 
 
-def _made(format: str, backward: str, keep: tuple[torch.nn.Module, ...]) -> Emulation:
-    return Emulation(format, backward=backward, keep=keep)
+emulate = Emulation
 
 
-class _Entered(threading.local):
-    """What has to be undone, by thread: one object may be entered by several."""
-
-    def __init__(self) -> None:
-        self.stacks: list[ExitStack] = []
+def _format(argument: str, given: torch.dtype | str) -> Format:
+    try:
+        return format_named(given)
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from None
 
 
 class _Mode(TorchFunctionMode):
@@ -119,20 +113,23 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.emulation = emulation
         self._storage, self._idle = storage, idle
+        self.undo = ExitStack()
+        """What has to be undone at its end."""
         self.thread = threading.get_ident()
-        self.held = 0
+        self.paused = 0
+        """How many modules that are kept in float32 are running, one inside the other."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         # Of several, the innermost counts.
-        if self._idle or self.held or _ON.modes[-1] is not self:
+        if self._idle or self.paused or _ON.modes[-1] is not self:
             return func(*args, **kwargs)
         if func in OPERATIONS:
-            refuse_autocast()
+            _refuse_autocast()
             if concerns(func, args, kwargs):
-                return OPERATIONS[func](self._storage, func, args, kwargs)
+                return OPERATIONS[func](self._storage, func, *args, **kwargs)
         elif func in COMPOSED:
             with self:
                 return COMPOSED[func](*args, **kwargs)
@@ -150,42 +147,167 @@ class _On(threading.local):
     def __init__(self) -> None:
         self.modes: list[_Mode] = []
 
+    def emulation(self) -> Emulation | None:
+        """The one that rounds what is computed now, if one does."""
+        return None if not self.modes or self.modes[-1].paused else self.modes[-1].emulation
+
 
 _ON = _On()
 
 
 def emulated_format() -> Format | None:
     """The format of the gradients that are computed now, in this thread; None without emulation."""
-    if not _ON.modes or _ON.modes[-1].held or _ON.modes[-1].emulation.backward.name == "fp32":
-        return None
-    return _ON.modes[-1].emulation.backward
+    emulation = _ON.emulation()
+    return None if emulation is None or emulation.backward.name == "fp32" else emulation.backward
 
 
-def _again() -> Emulation | None:
-    """What a checkpoint is to enter when it computes again what it is computing now."""
-    if not _ON.modes or _ON.modes[-1].held:
-        return None
-    return _ON.modes[-1].emulation
-
-
-_CARRYING = Carrying(_again)
-
-
-def refuse_autocast() -> None:
+def _refuse_autocast() -> None:
     """Raises under torch.autocast: what it has cast already cannot be computed in float32."""
-    if torch._C._is_any_autocast_enabled():
-        devices = (each for each in _DEVICES if torch.is_autocast_enabled(each))
+    if autocast_is_on():
+        kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+        device = next((each for each in kinds if torch.is_autocast_enabled(each)), "...")
         raise GradilocksError(
-            f"gradilocks.emulate and torch.autocast({next(devices, '...')!r}) are both on. Use one "
+            f"gradilocks.emulate and torch.autocast({device!r}) are both on. Use one "
             "of the two: emulate stands for autocast; leave autocast out."
         )
 
 
-_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+# --- modules that stay in float32 ----------------------------------------------------------------
 
 
-def _format(argument: str, given: torch.dtype | str) -> Format:
+def _modules_to_keep(keep: nn.Module | Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """The modules as a tuple.
+
+    Raises:
+        TypeError: there is something else among them.
+        ValueError: there is one that is never called.
+    """
+    given: Any = keep
+    # A Sequential is iterable, too.
+    one = isinstance(given, (nn.Module, str)) or not isinstance(given, Iterable)
+    modules = (given,) if one else tuple(given)
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            shown = repr(each) if isinstance(each, str) else f"a {type(each).__name__}"
+            raise TypeError(
+                f"keep must be modules, got {shown}. For a name: model.get_submodule(name)."
+            )
+        if isinstance(each, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            raise ValueError(
+                "keep: the out_proj of an nn.MultiheadAttention is computed by the attention "
+                "itself. Keep the nn.MultiheadAttention."
+            )
+    return modules
+
+
+@contextmanager
+def _paused_in(modules: Iterable[nn.Module], mode: _Mode) -> Iterator[None]:
+    """Pauses the mode while one of the modules, or of those inside them, runs."""
+    every = {inner: None for module in modules for inner in module.modules()}
+    handles = [
+        handle
+        for module in every
+        for handle in (
+            module.register_forward_pre_hook(_Pausing(mode, +1), prepend=True),
+            module.register_forward_hook(_Pausing(mode, -1), always_call=True),
+        )
+    ]
     try:
-        return format_named(str(given))
-    except ValueError as error:
-        raise ValueError(f"{argument}: {error}") from None
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Pausing:
+    """A hook that copies of the module, and what is saved of it, do without."""
+
+    def __init__(self, mode: _Mode, by: int) -> None:
+        self._mode, self._by = mode, by
+
+    def __call__(self, *_: Any) -> None:
+        if self._mode.thread == threading.get_ident():
+            self._mode.paused = max(self._mode.paused + self._by, 0)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """What a copy of a module has in place of a hook."""
+
+
+# --- activation checkpointing --------------------------------------------------------------------
+
+
+_CHECKPOINT_MODULES = (
+    "torch.utils.checkpoint",
+    "torch.distributed._composable.checkpoint_activation",  # Has one of them by a name of its own.
+)
+_CHECKPOINT_FUNCTIONS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+"""Those that `checkpoint` hands its work to; one that torch no longer has is left out, and what it
+would compute again is then computed in float32."""
+
+
+class _Checkpoints:
+    """Puts itself between `checkpoint` and its work while it is entered, by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._entered += 1
+            if self._entered > 1:
+                return
+            for module in filter(None, map(sys.modules.get, _CHECKPOINT_MODULES)):
+                for name in _CHECKPOINT_FUNCTIONS:
+                    if (original := getattr(module, name, None)) is not None:
+                        self._replaced.append((module, name, original))
+                        setattr(module, name, _Checkpointing(original))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if not self._entered:
+                for module, name, original in self._replaced:
+                    setattr(module, name, original)
+                self._replaced = []
+
+
+class _Checkpointing:
+    """Stands for a function, or an autograd.Function, whose first argument is computed twice."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._original(_with_emulation(function), *args, **kwargs)
+
+    def apply(self, function: Any, *args: Any) -> Any:
+        return self._original.apply(_with_emulation(function), *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def _with_emulation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it is to be called again later, with what is on now."""
+    emulation = _ON.emulation()
+    if emulation is None:
+        return function
+
+    def emulated(*args: Any, **kwargs: Any) -> Any:
+        with emulation:
+            return function(*args, **kwargs)
+
+    return emulated
+
+
+_CHECKPOINTS = _Checkpoints()

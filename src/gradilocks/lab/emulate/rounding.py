@@ -1,8 +1,9 @@
-"""A tensor enters, the nearest values of a number format leave, kept in the tensor's own dtype.
+"""A tensor enters, the nearest values of a number format leave, kept in the tensor's own dtype; and
+the same for its gradient, on the way back.
 
 To nearest, ties to even, with subnormals; what is too large becomes inf, or the largest number
 where the format has no inf. fp4 is rounded under a scale a block, without which it holds nothing.
-What leaves is always a new tensor, never a view of what came.
+What a rounding returns is always a new tensor, never a view of what came.
 """
 
 from __future__ import annotations
@@ -10,12 +11,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from gradilocks.lab.formats import Format
 
-__all__ = ["BLOCK", "Rounding", "rounding_to"]
+__all__ = ["BLOCK", "Rounding", "Storage", "autocast_is_on", "rounding_to"]
+
+# --- private names of torch ----------------------------------------------------------------------
+
+_transforms_active: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: True
+)
+"""Whether a `torch.func` transform is on. Without the name: always take the form that one asks for,
+which is right everywhere and takes four times as long to call."""
+
+autocast_is_on: Callable[[], bool] = getattr(
+    torch._C,
+    "_is_any_autocast_enabled",
+    lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia"))),
+)
+"""Whether torch.autocast is on, for any kind of device."""
+
+# --- rounding ------------------------------------------------------------------------------------
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
@@ -90,3 +110,96 @@ def _to_fp4(values: torch.Tensor) -> torch.Tensor:
     quantum = torch.where(size < 2.0, 0.5, quantum)
     rounded = ((size / quantum).round() * quantum).clamp(max=6.0)  # Halves go to even.
     return torch.where(values.isnan(), values, rounded.copysign(values))
+
+
+# --- storing -------------------------------------------------------------------------------------
+
+
+class Storage:
+    """The formats of one emulation: one for what flows forward, one for what flows back.
+
+    Args:
+        forward: rounds inputs and outputs; None leaves them.
+        backward: rounds their gradients; None leaves them.
+    """
+
+    def __init__(self, forward: Rounding | None, backward: Rounding | None) -> None:
+        self._forward, self._backward = forward, backward
+
+    def store(self, values: torch.Tensor) -> torch.Tensor:
+        """Rounds a float32 tensor now, and its gradient in the backward pass."""
+        forward = self._forward
+        if forward is None and self._backward is not None:
+            forward = torch.clone  # A view could not be written into.
+        return _stored(values, forward, self._backward)
+
+    def store_values(self, values: torch.Tensor) -> torch.Tensor:
+        """Rounds the tensor and lets its gradient pass as it is."""
+        return _stored(values, self._forward, None)
+
+    def store_gradient(self, values: torch.Tensor) -> torch.Tensor:
+        """Leaves the tensor as it is and rounds its gradient. What leaves is a view of it."""
+        return _stored(values, None, self._backward)
+
+
+def _stored(
+    values: torch.Tensor, forward: Rounding | None, backward: Rounding | None
+) -> torch.Tensor:
+    if forward is None and backward is None:
+        return values
+    transformed = _transforms_active()
+    with_gradient = values.requires_grad and torch.is_grad_enabled()
+    # In a transform, and with dual numbers, a derivative may flow that no flag tells of.
+    if not (transformed or with_gradient or _tangent(values) is not None):
+        return values if forward is None else forward(values)
+    apply: Callable[..., torch.Tensor] = (_StoredInTransform if transformed else _Stored).apply
+    return apply(values, forward, backward)
+
+
+def _tangent(values: torch.Tensor) -> torch.Tensor | None:
+    tangent: torch.Tensor | None = forward_ad.unpack_dual(values).tangent  # type: ignore[no-untyped-call]
+    return tangent
+
+
+class _Stored(torch.autograd.Function):
+    """Rounds in both directions; to autograd it is the identity."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, forward: Rounding | None, backward: Rounding | None
+    ) -> torch.Tensor:
+        ctx.roundings = forward, backward
+        return _forward(values, forward)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rounding = ctx.roundings[1]
+        return _stored(gradients[0], rounding, rounding), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        forward = ctx.roundings[0]
+        return _stored(tangents[0], forward, None) if forward else tangents[0].view_as(tangents[0])
+
+
+class _StoredInTransform(torch.autograd.Function):
+    """The same in the form that `torch.func` asks for, which takes four times as long to call."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        values: torch.Tensor, forward: Rounding | None, backward: Rounding | None
+    ) -> torch.Tensor:
+        return _forward(values, forward)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.roundings = inputs[1:]
+
+    backward = _Stored.backward
+    jvp = _Stored.jvp
+
+
+def _forward(values: torch.Tensor, forward: Rounding | None) -> torch.Tensor:
+    return values.view_as(values) if forward is None else forward(values)

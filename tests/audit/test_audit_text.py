@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gradilocks.lab.audit import Audit, Histogram, ModuleGradients
-from gradilocks.lab.audit.findings import formats_named
-from gradilocks.lab.audit.judging import judge
-from gradilocks.lab.audit.modules import Outputs
-from gradilocks.lab.audit.words import percent
+from gradilocks.lab.audit.audit_text import percent
+from gradilocks.lab.audit.judging import formats_named, judge
+from gradilocks.lab.audit_record import Outputs
 from gradilocks.lab.formats import FORMATS
 
 FP16 = FORMATS["fp16"]
@@ -165,7 +164,7 @@ def test_what_is_lost_without_the_kept_ones_is_weighed():
 def test_the_fewest_are_kept_even_if_more_would_do():
     rest = [owner(f"a.{n}", {0: 100}) for n in range(10)]
     found = judge(FP16, [*rest, owner("loud", {9: 20}), owner("louder", {12: 20})])
-    assert (found.keep, found.loud) == ((), ())
+    assert (found.keep, found.too_large) == ((), ())
 
 
 @pytest.mark.parametrize(

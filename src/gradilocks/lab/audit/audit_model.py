@@ -1,9 +1,16 @@
-"""``gradilocks.audit``: a model, its loss and some batches enter, an Audit leaves."""
+"""``gradilocks.audit``: a model, its loss and some batches enter, an Audit leaves.
+
+Nothing is trained: the model leaves as it was, with its gradients, buffers, modes and hooks, and
+so do the random generators.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,11 +20,15 @@ from torch import Tensor, nn
 
 from gradilocks.checks import check_scalar_loss
 from gradilocks.eager import UNCOMPILED
-from gradilocks.errors import NoGradients
-from gradilocks.lab.audit.findings import Audit, formats_named
-from gradilocks.lab.audit.gathering import gather
-from gradilocks.lab.audit.listening import Listener
-from gradilocks.lab.audit.unchanged import unchanged
+from gradilocks.errors import GradilocksError, NoGradients
+from gradilocks.lab.audit.judging import formats_named
+from gradilocks.lab.audit.module_hooks import (
+    Listener,
+    gather,
+    hooks_after_accumulation,
+    version_of,
+)
+from gradilocks.lab.audit.result import Audit
 from gradilocks.observe.places import check_target
 from gradilocks.record import Recorder
 
@@ -78,13 +89,18 @@ def audit(
             f"{type(loss_fn).__name__}."
         )
     _check_record(record)
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise TypeError(
+            "batches must be an iterable of batches, such as a list or a DataLoader, got "
+            f"{type(batches).__name__}. For one batch write [batch]."
+        )
     listener = Listener()
     done, reached = 0, False
     # Compiled code would run past the hooks.
-    with unchanged(model), UNCOMPILED, torch.enable_grad():
+    with _unchanged(model), UNCOMPILED, torch.enable_grad():
         try:
             listener.follow(model.modules())
-            for batch in islice(_iterated(batches), steps):
+            for batch in islice(batches, steps):
                 loss = loss_fn(model, batch)
                 check_scalar_loss(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -102,17 +118,12 @@ def audit(
             "loss_fn use the model that it is given?"
         )
     found = gather(listener, [model], steps=done, formats=chosen, reachable=True)
-    _write(found, record)
+    if isinstance(record, Recorder):
+        record.audit(found.to_plain())
+    elif record is not None:
+        with Recorder(record, exists="append") as recorder:
+            recorder.audit(found.to_plain())
     return found
-
-
-def _iterated(batches: Any) -> Iterator[Any]:
-    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
-        raise TypeError(
-            "batches must be an iterable of batches, such as a list or a DataLoader, got "
-            f"{type(batches).__name__}. For one batch write [batch]."
-        )
-    return iter(batches)
 
 
 def _check_model(model: object) -> None:
@@ -160,9 +171,97 @@ def _check_record(record: object) -> None:
         check_target(path, path, "append", rank=0, ways=ways)
 
 
-def _write(found: Audit, record: str | os.PathLike[str] | Recorder | None) -> None:
-    if isinstance(record, Recorder):
-        record.audit(found.to_plain())
-    elif record is not None:
-        with Recorder(record, exists="append") as recorder:
-            recorder.audit(found.to_plain())
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Inside, gradients are None, and hooks that would step an optimizer are out of the way.
+
+    Raises:
+        GradilocksError: a parameter was changed inside, which is beyond repair.
+    """
+    with ExitStack() as stack:
+        for act in (_generators, _modes, _buffers, _gradients, _late_hooks):
+            stack.callback(act(model))
+        before = {name: version_of(param) for name, param in model.named_parameters()}
+        yield
+        after = {name: version_of(param) for name, param in model.named_parameters()}
+    for name, version in after.items():
+        if before.get(name) != version:
+            raise GradilocksError(
+                f"{name} was changed while the model was audited. loss_fn must return the loss and "
+                "leave the optimizer alone: nothing is trained here."
+            )
+
+
+def _generators(model: nn.Module) -> Callable[[], None]:
+    """Those that torch, Python and NumPy draw from when nobody names one."""
+    cpu = torch.get_rng_state()
+    on_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if on_gpus else None
+    python = random.getstate()
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    drawn = numpy.get_state() if numpy is not None else None
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(drawn)
+
+    return restore
+
+
+def _modes(model: nn.Module) -> Callable[[], None]:
+    were = [(module, module.training) for module in model.modules()]
+
+    def restore() -> None:
+        for module, training in were:
+            module.training = training
+
+    return restore
+
+
+def _buffers(model: nn.Module) -> Callable[[], None]:
+    """BatchNorm's statistics and the like, by object and by value."""
+    were = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for module, name, buffer, value in were:
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None and not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+    return restore
+
+
+def _gradients(model: nn.Module) -> Callable[[], None]:
+    were = [(param, param.grad) for param in model.parameters()]
+    for param, _ in were:
+        param.grad = None
+
+    def restore() -> None:
+        for param, gradient in were:
+            param.grad = gradient
+
+    return restore
+
+
+def _late_hooks(model: nn.Module) -> Callable[[], None]:
+    """An optimizer that steps inside backward does so by a hook after a gradient is added up."""
+    were = []
+    for param in model.parameters():
+        if hooks := hooks_after_accumulation(param):
+            were.append((hooks, dict(hooks)))
+            hooks.clear()
+
+    def restore() -> None:
+        for hooks, held in were:
+            hooks.update(held)
+
+    return restore

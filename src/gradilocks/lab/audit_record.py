@@ -1,0 +1,533 @@
+"""What an audit of gradients has found, as data. Imports no torch.
+
+`lab/audit` fills it; JSON files and the audit line of a run file hold it, in the fields that
+docs/run-file.md describes; `report` draws it. A file may have been written by anybody, so what is
+missing in it, of the wrong type or out of all bounds is refused by `AuditRecord.from_plain`, and
+whoever draws or asks need not look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from typing import Any, NamedTuple, TypeVar
+
+from gradilocks.errors import BadRunFile
+from gradilocks.lab.formats import FORMATS, Format
+
+__all__ = [
+    "AuditRecord",
+    "Fate",
+    "FormatFinding",
+    "Histogram",
+    "ModuleGradients",
+    "Outputs",
+    "Recommendation",
+    "Shares",
+    "UnreadableAudit",
+]
+
+VERSION = 1
+_EXPONENTS = range(-1074, 1024)  # Of a float64: what claims another would draw an endless axis.
+_MEAN = 1.0 / math.log(2.0)  # Of x over [1, 2), if the logarithm of x is spread evenly.
+
+_Record = TypeVar("_Record", bound="AuditRecord")
+
+
+class UnreadableAudit(BadRunFile):
+    """The data are not those of an audit; `reason` says in half a sentence why."""
+
+    def __init__(self, reason: str, way_out: str = "") -> None:
+        super().__init__(f"an audit that is not as it must be: {reason}.{way_out}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many values have which exponent, floor(log2|x|).
+
+    Example:
+        >>> seen = Histogram.of({-1: 3, 2: 1}, largest=4.5, smallest=0.5)
+        >>> seen.first, seen.counts
+        (-1, (3, 0, 0, 1))
+    """
+
+    first: int = 0
+    """The exponent of the first bin."""
+    counts: tuple[int, ...] = ()
+    """`counts[i]` values have the exponent first + i; neither end is empty."""
+    zeros: int = 0
+    nonfinite: int = 0
+    largest: float | None = None
+    """The largest magnitude; None if no value is finite and other than zero."""
+    smallest: float | None = None
+    """The smallest magnitude above zero."""
+    powers: tuple[int, ...] = ()
+    """`powers[i]` of the values in bin i are exactly 2**(first + i); empty if none was counted.
+
+    The mean over a batch of 8192 makes many such gradients, and half a format's smallest number is
+    a power of two: it rounds to zero, while what is above it does not.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        bins: Mapping[int, int],
+        *,
+        zeros: int = 0,
+        nonfinite: int = 0,
+        largest: float | None = None,
+        smallest: float | None = None,
+        powers: Mapping[int, int] | None = None,
+    ) -> Histogram:
+        """Made of counts by exponent."""
+        filled = [exponent for exponent, count in bins.items() if count]
+        if not filled:
+            return cls(zeros=zeros, nonfinite=nonfinite)
+        span = range(min(filled), max(filled) + 1)
+        counts = tuple(bins.get(exponent, 0) for exponent in span)
+        exact = tuple((powers or {}).get(exponent, 0) for exponent in span)
+        exact = exact if any(exact) else ()
+        return cls(span[0], counts, zeros, nonfinite, largest, smallest, exact)
+
+    @property
+    def values(self) -> int:
+        """How many are finite and other than zero: those that a format can lose."""
+        return sum(self.counts)
+
+    def bins(self) -> Iterator[tuple[int, int]]:
+        """Exponent and count of every bin."""
+        return enumerate(self.counts, start=self.first)
+
+    def __add__(self, other: Histogram) -> Histogram:
+        bins: dict[int, int] = {}
+        powers: dict[int, int] = {}
+        for each in (self, other):
+            for sums, counts in ((bins, each.counts), (powers, each.powers)):
+                for exponent, count in enumerate(counts, start=each.first):
+                    sums[exponent] = sums.get(exponent, 0) + count
+        largest = [h.largest for h in (self, other) if h.largest is not None]
+        smallest = [h.smallest for h in (self, other) if h.smallest is not None]
+        return Histogram.of(
+            bins,
+            powers=powers,
+            zeros=self.zeros + other.zeros,
+            nonfinite=self.nonfinite + other.nonfinite,
+            largest=max(largest, default=None),
+            smallest=min(smallest, default=None),
+        )
+
+    @staticmethod
+    def total(parts: Iterable[Histogram | None]) -> Histogram:
+        """All of them together."""
+        return reduce(Histogram.__add__, filter(None, parts), Histogram())
+
+    def below(self, bound: float) -> float:
+        """How many values are smaller than `bound`: a bin that it lies in is taken as if its values
+        were spread evenly over the logarithm."""
+        place = math.log2(bound)
+        return sum(count * _part(place, exponent) for exponent, count in self.bins())
+
+    def exactly(self, bound: float) -> int:
+        """How many values are `bound`, if that is a power of two."""
+        mantissa, exponent = math.frexp(bound)
+        place = exponent - 1 - self.first
+        return self.powers[place] if mantissa == 0.5 and 0 <= place < len(self.powers) else 0
+
+    def mass(self, bound: float = math.inf) -> float:
+        """The sum of the magnitudes of the values up to `bound`, as the bins have it."""
+        place = math.log2(bound) if bound < math.inf else math.inf
+        total = 0.0
+        for (exponent, count), exact in zip(
+            self.bins(), self.powers or (0,) * len(self.counts), strict=True
+        ):
+            total += (count - exact) * _part(place, exponent) * _MEAN * 2.0**exponent
+            total += exact * 2.0**exponent if exponent <= place else 0.0
+        return total
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return _plain(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Histogram:
+        """The inverse of `to_plain`.
+
+        Raises:
+            UnreadableAudit: something is missing or of the wrong type.
+        """
+        return _histogram(_Fields(plain), "a histogram")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What becomes of values in a format at a scale: shares of those that are finite and not 0."""
+
+    lost: float
+    """They round to zero."""
+    subnormal: float
+    """They are stored with fewer bits than the format has."""
+    overflow: float
+    """They become inf or, where the format has none, the largest number."""
+    headroom: float | None
+    """Doublings left before the largest overflows, negative if it does; None without values."""
+
+    @property
+    def normal(self) -> float:
+        """They keep their full precision."""
+        return max(0.0, 1.0 - self.lost - self.subnormal - self.overflow)
+
+    @property
+    def of_nothing(self) -> bool:
+        """Whether there was no value to have a share of."""
+        return self.headroom is None and self.normal == 1.0
+
+    def to_plain(self) -> dict[str, float | None]:
+        """As JSON has it."""
+        return _plain(self)
+
+
+class Fate(NamedTuple):
+    """The same values at scale 1, and at the scale that is recommended for a format."""
+
+    unscaled: Shares
+    scaled: Shares
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How large what a module returned was, and who took it."""
+
+    largest: float
+    """The largest finite magnitude."""
+    nonfinite: int = 0
+    takers: tuple[str, ...] = ()
+    """The modules that computed with it, and so compute its gradient."""
+
+
+@dataclass(frozen=True)
+class ModuleGradients:
+    """The gradients of one module."""
+
+    name: str
+    """As `model.named_modules()` has it; '' is the model itself."""
+    kind: str
+    """The module's class, as in 'Linear'."""
+    parameters: Histogram | None
+    """Of its own parameters; None if none had a gradient."""
+    activations: Histogram | None
+    """Of what it returned; None if that had no gradient."""
+    outputs: Outputs | None = None
+    """What it returned; None if that was not seen."""
+    fates: Mapping[str, Fate] = field(default_factory=dict, hash=False)
+    """By the name of a format; empty until formats have been judged."""
+
+    @cached_property
+    def together(self) -> Histogram:
+        """Both kinds of gradients."""
+        return Histogram.total((self.parameters, self.activations))
+
+
+@dataclass(frozen=True)
+class FormatFinding:
+    """What one format would do to the gradients."""
+
+    format: Format
+    scale: float
+    """The initial scale to take for this format."""
+    holds: bool
+    """Whether the format holds them at that scale, without the modules in `keep`."""
+    keep: tuple[str, ...]
+    words: str
+    unscaled: Shares
+    """Of all values at scale 1."""
+    scaled: Shares
+    """Of all values at `scale`."""
+
+    @property
+    def name(self) -> str:
+        """The format's."""
+        return self.format.name
+
+    @property
+    def fate(self) -> Fate:
+        """Of all values."""
+        return Fate(self.unscaled, self.scaled)
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to train with."""
+
+    format: str
+    """'fp16', 'bf16', ... or 'fp32'."""
+    scale: float
+    """For `DynamicScale(init_scale=)` or `StaticScale`; 1 if none is needed."""
+    keep: tuple[str, ...]
+    """Modules to keep in float32."""
+    words: tuple[str, ...]
+    """Why, in sentences."""
+
+
+@dataclass(frozen=True)
+class AuditRecord:
+    """Where a model's gradients lie, and what each format would lose of them."""
+
+    steps: int
+    """Batches, or steps of an optimizer, that were seen."""
+    precision: str
+    """What the gradients were computed in, as in 'float32' or 'float16 autocast'."""
+    loss_scale: float
+    """The scale that was divided out of them; 1 without."""
+    modules: tuple[ModuleGradients, ...]
+    """In forward order."""
+    formats: tuple[FormatFinding, ...]
+    recommendation: Recommendation
+    parameters: Histogram
+    """The gradients of all parameters."""
+    activations: Histogram
+    """The gradients of all modules' outputs."""
+
+    @property
+    def recommended(self) -> FormatFinding | None:
+        """The finding on the format that is recommended; None if that was not asked for."""
+        named = (each for each in self.formats if each.name == self.recommendation.format)
+        return next(named, None)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As a run file's audit line has it: dicts, lists, numbers and strings."""
+        return {
+            "kind": "audit",
+            "version": VERSION,
+            "steps": self.steps,
+            "precision": self.precision,
+            "loss_scale": self.loss_scale,
+            "formats": [
+                {
+                    "name": each.name,
+                    **{end: getattr(each.format, end) for end in _ENDS},
+                    "scale": each.scale,
+                    "holds": each.holds,
+                    "keep": list(each.keep),
+                    "words": each.words,
+                    **_plain_fate(each.fate),
+                }
+                for each in self.formats
+            ],
+            "recommendation": _plain(self.recommendation),
+            "modules": [
+                {
+                    "name": each.name,
+                    "type": each.kind,
+                    "parameters": each.parameters and _plain(each.parameters),
+                    "activations": each.activations and _plain(each.activations),
+                    "outputs": each.outputs and _plain(each.outputs),
+                    "fates": {name: _plain_fate(fate) for name, fate in each.fates.items()},
+                }
+                for each in self.modules
+            ],
+            "total": {
+                "parameters": _plain(self.parameters),
+                "activations": _plain(self.activations),
+            },
+        }
+
+    @classmethod
+    def from_plain(cls: type[_Record], plain: Mapping[str, Any]) -> _Record:
+        """The audit of a run file or a JSON file: `Audit.from_plain(read_run(path).audit)`.
+
+        Raises:
+            UnreadableAudit: a BadRunFile: it is no audit, one of another version, or not whole.
+        """
+        given: object = plain
+        if not isinstance(given, Mapping) or given.get("kind") != "audit":
+            raise UnreadableAudit(f"expected what Audit.to_plain() returns, got {_short(plain)}")
+        version = plain.get("version")
+        if type(version) is not int or version != VERSION:
+            raise UnreadableAudit(
+                f"it is of version {_short(version)}, and this gradilocks reads version {VERSION}",
+                " Install the gradilocks that wrote it, or a newer one.",
+            )
+        fields = _Fields(plain)
+        listed = fields.objects("formats")
+        names = [each.text("name") for each in listed]
+        if not names or len(set(names)) < len(names):
+            raise UnreadableAudit("'formats' must name at least one format, and each once")
+        formats = tuple(map(_format, listed))
+        said, total = fields.object("recommendation"), fields.object("total")
+        return cls(
+            steps=fields.count("steps"),
+            precision=fields.text("precision"),
+            loss_scale=fields.positive("loss_scale"),
+            modules=tuple(_module(each, names) for each in fields.objects("modules")),
+            formats=formats,
+            recommendation=Recommendation(
+                said.text("format"), said.positive("scale"), said.texts("keep"), said.texts("words")
+            ),
+            parameters=_optional(total, "parameters") or Histogram(),
+            activations=_optional(total, "activations") or Histogram(),
+        )
+
+
+_ENDS = ("largest", "smallest_normal", "smallest_subnormal")
+"""Of a format's window, as a file names them."""
+
+
+def _plain(data: object) -> dict[str, Any]:
+    """A dataclass of numbers, texts and tuples as JSON has it."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(data).items()}
+
+
+def _plain_fate(fate: Fate) -> dict[str, Any]:
+    return {"unscaled": _plain(fate.unscaled), "scaled": _plain(fate.scaled)}
+
+
+def _part(place: float, exponent: int) -> float:
+    """How much of a bin lies below a place on the logarithm's axis."""
+    return min(max(place - exponent, 0.0), 1.0)
+
+
+class _Fields:
+    """An object of a file, whose fields are checked as they are taken."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.data = data
+
+    def take(self, name: str, is_good: Callable[[Any], bool], expected: str) -> Any:
+        if name not in self.data:
+            raise UnreadableAudit(f"{name!r} is missing")
+        value = self.data[name]
+        if not is_good(value):
+            raise UnreadableAudit(f"{name!r} must be {expected}, not {_short(value)}")
+        return value
+
+    def object(self, name: str) -> _Fields:
+        return _Fields(self.take(name, lambda v: isinstance(v, Mapping), "an object"))
+
+    def objects(self, name: str) -> list[_Fields]:
+        return list(map(_Fields, self._all(name, Mapping, "a list of objects")))
+
+    def text(self, name: str) -> str:
+        return str(self.take(name, lambda v: isinstance(v, str), "a text"))
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        return tuple(self._all(name, str, "a list of texts"))
+
+    def count(self, name: str) -> int:
+        return int(self.take(name, _is_count, "a count"))
+
+    def counts(self, name: str) -> tuple[int, ...]:
+        return tuple(
+            self.take(name, lambda v: isinstance(v, list) and all(map(_is_count, v)), "counts")
+        )
+
+    def positive(self, name: str) -> float:
+        return float(self.take(name, lambda v: _is_finite(v) and v > 0, "a positive number"))
+
+    def magnitude(self, name: str) -> float | None:
+        found = self.take(name, lambda v: v is None or (_is_finite(v) and v >= 0), "a magnitude")
+        return None if found is None else float(found)
+
+    def _all(self, name: str, kind: type, expected: str) -> Any:
+        def is_good(value: object) -> bool:
+            return isinstance(value, (list, tuple)) and all(isinstance(v, kind) for v in value)
+
+        return self.take(name, is_good, expected)
+
+
+def _format(data: _Fields) -> FormatFinding:
+    name = data.text("name")
+    if name not in FORMATS:
+        raise UnreadableAudit(f"there is no format {_short(name)}; known are {', '.join(FORMATS)}")
+    format = FORMATS[name]
+    if any(data.positive(end) != getattr(format, end) for end in _ENDS):
+        raise UnreadableAudit(f"the window of {name} does not end where {name} does")
+    return FormatFinding(
+        format=format,
+        scale=data.positive("scale"),
+        holds=data.take("holds", lambda value: isinstance(value, bool), "true or false"),
+        keep=data.texts("keep"),
+        words=data.text("words"),
+        unscaled=_shares(data.object("unscaled")),
+        scaled=_shares(data.object("scaled")),
+    )
+
+
+def _module(data: _Fields, formats: Iterable[str]) -> ModuleGradients:
+    fates = {name: data.object("fates").object(name) for name in formats}
+    outputs = None
+    if data.data.get("outputs") is not None:  # Not in the first audits.
+        seen = data.object("outputs")
+        largest = seen.magnitude("largest") or 0.0
+        outputs = Outputs(largest, seen.count("nonfinite"), seen.texts("takers"))
+    return ModuleGradients(
+        name=data.text("name"),
+        kind=data.text("type"),
+        parameters=_optional(data, "parameters"),
+        activations=_optional(data, "activations"),
+        outputs=outputs,
+        fates={
+            name: Fate(_shares(fate.object("unscaled")), _shares(fate.object("scaled")))
+            for name, fate in fates.items()
+        },
+    )
+
+
+def _optional(data: _Fields, name: str) -> Histogram | None:
+    """The histogram of this name, or None where the file has null."""
+    if data.take(name, lambda v: v is None or isinstance(v, Mapping), "an object") is None:
+        return None
+    return _histogram(data.object(name), f"a histogram of {name}")
+
+
+def _histogram(data: _Fields, called: str) -> Histogram:
+    first = data.take("first", lambda value: type(value) is int, "a whole number")
+    counts = data.counts("counts")
+    if first not in _EXPONENTS or first + len(counts) - 1 > _EXPONENTS[-1]:
+        raise UnreadableAudit(f"{called} lies beyond every number")
+    powers = data.counts("powers") if "powers" in data.data else ()  # Not in the first audits.
+    if powers and len(powers) != len(counts):
+        raise UnreadableAudit(f"{called} has {len(counts)} 'counts' and {len(powers)} 'powers'")
+    return Histogram(
+        first,
+        counts,
+        data.count("zeros"),
+        data.count("nonfinite"),
+        data.magnitude("largest"),
+        data.magnitude("smallest"),
+        powers,
+    )
+
+
+def _shares(data: _Fields) -> Shares:
+    lost, subnormal, overflow = (
+        data.take(name, lambda v: v is None or (_is_finite(v) and 0 <= v <= 1), "a share, 0 to 1")
+        or 0.0
+        for name in ("lost", "subnormal", "overflow")
+    )
+    headroom = data.take("headroom", lambda v: v is None or _is_finite(v), "a number or null")
+    return Shares(lost, subnormal, overflow, headroom)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that a float64 holds; a whole number may be longer."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and _is_finite(value) and value >= 0
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # A whole number of thousands of digits.
+        return f"{type(value).__name__} beyond all bounds"
+    return text if len(text) <= 40 else f"{text[:19]}…{text[-20:]}"
