@@ -17,7 +17,7 @@ from gradilocks.report.audit_figures import KINDS, kinds_of, module_figure, wind
 from gradilocks.report.audited import Audit, Fate, Shares, UnreadableAudit, audited
 from gradilocks.report.destination import check, write
 from gradilocks.report.formatting import clean, count, numeral, percent, power, prose, raised
-from gradilocks.report.page import FormatRow, Page, Pairs, Panel, html
+from gradilocks.report.page import FormatRow, Page, Pairs, Panel, to_html
 
 __all__ = ["audit_page", "check_audit_page", "panel", "write_audit_page"]
 
@@ -62,7 +62,7 @@ def audit_page(audit: Mapping[str, Any], *, title: str) -> str:
         made = _panel(audited(audit), key="a0")
     except UnreadableAudit as error:
         raise GradilocksError(f"the audit cannot be shown: {error}.") from error
-    return html(
+    return to_html(
         Page(
             title=f"{clean(title)} · Gradilocks audit",
             kind="Gradilocks audit",

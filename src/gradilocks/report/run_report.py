@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from gradilocks.report import curve_findings, ending_findings, skip_findings, tensor_findings
+import gradilocks.report.curve_findings as curve_findings
+import gradilocks.report.ending_findings as ending_findings
+import gradilocks.report.skip_findings as skip_findings
+import gradilocks.report.tensor_findings as tensor_findings
 from gradilocks.report.formatting import clean, count, duration, number, percent, power
 from gradilocks.report.health import Finding, Health, Verdict
 from gradilocks.report.tracks import Track, nanmedian, tracks
