@@ -35,6 +35,7 @@ __all__ = [
     "came_late",
     "nanmedian",
     "nonfinite_losses",
+    "quantile",
     "spoilt_before",
     "tracks",
 ]
@@ -229,6 +230,20 @@ def nanmedian(values: Iterable[float]) -> float:
     """The median of the values that are not NaN; NaN if there is none."""
     present = [value for value in values if not math.isnan(value)]
     return median(present) if present else NAN
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted numbers; between two of them where it falls between.
+
+    Example:
+        >>> quantile([1.0, 2.0, 4.0], 0.75)
+        3.0
+    """
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    part = place - below
+    return ordered[below] * (1 - part) + ordered[above] * part
 
 
 def came_late(run: Run, trace: Trace) -> bool:
