@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from environment import environment
 
-from gradilocks.report import report_on
-from gradilocks.report import render
+from gradilocks.report import render, report_on
 from gradilocks.runfile import Culprit, Detail, End, Header, OptimizerInfo, Step, read_run
 from gradilocks.runfile.writing import end_line, header_line, optimizer_line, step_line
 

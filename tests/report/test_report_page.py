@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradilocks.report.figures import sections
-from gradilocks.report.report_page import identity, render
+from gradilocks.report.report_page import identity, render, report_page
 from gradilocks.report.run_report import Reported, main_numbers, report_on, what_ran
 from gradilocks.runfile import Culprit, End, Run
 from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
@@ -85,6 +85,39 @@ def test_main_numbers_are_counted_not_guessed() -> None:
     clipped = sum(step.clipped and not step.skipped for step in one.run.steps)
     assert numbers["clipped"].startswith(f"{clipped} (")
     assert numbers["last scale"] == "2^16"
+
+
+def test_what_stands_on_the_page_of_one_run_is_plain_data() -> None:
+    page = report_page([reported(made_run(), "only")])
+    (run,) = page.runs
+    assert (page.heading, page.kind, run.colour) == ("only", "Gradilocks report", None)
+    ((heading, tiles),) = run.tiles
+    assert heading == ""
+    assert dict(tiles)["steps"] == "300"
+    assert "verdict" not in dict(tiles)
+    assert (page.numbers, page.bears, page.panels, page.settings) == ([], (), [], ())
+    assert page.command == "train.py --lr 1e-3"
+    assert [(label, colour) for label, colour, _ in page.facts] == [("", None)]
+
+
+def test_what_stands_on_the_page_of_several_runs_is_plain_data() -> None:
+    page = report_page([reported(made_run(20), label) for label in ("a", "b", "c")])
+    assert (page.heading, page.title) == (
+        "a and b and 1 more",
+        f"{page.heading} · Gradilocks report",
+    )
+    (table,) = page.numbers
+    assert table.heads[:2] == ["run", "steps"]
+    assert [(row.label, row.colour, row.cells[0]) for row in table.rows] == [
+        ("a", 0, "20"),
+        ("b", 1, "20"),
+        ("c", 2, "20"),
+    ]
+    assert [(run.label, run.colour, run.tiles) for run in page.runs] == [
+        ("a", 0, ()),
+        ("b", 1, ()),
+        ("c", 2, ()),
+    ]
 
 
 def test_several_runs_share_the_plots_and_have_a_table() -> None:

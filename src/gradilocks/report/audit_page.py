@@ -32,7 +32,7 @@ from gradilocks.report.formatting import (
     prose,
     raised,
 )
-from gradilocks.report.page import FormatRow, Page, Pairs, Panel, html
+from gradilocks.report.page import FormatRow, Page, Pairs, Panel, to_html
 
 __all__ = [
     "audit_page",
@@ -105,7 +105,7 @@ def check_audit_page(path: Path, *, title: str) -> None:
 
 def audit_page(audit: AuditRecord, *, title: str) -> str:
     """Returns the page."""
-    return html(
+    return to_html(
         Page(
             title=f"{clean(title)} · Gradilocks audit",
             kind="Gradilocks audit",

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from gradilocks.report.tracks import nonfinite_losses, spoilt_before
+from gradilocks.report.tracks import nonfinite_losses, quantile, spoilt_before
 from gradilocks.runfile import BadSteps, Header, Run, Step, beside, has_bad_gradients, origin_of
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "Spread",
     "Summary",
     "compare",
-    "quantile",
     "seconds_of",
     "summarize",
 ]
@@ -155,20 +154,6 @@ def seconds_of(run: Run) -> float:
     if run.end is not None:
         at_end = max(at_end, run.end.time)
     return sum(last) + at_end
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted numbers; between two of them where it falls between.
-
-    Example:
-        >>> quantile([1.0, 2.0, 4.0], 0.75)
-        3.0
-    """
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    part = place - below
-    return ordered[below] * (1 - part) + ordered[above] * part
 
 
 def _likely(run: Run) -> Counter[str]:

@@ -13,8 +13,6 @@ from gradilocks.report.health import Finding, Severity
 from gradilocks.report.skip_findings import SOUND, by_trace, where_it_arose
 from gradilocks.report.tracks import Track, nanmedian
 
-__all__ = ["clipping", "converged", "divergence", "loss_not_finite", "silence", "spikes"]
-
 # The loss is compared window by window; a median over fewer than this is noise.
 WINDOWS = 20
 SHORTEST = 5
@@ -58,21 +56,22 @@ def loss_not_finite(track: Track) -> Iterator[Finding]:
     """Says where the loss itself was NaN or Inf: for good, or at single steps."""
     lost, since = set(track.lost), track.lost_since
     if since is not None:
-        yield _gone(track, since, len(track.steps) - since)
+        yield _never_finite_again(track, since)
         lost -= set(range(since, len(track.steps)))
-    else:
-        yield from _taken(track, [i for i in sorted(lost) if not track.steps[i].skipped])
-    yield from _skipped(track, [i for i in sorted(lost) if track.steps[i].skipped])
+    taken = [place for place in sorted(lost) if not track.steps[place].skipped]
+    if taken and since is None:
+        yield _not_finite_and_taken(track, taken)
+    skipped = [place for place in sorted(lost) if track.steps[place].skipped]
+    if skipped:
+        yield _not_finite_and_skipped(track, skipped)
 
 
-def _taken(track: Track, places: Sequence[int]) -> Iterator[Finding]:
-    if not places:
-        return
+def _not_finite_and_taken(track: Track, places: Sequence[int]) -> Finding:
     first = track.steps[places[0]].step
     # Gradients that were finite all the same have spoilt nothing.
     taken = set(track.taken)
     spoilt = [track.steps[i].step for i in places if i in taken]
-    yield Finding(
+    return Finding(
         "loss-not-finite",
         "problem",
         f"The loss was NaN or Inf at {count(len(places), 'step')} that went into the weights"
@@ -89,11 +88,9 @@ def _taken(track: Track, places: Sequence[int]) -> Iterator[Finding]:
     )
 
 
-def _skipped(track: Track, places: Sequence[int]) -> Iterator[Finding]:
-    if not places:
-        return
+def _not_finite_and_skipped(track: Track, places: Sequence[int]) -> Finding:
     first = track.steps[places[0]].step
-    yield Finding(
+    return Finding(
         "loss-nonfinite-steps",
         "warning",
         f"The loss itself was NaN or Inf at {count(len(places), 'step')}",
@@ -106,14 +103,14 @@ def _skipped(track: Track, places: Sequence[int]) -> Iterator[Finding]:
     )
 
 
-def _gone(track: Track, first_gone: int, gone: int) -> Finding:
-    """The loss was never finite again: the weights are spoilt, or the steps were skipped."""
-    step = track.steps[first_gone].step
-    here = range(first_gone, len(track.steps))
-    spoilt = track.spoilt_by(first_gone)
-    bad = set(track.nonfinite)
-    if first_gone:
-        before = track.loss[first_gone - 1]
+def _never_finite_again(track: Track, since: int) -> Finding:
+    """The loss ended as NaN or Inf: the weights are spoilt, or the steps were skipped."""
+    step = track.steps[since].step
+    here = range(since, len(track.steps))
+    gone = len(here)
+    spoilt = track.spoilt_by(since)
+    if since:
+        before = track.loss[since - 1]
         title = f"The loss is not finite from step {step:,} on"
         told = f"It was {number(before)} just before and has been NaN or Inf for "
         told += f"{count(gone, 'step')}. "
@@ -138,9 +135,9 @@ def _gone(track: Track, first_gone: int, gone: int) -> Finding:
             "what the loss divides by or takes the logarithm of, and at whether a weight is itself "
             f"NaN or Inf. {by_trace(track, here)}"
         )
-    elif not any(i in bad for i in here):
+    elif not any(place >= since for place in track.nonfinite):
         told += "The gradients stayed finite, so the weights are not spoilt by it" + (
-            "." if track.steps[first_gone].loss_nonfinite else "; or the loss is only missing."
+            "." if track.steps[since].loss_nonfinite else "; or the loss is only missing."
         )
     return Finding("loss-not-finite", "problem", title, told.rstrip(), evidence, step=step)
 
@@ -190,10 +187,8 @@ def _growth(track: Track, early: list[int], late: list[int]) -> float:
     after = early[-1]
     if any(place > after for place in track.nonfinite if not track.steps[place].skipped):
         return math.inf
-    before, then = (
-        nanmedian(track.norm[i] for i in early),
-        nanmedian(track.norm[i] for i in late),
-    )
+    before = nanmedian(track.norm[i] for i in early)
+    then = nanmedian(track.norm[i] for i in late)
     return then / before if before > 0 and not math.isnan(then) else 1.0
 
 
@@ -293,10 +288,8 @@ def clipping(track: Track) -> Iterator[Finding]:
         return
     late = [i for i in limited if i >= len(track.steps) * WARMING_UP]
     share = sum(track.clipped[i] for i in late) / max(1, len(late))
-    typical, limit = (
-        nanmedian(track.norm[i] for i in late),
-        nanmedian(track.limit[i] for i in late),
-    )
+    typical = nanmedian(track.norm[i] for i in late)
+    limit = nanmedian(track.limit[i] for i in late)
     if share >= NEARLY_ALWAYS:
         yield Finding(
             "clipped-nearly-always",
@@ -308,9 +301,10 @@ def clipping(track: Track) -> Iterator[Finding]:
             {"share": share, "median norm": typical, "limit": limit},
         )
     elif not any(track.clipped[i] for i in limited) and len(limited) >= NEVER_IN:
-        largest = max((track.norm[i] for i in limited), default=math.nan, key=_or_zero)
-        if math.isnan(largest) or len({track.limit[i] for i in limited}) > 1:
+        norms = [track.norm[i] for i in limited if not math.isnan(track.norm[i])]
+        if not norms or len({track.limit[i] for i in limited}) > 1:
             return  # A limit that adapts is right to keep its distance.
+        largest = max(norms)
         yield Finding(
             "never-clipped",
             "note",
@@ -319,7 +313,3 @@ def clipping(track: Track) -> Iterator[Finding]:
             f"{number(limit)}. It guards against spikes only; nothing is wrong with that.",
             {"largest norm": largest, "limit": limit},
         )
-
-
-def _or_zero(value: float) -> float:
-    return 0.0 if math.isnan(value) else value

@@ -1,4 +1,4 @@
-"""How a run ended, and in which module a step turned non-finite, if that was traced."""
+"""Findings about how a run ended, and in which module NaN or Inf arose, if it was traced."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from gradilocks.report.figures import Curve, Section, curve_figures
 from gradilocks.report.formatting import clean, duration, number, percent, power
-from gradilocks.report.page import Bear, Page, Row, RunPart, Table, html
+from gradilocks.report.page import Bear, Page, Row, RunPart, Table, to_html
 from gradilocks.report.run_report import Reported
 
 __all__ = ["Drawn", "comparisons", "experiment_page"]
@@ -75,7 +75,7 @@ def experiment_page(
     seeds = summary["seeds"]
     seed = "" if len(seeds) == 1 else f" with seed {min(seeds)}"
     told = json.dumps([summary["started"], summary["command"]])
-    return html(
+    return to_html(
         Page(
             title="The Goldilocks experiment · Gradilocks",
             kind="Gradilocks demo",

@@ -26,9 +26,9 @@ from gradilocks.report.formatting import listed, numeral, prose, raised, sentenc
 from gradilocks.report.health import Health
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from jinja2 import Template
 
-__all__ = ["Bear", "FormatRow", "Page", "Pairs", "Panel", "Row", "RunPart", "Table", "html"]
+__all__ = ["Bear", "FormatRow", "Page", "Pairs", "Panel", "Row", "RunPart", "Table", "to_html"]
 
 Pairs = Sequence[tuple[str, str]]
 """Names and what to say about each."""
@@ -158,7 +158,7 @@ class Page:
     facts_title: str = "What ran"
 
 
-def html(page: Page) -> str:
+def to_html(page: Page) -> str:
     """Lays a page out."""
     from gradilocks import __version__
 
@@ -166,22 +166,21 @@ def html(page: Page) -> str:
     names = ("page.js", "audit.js") if page.panels else ("page.js",)
     scripts = [_plotly(), *((assets / name).read_text(encoding="utf-8") for name in names)]
     parts: list[Section | Panel] = [*page.sections, *page.panels]
-    return (
-        _templates()
-        .get_template("page.html")
-        .render(
-            page=page,
-            plots={figure.key: figure.plot for part in parts for figure in part.figures},
-            version=__version__,
-            scripts=[Markup(script) for script in scripts],
-            policy="default-src 'none'; base-uri 'none'; form-action 'none'; style-src "
-            "'unsafe-inline'; img-src data: blob:; script-src " + " ".join(map(_hash, scripts)),
-        )
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
+        f"img-src data: blob:; script-src {' '.join(map(_hash, scripts))}"
+    )
+    return _page_template().render(
+        page=page,
+        plots={figure.key: figure.plot for part in parts for figure in part.figures},
+        version=__version__,
+        scripts=[Markup(script) for script in scripts],
+        policy=policy,
     )
 
 
 @cache
-def _templates() -> Environment:
+def _page_template() -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     made = Environment(
@@ -194,7 +193,7 @@ def _templates() -> Environment:
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     for each in (in_digits, listed, numeral, prose, raised, sentence_case):
         made.filters[each.__name__] = each
-    return made
+    return made.get_template("page.html")
 
 
 def in_digits(value: float | int | str) -> str:

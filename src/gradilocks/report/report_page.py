@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from gradilocks.report.audit_page import panel
 from gradilocks.report.figures import sections
 from gradilocks.report.formatting import sentence_case
-from gradilocks.report.page import Page, Pairs, Row, RunPart, Table, html
+from gradilocks.report.page import Page, Pairs, Row, RunPart, Table, to_html
 from gradilocks.report.run_report import Reported, in_short, main_numbers, what_ran
 from gradilocks.report.tracks import Track
 
@@ -18,7 +18,7 @@ __all__ = ["identity", "render", "report_page"]
 
 def render(reports: Sequence[Reported]) -> str:
     """Returns the page on one or more runs; several are drawn over each other."""
-    return html(report_page(reports))
+    return to_html(report_page(reports))
 
 
 def report_page(reports: Sequence[Reported]) -> Page:

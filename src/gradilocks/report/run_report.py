@@ -7,30 +7,17 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from gradilocks.report.curve_findings import (
-    clipping,
-    divergence,
-    loss_not_finite,
-    silence,
-    spikes,
-)
-from gradilocks.report.ending_findings import ending, traced
+import gradilocks.report.curve_findings as curve_findings
+import gradilocks.report.ending_findings as ending_findings
+import gradilocks.report.skip_findings as skip_findings
+import gradilocks.report.tensor_findings as tensor_findings
 from gradilocks.report.formatting import clean, count, duration, number, percent, power
 from gradilocks.report.health import Finding, Health, Verdict
-from gradilocks.report.skip_findings import (
-    far_out,
-    nan_culprits,
-    rejected,
-    scaling,
-    skipping,
-    taken_though_nonfinite,
-)
-from gradilocks.report.tensor_findings import dominating, gradientless, moving, vanishing
 from gradilocks.report.tracks import Track, nanmedian, tracks
 from gradilocks.runfile import Run
 
@@ -44,20 +31,21 @@ ENDS = 20
 FEW_STEPS = 20
 ORDER = {"problem": 0, "warning": 1, "note": 2}
 STEP_RULES = (
-    taken_though_nonfinite,
-    nan_culprits,
-    loss_not_finite,
-    divergence,
-    silence,
-    skipping,
-    far_out,
-    rejected,
-    spikes,
-    vanishing,
-    dominating,
-    moving,
-    clipping,
-    gradientless,
+    skip_findings.taken_though_nonfinite,
+    skip_findings.nan_culprits,
+    curve_findings.loss_not_finite,
+    curve_findings.divergence,
+    curve_findings.silence,
+    skip_findings.skipping,
+    skip_findings.far_out,
+    skip_findings.rejected,
+    curve_findings.spikes,
+    tensor_findings.vanishing,
+    tensor_findings.dominating,
+    tensor_findings.moving,
+    curve_findings.clipping,
+    tensor_findings.gradientless,
+    skip_findings.scaling,
 )
 
 
@@ -153,22 +141,13 @@ def examine(run: Run, followed: Sequence[Track] | None = None) -> Health:
         BadRunFile: a step holds something else than numbers.
     """
     followed = tracks(run) if followed is None else followed
-    found = [*ending(run), *traced(run)]
+    found = [*ending_findings.ending(run), *ending_findings.traced(run)]
     for track in followed:
-        for finding in _of_track(run, track):
-            found.append(
-                replace(finding, title=f"{track.label}: {finding.title}")
-                if track.several
-                else finding
-            )
+        of = f"{track.label}: " if track.several else ""
+        for rule in STEP_RULES:
+            found += [replace(finding, title=of + finding.title) for finding in rule(track)]
     found.sort(key=lambda finding: ORDER[finding.severity])
     return Health(*_verdict(run, found, followed), tuple(found))
-
-
-def _of_track(run: Run, track: Track) -> Iterator[Finding]:
-    for rule in STEP_RULES:
-        yield from rule(track)
-    yield from scaling(run, track)
 
 
 def _verdict(run: Run, found: Sequence[Finding], followed: Sequence[Track]) -> tuple[Verdict, str]:

@@ -10,23 +10,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from gradilocks.report.formatting import clean, count, listed, percent, power
 from gradilocks.report.health import Finding, Severity
 from gradilocks.report.tracks import ANOTHERS, Track, nanmedian
-from gradilocks.runfile import FORWARD_OR_LOSS, Origin, Run, origin_of
-
-__all__ = [
-    "SOUND",
-    "by_trace",
-    "far_out",
-    "nan_culprits",
-    "rejected",
-    "scaling",
-    "skipping",
-    "taken_though_nonfinite",
-    "where_it_arose",
-]
+from gradilocks.runfile import FORWARD_OR_LOSS, Origin, origin_of
 
 SOUND = " whose weights are finite"
 # A dynamic scale starts too high on purpose: at 2^16 it may take sixteen halvings to settle.
@@ -113,7 +102,7 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
         for i in track.nonfinite
         if track.steps[i].nan > 0
         and track.steps[i].skipped  # `taken_though_nonfinite` tells of the others.
-        and not _amplified(track.scale[i])
+        and not track.scale[i] > 1  # Nor is a scale that is not known, which is NaN.
         and i not in lost
     ]
     settled = _after(places, track) if places else ()
@@ -195,12 +184,12 @@ def rejected(track: Track) -> Iterator[Finding]:
     )
 
 
-def scaling(run: Run, track: Track) -> Iterator[Finding]:
+def scaling(track: Track) -> Iterator[Finding]:
     """Judges where the scale went once it had settled."""
     scale = [value for value in track.scale[SETTLING:] if not math.isnan(value)]
     if len(scale) < ENOUGH_FOR_QUARTERS or max(scale) == min(scale) == track.scale[0]:
         return  # No scale, a static one, or too short to tell.
-    lowest, highest = _bound(run, "min_scale"), _bound(run, "max_scale")
+    lowest, highest = _bound(track, "min_scale"), _bound(track, "max_scale")
     stuck_low = sum(value <= max(1.0, lowest or 0.0) for value in scale) / len(scale)
     stuck_high = sum(value > highest / 2 for value in scale) / len(scale) if highest else 0.0
     lost = set(track.lost)
@@ -354,18 +343,10 @@ def _after(places: Sequence[int], track: Track) -> range:
     return range(places[-1] + 1, len(track.steps))
 
 
-def _amplified(scale: float) -> bool:
-    return not math.isnan(scale) and scale > 1
-
-
 def _longest_streak(places: Sequence[int]) -> int:
-    longest = streak = 0
-    before = -2
-    for place in places:
-        streak = streak + 1 if place == before + 1 else 1
-        before = place
-        longest = max(longest, streak)
-    return longest
+    """How many of the places, which rise, follow each other without a gap at most."""
+    streaks = groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])
+    return max(len(list(streak)) for _, streak in streaks)
 
 
 def _what_to_do(severity: Severity, longest: int, *, unscaled: bool, recovered: bool) -> str:
@@ -391,9 +372,9 @@ def _what_to_do(severity: Severity, longest: int, *, unscaled: bool, recovered: 
     )
 
 
-def _bound(run: Run, name: str) -> float | None:
+def _bound(track: Track, name: str) -> float | None:
     """A bound of the scale policy, from its text in the header; None if that has none."""
-    found = re.search(rf"\b{name}=([-+.\deE]+)", str(run.header.settings.get("scale", "")))
+    found = re.search(rf"\b{name}=([-+.\deE]+)", track.scale_policy)
     try:
         return float(found[1]) if found else None
     except ValueError:

@@ -1,15 +1,14 @@
-"""Single tensors: without a gradient, vanishing, dominating, moving too much or too little."""
+"""Findings about single tensors: without a gradient, vanishing, dominating, hardly moving."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-from gradilocks.report.comparison import quantile
 from gradilocks.report.curve_findings import converged
 from gradilocks.report.formatting import clean, count, listed, number, percent
 from gradilocks.report.health import Finding
-from gradilocks.report.tracks import Tensor, Track, nanmedian
+from gradilocks.report.tracks import Tensor, Track, nanmedian, quantile
 
 # A look at fewer steps than this may have met an odd one.
 ENOUGH = 3

@@ -35,6 +35,7 @@ __all__ = [
     "came_late",
     "nanmedian",
     "nonfinite_losses",
+    "quantile",
     "spoilt_before",
     "tracks",
 ]
@@ -80,6 +81,7 @@ class Track:
     Attributes:
         optimizer: its name and its parameters, as the run file has them.
         steps: as the run file has them.
+        scale_policy: the policy of the loss scale, as the run's header writes it, or ''.
         several: whether the run has other optimizers too.
         spoilt: for each step 0 if no earlier step of its session had put NaN or Inf into any
             weights; else `OWN` or `ANOTHERS`: what is bad at such a step may come from there.
@@ -101,13 +103,15 @@ class Track:
         optimizer: OptimizerInfo,
         steps: Sequence[Step],
         *,
+        scale_policy: str,
         several: bool,
         spoilt: bytes,
         others: Mapping[int, Sequence[Step]],
         traced: bool,
         found: Set[int],
     ) -> None:
-        self.optimizer, self.steps, self.several = optimizer, steps, several
+        self.optimizer, self.steps = optimizer, steps
+        self.scale_policy, self.several = scale_policy, several
         self.spoilt, self.others, self.traced, self.found = spoilt, others, traced, found
         numbers = array("q", [step.step for step in steps])
         self.renumbered = any(later <= earlier for earlier, later in pairwise(numbers))
@@ -206,6 +210,7 @@ def tracks(run: Run) -> list[Track]:
             Track(
                 infos.get(index) or OptimizerInfo(index, "optimizer", (), (), ()),
                 steps[index],
+                scale_policy=str(run.header.settings.get("scale", "")),
                 several=len(steps) > 1,
                 spoilt=bytes(spoilt[index]),
                 others=others.get(index, {}),
@@ -225,6 +230,20 @@ def nanmedian(values: Iterable[float]) -> float:
     """The median of the values that are not NaN; NaN if there is none."""
     present = [value for value in values if not math.isnan(value)]
     return median(present) if present else NAN
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted numbers; between two of them where it falls between.
+
+    Example:
+        >>> quantile([1.0, 2.0, 4.0], 0.75)
+        3.0
+    """
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    part = place - below
+    return ordered[below] * (1 - part) + ordered[above] * part
 
 
 def came_late(run: Run, trace: Trace) -> bool:
