@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pandas
 import pytest
@@ -30,6 +31,16 @@ def test_it_survives_json(found):
     assert plain["kind"] == "audit"
     assert Audit.from_plain(plain) == found
     assert Audit.from_plain(plain).to_plain() == found.to_plain()
+
+
+def test_an_audit_written_before_the_records_were_one_is_read_and_written_as_it_was():
+    written = json.loads((Path(__file__).parent / "data" / "audit_version_1.json").read_text())
+    read = Audit.from_plain(written)
+    assert read.to_plain() == written
+    assert read.shares("fp16", read.initial_scale) == read.formats[0].scaled
+    del written["modules"][0]["outputs"]  # The first audits had no outputs and no powers.
+    del written["total"]["parameters"]["powers"]
+    assert Audit.from_plain(written).modules[0].outputs is None
 
 
 def test_the_plain_form_has_the_shares_of_every_module_and_format(found):

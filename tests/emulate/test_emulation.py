@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, vmap
 
 import gradilocks
 from gradilocks.errors import GradilocksError
+from gradilocks.lab.emulate import rounding
 
 ODD = torch.tensor([[1.0001]])
 """Not a value of fp16, bf16 or fp8."""
@@ -455,6 +456,17 @@ class TestTogetherWith:
             found = str(error)
         assert found == 1.0 or "Enter it around the call" in found
         assert stored() == ODD.item()
+
+    def test_without_torchs_private_names_the_slower_way_gives_the_same(self, monkeypatch):
+        module, inputs = model(), torch.randn(4, 16)
+        with gradilocks.emulate("fp16"):
+            module(inputs).square().sum().backward()
+        expected = gradients(module)
+        module.zero_grad()
+        monkeypatch.setattr(rounding, "_transforms_active", lambda: True)
+        with gradilocks.emulate("fp16"):
+            module(inputs).square().sum().backward()
+        assert torch.equal(gradients(module), expected)
 
     def test_composable_checkpoints(self):
         from torch.distributed._composable.checkpoint_activation import checkpoint

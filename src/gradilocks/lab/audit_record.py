@@ -9,6 +9,7 @@ whoever draws or asks need not look.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
@@ -102,12 +103,11 @@ class Histogram:
         return enumerate(self.counts, start=self.first)
 
     def __add__(self, other: Histogram) -> Histogram:
-        bins: dict[int, int] = {}
-        powers: dict[int, int] = {}
+        bins: Counter[int] = Counter()
+        powers: Counter[int] = Counter()
         for each in (self, other):
-            for sums, counts in ((bins, each.counts), (powers, each.powers)):
-                for exponent, count in enumerate(counts, start=each.first):
-                    sums[exponent] = sums.get(exponent, 0) + count
+            bins.update(dict(each.bins()))
+            powers.update(dict(enumerate(each.powers, start=each.first)))
         largest = [h.largest for h in (self, other) if h.largest is not None]
         smallest = [h.smallest for h in (self, other) if h.smallest is not None]
         return Histogram.of(
@@ -166,17 +166,17 @@ class Shares:
     """What becomes of values in a format at a scale: shares of those that are finite and not 0."""
 
     lost: float
-    """They round to zero."""
+    """Rounded to zero."""
     subnormal: float
-    """They are stored with fewer bits than the format has."""
+    """Stored with fewer bits than the format has."""
     overflow: float
-    """They become inf or, where the format has none, the largest number."""
+    """Made inf or, where the format has none, the largest number."""
     headroom: float | None
     """Doublings left before the largest overflows, negative if it does; None without values."""
 
     @property
     def normal(self) -> float:
-        """They keep their full precision."""
+        """Stored with all the bits that the format has."""
         return max(0.0, 1.0 - self.lost - self.subnormal - self.overflow)
 
     @property
@@ -248,12 +248,12 @@ class FormatFinding:
 
     @property
     def name(self) -> str:
-        """The format's."""
+        """The name of the format."""
         return self.format.name
 
     @property
     def fate(self) -> Fate:
-        """Of all values."""
+        """What becomes of all values."""
         return Fate(self.unscaled, self.scaled)
 
 

@@ -49,11 +49,10 @@ def label_of(module: ModuleGradients) -> str:
 
 def kinds_of(audit: AuditRecord) -> list[str]:
     """Which gradients the modules have: all together, and each kind if there are both."""
-    seen = [made for module in audit.modules for made in (module.activations, module.parameters)]
     there = [
         kind
-        for place, kind in enumerate(HISTOGRAMS)
-        if any(made is not None and made.values for made in seen[place::2])
+        for kind in HISTOGRAMS
+        if any((made := getattr(module, kind)) and made.values for module in audit.modules)
     ]
     return ["all", *there] if len(there) > 1 else there
 
@@ -149,13 +148,14 @@ def _window(drawn: dict[str, Histogram], each: FormatFinding) -> dict[str, Any]:
 def _curves(drawn: dict[str, Histogram], shift: float, *, row: int) -> Iterator[dict[str, Any]]:
     for kind, made in drawn.items():
         bins = range(made.first - 1, made.first + len(made.counts) + 1)
+        total = made.values
         yield {
             "type": "scatter",
             "mode": "lines",
             "name": KINDS[kind],
             # A point lies in the middle of its bin, so that one points at the bin under the mouse.
             "x": [_neat(at + shift + 0.5) for at in bins],
-            "y": [0, *(_neat(each / made.values) for each in made.counts), 0],
+            "y": [0, *(_neat(each / total) for each in made.counts), 0],
             "line": {"shape": "hvh"},
             "fill": "tozeroy",
             "yaxis": "y" if row == 0 else f"y{row + 1}",
@@ -193,10 +193,10 @@ def _ends(band: dict[str, Any], left: float, right: float) -> str:
 def _moved(drawn: dict[str, Histogram], scale: float) -> dict[str, Any] | None:
     """From where to where the scale moves the middle of the first histogram."""
     for made in drawn.values():
-        below = 0
+        below, half = 0, made.values / 2
         for at, each in made.bins():
             below += each
-            if each and below >= made.values / 2:
+            if each and below >= half:
                 words = f"× {_raised(power(scale))}"
                 return {"from": at, "to": _neat(at + math.log2(scale)), "words": words}
     return None
@@ -225,10 +225,10 @@ def _heat(
 ) -> dict[str, Any]:
     z: list[list[float | None]] = []
     for made in histograms:
-        counts = dict(made.bins())
+        counts, total = dict(made.bins()), made.values
         z.append(
             [
-                float(f"{counts[at] / made.values:.3g}") if counts.get(at) else None
+                float(f"{counts[at] / total:.3g}") if counts.get(at) else None
                 for at in range(low, high)
             ]
         )
@@ -271,13 +271,13 @@ def _shown(histograms: Iterable[Histogram]) -> tuple[int, int]:
     """From where to where there are values: the outermost of all histograms, without thin tails."""
     low, high = [], []
     for made in histograms:
-        below = 0
+        below, total = 0, made.values
         for at, each in made.bins():
             below += each
-            if below > TAIL * made.values:
+            if below > TAIL * total:
                 low.append(at)
                 break
-        if made.values:
+        if total:
             high.append(made.first + len(made.counts))
     return (min(low), max(high)) if low else (-24, 0)
 

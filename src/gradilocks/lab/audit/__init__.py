@@ -2,30 +2,29 @@
 
 The folder reads along the data: ``module_hooks`` (hooks on a model) → ``counting`` (values by their
 exponent, on the device) → ``judging`` (format, scale, what to keep out) → ``audit_text`` →
-``result`` (the Audit, a `lab/audit_record` that can be asked). ``audit_model`` does it for a model
-and batches; ``script`` and ``watching`` for a script that is run, which may want to be the first to
-import torch: so the names here are loaded on first use.
+``result`` (the Audit: a `lab/audit_record` that can be asked). ``audit_model`` does it for a model
+and batches; ``script`` and ``watching`` for a script that is run. Such a script may want to be the
+first to import torch, so whatever needs torch is loaded on first use.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-_HOME = {
-    "Audit": "audit.result",
-    "FormatFinding": "audit_record",
-    "Histogram": "audit_record",
-    "ModuleGradients": "audit_record",
-    "Outputs": "audit_record",
-    "Recommendation": "audit_record",
-    "Shares": "audit_record",
-    "audit": "audit.audit_model",
-    "footnotes": "audit.audit_text",
-    "heading": "audit.audit_text",
-    "refuse_blocks": "audit.judging",
-    "tables": "audit.audit_text",
-}
+from gradilocks.lab.audit.audit_text import footnotes, heading, tables
+from gradilocks.lab.audit.judging import refuse_blocks
+from gradilocks.lab.audit.result import Audit
+from gradilocks.lab.audit_record import (
+    FormatFinding,
+    Histogram,
+    ModuleGradients,
+    Outputs,
+    Recommendation,
+    Shares,
+)
+
+if TYPE_CHECKING:
+    from gradilocks.lab.audit.audit_model import audit
 
 __all__ = [
     "Audit",
@@ -44,21 +43,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name != "audit":
         raise AttributeError(f"module 'gradilocks.lab.audit' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"gradilocks.lab.{_HOME[name]}"), name)
-
-
-if TYPE_CHECKING:
     from gradilocks.lab.audit.audit_model import audit
-    from gradilocks.lab.audit.audit_text import footnotes, heading, tables
-    from gradilocks.lab.audit.judging import refuse_blocks
-    from gradilocks.lab.audit.result import Audit
-    from gradilocks.lab.audit_record import (
-        FormatFinding,
-        Histogram,
-        ModuleGradients,
-        Outputs,
-        Recommendation,
-        Shares,
-    )
+
+    return audit

@@ -10,7 +10,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from gradilocks.errors import GradilocksError, NoGradients
 from gradilocks.lab.audit.judging import formats_named
 from gradilocks.lab.audit.module_hooks import (
     Listener,
+    buffers_of,
     gather,
     hooks_after_accumulation,
     version_of,
@@ -150,11 +151,9 @@ def _check_model(model: object) -> None:
 
 
 def _check_steps(steps: object) -> None:
-    if steps is None:
-        return
-    if isinstance(steps, bool) or not isinstance(steps, int):
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
         raise TypeError(f"steps must be an int or None, got {type(steps).__name__}.")
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, or None for all batches, got {steps}.")
 
 
@@ -167,8 +166,7 @@ def _check_record(record: object) -> None:
         )
     if isinstance(record, (str, os.PathLike)):  # Now, and not after all batches.
         path = Path(record)
-        ways = "Choose another name."
-        check_target(path, path, "append", rank=0, ways=ways)
+        check_target(path, path, "append", rank=0, ways="Choose another name.")
 
 
 @contextmanager
@@ -178,12 +176,39 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     Raises:
         GradilocksError: a parameter was changed inside, which is beyond repair.
     """
-    with ExitStack() as stack:
-        for act in (_generators, _modes, _buffers, _gradients, _late_hooks):
-            stack.callback(act(model))
-        before = {name: version_of(param) for name, param in model.named_parameters()}
+    restore_generators = _generators()
+    training = [(module, module.training) for module in model.modules()]
+    # BatchNorm's statistics and the like, by object and by value.
+    buffers = [
+        (buffers_of(module), name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in buffers_of(module).items()
+    ]
+    gradients = [(param, param.grad) for param in model.parameters()]
+    # An optimizer that steps inside backward does so by a hook after a gradient is added up.
+    late_hooks = [hooks_after_accumulation(param) for param in model.parameters()]
+    held = [dict(hooks) for hooks in late_hooks]
+    before = {name: version_of(param) for name, param in model.named_parameters()}
+    try:
+        for param, _ in gradients:
+            param.grad = None
+        for hooks in late_hooks:
+            hooks.clear()
         yield
         after = {name: version_of(param) for name, param in model.named_parameters()}
+    finally:
+        for hooks, were in zip(late_hooks, held, strict=True):
+            hooks.update(were)
+        for param, gradient in gradients:
+            param.grad = gradient
+        with torch.no_grad():
+            for home, name, buffer, value in buffers:
+                home[name] = buffer
+                if buffer is not None and value is not None and not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        for module, was in training:
+            module.training = was
+        restore_generators()
     for name, version in after.items():
         if before.get(name) != version:
             raise GradilocksError(
@@ -192,8 +217,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             )
 
 
-def _generators(model: nn.Module) -> Callable[[], None]:
-    """Those that torch, Python and NumPy draw from when nobody names one."""
+def _generators() -> Callable[[], None]:
+    """Notes those that torch, Python and NumPy draw from when nobody names one; puts them back."""
     cpu = torch.get_rng_state()
     on_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = torch.cuda.get_rng_state_all() if on_gpus else None
@@ -208,60 +233,5 @@ def _generators(model: nn.Module) -> Callable[[], None]:
         random.setstate(python)
         if numpy is not None:
             numpy.set_state(drawn)
-
-    return restore
-
-
-def _modes(model: nn.Module) -> Callable[[], None]:
-    were = [(module, module.training) for module in model.modules()]
-
-    def restore() -> None:
-        for module, training in were:
-            module.training = training
-
-    return restore
-
-
-def _buffers(model: nn.Module) -> Callable[[], None]:
-    """BatchNorm's statistics and the like, by object and by value."""
-    were = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for module, name, buffer, value in were:
-            module._buffers[name] = buffer
-            if buffer is not None and value is not None and not torch.equal(buffer, value):
-                buffer.copy_(value)
-
-    return restore
-
-
-def _gradients(model: nn.Module) -> Callable[[], None]:
-    were = [(param, param.grad) for param in model.parameters()]
-    for param, _ in were:
-        param.grad = None
-
-    def restore() -> None:
-        for param, gradient in were:
-            param.grad = gradient
-
-    return restore
-
-
-def _late_hooks(model: nn.Module) -> Callable[[], None]:
-    """An optimizer that steps inside backward does so by a hook after a gradient is added up."""
-    were = []
-    for param in model.parameters():
-        if hooks := hooks_after_accumulation(param):
-            were.append((hooks, dict(hooks)))
-            hooks.clear()
-
-    def restore() -> None:
-        for hooks, held in were:
-            hooks.update(held)
 
     return restore

@@ -17,7 +17,7 @@ from gradilocks.kernels import pieces
 from gradilocks.lab.audit_record import Histogram
 from gradilocks.observe.looking import elements
 
-__all__ = ["Tally", "read"]
+__all__ = ["Tally", "read", "values_of"]
 
 LOWEST = -149
 """The exponent of the smallest float32; what a float64 has below it is counted there."""
@@ -46,11 +46,9 @@ class Tally:
     @torch.no_grad()
     def add(self, gradient: Tensor, *, scale: Tensor | float = 1.0) -> None:
         """Counts a gradient's values, divided by the scale that they carry."""
-        values = elements(gradient)
-        if values is None or not values.numel():
+        values = values_of(gradient)
+        if values is None:
             return
-        if values.is_complex():
-            values = torch.view_as_real(values.resolve_conj())
         home = values.device
         row = self.rows.get(home)
         if row is None:
@@ -69,6 +67,14 @@ class Tally:
         least, most = _extremes(bits)
         row[_MOST] = torch.maximum(row[_MOST], most)
         row[_LEAST] = torch.minimum(row[_LEAST], least)
+
+
+def values_of(tensor: Tensor) -> Tensor | None:
+    """A tensor's own numbers, of complex ones both parts; None if there are none to be counted."""
+    values = elements(tensor)
+    if values is None or not values.numel():
+        return None
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def read(tallies: Sequence[Tally]) -> list[Histogram]:

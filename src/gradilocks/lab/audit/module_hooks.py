@@ -15,21 +15,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradilocks.lab.audit.counting import Tally, read
+from gradilocks.lab.audit.counting import Tally, read, values_of
 from gradilocks.lab.audit.result import Audit
 from gradilocks.lab.audit_record import Histogram, ModuleGradients, Outputs
 from gradilocks.lab.emulate import emulated_format
 from gradilocks.lab.formats import Format
 from gradilocks.lab.trace.magnitudes import tensors_in
-from gradilocks.observe.looking import elements
 from gradilocks.observe.naming import name_modules
 
-__all__ = ["Listener", "gather", "is_unit", "stands_for_many"]
+__all__ = ["Listener", "gather", "is_unit"]
 
 _MARK = "gradilocks.module"  # In the metadata of the node of the graph that made an output.
 _MOST_NODES = 64  # Looked at, at most, between a module's input and another's output.
@@ -38,39 +38,65 @@ _LARGEST = torch.finfo(torch.float32).max
 
 # --- private names of torch ----------------------------------------------------------------------
 
-
-def stands_for_many(tensor: Tensor) -> bool:
-    """Whether it is a tensor inside `torch.func.vmap` or the like, whose values cannot be read."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+_functorch: Any = getattr(torch._C, "_functorch", None)
+is_wrapped: Callable[[Tensor], bool] = getattr(
+    _functorch, "is_functorch_wrapped_tensor", lambda tensor: False
+)
+"""Whether a tensor is one inside `torch.func.vmap` or the like, whose values cannot be read.
+Without the name: a model that uses vmap cannot be audited."""
 
 
 def version_of(tensor: Tensor) -> int:
-    """torch's count of the writes into a tensor; -1 for an inference tensor, which has none."""
-    return -1 if tensor.is_inference() else tensor._version
+    """torch's count of the writes into a tensor; -1 for an inference tensor, which has none.
+
+    Without the name: a parameter that `loss_fn` changes is not noticed.
+    """
+    return -1 if tensor.is_inference() else getattr(tensor, "_version", -1)
 
 
-def hooks_after_accumulation(parameter: Tensor) -> dict[int, Any] | None:
-    """The hooks that run when a parameter's gradient is added up, by their number; None without."""
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+def hooks_after_accumulation(parameter: Tensor) -> dict[int, Any]:
+    """The hooks that run when a parameter's gradient is added up, by their number, to be changed.
+
+    Without the name: an optimizer that steps in such a hook would train the audited model.
+    """
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers, to be changed; those that are None included, which no public name
+    tells of."""
+    return module._buffers
 
 
 # --- listening -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Unit:
+    """A module that computes, and what was seen of it."""
+
+    module: weakref.ref[nn.Module]
+    gradients: Tally | None = None
+    """Of what it returned; None as long as nothing of that required a gradient."""
+    sizes: dict[torch.device, Tensor] = field(default_factory=dict)
+    """By device: the largest finite magnitude that it returned, and how many were not finite."""
+    takers: dict[int, None] = field(default_factory=dict)
+    """The ids of the modules that took what it returned: the very tensor, or else, if functions
+    came between, what the first of them got of it."""
 
 
 class Listener:
     """Counts the gradients of the modules and parameters that it is told of.
 
     Attributes:
-        outputs: by module: the gradients of what it returned, in the order of the first calls.
-        parameters: by parameter: its gradients.
-        flow: what the forward passes show.
+        units: by the id of a module, in the order in which they first returned.
+        parameters: by the id of a parameter: its gradients.
         scale: what the gradients of the coming backward passes are to be divided by.
     """
 
     def __init__(self) -> None:
-        self.outputs: dict[int, tuple[weakref.ref[nn.Module], Tally]] = {}
+        self.units: dict[int, _Unit] = {}
         self.parameters: dict[int, tuple[weakref.ref[Tensor], Tally]] = {}
-        self.flow = OutputFlow()
         self.scale: Tensor | float = 1.0
         self.divided: Tensor | float = 1.0
         """The last scale other than 1 that gradients carried."""
@@ -82,6 +108,8 @@ class Listener:
         """Of the gradients that came."""
         self.guard: Callable[[Callable[[], None]], None] = lambda act: act()
         """Does our own work inside a backward pass."""
+        self._makers: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}
+        """By the id of a tensor, the ids of the units that returned it."""
         self._handles: list[Any] = []
         self._done = False
 
@@ -128,34 +156,6 @@ class Listener:
             handle.remove()
         self._handles = []
 
-    def before_forward(self, module: nn.Module, given: Any) -> None:
-        """A unit is called."""
-        if not (self._done or torch.compiler.is_compiling()):
-            self.flow.entering(module, given)
-
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.before_forward(module, (args, kwargs))
-
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A unit has returned: the gradients of its tensors will be counted."""
-        if self._done or torch.compiler.is_compiling():
-            return
-        self.flow.leaving(module, args, output)
-        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        if not tensors:
-            return
-        known = self.outputs.get(id(module))
-        if known is None or known[0]() is not module:
-            known = self.outputs[id(module)] = weakref.ref(module), Tally()
-        if (format := emulated_format()) is not None:
-            self.emulated.add(format.dtype or format.name)
-        for tensor in tensors:
-            kind = tensor.device.type
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-                self.autocast.add(torch.get_autocast_dtype(kind))
-            if not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
-                tensor.register_hook(self._counts(known[1]))  # type: ignore[no-untyped-call]
-
     @property
     def precision(self) -> str:
         """What the gradients were computed in."""
@@ -164,6 +164,47 @@ class Listener:
         if self.emulated:
             return f"{' and '.join(sorted(self.emulated))}, emulated"
         return _joined(self.dtypes) or "float32"
+
+    def before_forward(self, module: nn.Module, given: Any) -> None:
+        """A unit is called: it takes what others have returned."""
+        if self._done or torch.compiler.is_compiling():
+            return
+        for tensor in _tensors(given):
+            makers = self._makers_of(tensor)
+            for unit in self._seen(makers or _makers_behind(tensor.grad_fn)):
+                if makers or not unit.takers:
+                    unit.takers[id(module)] = None
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.before_forward(module, (args, kwargs))
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A unit has returned: the gradients of its tensors will be counted."""
+        if self._done or torch.compiler.is_compiling():
+            return
+        unit = self.units.get(id(module))
+        if unit is None or unit.module() is not module:
+            unit = self.units[id(module)] = _Unit(weakref.ref(module))
+        given = {id(tensor) for tensor in _tensors(args)}
+        for tensor in _tensors(output):
+            _measure(unit, tensor)
+            # A tensor that was changed in place comes from here alone; one that an inner module
+            # returned to this one comes from both.
+            makers = set() if id(tensor) in given else self._makers_of(tensor)
+            self._remember(tensor, makers | {id(module)})
+            if tensor.requires_grad:
+                self._await_gradient(unit, tensor)
+
+    def _await_gradient(self, unit: _Unit, tensor: Tensor) -> None:
+        if unit.gradients is None:
+            unit.gradients = Tally()
+        kind = tensor.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            self.autocast.add(torch.get_autocast_dtype(kind))
+        if (format := emulated_format()) is not None:
+            self.emulated.add(format.dtype or format.name)
+        if not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
+            tensor.register_hook(self._counts(unit.gradients))  # type: ignore[no-untyped-call]
 
     def _counts(self, tally: Tally) -> Callable[[Tensor], None]:
         def count(gradient: Tensor | None) -> None:
@@ -176,113 +217,45 @@ class Listener:
         self.dtypes.add(gradient.dtype)
         tally.add(gradient, scale=scale)
 
-
-class OutputFlow:
-    """How large the outputs of modules are, and which modules take them.
-
-    Attributes:
-        called: the modules, by their id.
-        takers: by the id of a module, those of the modules that took what it returned: the very
-            tensor, or else, if functions came between, what the first of them got of it.
-    """
-
-    def __init__(self) -> None:
-        self.called: dict[int, weakref.ref[nn.Module]] = {}
-        self.takers: dict[int, dict[int, None]] = {}
-        self._sizes: dict[int, dict[torch.device, Tensor]] = {}
-        self._made: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}
-
-    def entering(self, module: nn.Module, given: Any) -> None:
-        """A module was called with these."""
-        taker = self._key(module)
-        for tensor in _tensors(given):
-            makers = self._makers(tensor)
-            for maker in makers:
-                self.takers.setdefault(maker, {})[taker] = None
-            for maker in () if makers else _behind(tensor.grad_fn):
-                if maker in self.called:
-                    self.takers.setdefault(maker, {taker: None})
-
-    def leaving(self, module: nn.Module, given: Any, output: Any) -> None:
-        """A module has returned."""
-        maker = self._key(module)
-        before = {id(tensor) for tensor in _tensors(given)}
-        for tensor in _tensors(output):
-            self._measure(maker, tensor)
-            # A tensor that was changed in place comes from here alone; one that an inner module
-            # returned to this one comes from both.
-            makers = set() if id(tensor) in before else self._makers(tensor)
-            self._remember(tensor, makers | {maker})
-
-    def largest(self) -> dict[int, tuple[float, int]]:
-        """By module, the largest finite magnitude of its outputs, and how many were not finite."""
-        found: dict[int, tuple[float, int]] = {}
-        for device in {device for sizes in self._sizes.values() for device in sizes}:
-            keys = [key for key, sizes in self._sizes.items() if device in sizes]
-            rows = torch.stack([self._sizes[key][device] for key in keys]).tolist()
-            for key, (most, bad) in zip(keys, rows, strict=True):
-                other = found.get(key, (0.0, 0))
-                found[key] = max(most, other[0]), int(bad) + other[1]
-        return found
-
-    def _key(self, module: nn.Module) -> int:
-        known = self.called.get(id(module))
-        if known is None or known() is not module:
-            self.called[id(module)] = weakref.ref(module)
-            self.takers.pop(id(module), None)
-            self._sizes.pop(id(module), None)
-        return id(module)
-
-    def _makers(self, tensor: Tensor) -> set[int]:
-        ref, makers = self._made.get(id(tensor), (None, set()))
+    def _makers_of(self, tensor: Tensor) -> set[int]:
+        ref, makers = self._makers.get(id(tensor), (None, set()))
         return makers if ref is not None and ref() is tensor else set()
 
     def _remember(self, tensor: Tensor, makers: set[int]) -> None:
-        key, made = id(tensor), self._made
+        key, made = id(tensor), self._makers
         made[key] = weakref.ref(tensor, lambda _: made.pop(key, None)), makers
         node: Any = tensor.grad_fn
         if node is not None:
             node.metadata[_MARK] = makers
 
-    @torch.no_grad()
-    def _measure(self, maker: int, tensor: Tensor) -> None:
-        if stands_for_many(tensor):
-            return
-        values = elements(tensor.detach())
-        if values is None or not values.numel() or not tensor.dim():
-            return  # A single number is a loss, which is kept in float32.
-        if values.is_complex():
-            values = torch.view_as_real(values.resolve_conj())
-        home = values.device
-        sizes = self._sizes.setdefault(maker, {})
-        if home not in sizes:
-            sizes[home] = torch.zeros(2, dtype=torch.float32, device=home)
-        row = sizes[home]
-        least, most = torch.aminmax(values)
-        if home.type == "cpu" and least.isfinite() and most.isfinite():  # One pass is enough.
-            row[0] = max(float(row[0]), min(max(-float(least), float(most)), _LARGEST))
-            return
-        finite = values.isfinite()
-        size = torch.where(finite, values, 0.0).abs().amax()
-        size = size.clamp(max=_LARGEST) if size.dtype is torch.float64 else size
-        row[0] = torch.maximum(row[0], size.float())
-        row[1] += (~finite).sum()
+    def _seen(self, keys: Iterable[int]) -> Iterator[_Unit]:
+        return (self.units[key] for key in keys if key in self.units)
 
 
-def is_unit(module: nn.Module) -> bool:
-    """Whether a module is one that computes: without parts, or with parameters of its own.
+@torch.no_grad()
+def _measure(unit: _Unit, tensor: Tensor) -> None:
+    """Notes how large a tensor is that a unit has returned."""
+    if is_wrapped(tensor) or not tensor.dim():
+        return  # A single number is a loss, which is kept in float32.
+    values = values_of(tensor.detach())
+    if values is None:
+        return
+    home = values.device
+    if home not in unit.sizes:
+        unit.sizes[home] = torch.zeros(2, dtype=torch.float32, device=home)
+    row = unit.sizes[home]
+    least, most = torch.aminmax(values)
+    if home.type == "cpu" and least.isfinite() and most.isfinite():  # One pass is enough.
+        row[0] = max(float(row[0]), min(max(-float(least), float(most)), _LARGEST))
+        return
+    finite = values.isfinite()
+    size = torch.where(finite, values, 0.0).abs().amax()
+    size = size.clamp(max=_LARGEST) if size.dtype is torch.float64 else size
+    row[0] = torch.maximum(row[0], size.float())
+    row[1] += (~finite).sum()
 
-    A parametrized module (weight_norm and the like) is one, too: its parts make its weight.
-    """
-    parts = [name for name, _ in module.named_children() if name != "parametrizations"]
-    return not parts or next(module.parameters(recurse=False), None) is not None
 
-
-def _tensors(things: Any) -> Iterator[Tensor]:
-    yield from {id(tensor): tensor for _, tensor in tensors_in(things, "")}.values()
-
-
-def _behind(node: Any) -> Iterable[int]:
+def _makers_behind(node: Any) -> Iterable[int]:
     """The modules whose outputs a tensor was made of by functions alone."""
     waiting: list[Any] = [node]
     seen: set[Any] = set()
@@ -298,6 +271,23 @@ def _behind(node: Any) -> Iterable[int]:
         else:
             waiting += [before for before, _ in one.next_functions]
     return found
+
+
+def _tensors(things: Any) -> Iterator[Tensor]:
+    yield from {id(tensor): tensor for _, tensor in tensors_in(things, "")}.values()
+
+
+def _joined(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether a module is one that computes: without parts, or with parameters of its own.
+
+    A parametrized module (weight_norm and the like) is one, too: its parts make its weight.
+    """
+    parts = [name for name, _ in module.named_children() if name != "parametrizations"]
+    return not parts or next(module.parameters(recurse=False), None) is not None
 
 
 # --- the end of an audit -------------------------------------------------------------------------
@@ -324,11 +314,12 @@ def gather(
     """
     parts = {id(part): part for model in models for part in model.modules()}
     names = _names(models, reachable=reachable)
-    outputs = {
-        key: tally
-        for key, (ref, tally) in listener.outputs.items()
-        if key in parts and ref() is parts[key]
+    units = {
+        key: unit
+        for key, unit in listener.units.items()
+        if key in parts and unit.module() is parts[key]
     }
+    outputs = {key: unit.gradients for key, unit in units.items() if unit.gradients is not None}
     homes = _homes(models)
     owned: dict[int, list[Tally]] = {}
     seen: set[int] = set()
@@ -341,11 +332,10 @@ def gather(
         if id(other) not in seen and listener.knows(other):
             owned.setdefault(id(other), []).append(listener.parameters[id(other)][1])
             names[id(other)] = name
-    called = [key for key in listener.flow.called if key in parts]
     counted = iter(read([*outputs.values(), *(one for many in owned.values() for one in many)]))
     activations = {key: next(counted) for key in outputs}
     parameters = {key: Histogram.total(next(counted) for _ in owned[key]) for key in owned}
-    returned = _returned(listener.flow, parts, names)
+    returned = _returned(units, parts, names)
     modules = [
         ModuleGradients(
             names[key],
@@ -354,7 +344,7 @@ def gather(
             _unless_empty(activations.get(key)),
             returned.get(key),
         )
-        for key in dict.fromkeys([*outputs, *owned, *called])
+        for key in dict.fromkeys([*outputs, *owned, *units])
     ]
     narrowest = min((format.largest for format in formats), default=_LARGEST)
     return Audit.of(
@@ -412,19 +402,25 @@ def _homes(models: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def _returned(
-    flow: OutputFlow, parts: Mapping[int, nn.Module], names: Mapping[int, str]
+    units: Mapping[int, _Unit], parts: Mapping[int, nn.Module], names: Mapping[int, str]
 ) -> dict[int, Outputs]:
+    """What the units have returned; the numbers are read once from each device."""
+    sizes: dict[int, list[tuple[float, float]]] = {}
+    for device in {device for unit in units.values() for device in unit.sizes}:
+        there = [key for key, unit in units.items() if device in unit.sizes]
+        rows = torch.stack([units[key].sizes[device] for key in there]).tolist()
+        for key, row in zip(there, rows, strict=True):
+            sizes.setdefault(key, []).append(row)
     found: dict[int, Outputs] = {}
-    for key, (largest, nonfinite) in flow.largest().items():
-        if key not in parts or flow.called[key]() is not parts[key]:
-            continue
-        takers = [one for one in flow.takers.get(key, ()) if one in parts and one != key]
+    for key, rows in sizes.items():
+        takers = [one for one in units[key].takers if one in parts and one != key]
         # A module that hands its input on to a part of its own does not compute with it.
         nearest = [
             one
             for one in takers
             if not any(id(part) in takers for part in parts[one].modules() if id(part) != one)
         ]
+        largest, nonfinite = max(row[0] for row in rows), int(sum(row[1] for row in rows))
         found[key] = Outputs(largest, nonfinite, tuple(names[one] for one in nearest))
     return found
 
@@ -433,7 +429,3 @@ def _unless_empty(histogram: Histogram | None) -> Histogram | None:
     if histogram is None or not (histogram.values or histogram.zeros or histogram.nonfinite):
         return None
     return histogram
-
-
-def _joined(dtypes: set[torch.dtype]) -> str:
-    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
