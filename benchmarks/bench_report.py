@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from environment import environment
 
-from gradilocks.report.facts import report_on
-from gradilocks.report.page import render
+from gradilocks.report import render, report_on
 from gradilocks.runfile import (
     Culprit,
     Detail,

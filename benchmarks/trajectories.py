@@ -199,8 +199,13 @@ def trajectories(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
     for policy, settings in policies().items():
         for name in ("SGD", "AdamW fused", "our AdamW"):
             yield f"control {policy}, {name}", task(by_control, name, float32, **settings)
-    yield "closure", lambda: by_closure(
-        model := model_on(device, float32), torch.optim.LBFGS(model.parameters(), max_iter=4), device
+    yield (
+        "closure",
+        lambda: by_closure(
+            model := model_on(device, float32),
+            torch.optim.LBFGS(model.parameters(), max_iter=4),
+            device,
+        ),
     )
     g = gradilocks
     for policy, settings in {

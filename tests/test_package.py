@@ -139,8 +139,13 @@ def test_the_wheel_holds_every_module_the_type_marker_and_the_licence(tmp_path):
     assert wheel.name == f"gradilocks-{gradilocks.__version__}-py3-none-any.whl"
     held = set(zipfile.ZipFile(wheel).namelist())
     wanted = {path.relative_to(ROOT / "src").as_posix() for path in SOURCES}
-    assets = ("audit.css", "audit.js", "page.css", "page.js")
-    wanted |= {f"gradilocks/report/assets/{name}" for name in assets}
+    shown = [
+        path.relative_to(ROOT / "src").as_posix()
+        for folder in ("assets", "templates")
+        for path in (ROOT / "src" / "gradilocks" / "report" / folder).iterdir()
+    ]
+    assert len(shown) >= 5
+    wanted |= set(shown)
     assert wanted | {"gradilocks/py.typed"} <= held
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in held)
 

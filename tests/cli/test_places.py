@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradilocks.errors import GradilocksError
-from gradilocks.report.places import settled
+from gradilocks.report.destination import settled
 from tests.cli.cli_process import run
 from tests.runfile.run_files import training, write_run
 

@@ -13,9 +13,9 @@ import pytest
 
 from gradilocks.lab import AuditRecord
 from gradilocks.report.audit_page import write_audit_page
-from gradilocks.report.facts import report_on
-from gradilocks.report.page import render
-from gradilocks.report.words import percent
+from gradilocks.report.formatting import percent
+from gradilocks.report.report_page import render
+from gradilocks.report.run_report import report_on
 from tests.report.browser import browser, visit
 from tests.report.made_audits import FORMATS, gradients, made_audit
 from tests.report.made_runs import made_run

@@ -13,8 +13,8 @@ import pytest
 from gradilocks.cli import main
 from gradilocks.lab import AuditRecord, UnreadableAudit
 from gradilocks.report.audit_page import recommendation_as_line
-from gradilocks.report.facts import report_on
-from gradilocks.report.page import render
+from gradilocks.report.report_page import render
+from gradilocks.report.run_report import report_on
 from tests.report.made_audits import made_audit, with_audit
 from tests.report.made_runs import header, made_run, write
 
@@ -79,7 +79,7 @@ def test_an_audit_that_cannot_be_read_is_one_sentence_and_no_harm(name: str) -> 
     page = render([report_on(replace(made_run(), audit=audit), "run")])
     said = page.split("The audit in the run file could not be shown: ")
     assert len(said) == 2
-    sentence = said[1].split("</p>")[0].replace("&#x27;", "'")
+    sentence = said[1].split("</p>")[0].replace("&#39;", "'")
     assert why in sentence
     assert sentence.endswith(".")
     assert why in recommendation_as_line(audit)

@@ -17,7 +17,7 @@ from gradilocks.lab import AuditRecord
 from gradilocks.report import audit_page as pages
 from gradilocks.report.audit_figures import module_figure, window_figure
 from gradilocks.report.audit_page import recommendation_as_line, write_audit_page
-from gradilocks.report.words import percent
+from gradilocks.report.formatting import percent
 from tests.report.made_audits import FORMATS, gradients, made_audit, spread
 
 read = AuditRecord.from_plain

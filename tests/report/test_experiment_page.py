@@ -1,4 +1,4 @@
-"""The page of the experiment, in a real browser: three bears, four pictures, every number."""
+"""The page of the experiment, in a real browser: three bears, their pictures, every number."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gradilocks.report.experiment import experiment_page
-from gradilocks.report.experiment_figures import Drawn, clipping_figures, scaling_figures
-from gradilocks.report.tracks import tracks
+from gradilocks.report import Drawn, experiment_page, report_on
+from gradilocks.report.experiment import comparisons
+from gradilocks.report.figures import Figure
 from tests.report.browser import browser, visit
 from tests.report.made_runs import SKIPPED, made_run
 
@@ -75,7 +75,7 @@ def drawn(seeds: tuple[int, ...] = (0,), arms: tuple[str, ...] = tuple(ARMS)) ->
             lost = {step: {**SKIPPED, "loss": None} for step in range(6, 61)}
             plant = lost if arm == "too-large" else None
             run = made_run(60, plant=plant)
-            found += [Drawn(arm, ARMS[arm], seed, track) for track in tracks(run)]
+            found.append(Drawn(arm, seed, report_on(run, ARMS[arm])))
     return found
 
 
@@ -105,7 +105,7 @@ def test_bears_pictures_and_tables_are_drawn_without_a_complaint(
     with visit(chromium, written(tmp_path, seeds=(0, 1)), width=width, dark=dark) as seen:
         assert seen.page.locator(".bear.good").count() == 3
         assert seen.page.locator(".bear svg").count() == 3
-        assert seen.page.locator(".canvas .main-svg").count() >= 3
+        assert seen.page.locator(".canvas .main-svg").count() >= 8
         assert seen.page.locator("table").count() == 2
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
         assert seen.complaints == []
@@ -144,7 +144,8 @@ def test_without_javascript_verdicts_and_numbers_are_there(chromium: Any, tmp_pa
 
 def test_some_arms_alone_are_a_page_too(chromium: Any, tmp_path: Path) -> None:
     with visit(chromium, written(tmp_path, arms=("fp32",), holds=None)) as seen:
-        assert seen.page.locator(".canvas").count() == 1
+        drawn = seen.page.eval_on_selector_all(".canvas", "found => found.map(each => each.id)")
+        assert drawn == ["scaling-loss", "scaling-norm", "scaling-scale", "scaling-clipped"]
         assert "Not judged" in seen.page.locator(".bear").first.inner_text()
         assert seen.complaints == []
 
@@ -170,7 +171,15 @@ def test_settings_are_those_of_the_summary_and_no_others() -> None:
 
 def test_settings_of_arms_that_were_not_run_are_not_told() -> None:
     words = words_of(summary(arms=("fp32",), holds=None), ("fp32",))
-    for part in ("SGD", "fp16", "dynamic", "DynamicScale", "ended early", "Clipping", "dashed"):
+    for part in (
+        "SGD",
+        "fp16",
+        "dynamic",
+        "DynamicScale",
+        "ended early",
+        "Clipping",
+        "too large, clipped",
+    ):
         assert part not in words, part
     assert "One arm, fp32: there is nothing to compare it with." in words
 
@@ -210,6 +219,22 @@ def test_what_differs_is_worked_out_from_the_arms_that_were_run() -> None:
     assert "What differs is the loss scale." in words_of(summary(arms=arms), arms)
 
 
+def test_what_fp16_rounds_to_zero_at_the_first_step_is_told_of_each_arm_that_rounds() -> None:
+    words = words_of(summary())
+    assert "those that fp16 rounds to zero" in words
+    assert " 99 % " in words
+    assert "lost at first" not in words_of(summary(arms=("fp32",)), ("fp32",))
+
+
+def test_the_findings_of_each_arm_and_its_files_are_on_the_page() -> None:
+    words = words_of(summary(seeds=(0, 1)))
+    assert "What was found with seed 0" in words
+    for arm, title in ARMS.items():
+        files = " ".join(f"runs/demo/{arm}-{seed}.jsonl" for seed in (0, 1))
+        verdict = "✕ In trouble." if arm == "too-large" else "✓ Healthy."
+        assert f"{title} {files} {verdict}" in words
+
+
 def test_a_cross_is_explained_only_where_there_is_one() -> None:
     arms = ("clipped",)
     assert "A cross is" in words_of(summary())
@@ -220,16 +245,21 @@ def test_words_from_outside_are_escaped(tmp_path: Path) -> None:
     assert EVIL not in written(tmp_path).read_text(encoding="utf-8")
 
 
+def figures(of: str, seeds: tuple[int, ...] = (0,)) -> dict[str, Figure]:
+    (section,) = [s for s in comparisons(summary(seeds=seeds), drawn(seeds)) if s.title == of]
+    return {figure.title: figure for figure in section.figures}
+
+
 def test_a_loss_that_turned_nan_ends_in_a_cross_at_its_last_finite_step() -> None:
-    loss, norm = clipping_figures(drawn())
+    found = figures("Clipping")
+    loss, norm = found["Loss"], found["Gradient norm"]
     (cross,) = [trace for trace in loss.plot["traces"] if trace["meta"]["role"] == "skip"]
     assert cross["x"] == [5]
     assert [trace["meta"]["role"] for trace in norm.plot["traces"]][-1] == "limit"
 
 
 def test_each_arm_has_one_colour_and_one_line_in_the_legend_whatever_the_seeds() -> None:
-    (figure,) = scaling_figures(drawn((0, 1, 2)))
-    traces = figure.plot["traces"]
+    traces = figures("Scaling", (0, 1, 2))["Loss"].plot["traces"]
     assert len(traces) == 9
     assert sorted({(trace["name"], trace["meta"]["run"]) for trace in traces}) == [
         ("fp32", 0), ("just right", 2), ("too small", 1),

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from gradilocks.report.facts import main_numbers, report_on
-from gradilocks.report.findings import examine
-from gradilocks.report.page import render
-from gradilocks.report.values import Finding
+from gradilocks.report.health import Finding
+from gradilocks.report.report_page import render
+from gradilocks.report.run_report import examine, main_numbers, report_on
 from gradilocks.runfile import Run
 from tests.report.made_runs import SKIPPED, header, info, made_run, made_steps
 

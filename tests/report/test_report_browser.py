@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gradilocks.report.facts import report_on
-from gradilocks.report.page import render
+from gradilocks.report.report_page import render
+from gradilocks.report.run_report import report_on
 from gradilocks.runfile import Culprit, End, Run, read_run
 from tests.report.browser import browser, visit
 from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps

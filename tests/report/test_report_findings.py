@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gradilocks.errors import BadRunFile
-from gradilocks.report.findings import examine
+from gradilocks.report.health import Finding
+from gradilocks.report.run_report import examine
 from gradilocks.report.series import skip_marks
 from gradilocks.report.tracks import tracks
-from gradilocks.report.values import Finding
 from gradilocks.runfile import Culprit, End, OptimizerInfo, Run, Step, Trace, read_run
 from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gradilocks.report.facts import Reported, main_numbers, report_on, what_ran
 from gradilocks.report.figures import sections
-from gradilocks.report.page import identity, render
+from gradilocks.report.report_page import identity, render, report_page
+from gradilocks.report.run_report import Reported, main_numbers, report_on, what_ran
 from gradilocks.runfile import Culprit, End, Run
 from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 
@@ -47,7 +47,7 @@ def test_every_plot_has_a_title_a_line_on_reading_it_and_a_label() -> None:
     (section,) = sections([reported(made_run())])
     for figure in section.figures:
         assert f"<h3>{figure.title}</h3>" in page
-        assert figure.reading in page.replace("&#x27;", "'")
+        assert figure.reading in page.replace("&#39;", "'")
         assert f'id="{figure.key}"' in page
     assert page.count('role="img" aria-label="Plot: ') == len(section.figures)
 
@@ -85,6 +85,39 @@ def test_main_numbers_are_counted_not_guessed() -> None:
     clipped = sum(step.clipped and not step.skipped for step in one.run.steps)
     assert numbers["clipped"].startswith(f"{clipped} (")
     assert numbers["last scale"] == "2^16"
+
+
+def test_what_stands_on_the_page_of_one_run_is_plain_data() -> None:
+    page = report_page([reported(made_run(), "only")])
+    (run,) = page.runs
+    assert (page.heading, page.kind, run.colour) == ("only", "Gradilocks report", None)
+    ((heading, tiles),) = run.tiles
+    assert heading == ""
+    assert dict(tiles)["steps"] == "300"
+    assert "verdict" not in dict(tiles)
+    assert (page.numbers, page.bears, page.panels, page.settings) == ([], (), [], ())
+    assert page.command == "train.py --lr 1e-3"
+    assert [(label, colour) for label, colour, _ in page.facts] == [("", None)]
+
+
+def test_what_stands_on_the_page_of_several_runs_is_plain_data() -> None:
+    page = report_page([reported(made_run(20), label) for label in ("a", "b", "c")])
+    assert (page.heading, page.title) == (
+        "a and b and 1 more",
+        f"{page.heading} · Gradilocks report",
+    )
+    (table,) = page.numbers
+    assert table.heads[:2] == ["run", "steps"]
+    assert [(row.label, row.colour, row.cells[0]) for row in table.rows] == [
+        ("a", 0, "20"),
+        ("b", 1, "20"),
+        ("c", 2, "20"),
+    ]
+    assert [(run.label, run.colour, run.tiles) for run in page.runs] == [
+        ("a", 0, ()),
+        ("b", 1, ()),
+        ("c", 2, ()),
+    ]
 
 
 def test_several_runs_share_the_plots_and_have_a_table() -> None:
@@ -145,7 +178,7 @@ def test_the_browser_is_told_to_run_these_scripts_only_and_to_load_nothing() -> 
     page = render([reported(made_run())])
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
-    assert policy[1].startswith("default-src &#x27;none&#x27;")
+    assert policy[1].startswith("default-src &#39;none&#39;")
     assert "unsafe-eval" not in policy[1]
     assert not re.search(r'<(?:link|img|iframe)\b|\bsrc="|@import|url\(', page.split("<script>")[0])
 
@@ -169,10 +202,10 @@ def test_the_page_of_a_long_or_wide_run_stays_small(steps: int, tensors: int) ->
 def test_the_assets_are_in_the_package() -> None:
     import gradilocks.report
 
-    folder = Path(gradilocks.report.__file__).parent / "assets"
-    assets = {f"{name}.{kind}" for name in ("page", "audit") for kind in ("css", "js")}
-    assets.add("experiment.css")
-    assert assets <= {path.name for path in folder.iterdir()}
+    room = Path(gradilocks.report.__file__).parent
+    assert {path.name for path in (room / "assets").iterdir()} == {"audit.js", "page.js"}
+    templates = {"audit.html", "page.html", "parts.html", "style.css"}
+    assert {path.name for path in (room / "templates").iterdir()} == templates
 
 
 # --- axes, headings, hover -----------------------------------------------------------------------

@@ -6,20 +6,22 @@ import math
 
 import pytest
 
+from gradilocks.report.formatting import clean, count, duration, listed, number, percent, power
 from gradilocks.report.series import (
     MOST_COLUMNS,
     MOST_MARKS,
     MOST_POINTS,
     MOST_ROWS,
+    buckets,
     clipped_share,
+    extremes,
     heat,
     line,
     skip_marks,
     staircase,
+    turns,
 )
-from gradilocks.report.thinning import buckets, extremes, turns
 from gradilocks.report.tracks import Track, tracks
-from gradilocks.report.words import clean, count, duration, listed, number, percent, power
 from gradilocks.runfile import Culprit, Run
 from tests.report.made_runs import NAMES, SKIPPED, made_run
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import gradilocks
-from gradilocks.report.comparison import compare
-from gradilocks.report.summary import quantile, seconds_of, summarize
+from gradilocks.report.comparison import compare, seconds_of, summarize
+from gradilocks.report.tracks import quantile
 from gradilocks.runfile import End, Run
 from tests.runfile.run_files import (
     END,

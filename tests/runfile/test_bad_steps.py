@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradilocks import read_run
 from gradilocks.errors import BadRunFile
-from gradilocks.report.summary import summarize
+from gradilocks.report.comparison import summarize
 from gradilocks.report.tracks import tracks
 from gradilocks.runfile import BadSteps, Origin, Run, Step, origin_of, step_line
 from tests.runfile.run_files import FIRST, HEADER, NAMES, plain_step, skipped_step, write_run

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from gradilocks.cli.interrupts import HeldInterrupts
 from gradilocks.errors import GradilocksError
-from gradilocks.report.words import clean
+from gradilocks.report import clean
 
 INTERRUPTED = 130
 _UNWRITABLE = {getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EBADF")}

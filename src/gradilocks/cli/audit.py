@@ -118,7 +118,7 @@ def audit(
         _check_new(target)
     what = Program(module or given[0], tuple(given[module is None :]), module=module is not None)
     if html is not None:
-        from gradilocks.report.audit_page import check_audit_page
+        from gradilocks.report import check_audit_page
 
         check_audit_page(html, title=what.name)
     options = AuditOptions(

@@ -13,7 +13,7 @@ from gradilocks.cli.interrupts import HeldInterrupts
 from gradilocks.cli.options import run_file
 from gradilocks.cli.output import forgive_encoding
 from gradilocks.cli.progress import read_with_bar
-from gradilocks.report.comparison import compare as compare_runs
+from gradilocks.report import compare as compare_runs
 
 
 def compare(

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradilocks.report.comparison import Comparison, Parting
-from gradilocks.report.summary import Loss, Spread, Summary
+from gradilocks.report import Comparison, Loss, Parting, Spread, Summary
 from gradilocks.runfile import format_scale
 
 NAMES_SHOWN = 5

@@ -35,11 +35,7 @@ def write_all(
     seconds: float,
 ) -> dict[str, Any]:
     """Writes the pages and the summary; returns the summary."""
-    from gradilocks.report.experiment import experiment_page
-    from gradilocks.report.experiment_figures import Drawn
-    from gradilocks.report.facts import report_on
-    from gradilocks.report.output import write
-    from gradilocks.report.page import identity, render
+    from gradilocks.report import Drawn, experiment_page, identity, render, report_on, write
     from gradilocks.runfile import read_run
 
     results = state.results
@@ -48,7 +44,7 @@ def write_all(
         for seed in seeds:
             run = read_run(run_of(folder, arm, seed))
             reported = report_on(run, arm.title)
-            drawn += [Drawn(arm.name, arm.title, seed, track) for track in reported.tracks]
+            drawn.append(Drawn(arm.name, seed, reported))
             if seed == min(seeds):
                 page = page_of(folder, arm)
                 drawing = partial(render, [reported])

@@ -17,7 +17,7 @@ from rich.text import Text
 from gradilocks.cli.demo_text import clock, describe_step, loss_words
 from gradilocks.demo.crew import News
 from gradilocks.demo.values import Job, Result, Step
-from gradilocks.report.words import power
+from gradilocks.report import power
 
 __all__ = ["State", "show"]
 

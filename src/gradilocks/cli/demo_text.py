@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradilocks.demo.values import Step
-from gradilocks.report.words import number, power
+from gradilocks.report import number, power
 
 __all__ = ["clock", "describe_step", "loss_words", "table_rows", "verdict_words"]
 

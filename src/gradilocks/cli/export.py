@@ -15,16 +15,16 @@ from gradilocks.cli.options import run_file
 from gradilocks.cli.output import forgive_encoding
 from gradilocks.cli.progress import bar, read_with_bar
 from gradilocks.errors import GradilocksError
-from gradilocks.report.places import settled
-from gradilocks.report.tables import (
+from gradilocks.report import (
     DETAIL_COLUMNS,
     STEP_COLUMNS,
+    clean,
     csv_columns,
     detail_rows,
+    settled,
     step_rows,
     write_csv,
 )
-from gradilocks.report.words import clean
 from gradilocks.runfile import Run
 
 

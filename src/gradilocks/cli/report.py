@@ -54,9 +54,7 @@ def report(
         raise typer.BadParameter("--open needs a page: give -o too, or leave --json out.")
     # Here and not above: --help must not wait for rich.
     from gradilocks.cli.report_view import conclude, print_json, progress_bar
-    from gradilocks.report.facts import report_on
-    from gradilocks.report.output import choose, labels, write
-    from gradilocks.report.page import identity, render
+    from gradilocks.report import choose, identity, labels, render, report_on, write
     from gradilocks.runfile import read_run
 
     target = None if as_json and output is None else choose(runs, output)

@@ -12,10 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from gradilocks.report.audit_page import recommendation_as_line, recommendation_as_plain
-from gradilocks.report.facts import Reported, main_numbers
-from gradilocks.report.values import Finding
-from gradilocks.report.words import clean
+from gradilocks.report import (
+    Finding,
+    Reported,
+    clean,
+    main_numbers,
+    recommendation_as_line,
+    recommendation_as_plain,
+)
 
 STYLES = {"problem": "bold red", "warning": "bold yellow", "note": "bold blue"}
 VERDICT_STYLES = {"healthy": "bold green", "needs a look": "bold yellow", "in trouble": "bold red"}

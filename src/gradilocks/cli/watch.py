@@ -15,7 +15,7 @@ from gradilocks.cli import Interrupted
 from gradilocks.cli.interrupts import HeldInterrupts
 from gradilocks.cli.options import run_file
 from gradilocks.cli.output import forgive_encoding
-from gradilocks.report.words import clean
+from gradilocks.report import clean
 from gradilocks.runfile import Step, open_run_file, read_run
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from gradilocks.report.sparkline import Trail, mean
+from gradilocks.report import Trail, mean
 from gradilocks.runfile import BadSteps, Follower, Reader, SpoiltWeights, Step
 
 RECENT = 200

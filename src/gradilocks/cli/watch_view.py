@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from gradilocks.cli.watch_state import Course, State, Watched
-from gradilocks.report.sparkline import BARS, PLAIN_BARS, sparkline
+from gradilocks.report import BARS, PLAIN_BARS, sparkline
 from gradilocks.runfile import Reader, describe_skip, format_scale
 
 LABEL, VALUE, REMARK = 8, 11, 30

@@ -1,8 +1,112 @@
 """A run file → what happened, in sentences and on one page. Imports no torch.
 
-`tracks.py` turns a Run into columns of numbers, `findings.py` judges them by the rules in `rules/`,
-`series.py` makes of them what a plot shows, `figures.py` the plots, `page.py` the HTML.
-`document.py` puts everything a page needs around it. The record of an audit becomes pictures in
-`audit_figures.py`, and a panel or a page of its own in `audit_page.py`.
-`summary.py` makes the numbers of one run, `comparison.py` those of several beside each other.
+`tracks.py` turns a Run into columns, the four `*_findings.py` judge them, and `run_report.py`
+collects what is to be said. `series.py` makes of columns what a plot shows, `figures.py` the plots,
+`page.py` the HTML, by the templates in `templates/`, for a report, an audit and the demo.
+`comparison.py` makes the numbers of runs beside each other, `tables.py` rows to export. The names
+here are loaded on first use: whoever formats a number need not wait for the plots.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+_HOME = {
+    "audit_page": (
+        "check_audit_page",
+        "recommendation_as_line",
+        "recommendation_as_plain",
+        "write_audit_page",
+    ),
+    "comparison": ("Comparison", "Loss", "Parting", "Spread", "Summary", "compare"),
+    "destination": ("choose", "labels", "settled", "write"),
+    "experiment": ("Drawn", "experiment_page"),
+    "formatting": ("clean", "number", "power"),
+    "health": ("Finding", "Health"),
+    "report_page": ("identity", "render"),
+    "run_report": ("Reported", "examine", "main_numbers", "report_on"),
+    "sparklines": ("BARS", "PLAIN_BARS", "Trail", "mean", "sparkline"),
+    "tables": (
+        "DETAIL_COLUMNS",
+        "STEP_COLUMNS",
+        "csv_columns",
+        "detail_rows",
+        "step_rows",
+        "write_csv",
+    ),
+}
+
+__all__ = [
+    "BARS",
+    "DETAIL_COLUMNS",
+    "PLAIN_BARS",
+    "STEP_COLUMNS",
+    "Comparison",
+    "Drawn",
+    "Finding",
+    "Health",
+    "Loss",
+    "Parting",
+    "Reported",
+    "Spread",
+    "Summary",
+    "Trail",
+    "check_audit_page",
+    "choose",
+    "clean",
+    "compare",
+    "csv_columns",
+    "detail_rows",
+    "examine",
+    "experiment_page",
+    "identity",
+    "labels",
+    "main_numbers",
+    "mean",
+    "number",
+    "power",
+    "recommendation_as_line",
+    "recommendation_as_plain",
+    "render",
+    "report_on",
+    "settled",
+    "sparkline",
+    "step_rows",
+    "write",
+    "write_audit_page",
+    "write_csv",
+]
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOME.items():
+        if name in names:
+            globals()[name] = getattr(importlib.import_module(f"gradilocks.report.{home}"), name)
+            return globals()[name]
+    raise AttributeError(f"module 'gradilocks.report' has no attribute {name!r}")
+
+
+if TYPE_CHECKING:
+    from gradilocks.report.audit_page import (
+        check_audit_page,
+        recommendation_as_line,
+        recommendation_as_plain,
+        write_audit_page,
+    )
+    from gradilocks.report.comparison import Comparison, Loss, Parting, Spread, Summary, compare
+    from gradilocks.report.destination import choose, labels, settled, write
+    from gradilocks.report.experiment import Drawn, experiment_page
+    from gradilocks.report.formatting import clean, number, power
+    from gradilocks.report.health import Finding, Health
+    from gradilocks.report.report_page import identity, render
+    from gradilocks.report.run_report import Reported, examine, main_numbers, report_on
+    from gradilocks.report.sparklines import BARS, PLAIN_BARS, Trail, mean, sparkline
+    from gradilocks.report.tables import (
+        DETAIL_COLUMNS,
+        STEP_COLUMNS,
+        csv_columns,
+        detail_rows,
+        step_rows,
+        write_csv,
+    )

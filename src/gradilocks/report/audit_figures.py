@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gradilocks.lab import AuditRecord, FormatFinding, Histogram, ModuleGradients, Shares
-from gradilocks.report.figures import HIGHEST, LONGEST_LABEL, MOST_LABELS, ROW_HEIGHT, Figure, text
-from gradilocks.report.series import unique
-from gradilocks.report.thinning import buckets
-from gradilocks.report.words import clean, count, percent, power, shortened
+from gradilocks.report.figures import HIGHEST, MOST_LABELS, ROW_HEIGHT, Figure, name_axis, text
+from gradilocks.report.formatting import clean, count, percent, power, shortened
+from gradilocks.report.series import buckets, unique
 
 __all__ = ["KINDS", "kinds_of", "label_of", "module_figure", "shown_first", "window_figure"]
 
@@ -107,14 +106,7 @@ def module_figure(key: str, audit: AuditRecord) -> Figure | None:
         {
             "traces": [],
             "x": {"title": "magnitude: |gradient|, unscaled", **EXPONENTS},
-            "y": {
-                "type": "category",
-                "autorange": "reversed",
-                "tickmode": "array",
-                # Names, not places: a module may be called "2", and plotly.js looks for that first.
-                "tickvals": [text(name) for name in names[::every]],
-                "ticktext": [text(shortened(name, LONGEST_LABEL)) for name in names[::every]],
-            },
+            "y": name_axis(names),
             "heat": True,
             "short": [text(_initials(name)) for name in names[::every]],
             "views": views,

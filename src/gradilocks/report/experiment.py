@@ -1,7 +1,9 @@
-"""An experiment's summary and its runs → one page: three bears, pictures, numbers, settings.
+"""An experiment's summary and its runs → the report on several runs, with three bears on top.
 
-What enters is plain data, as in ``summary.json`` of the demo, and a Track for each run; the page
-says what they say. A claim that does not hold is shown as one that does not hold.
+What enters is plain data, as in ``summary.json`` of the demo, and a report on each run; the page
+says what they say. A claim that does not hold is shown as one that does not hold. Settings are read
+from the summary, which has them from the arms and from what was measured; an arm that was not run
+stands nowhere.
 """
 
 from __future__ import annotations
@@ -9,34 +11,37 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from html import escape
-from statistics import fmean
 from typing import Any
 
-from gradilocks.report.document import document
-from gradilocks.report.experiment_figures import (
-    CLIPPING,
-    SCALING,
-    Drawn,
-    clipping_figures,
-    place_of,
-    scaling_figures,
-)
-from gradilocks.report.experiment_tables import finals, runs_of, settings, swatch
-from gradilocks.report.figures import Figure
-from gradilocks.report.words import clean, duration, percent
+from gradilocks.report.figures import Curve, Section, curve_figures
+from gradilocks.report.formatting import clean, duration, number, percent, power
+from gradilocks.report.page import Bear, Page, Row, RunPart, Table, to_html
+from gradilocks.report.run_report import Reported
 
-__all__ = ["experiment_page"]
+__all__ = ["Drawn", "comparisons", "experiment_page"]
 
 Plain = Mapping[str, Any]
 
+# Each arm has a colour of its own, whatever arms are there.
+COLOURS = {"fp32": 0, "too-small": 1, "just-right": 2, "too-large": 3, "clipped": 4}
+# Which arms are drawn over each other, and whether their first steps matter most.
+COMPARISONS = {
+    "Scaling": (("fp32", "too-small", "just-right"), False),
+    "Clipping": (("too-large", "clipped"), True),
+}
 # The three bears: how large they are, in pixels, and the arm whose colour they have.
 BEARS = {
     "too small": (34, "too-small"),
     "too large": (64, "too-large"),
     "just right": (48, "just-right"),
+}
+OUTCOMES = {
+    True: ("good", "✓ Claim holds"),
+    False: ("problem", "✕ Claim does not hold"),
+    None: ("note", "Not judged"),
 }
 COMPARED = {
     "format": "format that products are stored in",
@@ -45,8 +50,15 @@ COMPARED = {
     "rate": "learning rate",
     "clip": "limit on the gradient norm",
 }
-KINDS = {True: "good", False: "problem", None: "note"}
-WORDS = {True: "✓ Claim holds", False: "✕ Claim does not hold", None: "Not judged"}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The run of an arm with a seed, and the report on it."""
+
+    arm: str
+    seed: int
+    reported: Reported
 
 
 def experiment_page(
@@ -56,162 +68,232 @@ def experiment_page(
 
     Args:
         summary: the experiment, as in ``summary.json``.
-        drawn: its runs, with their tracks.
+        drawn: its runs. What was found in a run is told for the first seed of each arm.
         pages: arms → the file of their own report, beside this page.
         generator: what the page says it was made by.
     """
-    scaling, clipping = scaling_figures(drawn), clipping_figures(drawn)
-    return document(
-        title="The Goldilocks experiment · Gradilocks",
-        marks={"generator": generator, "gradilocks-runs": _identity(summary)},
-        header=_header(summary),
-        main=[
-            _bears(summary),
-            _scaling(summary, scaling),
-            _clipping(summary, clipping),
-            finals(summary),
-            settings(summary),
-            _own_reports(summary, pages),
-        ],
-        plots={figure.key: figure.plot for figure in (*scaling, *clipping)},
-        styles=("page.css", "experiment.css"),
-    )
-
-
-def _identity(summary: Plain) -> str:
+    seeds = summary["seeds"]
+    seed = "" if len(seeds) == 1 else f" with seed {min(seeds)}"
     told = json.dumps([summary["started"], summary["command"]])
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
-
-
-def _header(summary: Plain) -> str:
-    moment = datetime.fromtimestamp(summary["started"], tz=timezone.utc)
-    setup, versions = summary["setup"], summary["versions"]
-    short = " · ".join(
-        [
-            f"{moment:%Y-%m-%d %H:%M} UTC",
-            f"took {duration(summary['seconds'])}",
-            f"{setup['steps']:,} steps",
-            f"{'seed' if len(summary['seeds']) == 1 else 'seeds'} "
-            f"{', '.join(map(str, summary['seeds']))}",
-            *(f"{clean(name)} {clean(version)}" for name, version in versions.items()),
-        ]
-    )
-    return (
-        '<header><div><p class="kind">Gradilocks demo</p><h1>The Goldilocks experiment</h1>'
-        f'<p class="ran-short"><code>{escape(clean(shlex.join(summary["command"])))}</code><br>'
-        f"{escape(short)}</p></div>"
-        '<button type="button" id="theme" hidden>Dark</button></header>\n'
-        '<noscript><p class="noscript">The plots need JavaScript, which is switched off here. '
-        "Verdicts and numbers are complete without it.</p></noscript>"
-    )
-
-
-def _bears(summary: Plain) -> str:
-    cards = []
-    for verdict in summary["verdicts"]:
-        kind, name = KINDS[verdict["holds"]], verdict["name"]
-        cards.append(
-            f'<article class="bear {kind}"><div class="bear-head">{_bear(*BEARS[name])}'
-            f"<h2>{escape(name.capitalize())}</h2></div>"
-            f"<p>{escape(verdict['sentence'])}</p>"
-            f'<p class="claim"><strong>{WORDS[verdict["holds"]]}:</strong> '
-            f"{escape(verdict['claim'])}.</p></article>"
+    return to_html(
+        Page(
+            title="The Goldilocks experiment · Gradilocks",
+            kind="Gradilocks demo",
+            heading="The Goldilocks experiment",
+            identity=hashlib.sha256(told.encode()).hexdigest()[:16],
+            generator=generator,
+            command=clean(shlex.join(summary["command"])),
+            about=_about(summary),
+            bears=[_bear(verdict) for verdict in summary["verdicts"]],
+            numbers=[_final_losses(summary)],
+            sections=comparisons(summary, drawn),
+            runs=[
+                RunPart(
+                    one.reported.label,
+                    one.reported.health,
+                    COLOURS[one.arm],
+                    link=pages.get(one.arm, ""),
+                    files=[clean(run["path"]) for run in _runs_of(summary, one.arm)],
+                )
+                for one in drawn
+                if one.seed == min(seeds)
+            ],
+            runs_lead=f"What was found{seed}. A name leads to the arm's own report, with the plots "
+            "of every layer; `gradilocks report RUN.jsonl` makes that of another run.",
+            settings=[_settings(summary)],
+            facts=[("", None, [(name, clean(value)) for name, value in _facts(summary)])],
+            facts_title="Exactly what was computed",
         )
-    return f'<section class="bears" aria-label="What came of it">{"".join(cards)}</section>'
-
-
-def _bear(size: int, arm: str) -> str:
-    """A bear's head, in the colour of its arm."""
-    return (
-        f'<svg width="{size}" height="{size}" viewBox="0 0 64 64" aria-hidden="true" '
-        f'fill="var(--run{place_of(arm)})">'
-        '<circle cx="14" cy="16" r="11"/><circle cx="50" cy="16" r="11"/>'
-        '<circle cx="32" cy="36" r="26"/><g fill="var(--card)"><circle cx="14" cy="16" r="5"/>'
-        '<circle cx="50" cy="16" r="5"/><ellipse cx="32" cy="46" rx="12" ry="9.5"/>'
-        '<circle cx="22" cy="31" r="3.4"/><circle cx="42" cy="31" r="3.4"/></g>'
-        '<ellipse cx="32" cy="42" rx="4.6" ry="3.4"/></svg>'
     )
 
 
-def _scaling(summary: Plain, figures: Sequence[Figure]) -> str:
-    if not figures:
-        return ""
-    lost = [
-        (arm, fmean(shares))
-        for arm in summary["arms"]
-        if arm["name"] in ("too-small", "just-right")
-        and (shares := [run["lost"] for run in runs_of(summary, arm) if run["lost"] is not None])
-    ]
-    bars = "".join(
-        f"<div><dt><span>{swatch(arm)}{escape(arm['title'])}, "
-        f"{'scaled' if arm['scaled'] else 'not scaled'}</span><b>{percent(share)}</b></dt>"
-        f'<dd class="bar"><i style="width:{100 * share:.2f}%;'
-        f'background:var(--run{place_of(arm["name"])})"></i></dd></div>'
-        for arm, share in lost
-    )
-    rounded = (
-        '<figure class="plot wide"><figcaption><h3>Rounded to zero at the first step</h3>'
-        "<p>Of the non-zero gradients that enter the last layer, those that fp16 rounds to zero."
-        f'</p></figcaption><dl class="bars">{bars}</dl></figure>'
-        if bars
-        else ""
-    )
-    return _plots("Scaling", _lead(summary, SCALING), figures, rounded)
+def comparisons(summary: Plain, drawn: Sequence[Drawn]) -> list[Section]:
+    """The plots: a section for each comparison, all seeds of an arm in one colour."""
+    made = []
+    for title, (names, early) in COMPARISONS.items():
+        curves = [
+            Curve(
+                one.reported.label,
+                COLOURS[one.arm],
+                track,
+                _style(one, summary["seeds"], broad=one.arm == "fp32"),
+            )
+            for one in drawn
+            if one.arm in names
+            for track in one.reported.tracks
+        ]
+        if curves:
+            figures = tuple(curve_figures(title.lower(), curves, early=early))
+            made.append(Section(title, figures, _lead(summary, names, early=early)))
+    return made
 
 
-def _clipping(summary: Plain, figures: Sequence[Figure]) -> str:
-    return _plots("Clipping", _lead(summary, CLIPPING), figures) if figures else ""
+def _style(one: Drawn, seeds: Sequence[int], *, broad: bool) -> dict[str, Any]:
+    """One line in the legend for all seeds; fp32 is a band, so that what lies on it is seen too."""
+    seed = "" if len(seeds) == 1 else f", seed {one.seed}"
+    first = one.seed == min(seeds)
+    return {
+        "legendgroup": one.arm,
+        "showlegend": first,
+        "opacity": 0.35 if broad else 1.0 if first else 0.6,
+        "hovertemplate": f"%{{y:.4g}}<extra>%{{fullData.name}}{seed}</extra>",
+        "line": {"width": 6} if broad else {},
+    }
 
 
-def _plots(title: str, lead: str, figures: Sequence[Figure], more: str = "") -> str:
-    return (
-        f'<section class="plots"><h2>{title}</h2><p class="lead">{escape(lead)}</p>'
-        f'<div class="grid">{"".join(map(_figure, figures))}{more}</div></section>'
-    )
-
-
-def _lead(summary: Plain, names: Sequence[str]) -> str:
+def _lead(summary: Plain, names: Sequence[str], *, early: bool) -> str:
     """What the arms of a comparison have in common, and what they differ in, of those that ran."""
-    arms = [arm for arm in summary["arms"] if arm["name"] in names and runs_of(summary, arm)]
+    arms = [arm for arm in _arms(summary) if arm["name"] in names]
     if len(arms) == 1:
         return f"One arm, {arms[0]['title']}: there is nothing to compare it with."
     same, other = ["model", "data"], list[str]()
     for key, words in COMPARED.items():
         (same if len({arm[key] for arm in arms}) == 1 else other).append(words)
     differs = f" What differs is the {_all_of(other)}." if other else ""
-    return f"The same {_all_of(same)}.{differs}"
+    band = " The broad band is fp32." if any(arm["name"] == "fp32" for arm in arms) else ""
+    axis = " Steps have a logarithmic axis, so that the first can be told apart." if early else ""
+    return f"The same {_all_of(same)}.{differs}{band}{axis}"
 
 
 def _all_of(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def _figure(figure: Figure) -> str:
-    wide = " wide" if figure.wide else ""
-    return (
-        f'<figure class="plot{wide}"><figcaption><h3>{escape(figure.title)}</h3>'
-        f"<p>{escape(figure.reading)}</p></figcaption>"
-        f'<div class="canvas" id="{figure.key}" style="height:{figure.height}px" role="img" '
-        f'aria-label="{escape(f"Plot: {figure.title}. {figure.reading}")}"></div></figure>'
+def _about(summary: Plain) -> str:
+    moment = datetime.fromtimestamp(summary["started"], tz=timezone.utc)
+    seeds = summary["seeds"]
+    return " · ".join(
+        [
+            f"{moment:%Y-%m-%d %H:%M} UTC",
+            f"took {duration(summary['seconds'])}",
+            f"{summary['setup']['steps']:,} steps",
+            f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}",
+            *(f"{clean(name)} {clean(version)}" for name, version in summary["versions"].items()),
+        ]
     )
 
 
-def _own_reports(summary: Plain, pages: Mapping[str, str]) -> str:
-    items = []
-    for arm in summary["arms"]:
-        runs = runs_of(summary, arm)
-        if not runs:
-            continue
-        page = pages.get(arm["name"])
-        title = escape(arm["title"])
-        linked = f'<a href="{escape(page)}">{title}</a>' if page else title
-        files = "".join(f"<code>{escape(clean(run['path']))}</code> " for run in runs)
-        items.append(
-            f'<li><span class="what">{swatch(arm)}{linked}</span><span>{files}</span></li>'
+def _bear(verdict: Plain) -> Bear:
+    size, arm = BEARS[verdict["name"]]
+    kind, outcome = OUTCOMES[verdict["holds"]]
+    return Bear(
+        verdict["name"], size, COLOURS[arm], kind, outcome, verdict["claim"], verdict["sentence"]
+    )
+
+
+def _arms(summary: Plain) -> list[Plain]:
+    """The arms that were run."""
+    return [arm for arm in summary["arms"] if _runs_of(summary, arm["name"])]
+
+
+def _runs_of(summary: Plain, arm: str) -> list[Plain]:
+    return [run for run in summary["runs"] if run["arm"] == arm]
+
+
+def _final_losses(summary: Plain) -> Table:
+    """What every arm ended with, seed by seed."""
+    several = len(summary["seeds"]) > 1
+    heads = ["arm", "first loss", *(f"final, seed {seed}" for seed in summary["seeds"])]
+    heads += ["mean", "deviation"] if several else []
+    heads += ["steps", "skipped", "clipped", "last scale", "largest norm"]
+    rounds = any(run["lost"] is not None for run in summary["runs"])
+    heads += ["lost at first"] if rounds else []
+    rows = []
+    for arm in _arms(summary):
+        runs = _runs_of(summary, arm["name"])
+        finals = {
+            run["seed"]: "NaN" if run["final_loss"] is None else f"{run['final_loss']:.4f}"
+            for run in runs
+        }
+        cells = [_range(runs, "first_loss", "{:.2f}".format)]
+        cells += [finals.get(seed, "–") for seed in summary["seeds"]]
+        if several:
+            spread = [arm["final_loss"][key] for key in ("mean", "deviation")]
+            cells += ["–" if value is None else f"{value:.4f}" for value in spread]
+        cells += [_range(runs, name, "{:,}".format) for name in ("steps", "skipped", "clipped")]
+        cells.append(_range(runs, "scale_last", power))
+        cells.append(_range(runs, "norm_largest", number))
+        cells += [_range(runs, "lost", percent)] if rounds else []
+        rows.append(Row(arm["title"], COLOURS[arm["name"]], cells))
+    window = max((run["window"] for run in summary["runs"]), default=0)
+    return Table(
+        "Final losses",
+        heads,
+        rows,
+        f"The mean of the last {window} steps, or of a sixth of them if that is less. NaN if one "
+        "of those losses was not finite."
+        + (
+            " Lost at first: of the non-zero gradients that enter the last layer at the first "
+            "step, those that fp16 rounds to zero."
+            if rounds
+            else ""
+        ),
+        unbroken=True,
+    )
+
+
+def _settings(summary: Plain) -> Table:
+    """What the arms differ in."""
+    heads = ["arm", "stored in", "loss scale", "limit", "optimizer", "learning rate", "warm-up"]
+    rows = []
+    for arm in _arms(summary):
+        runs = _runs_of(summary, arm["name"])
+        least = min(run["rate_least"] for run in runs)
+        largest = max(run["rate_largest"] for run in runs)
+        # A warm-up is there if the first step had a smaller rate than a later one.
+        first = min(run["rate_first"] for run in runs)
+        warm = any(run["rate_first"] != run["rate_largest"] for run in runs)
+        cells = [
+            arm["format"] if arm["format"] == "fp32" else f"{arm['format']} (emulated)",
+            f"dynamic, from {_range(runs, 'scale_first', power)}" if arm["scaled"] else "none",
+            "none" if arm["clip"] is None else number(arm["clip"]),
+            arm["optimizer"],
+            number(largest) if least == largest else f"{number(least)} – {number(largest)}",
+            f"from {number(first)}" if warm else "none",
+        ]
+        rows.append(Row(arm["title"], COLOURS[arm["name"]], cells))
+    hint = "What the arms differ in is in this table, and nothing else."
+    return Table("Settings", heads, rows, hint, unbroken=True)
+
+
+def _range(runs: Sequence[Plain], name: str, words: Callable[[Any], str]) -> str:
+    """One number, or the least and the most of several seeds."""
+    known = sorted(run[name] for run in runs if run[name] is not None)
+    if not known:
+        return "–"
+    least, most = words(known[0]), words(known[-1])
+    return least if least == most else f"{least} – {most}"
+
+
+def _facts(summary: Plain) -> Iterator[tuple[str, str]]:
+    setup, arms = summary["setup"], _arms(summary)
+    parameters = max((run["parameters"] for run in summary["runs"]), default=0)
+    yield (
+        "model",
+        f"GPT, {setup['layers']} layers, width {setup['width']}, {setup['heads']} heads, "
+        f"{setup['length']} positions, {parameters:,} parameters, all in float32.",
+    )
+    yield "text", f"Python's own documentation, {setup['text']}, character by character."
+    yield "batch", setup["computed"]
+    if any(arm["format"] == "fp16" for arm in arms):
+        yield (
+            "fp16",
+            "gradilocks.emulate(torch.float16): matrix products and attention store what goes in, "
+            "what comes out and their gradients in fp16, and compute in fp32, as a tensor core "
+            "does.",
         )
-    seeds = "" if len(summary["seeds"]) == 1 else f" (of seed {min(summary['seeds'])})"
-    return (
-        f'<section><h2>Each arm on its own</h2><p class="lead">Its report{seeds}: findings, loss, '
-        "norm, scale and every layer. Another: <code>gradilocks report RUN.jsonl</code>.</p>"
-        f'<ul class="own">{"".join(items)}</ul></section>'
+    dynamic = " and of DynamicScale" if any(arm["scaled"] for arm in arms) else ""
+    yield (
+        "the same",
+        "seed by seed, in all arms: the model, its first parameters and the batches. All defaults "
+        f"of torch's optimizers{dynamic}, but for what the table says.",
     )
+    yield from {f"{a['optimizer']} at {number(a['rate'])}": a["source"] for a in arms}.items()
+    for arm in arms:
+        ended: dict[str, list[str]] = {}
+        for run in _runs_of(summary, arm["name"]):
+            if run["stopped"] is not None:
+                where = f"seed {run['seed']} after step {run['steps']:,}"
+                ended.setdefault(run["stopped"], []).append(where)
+        for why, seeds in ended.items():
+            yield "ended early", f"{arm['title']}, {', '.join(seeds)}: {why}"

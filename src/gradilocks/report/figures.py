@@ -1,18 +1,19 @@
 """Series → figures: what plotly.js draws, each with a title and one line on how to read it.
 
-A figure says what is drawn, not in which colour: a trace carries the number of its run in
+A figure says what is drawn, not in which colour: a trace carries the number of its run's colour in
 ``meta``, and the page's script colours it for the theme that is on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from gradilocks.report.facts import Reported
+from gradilocks.report.formatting import power, shortened
+from gradilocks.report.run_report import Reported
 from gradilocks.report.series import (
     Heat,
     Line,
@@ -23,13 +24,10 @@ from gradilocks.report.series import (
     staircase,
 )
 from gradilocks.report.tracks import Tensor, Track
-from gradilocks.report.words import power, shortened
 
-__all__ = ["Figure", "Section", "sections"]
+__all__ = ["Curve", "Figure", "Section", "curve_figures", "name_axis", "sections", "text"]
 
 Trace = dict[str, Any]
-Followed = Sequence[tuple[int, str, Track]]
-Lines = Callable[[Track], Line | None]
 
 HEIGHT = 300
 ROW_HEIGHT, LOWEST, HIGHEST = 16, 220, 860
@@ -57,10 +55,22 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """The plots of one optimizer, of every run that has it."""
+    """Plots that are zoomed together, under a title ('' for none) and a sentence about them."""
 
     title: str
-    figures: tuple[Figure, ...]
+    figures: Sequence[Figure]
+    lead: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A track to draw: under which name, and in which colour."""
+
+    label: str
+    colour: int
+    track: Track
+    style: Mapping[str, Any] = field(default_factory=dict)
+    """What its lines have beside that, in the words of plotly.js."""
 
 
 def sections(reports: Sequence[Reported]) -> list[Section]:
@@ -69,23 +79,22 @@ def sections(reports: Sequence[Reported]) -> list[Section]:
     maps = 3 * max(1, sum(len(one.tracks) for one in reports))
     made = []
     for index in indices:
-        followed = [
-            (number, one.label, track)
+        curves = [
+            Curve(one.label, number, track)
             for number, one in enumerate(reports)
             for track in one.tracks
             if track.optimizer.index == index
         ]
-        title = _title(index, followed, alone=len(indices) == 1)
-        figures = (*_curves(f"s{index}", followed), *_heats(f"s{index}", followed, maps))
-        made.append(Section(title, figures))
+        figures = (*curve_figures(f"s{index}", curves), *_heats(f"s{index}", curves, maps))
+        made.append(Section(_title(index, curves, alone=len(indices) == 1), figures))
     return made
 
 
-def _title(index: int, followed: Followed, *, alone: bool) -> str:
+def _title(index: int, curves: Sequence[Curve], *, alone: bool) -> str:
     """Whose plots they are: one kind of optimizer, or each run's own."""
-    kinds = {track.optimizer.kind for _, _, track in followed}
+    kinds = {curve.track.optimizer.kind for curve in curves}
     if len(kinds) > 1:
-        each = ", ".join(f"{track.optimizer.kind} in {label}" for _, label, track in followed)
+        each = ", ".join(f"{curve.track.optimizer.kind} in {curve.label}" for curve in curves)
         return f"{'Plots' if alone else f'Optimizer {index}'}: {each}"
     return "" if alone else f"Optimizer {index} ({kinds.pop()})"
 
@@ -95,11 +104,22 @@ def text(words: str) -> str:
     return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _curves(prefix: str, followed: Followed) -> Iterator[Figure]:
-    several = len({number for number, _, _ in followed}) > 1
-    losses = _traces(followed, lambda track: line(track, track.loss), several=several, name="loss")
-    if losses.traces:
-        wide_apart = _wide_apart(followed)
+# --- curves ----------------------------------------------------------------------------------
+
+
+def curve_figures(prefix: str, curves: Sequence[Curve], *, early: bool = False) -> Iterator[Figure]:
+    """Loss, norm, scale and share of clipped steps, each curve over the others.
+
+    Args:
+        prefix: what the keys of the figures begin with.
+        curves: what to draw.
+        early: whether the first steps matter most: they get a logarithmic axis, and where a loss
+            was finite for the last time there is a cross.
+    """
+    losses, remark = _lines(curves, lambda track: line(track, track.loss), "loss")
+    if losses:
+        crosses = [cross for curve in curves for cross in _last_finite(curve)] if early else []
+        wide_apart = _wide_apart(curves)
         y: dict[str, Any] = {"title": "loss"}
         if wide_apart:
             y = {"title": "loss, logarithmic", **_logarithmic(losses)}
@@ -108,83 +128,69 @@ def _curves(prefix: str, followed: Followed) -> Iterator[Figure]:
             "Loss",
             "Should fall and flatten. A jump that does not come back is divergence; a gap is a "
             "step whose loss was NaN or Inf, or not known."
-            + (" The axis is logarithmic: the losses lie far apart." if wide_apart else ""),
-            _plot(losses.traces, followed, y),
-            remark=losses.remark,
+            + (" The axis is logarithmic: the losses lie far apart." if wide_apart else "")
+            + (" A cross is the last loss that is finite." if crosses else ""),
+            _plot(curves, [*losses, *crosses], y, early=early),
+            remark=remark,
         )
-    norms = _traces(followed, lambda track: line(track, track.norm), several=several, name="norm")
-    limits = _traces(
-        followed,
+    norms, remark = _lines(curves, lambda track: line(track, track.norm), "norm")
+    limits, _ = _lines(
+        curves,
         lambda track: staircase(track, track.limit),
-        several=several,
-        name="limit",
-        style={"dash": "dash", "width": 1.5, "shape": "hv"},
+        "limit",
+        {"dash": "dash", "width": 1.5, "shape": "hv"},
     )
-    if norms.traces:
-        limited = ", dashed the limit above which it is clipped" if limits.traces else ""
+    if norms:
+        limited = ", dashed the limit above which it is clipped" if limits else ""
         yield Figure(
             f"{prefix}-norm",
             "Gradient norm",
             f"The norm of all gradients, before clipping{limited}. Spikes stand out; a gap is a "
             "step whose gradients were NaN or Inf.",
-            _plot(
-                [*norms.traces, *limits.traces],
-                followed,
-                {"title": "norm", **_logarithmic(norms)},
-            ),
-            remark=norms.remark,
+            _plot(curves, [*norms, *limits], {"title": "norm", **_logarithmic(norms)}, early=early),
+            remark=remark,
         )
-    yield from _scales(f"{prefix}-scale", followed, several=several)
-    shares = _traces(
-        followed, clipped_share, several=several, name="clipped", style={"shape": "hv"}
-    )
-    if shares.traces:
+    yield from _scales(f"{prefix}-scale", curves, early=early)
+    shares, _ = _lines(curves, clipped_share, "clipped", {"shape": "hv"})
+    if shares:
+        y = {"title": "clipped", "tickformat": ".0%", "range": [-0.03, 1.03]}
         yield Figure(
             f"{prefix}-clipped",
             "Share of clipped steps",
             "Of the steps that were taken, window by window. Near 100 % the limit sets every "
             "step's length; at 0 % it only stands guard.",
-            _plot(
-                shares.traces,
-                followed,
-                {"title": "clipped", "tickformat": ".0%", "range": [-0.03, 1.03]},
-            ),
+            _plot(curves, shares, y, early=early),
         )
 
 
-def _scales(key: str, followed: Followed, *, several: bool) -> Iterator[Figure]:
-    scales = _traces(
-        followed,
-        lambda track: staircase(track, track.scale),
-        several=several,
-        name="scale",
-        style={"shape": "hv"},
+def _scales(key: str, curves: Sequence[Curve], *, early: bool) -> Iterator[Figure]:
+    scales, remark = _lines(
+        curves, lambda track: staircase(track, track.scale), "scale", {"shape": "hv"}
     )
-    unscaled = all(value == 1 or math.isnan(value) for _, _, t in followed for value in t.scale)
-    if not scales.traces or (unscaled and not any(track.skipped for _, _, track in followed)):
+    unscaled = all(value == 1 or math.isnan(value) for c in curves for value in c.track.scale)
+    if not scales or (unscaled and not any(curve.track.skipped for curve in curves)):
         return
-    marks = []
-    for number, label, track in followed:
-        skips = skip_marks(track)
-        if skips is not None:
-            marks.append(
-                {
-                    "type": "scatter",
-                    "mode": "markers",
-                    "name": text(f"skipped, {label}" if several else "skipped"),
-                    "x": skips.x,
-                    "y": [_log2(value) for value in skips.y],
-                    "text": [text(words) for words in skips.words],
-                    "hovertemplate": "%{text}<extra>%{fullData.name}</extra>",
-                    "meta": {"run": number, "role": "skip"},
-                }
-            )
-    for trace in scales.traces:
+    for trace in scales:
         trace["text"] = [None if value is None else power(value) for value in trace["y"]]
         trace["y"] = [_log2(value) for value in trace["y"]]
         trace["hovertemplate"] = "%{text}<extra>%{fullData.name}</extra>"
-    heights = [v for trace in (*scales.traces, *marks) for v in trace["y"] if v is not None]
+    marks = []
+    for curve in curves:
+        skips = skip_marks(curve.track)
+        if skips is not None:
+            name = f"skipped, {curve.label}" if len(curves) > 1 else "skipped"
+            words = [text(each) for each in skips.words]
+            marks.append(_crosses(curve, name, skips.x, [_log2(y) for y in skips.y], words))
+    heights = [v for trace in (*scales, *marks) for v in trace["y"] if v is not None]
     low, high = math.floor(min(heights, default=0)) - 1, math.ceil(max(heights, default=0)) + 1
+    y = {
+        "title": "scale",
+        "tickprefix": "2<sup>",
+        "ticksuffix": "</sup>",
+        "tick0": 0,
+        "dtick": max(1, round((high - low) / TICKS)),
+        "range": [low, high],
+    }
     yield Figure(
         key,
         "Skipped steps" if unscaled else "Loss scale",
@@ -192,75 +198,166 @@ def _scales(key: str, followed: Followed, *, several: bool) -> Iterator[Figure]:
         if unscaled
         else "Steps up are tries, steps down follow an overflow. Crosses are skipped steps: a few "
         "are usual, a row of them is not.",
-        _plot(
-            [*scales.traces, *marks],
-            followed,
-            {
-                "title": "scale",
-                "tickprefix": "2<sup>",
-                "ticksuffix": "</sup>",
-                "tick0": 0,
-                "dtick": max(1, round((high - low) / TICKS)),
-                "range": [low, high],
-            },
-        ),
-        remark=scales.remark,
+        _plot(curves, [*scales, *marks], y, early=early),
+        remark=remark,
     )
 
 
-def _heats(prefix: str, followed: Followed, maps: int) -> Iterator[Figure]:
-    several = len({number for number, _, _ in followed}) > 1
-    for kind in _KINDS:
-        for number, label, track in followed:
-            made = heat(track, kind.field, maps=maps)
-            if made is not None:
-                of = f", {label}" if several else ""
-                yield _heat(f"{prefix}-{kind.key}-{number}", kind, made, of)
+def _lines(
+    curves: Sequence[Curve],
+    make: Callable[[Track], Line | None],
+    name: str,
+    shape: Mapping[str, Any] | None = None,
+) -> tuple[list[Trace], str]:
+    """A line for each curve that has values, and a remark if one of them was thinned."""
+    several = len(curves) > 1
+    traces: list[Trace] = []
+    longest = 0
+    for curve in curves:
+        made = make(curve.track)
+        if made is None:
+            continue
+        longest = max(longest, made.thinned)
+        told_apart = f"{name}, {curve.label}" if name == "limit" else curve.label
+        drawn = {
+            "type": "scatter",
+            "mode": "lines",
+            "name": text(told_apart if several else name),
+            "x": made.x,
+            "y": made.y,
+            "hovertemplate": "%{y:.4g}<extra>%{fullData.name}</extra>",
+            "meta": {"run": curve.colour, "role": name},
+            **curve.style,
+            "line": {**curve.style.get("line", {}), **(shape or {})},
+        }
+        if several and name == "limit":
+            drawn["showlegend"] = False  # Dashes tell it well enough.
+        traces.append(drawn)
+    remark = (
+        f"{longest:,} steps are more than a screen shows: of each group of neighbours the smallest "
+        "and the largest are drawn."
+    )
+    return traces, remark if longest else ""
+
+
+def _crosses(
+    curve: Curve, name: str, x: Sequence[int], y: Sequence[float | None], words: Sequence[str]
+) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": text(name),
+        "x": x,
+        "y": y,
+        "text": words,
+        "hovertemplate": "%{text}<extra>%{fullData.name}</extra>",
+        "meta": {"run": curve.colour, "role": "skip"},
+        **{key: curve.style[key] for key in ("legendgroup", "showlegend") if key in curve.style},
+    }
+
+
+def _last_finite(curve: Curve) -> list[Trace]:
+    """A cross where a loss was finite for the last time, if it was not to the end."""
+    loss = curve.track.loss
+    finite = [place for place, value in enumerate(loss) if not math.isnan(value)]
+    if not finite or finite[-1] == len(loss) - 1:
+        return []
+    x, y = [curve.track.at[finite[-1]]], [loss[finite[-1]]]
+    cross = _crosses(curve, curve.label, x, y, ["the last that is finite"])
+    return [{**cross, "showlegend": False}]
+
+
+def _plot(
+    curves: Sequence[Curve], traces: list[Trace], y: dict[str, Any], *, early: bool
+) -> dict[str, Any]:
+    places = any(curve.track.renumbered for curve in curves)
+    x = {"title": "steps recorded" if places else "step"}
+    return {
+        "traces": traces,
+        "x": {**x, "type": "log", "dtick": "D2"} if early else x,
+        "y": y,
+        "legend": len(traces) > 1,
+    }
+
+
+def _wide_apart(curves: Sequence[Curve]) -> bool:
+    """Whether losses are positive, and the largest so large that all others would lie flat."""
+    known = [value for curve in curves for value in curve.track.loss if not math.isnan(value)]
+    return bool(known) and min(known) > 0 and max(known) > WIDE_APART * median(known)
+
+
+def _logarithmic(traces: Sequence[Trace]) -> dict[str, Any]:
+    """A logarithmic axis with ticks at 1, 2 and 5, or at whole decades where there are many."""
+    values = [y for trace in traces for y in trace["y"] if y]
+    span = math.log10(max(values) / min(values)) if values else 0.0
+    axis: dict[str, Any] = {"type": "log", "exponentformat": "power"}
+    if span < 0.7:  # Too little for 1, 2, 5: plotly finds something.
+        return {**axis, "nticks": 6}
+    if span < 3:
+        return {**axis, "dtick": "D2", "tickformat": "~g"}  # Without a format, 0.5 would read "5".
+    return {**axis, "dtick": max(1, round(span / TICKS))}
+
+
+def _log2(value: float | None) -> float | None:
+    return None if value is None or value <= 0 else round(math.log2(value), 4)
+
+
+# --- heat maps -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Measure:
+    """A number of every tensor that a heat map shows over time."""
+
     key: str
-    field: Callable[[Tensor], Sequence[float]]
+    column: Callable[[Tensor], Sequence[float]]
     title: str
     reading: str
-    meta: dict[str, Any]
+    scale: str
     hover: str
 
 
-_KINDS = (
-    _Kind(
+_MEASURES = (
+    _Measure(
         "norms",
         lambda tensor: tensor.norm,
         "Gradient norm, layer by layer",
         "One row a tensor, in the model's order; bright is large. A row that turns dark is "
         "vanishing, a bright column is a spike, a hole is a missing or non-finite gradient.",
-        {"scale": "log"},
+        "log",
         "norm %{customdata:.3g}",
     ),
-    _Kind(
+    _Measure(
         "zeros",
         lambda tensor: tensor.zeros,
         "Share of zeros in the gradients, layer by layer",
         "Faint is none, strong orange is all: values that the format rounded away, dead units, or, "
         "in an embedding, rows that no input asked for.",
-        {"scale": "share"},
+        "share",
         "%{customdata:.1%} zeros",
     ),
-    _Kind(
+    _Measure(
         "updates",
         lambda tensor: tensor.update,
         "Update-to-weight ratio, layer by layer",
         "How much a step changes a tensor, as a part of itself. Faint is the usual 0.001, orange "
         "is faster, blue slower; a hole is a skipped step, or a tensor that was zero.",
-        {"scale": "ratio"},
+        "ratio",
         "changed by %{customdata:.3g} of itself",
     ),
 )
 
 
-def _heat(key: str, kind: _Kind, made: Heat, of: str) -> Figure:
-    every = max(1, math.ceil(len(made.rows) / MOST_LABELS))
+def _heats(prefix: str, curves: Sequence[Curve], maps: int) -> Iterator[Figure]:
+    for measure in _MEASURES:
+        for curve in curves:
+            made = heat(curve.track, measure.column, maps=maps)
+            if made is not None:
+                of = f", {curve.label}" if len(curves) > 1 else ""
+                yield _heat(f"{prefix}-{measure.key}-{curve.colour}", measure, made, of)
+
+
+def _heat(key: str, measure: _Measure, made: Heat, of: str) -> Figure:
     remarks = []
     if made.thinned:
         remarks.append(
@@ -268,112 +365,33 @@ def _heat(key: str, kind: _Kind, made: Heat, of: str) -> Figure:
         )
     if made.folded:
         remarks.append(f"Each row shows the largest of several of the {made.folded:,} tensors.")
+    trace = {
+        "type": "heatmap",
+        "x": made.edges,
+        "y": [text(row) for row in made.rows],
+        "z": made.z,
+        "meta": {"scale": measure.scale, "columns": made.columns},
+        "hovertemplate": f"<b>%{{y}}</b><br>%{{text}}<br>{measure.hover}<extra></extra>",
+    }
     return Figure(
         key,
-        f"{kind.title}{of}",
-        kind.reading,
-        {
-            "traces": [
-                {
-                    "type": "heatmap",
-                    "x": made.edges,
-                    "y": [text(row) for row in made.rows],
-                    "z": made.z,
-                    "meta": {**kind.meta, "columns": made.columns},
-                    "hovertemplate": f"<b>%{{y}}</b><br>%{{text}}<br>{kind.hover}<extra></extra>",
-                }
-            ],
-            "x": {"title": "step"},
-            "y": {
-                "type": "category",
-                "autorange": "reversed",
-                "tickmode": "array",
-                # Names, not places: a tensor may be called "2", and plotly.js looks for that first.
-                "tickvals": [text(row) for row in made.rows[::every]],
-                "ticktext": [text(shortened(r, LONGEST_LABEL)) for r in made.rows[::every]],
-            },
-            "heat": True,
-        },
+        f"{measure.title}{of}",
+        measure.reading,
+        {"traces": [trace], "x": {"title": "step"}, "y": name_axis(made.rows), "heat": True},
         height=max(LOWEST, min(HIGHEST, 120 + ROW_HEIGHT * len(made.rows))),
         wide=True,
         remark=" ".join(remarks),
     )
 
 
-@dataclass(frozen=True)
-class _Traces:
-    traces: list[Trace]
-    remark: str
-
-
-def _traces(
-    followed: Followed,
-    make: Lines,
-    *,
-    several: bool,
-    name: str,
-    style: dict[str, Any] | None = None,
-) -> _Traces:
-    traces: list[Trace] = []
-    longest = 0
-    for number, label, track in followed:
-        made = make(track)
-        if made is None:
-            continue
-        longest = max(longest, made.thinned)
-        told_apart = f"{name}, {label}" if name == "limit" else label
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": text(told_apart if several else name),
-                "x": made.x,
-                "y": made.y,
-                "line": style or {},
-                "hovertemplate": "%{y:.4g}<extra>%{fullData.name}</extra>",
-                "meta": {"run": number, "role": name},
-                "showlegend": not (several and name == "limit"),  # Dashes tell it well enough.
-            }
-        )
-    return _Traces(
-        traces,
-        f"{longest:,} steps are more than a screen shows: of each group of neighbours the smallest "
-        "and the largest are drawn."
-        if longest
-        else "",
-    )
-
-
-def _plot(traces: list[Trace], followed: Followed, y: dict[str, Any]) -> dict[str, Any]:
-    places = any(track.renumbered for _, _, track in followed)
+def name_axis(names: Sequence[str]) -> dict[str, Any]:
+    """The vertical axis of a heat map with a row for each name, from top to bottom."""
+    shown = names[:: max(1, math.ceil(len(names) / MOST_LABELS))]
     return {
-        "traces": traces,
-        "x": {"title": "steps recorded" if places else "step"},
-        "y": y,
-        "legend": len(traces) > 1,
+        "type": "category",
+        "autorange": "reversed",
+        "tickmode": "array",
+        # Names, not places: a tensor may be called "2", and plotly.js looks for that first.
+        "tickvals": [text(name) for name in shown],
+        "ticktext": [text(shortened(name, LONGEST_LABEL)) for name in shown],
     }
-
-
-def _wide_apart(followed: Followed) -> bool:
-    """Whether losses are positive, and the largest so large that all others would lie flat."""
-    known = [value for _, _, track in followed for value in track.loss if not math.isnan(value)]
-    return bool(known) and min(known) > 0 and max(known) > WIDE_APART * median(known)
-
-
-def _logarithmic(lines: _Traces) -> dict[str, Any]:
-    return {"type": "log", "exponentformat": "power", **_decades(lines)}
-
-
-def _decades(lines: _Traces) -> dict[str, Any]:
-    """How far apart the ticks of a logarithmic axis are: 1, 2 and 5, or whole decades."""
-    values = [y for trace in lines.traces for y in trace["y"] if y]
-    span = math.log10(max(values) / min(values)) if values else 0.0
-    if span < 0.7:  # Too little for 1, 2, 5: plotly finds something.
-        return {"nticks": 6}
-    if span < 3:
-        return {"dtick": "D2", "tickformat": "~g"}  # Without a format, 0.5 would read "5".
-    return {"dtick": max(1, round(span / TICKS))}
-
-
-def _log2(value: float | None) -> float | None:
-    return None if value is None or value <= 0 else round(math.log2(value), 4)

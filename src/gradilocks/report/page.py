@@ -1,196 +1,217 @@
-"""Reports on runs → one HTML page: what stands on it, and in which order."""
+"""A Page → one HTML file that needs nothing else: style, scripts, plots and data inside.
+
+What stands on a page is plain data, made by `report_page`, `audit_page` and `experiment`;
+`templates/` lays it out, for all of them alike. Text from a file reaches a page in two ways only:
+escaped by the templates, and as JSON in a data block in which no ``<``, ``>`` or ``&`` stands. On
+top of that the page's own policy lets the browser run the scripts with these hashes and no other,
+and fetch nothing.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
-import json
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
-from gradilocks.report.audit_page import SCRIPTS, STYLES, Panel, panel
-from gradilocks.report.document import GENERATOR, document, headed
-from gradilocks.report.facts import Reported, in_short, main_numbers, what_ran
-from gradilocks.report.figures import Section, sections
-from gradilocks.report.markup import drawing, numeral, prose, sentence_case, swatch
-from gradilocks.report.tracks import Track
-from gradilocks.report.values import Finding, Health
+from markupsafe import Markup
 
-__all__ = ["identity", "render"]
+from gradilocks.errors import GradilocksError
+from gradilocks.report.destination import GENERATOR
+from gradilocks.report.figures import Figure, Section
+from gradilocks.report.formatting import listed, numeral, prose, raised, sentence_case
+from gradilocks.report.health import Health
 
-MARKS = {"problem": "✕", "warning": "!", "note": "i"}
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+__all__ = ["Bear", "FormatRow", "Page", "Pairs", "Panel", "Row", "RunPart", "Table", "to_html"]
+
+Pairs = Sequence[tuple[str, str]]
+"""Names and what to say about each."""
+
 # From here on the digits of a number tell less than its size.
 HUGE = 1e9
-VERDICTS = {"healthy": "good", "needs a look": "warning", "in trouble": "problem"}
 
 
-def render(reports: Sequence[Reported]) -> str:
-    """Returns the page.
+@dataclass(frozen=True)
+class RunPart:
+    """What a page says about one run."""
 
-    Args:
-        reports: one or more; several are drawn over each other.
+    label: str
+    health: Health
+    colour: int | None = None
+    """The number of its colour; None if the page is about this run alone."""
+    tiles: Sequence[tuple[str, Pairs]] = ()
+    """A heading ('' for none) and the main numbers of each of its optimizers."""
+    link: str = ""
+    """Where its own report is, if there is one beside this page."""
+    files: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: a run, its colour, and a text for each column but the first."""
+
+    label: str
+    colour: int
+    cells: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Runs under each other, the same numbers of each beside each other."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Row]
+    hint: str = ""
+    unbroken: bool = False
+    """Whether a cell stays on one line; the table scrolls instead."""
+
+
+@dataclass(frozen=True)
+class FormatRow:
+    """A row of the audit's table of formats, each number as it is written there."""
+
+    name: str
+    scale: str
+    cells: Sequence[str]
+    holds: bool
+    keep: Sequence[str]
+    recommended: bool
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What an audit found; if it cannot be read, only why.
+
+    Attributes:
+        key: what the ids on the page begin with.
+        on_report: whether the panel is a part of a report, and not a page of its own.
+        label: the run that was audited, if the page is about several.
+        words: the recommendation, sentence by sentence.
+        first: the name of the format to show first.
+        kinds: which gradients the second picture can show: their view, and what to call them.
+        modules: names and classes.
+        by_format: what the page's script shows of each format, as JSON.
     """
-    laid_out = sections(reports)
-    panels = _panels(reports)
-    plots = {f.key: f.plot for section in laid_out for f in section.figures}
-    for made in panels:
-        plots.update(made.plots)
-    title = " and ".join(one.label for one in reports[:2])
-    title += f" and {len(reports) - 2} more" if len(reports) > 2 else ""
-    audited = {"styles": STYLES, "scripts": SCRIPTS} if panels else {}
-    return document(
-        title=f"{title} · Gradilocks report",
-        marks={"generator": GENERATOR, "gradilocks-runs": identity(reports)},
-        header=_header(title, reports),
-        main=[
-            *_summaries(reports),
-            *(_section(section) for section in laid_out),
-            *(made.html for made in panels),
-            _ran(reports),
-        ],
-        plots=plots,
-        **audited,
+
+    key: str
+    on_report: bool = False
+    label: str = ""
+    colour: int | None = None
+    unreadable: str = ""
+    kind: str = ""
+    words: Sequence[str] = ()
+    tiles: Pairs = ()
+    first: str = ""
+    formats: Sequence[FormatRow] = ()
+    kinds: Pairs = ()
+    figures: Sequence[Figure] = ()
+    modules: Pairs = ()
+    by_format: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bear:
+    """One of the demo's three claims, and what came of it."""
+
+    name: str
+    size: int
+    colour: int
+    kind: str
+    """'good' for a claim that holds, 'problem' for one that does not, else 'note'."""
+    outcome: str
+    claim: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that stands on a page; parts that are empty are left out.
+
+    Attributes:
+        title: of the window.
+        identity: of what the page is about, by which a later page may replace it.
+        facts: for each run its name ('' if the page is about one), its colour, and what ran.
+    """
+
+    title: str
+    kind: str
+    heading: str
+    identity: str
+    generator: str = GENERATOR
+    command: str = ""
+    about: str = ""
+    bears: Sequence[Bear] = ()
+    numbers: Sequence[Table] = ()
+    runs: Sequence[RunPart] = ()
+    runs_lead: str = ""
+    sections: Sequence[Section] = ()
+    panels: Sequence[Panel] = ()
+    settings: Sequence[Table] = ()
+    facts: Sequence[tuple[str, int | None, Pairs]] = ()
+    facts_title: str = "What ran"
+
+
+def to_html(page: Page) -> str:
+    """Lays a page out."""
+    from gradilocks import __version__
+
+    assets = files("gradilocks.report") / "assets"
+    names = ("page.js", "audit.js") if page.panels else ("page.js",)
+    scripts = [_plotly(), *((assets / name).read_text(encoding="utf-8") for name in names)]
+    parts: list[Section | Panel] = [*page.sections, *page.panels]
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
+        f"img-src data: blob:; script-src {' '.join(map(_hash, scripts))}"
+    )
+    return _page_template().render(
+        page=page,
+        plots={figure.key: figure.plot for part in parts for figure in part.figures},
+        version=__version__,
+        scripts=[Markup(script) for script in scripts],
+        policy=policy,
     )
 
 
-def identity(reports: Sequence[Reported]) -> str:
-    """Names the runs that a page is about, so that it may be replaced by a newer page on them."""
-    headers = [
-        [one.run.header.started, list(one.run.header.command), one.run.header.rank]
-        for one in reports
-    ]
-    return hashlib.sha256(json.dumps(headers).encode()).hexdigest()[:16]
+@cache
+def _page_template() -> Template:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-
-def _header(title: str, reports: Sequence[Reported]) -> str:
-    kind = "Gradilocks report" if len(reports) == 1 else "Gradilocks report, side by side"
-    ran = ""
-    if len(reports) == 1:
-        command = dict(what_ran(reports[0].run))["command"]
-        ran = (
-            f'<p class="ran-short"><code>{escape(command)}</code><br>'
-            f"{escape(in_short(reports[0].run))}</p>"
-        )
-    return headed(kind, title, ran)
-
-
-def _panels(reports: Sequence[Reported]) -> list[Panel]:
-    """What an audit found, for each run that carries one."""
-    several = len(reports) > 1
-    return [
-        panel(
-            one.run.audit,
-            key=f"a{number}",
-            heading=f"Audit{f': {swatch(number)}{escape(one.label)}' if several else ''}",
-        )
-        for number, one in enumerate(reports)
-        if one.run.audit is not None
-    ]
-
-
-def _summaries(reports: Sequence[Reported]) -> list[str]:
-    if len(reports) == 1:
-        one = reports[0]
-        return [_verdict(one.health), _tiles(one), _findings(one.health)]
-    parts = [_table(reports)]
-    for number, one in enumerate(reports):
-        parts.append(
-            f'<section class="run"><h2>{swatch(number)}{escape(one.label)}</h2>'
-            f"{_verdict(one.health)}{_findings(one.health, headed=False)}</section>"
-        )
-    return parts
-
-
-def _verdict(health: Health) -> str:
-    kind = VERDICTS.get(health.verdict, "note")
-    mark = {"good": "✓"}.get(kind) or MARKS[kind]
-    return (
-        f'<p class="verdict {kind}"><span class="mark" aria-hidden="true">{mark}</span>'
-        f"<span><strong>{sentence_case(health.verdict)}.</strong> {escape(health.sentence)}"
-        "</span></p>"
+    made = Environment(
+        loader=PackageLoader("gradilocks.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    for each in (in_digits, listed, numeral, prose, raised, sentence_case):
+        made.filters[each.__name__] = each
+    return made.get_template("page.html")
 
 
-def _findings(health: Health, *, headed: bool = True) -> str:
-    if not health.findings:
-        return ""
-    head = "<h2>Findings</h2>" if headed else ""
-    items = "\n".join(_finding(finding) for finding in health.findings)
-    return f'<section aria-label="Findings" class="findings">{head}<ul>\n{items}\n</ul></section>'
-
-
-def _finding(finding: Finding) -> str:
-    numbers = " · ".join(
-        f"{escape(name)} {escape(_shown(value))}" for name, value in finding.evidence.items()
-    )
-    return (
-        f'<li class="{finding.severity}"><span class="mark" aria-hidden="true">'
-        f"{MARKS[finding.severity]}</span><div>"
-        f'<h3><span class="severity">{sentence_case(finding.severity)}: </span>'
-        f"{escape(finding.title)}</h3><p>{prose(finding.sentence)}</p>"
-        + (f'<p class="evidence">{numbers}</p>' if numbers else "")
-        + "</div></li>"
-    )
-
-
-def _tiles(one: Reported) -> str:
-    made = []
-    for track in one.tracks:
-        head = f"<h2>{escape(sentence_case(track.label))}</h2>" if track.several else ""
-        pairs = [pair for pair in main_numbers(one, track) if pair[0] != "verdict"]
-        cells = "".join(
-            f"<div><dt>{escape(name)}</dt><dd>{numeral(value)}</dd></div>" for name, value in pairs
-        )
-        made.append(f'{head}<dl class="tiles">{cells}</dl>')
-    return "\n".join(made)
-
-
-def _table(reports: Sequence[Reported]) -> str:
-    rows, names = [], [name for name, _ in main_numbers(reports[0], None)]
-    for number, one in enumerate(reports):
-        shown: list[Track | None] = [*one.tracks] or [None]
-        for track in shown:
-            pairs = main_numbers(one, track)
-            names = max(names, [name for name, _ in pairs], key=len)
-            cells = "".join(f"<td>{numeral(value)}</td>" for _, value in pairs)
-            which = f", {track.label}" if track is not None and track.several else ""
-            label = f"{swatch(number)}{escape(one.label + which)}"
-            rows.append(f'<tr><th scope="row">{label}</th>{cells}</tr>')
-    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
-    return (
-        '<section><h2>Main numbers</h2><div class="scrolls" tabindex="0" role="region" '
-        'aria-label="Main numbers of each run"><table><thead><tr><th scope="col">run</th>'
-        f"{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
-    )
-
-
-def _section(section: Section) -> str:
-    title = f"<h2>{escape(section.title)}</h2>" if section.title else "<h2>Plots</h2>"
-    hint = (
-        '<p class="hint">Drag across a plot to zoom; all plots of a section follow. Double-click '
-        "to see everything again. Point at a line or a cell for its numbers.</p>"
-    )
-    figures = "\n".join(drawing(figure) for figure in section.figures)
-    return f'<section class="plots">{title}{hint}<div class="grid">\n{figures}\n</div></section>'
-
-
-def _ran(reports: Sequence[Reported]) -> str:
-    parts = []
-    for number, one in enumerate(reports):
-        head = f"<h3>{swatch(number)}{escape(one.label)}</h3>" if len(reports) > 1 else ""
-        rows = "".join(
-            f"<div><dt>{escape(name)}</dt><dd>{_fact(name, value)}</dd></div>"
-            for name, value in what_ran(one.run)
-        )
-        parts.append(f'{head}<dl class="facts">{rows}</dl>')
-    return f'<section class="ran"><h2>What ran</h2>{"".join(parts)}</section>'
-
-
-def _fact(name: str, value: str) -> str:
-    shown = escape(value)
-    return f"<code>{shown}</code>" if name in ("command", "run file") else shown
-
-
-def _shown(value: float | int | str) -> str:
+def in_digits(value: float | int | str) -> str:
+    """A number of a finding's evidence: by its digits, by its size if it is huge."""
     if isinstance(value, str):
         return value
     return f"{value:,.4g}" if value % 1 or abs(value) >= HUGE else f"{value:,.0f}"
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise GradilocksError("plotly is not installed: pip install plotly") from error
+    # A script ends at the first "</script", even inside a string of its own.
+    return str(get_plotlyjs()).replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,29 +1,34 @@
 """Tracks → what the plots show, as plain data: lines, marks and heat maps.
 
-Numbers are rounded to what a plot can show, gaps are None, and long columns are thinned. Whether
-they were is in the data, so that the page can say so.
+Numbers are rounded to what a plot can show, gaps are None, and long columns are thinned. A plot has
+about a thousand pixels, and taking every n-th point would lose what lies between: spikes and skips.
+So a column is cut into buckets, and of each bucket the smallest and the largest value stay, in
+their order. Whether a column was thinned is in the data, so that the page can say so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from gradilocks.report.thinning import buckets, extremes, turns
+from gradilocks.report.formatting import clean, shortened
 from gradilocks.report.tracks import Tensor, Track
-from gradilocks.report.words import clean, shortened
 from gradilocks.runfile import Spoilt, describe_bad
 
 __all__ = [
     "Heat",
     "Line",
     "Marks",
+    "buckets",
     "clipped_share",
+    "extremes",
     "heat",
     "line",
     "skip_marks",
     "staircase",
+    "turns",
     "unique",
 ]
 
@@ -123,7 +128,7 @@ def _why_skipped(track: Track, place: int, *, lost: bool, spoiler: int | None) -
     if spoiler is not None:
         by = track.steps[spoiler]
         return f"NaN or Inf, and the weights are spoilt {Spoilt(by.step, by.loss is not None)}"
-    if track.aftermath[place]:
+    if track.spoilt[place]:
         return "NaN or Inf, and another optimizer's weights are spoilt"
     short = [c._replace(name=shortened(clean(c.name), LONGEST_NAME)) for c in step.culprits]
     others = track.others.get(place, ())
@@ -227,3 +232,43 @@ def unique(names: list[str]) -> list[str]:
 
 def _rounded(value: float, digits: int) -> Number:
     return None if math.isnan(value) else float(f"{value:.{digits}g}")
+
+
+def buckets(length: int, most: int) -> Iterator[range]:
+    """Cuts `length` places into at most `most` ranges of nearly the same size."""
+    pieces = min(length, most)
+    for piece in range(pieces):
+        yield range(length * piece // pieces, length * (piece + 1) // pieces)
+
+
+def extremes(values: Sequence[float], *, most: int) -> Sequence[int]:
+    """Returns the places to keep of a column: all if there are few, else each bucket's extremes.
+
+    Args:
+        values: the column; NaN is a gap.
+        most: how many places may stay, about. At least 4.
+    """
+    if len(values) <= most:
+        return range(len(values))
+    kept = []
+    for bucket in buckets(len(values), most // 2):
+        present = [i for i in bucket if not math.isnan(values[i])]
+        if not present:  # A gap as wide as a bucket stays a gap.
+            kept.append(bucket.start)
+            continue
+        low, high = min(present, key=values.__getitem__), max(present, key=values.__getitem__)
+        kept.extend(sorted({low, high}))
+    if kept[-1] != len(values) - 1:
+        kept.append(len(values) - 1)
+    return kept
+
+
+def turns(values: Sequence[float]) -> list[int]:
+    """Returns the places where a column that moves in jumps takes a new value, and the last."""
+    places = [
+        next(place for place, _ in group)
+        for _, group in groupby(enumerate(values), key=lambda item: repr(item[1]))
+    ]
+    if values and places[-1] != len(values) - 1:
+        places.append(len(values) - 1)
+    return places

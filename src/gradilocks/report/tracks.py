@@ -16,7 +16,6 @@ from itertools import pairwise
 from statistics import median
 
 from gradilocks.errors import BadRunFile
-from gradilocks.report.lost import lost_places
 from gradilocks.runfile import (
     BadSteps,
     OptimizerInfo,
@@ -25,9 +24,21 @@ from gradilocks.runfile import (
     Step,
     Trace,
     backward_groups,
+    has_bad_gradients,
 )
 
-__all__ = ["ANOTHERS", "OWN", "Tensor", "Track", "aftermath_of", "came_late", "tracks"]
+__all__ = [
+    "ANOTHERS",
+    "OWN",
+    "Tensor",
+    "Track",
+    "came_late",
+    "nanmedian",
+    "nonfinite_losses",
+    "quantile",
+    "spoilt_before",
+    "tracks",
+]
 
 NAN = math.nan
 # Before a step, NaN or Inf had gone into the weights of its optimizer, or only into another's.
@@ -49,55 +60,72 @@ class Tensor:
     @cached_property
     def usual_norm(self) -> float:
         """The median of its gradient norm; NaN if it never had one."""
-        return middle(self.norm)
+        return nanmedian(self.norm)
 
     @cached_property
     def usual_zeros(self) -> float:
         """The median share of zeros in its gradient; NaN if it never had one."""
-        return middle(self.zeros)
+        return nanmedian(self.zeros)
 
     @cached_property
     def usual_update(self) -> float:
         """The median of its update-to-weight ratio at steps that were taken; NaN if none were."""
-        return middle(self.update)
+        return nanmedian(self.update)
 
 
-@dataclass(frozen=True)
 class Track:
-    """The steps of one optimizer, in the order of the file; all columns are equally long."""
+    """The steps of one optimizer, in the order of the file.
 
-    optimizer: OptimizerInfo
-    several: bool
-    """Whether the run has other optimizers too."""
-    steps: Sequence[Step]
-    at: Sequence[int]
-    """Where each step stands on a plot's axis: its number, or its place if numbers go back."""
-    renumbered: bool
-    loss: Column
-    scale: Column
-    norm: Column
-    limit: Column
-    rate: Column
-    time: Column
-    skipped: Sequence[int]
-    """Places of the skipped steps."""
-    nonfinite: Sequence[int]
-    """Places of the steps with NaN or Inf among the gradients."""
-    clipped: bytes
-    """1 for a step that was clipped and taken, 0 for another."""
-    detailed: Sequence[int]
-    """Places of the steps with detail."""
-    tensors: Sequence[Tensor]
-    aftermath: bytes
-    """0 for a step before which no NaN or Inf was in any weights by an earlier step of its session;
-    else `OWN` or `ANOTHERS`: what is bad at such a step may come from there."""
-    others: Mapping[int, Sequence[Step]]
-    """By the place of a step with NaN or Inf: the steps of other optimizers after the same backward
-    pass; none where there are none."""
-    traced: bool
-    """Whether `gradilocks.trace` was to find the module."""
-    found: Set[int]
-    """Places of the steps in which it did, before any NaN or Inf had gone into the weights."""
+    A "place" is the index of a step in `steps` and in the columns, which are equally long.
+
+    Attributes:
+        optimizer: its name and its parameters, as the run file has them.
+        steps: as the run file has them.
+        scale_policy: the policy of the loss scale, as the run's header writes it, or ''.
+        several: whether the run has other optimizers too.
+        spoilt: for each step 0 if no earlier step of its session had put NaN or Inf into any
+            weights; else `OWN` or `ANOTHERS`: what is bad at such a step may come from there.
+        others: by the place of a step with NaN or Inf, the steps of other optimizers after the same
+            backward pass, where there are any.
+        traced: whether `gradilocks.trace` was to find the module.
+        found: places of the steps in which it did, before any NaN or Inf was in the weights.
+        renumbered: whether step numbers go back, as in a run resumed from an older checkpoint.
+        at: where each step stands on a plot's axis: its number, or its place if numbers go back.
+        skipped: places of the skipped steps.
+        nonfinite: places of the steps with NaN or Inf among the gradients.
+        clipped: 1 for a step that was clipped and taken, 0 for another.
+        detailed: places of the steps with detail.
+        tensors: one for each parameter, if any step has detail.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerInfo,
+        steps: Sequence[Step],
+        *,
+        scale_policy: str,
+        several: bool,
+        spoilt: bytes,
+        others: Mapping[int, Sequence[Step]],
+        traced: bool,
+        found: Set[int],
+    ) -> None:
+        self.optimizer, self.steps = optimizer, steps
+        self.scale_policy, self.several = scale_policy, several
+        self.spoilt, self.others, self.traced, self.found = spoilt, others, traced, found
+        numbers = array("q", [step.step for step in steps])
+        self.renumbered = any(later <= earlier for earlier, later in pairwise(numbers))
+        self.at = array("q", range(1, len(steps) + 1)) if self.renumbered else numbers
+        self.loss = _column(step.loss for step in steps)
+        self.scale = _column(step.scale for step in steps)
+        self.norm = _column(step.norm for step in steps)
+        self.limit = _column(step.limit for step in steps)
+        self.time = _column(step.time for step in steps)
+        self.skipped = [place for place, step in enumerate(steps) if step.skipped]
+        self.nonfinite = [place for place, step in enumerate(steps) if has_bad_gradients(step)]
+        self.clipped = bytes(step.clipped and not step.skipped for step in steps)
+        self.detailed = [place for place, step in enumerate(steps) if step.detail is not None]
+        self.tensors = _tensors(optimizer, [steps[place] for place in self.detailed])
 
     @property
     def label(self) -> str:
@@ -107,17 +135,16 @@ class Track:
 
     def tensor_of_most(self, place: int) -> Tensor | None:
         """The tensor with the largest gradient norm at a step; None if it has no detail."""
-        try:
-            row = self._rows[place]
-        except KeyError:
+        if place not in self._rows:
             return None
+        row = self._rows[place]
         present = [tensor for tensor in self.tensors if not math.isnan(tensor.norm[row])]
         return max(present, key=lambda tensor: tensor.norm[row], default=None)
 
     @cached_property
     def lost(self) -> Sequence[int]:
         """Places of the steps whose loss was itself NaN or Inf."""
-        return lost_places(self.steps, self._bad)
+        return nonfinite_losses(self.steps, self._bad)
 
     @cached_property
     def taken(self) -> Sequence[int]:
@@ -131,19 +158,19 @@ class Track:
 
     @cached_property
     def spoilers(self) -> Mapping[int, int]:
-        """By the place of a step with `OWN` aftermath: the step that put NaN or Inf there."""
+        """By the place of a step whose weights were spoilt: the step that put NaN or Inf there."""
         found: dict[int, int] = {}
-        for place, mark in enumerate(self.aftermath):
+        for place, mark in enumerate(self.spoilt):
             if mark == OWN:
                 found[place] = found.get(place - 1, place - 1)
         return found
 
-    @cached_property
+    @property
     def lost_since(self) -> int | None:
         """The place from which on the loss was never finite again; None if it ended well."""
         return self._bad.lost_from
 
-    @cached_property
+    @property
     def ending(self) -> str | None:
         """How the run ended in NaN or Inf, in words; None if it did not."""
         return self._bad.ending
@@ -166,37 +193,33 @@ def tracks(run: Run) -> list[Track]:
     Raises:
         BadRunFile: a number in the file is none, or a step's detail does not fit its optimizer.
     """
-    by_index: dict[int, list[Step]] = {}
-    known = {info.index: info for info in run.optimizers}
+    steps: dict[int, list[Step]] = {}
+    spoilt: dict[int, bytearray] = {}
+    others: dict[int, dict[int, Sequence[Step]]] = {}
+    for step, mark, group in zip(
+        run.steps, spoilt_before(run), backward_groups(run.steps), strict=True
+    ):
+        mine = steps.setdefault(step.optimizer, [])
+        if len(group) > 1 and has_bad_gradients(step):
+            rest = [each for each in group if each is not step]
+            others.setdefault(step.optimizer, {})[len(mine)] = rest
+        mine.append(step)
+        spoilt.setdefault(step.optimizer, bytearray()).append(mark)
+    infos = {info.index: info for info in run.optimizers}
+    in_time = [t.time for t in run.traces if t.where == "buffers" or not came_late(run, t)]
     try:
-        marks: dict[int, bytearray] = {}
-        others: dict[int, dict[int, Sequence[Step]]] = {}
-        for step, mark, group in zip(
-            run.steps, aftermath_of(run), backward_groups(run.steps), strict=True
-        ):
-            mine = by_index.setdefault(step.optimizer, [])
-            if len(group) > 1 and step.nan + step.inf > 0:
-                rest = [each for each in group if each is not step]
-                others.setdefault(step.optimizer, {})[len(mine)] = rest
-            mine.append(step)
-            marks.setdefault(step.optimizer, bytearray()).append(mark)
-        traced = bool(run.header.settings.get("trace")) or bool(run.traces)
-        in_time = [
-            trace.time
-            for trace in run.traces
-            if trace.where == "buffers" or not came_late(run, trace)
-        ]
         return [
-            _track(
-                known.get(index) or OptimizerInfo(index, "optimizer", (), (), ()),
-                by_index[index],
-                several=len(by_index) > 1,
-                aftermath=bytes(marks[index]),
+            Track(
+                infos.get(index) or OptimizerInfo(index, "optimizer", (), (), ()),
+                steps[index],
+                scale_policy=str(run.header.settings.get("scale", "")),
+                several=len(steps) > 1,
+                spoilt=bytes(spoilt[index]),
                 others=others.get(index, {}),
-                traced=traced,
-                found=frozenset(_place_at(by_index[index], time) for time in in_time),
+                traced=bool(run.header.settings.get("trace")) or bool(run.traces),
+                found=frozenset(_place_at(steps[index], time) for time in in_time),
             )
-            for index in sorted(by_index)
+            for index in sorted(steps)
         ]
     except (TypeError, ValueError, OverflowError) as error:
         raise BadRunFile(
@@ -205,17 +228,31 @@ def tracks(run: Run) -> list[Track]:
         ) from error
 
 
-def middle(values: Iterable[float]) -> float:
-    """The median of what is there; NaN if nothing is."""
+def nanmedian(values: Iterable[float]) -> float:
+    """The median of the values that are not NaN; NaN if there is none."""
     present = [value for value in values if not math.isnan(value)]
     return median(present) if present else NAN
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted numbers; between two of them where it falls between.
+
+    Example:
+        >>> quantile([1.0, 2.0, 4.0], 0.75)
+        3.0
+    """
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    part = place - below
+    return ordered[below] * (1 - part) + ordered[above] * part
 
 
 def came_late(run: Run, trace: Trace) -> bool:
     """Whether NaN or Inf was in the weights before a traced step, as far as the file tells."""
     if trace.damaged or "was damaged before this step" in trace.text:
         return True
-    if trace.damaged is not None:  # It looked.
+    if trace.damaged is not None:  # The trace looked at the weights and found none.
         return False
     spoilt, begins = SpoiltWeights(), set(run.begins)
     for place, step in enumerate(run.steps):
@@ -227,15 +264,9 @@ def came_late(run: Run, trace: Trace) -> bool:
     return bool(spoilt)
 
 
-def _place_at(steps: Sequence[Step], time: float) -> int:
-    """The place of the step that was going on at a time."""
-    return next((place for place, step in enumerate(steps) if step.time >= time), len(steps))
-
-
-def aftermath_of(run: Run) -> Iterator[int]:
-    """For each step of a run: `Track.aftermath`. A session that is resumed begins anew."""
-    spoilt = SpoiltWeights()
-    begins = set(run.begins)
+def spoilt_before(run: Run) -> Iterator[int]:
+    """For each step of a run: `Track.spoilt`. A session that is resumed begins anew."""
+    spoilt, begins = SpoiltWeights(), set(run.begins)
     for place, step in enumerate(run.steps):
         if place in begins:
             spoilt.forget()
@@ -243,41 +274,32 @@ def aftermath_of(run: Run) -> Iterator[int]:
         spoilt.take(step)
 
 
-def _track(
-    info: OptimizerInfo,
-    steps: list[Step],
-    *,
-    several: bool,
-    aftermath: bytes,
-    others: Mapping[int, Sequence[Step]],
-    traced: bool,
-    found: Set[int],
-) -> Track:
-    numbers = array("q", [step.step for step in steps])
-    back = any(later <= earlier for earlier, later in pairwise(numbers))
-    detailed = array("q", [place for place, step in enumerate(steps) if step.detail is not None])
-    return Track(
-        optimizer=info,
-        several=several,
-        steps=steps,
-        at=array("q", range(1, len(steps) + 1)) if back else numbers,
-        renumbered=back,
-        loss=_column(step.loss for step in steps),
-        scale=_column(step.scale for step in steps),
-        norm=_column(step.norm for step in steps),
-        limit=_column(step.limit for step in steps),
-        rate=_column(step.lr for step in steps),
-        time=_column(step.time for step in steps),
-        nonfinite=array("q", [i for i, step in enumerate(steps) if step.nan + step.inf > 0]),
-        skipped=array("q", [place for place, step in enumerate(steps) if step.skipped]),
-        clipped=bytes([1 if step.clipped and not step.skipped else 0 for step in steps]),
-        detailed=detailed,
-        tensors=_tensors(info, [steps[place] for place in detailed]),
-        aftermath=aftermath,
-        others=others,
-        traced=traced,
-        found=found,
-    )
+def nonfinite_losses(steps: Sequence[Step], bad: BadSteps) -> list[int]:
+    """Returns the places of the steps whose loss was itself NaN or Inf.
+
+    A run file has nothing in place of a loss that was not finite, and nothing in place of one that
+    nobody knew. Newer files tell which; of older ones `BadSteps` guesses.
+
+    Args:
+        steps: of one optimizer.
+        bad: what all of them together show.
+    """
+    guessed = bad.guesses_lost
+    return [
+        place
+        for place, step in enumerate(steps)
+        if step.loss is None
+        and (
+            guessed and has_bad_gradients(step)
+            if step.loss_nonfinite is None
+            else step.loss_nonfinite
+        )
+    ]
+
+
+def _place_at(steps: Sequence[Step], time: float) -> int:
+    """The place of the step that was going on at a time."""
+    return next((place for place, step in enumerate(steps) if step.time >= time), len(steps))
 
 
 def _tensors(info: OptimizerInfo, steps: Sequence[Step]) -> list[Tensor]:

@@ -161,7 +161,7 @@ class Audit(AuditRecord):
 
     def save_picture(self, path: str | os.PathLike[str], *, title: str = "Audit") -> None:
         """Writes the histograms, with the formats' windows over them, as one HTML page."""
-        from gradilocks.report.audit_page import write_audit_page
+        from gradilocks.report import write_audit_page
 
         write_audit_page(Path(path), self, title=title)
 

@@ -1,26 +1,52 @@
-"""A run → what ran, and its main numbers: pairs of a name and what to say about it."""
+"""A run → what a report says about it: the verdict with its findings, the main numbers, what ran.
+
+Pure: a `Run` enters, a `Reported` leaves; numbers and facts are pairs of a name and what to say.
+"""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from gradilocks.report.findings import examine
-from gradilocks.report.tracks import Track, middle, tracks
-from gradilocks.report.values import Health
-from gradilocks.report.words import clean, count, duration, number, percent, power
+import gradilocks.report.curve_findings as curve_findings
+import gradilocks.report.ending_findings as ending_findings
+import gradilocks.report.skip_findings as skip_findings
+import gradilocks.report.tensor_findings as tensor_findings
+from gradilocks.report.formatting import clean, count, duration, number, percent, power
+from gradilocks.report.health import Finding, Health, Verdict
+from gradilocks.report.tracks import Track, nanmedian, tracks
 from gradilocks.runfile import Run
 
-__all__ = ["Reported", "in_short", "main_numbers", "report_on", "what_ran"]
+__all__ = ["Reported", "examine", "in_short", "main_numbers", "report_on", "what_ran"]
 
 Pairs = list[tuple[str, str]]
 
 # The loss at an end is the median of so many steps: one batch is too noisy.
 ENDS = 20
+# Rates over fewer steps than this mean little, and the verdict says so.
+FEW_STEPS = 20
+ORDER = {"problem": 0, "warning": 1, "note": 2}
+STEP_RULES = (
+    skip_findings.taken_though_nonfinite,
+    skip_findings.nan_culprits,
+    curve_findings.loss_not_finite,
+    curve_findings.divergence,
+    curve_findings.silence,
+    skip_findings.skipping,
+    skip_findings.far_out,
+    skip_findings.rejected,
+    curve_findings.spikes,
+    tensor_findings.vanishing,
+    tensor_findings.dominating,
+    tensor_findings.moving,
+    curve_findings.clipping,
+    tensor_findings.gradientless,
+    skip_findings.scaling,
+)
 
 
 @dataclass(frozen=True)
@@ -101,18 +127,62 @@ def main_numbers(reported: Reported, track: Track | None) -> Pairs:
     ]
 
 
+def examine(run: Run, followed: Sequence[Track] | None = None) -> Health:
+    """Judges a run.
+
+    Args:
+        run: as `gradilocks.read_run` returns it.
+        followed: its tracks, if they have been made already.
+
+    Returns:
+        The verdict and its findings.
+
+    Raises:
+        BadRunFile: a step holds something else than numbers.
+    """
+    followed = tracks(run) if followed is None else followed
+    found = [*ending_findings.ending(run), *ending_findings.traced(run)]
+    for track in followed:
+        of = f"{track.label}: " if track.several else ""
+        for rule in STEP_RULES:
+            found += [replace(finding, title=of + finding.title) for finding in rule(track)]
+    found.sort(key=lambda finding: ORDER[finding.severity])
+    return Health(*_verdict(run, found, followed), tuple(found))
+
+
+def _verdict(run: Run, found: Sequence[Finding], followed: Sequence[Track]) -> tuple[Verdict, str]:
+    if not run.steps:
+        return "no steps", "The run file has a header but no steps: nothing was recorded yet."
+    problems = sum(finding.severity == "problem" for finding in found)
+    warnings = sum(finding.severity == "warning" for finding in found)
+    seen = count(len(run.steps), "step")
+    if problems:
+        more = f" and {count(warnings, 'warning')}" if warnings else ""
+        ended = "".join(
+            f"It ended in NaN or Inf: {f'{track.label}: ' if track.several else ''}{track.ending}. "
+            for track in followed
+            if track.ending is not None
+        )
+        return "in trouble", f"{ended}{count(problems, 'problem')}{more} in {seen}."
+    if warnings:
+        return "needs a look", f"{count(warnings, 'warning')} in {seen}, no problem."
+    if len(run.steps) < FEW_STEPS:
+        return "healthy", f"Nothing wrong in {seen}, but so few prove little."
+    return "healthy", f"Nothing wrong in {seen}."
+
+
 def _loss(track: Track) -> str:
     """Where it began and where it ended, even if that is NaN."""
     known = [value for value in track.loss if not math.isnan(value)]
     if not known:
         return "NaN" if track.lost else "–"
     ends = max(1, min(ENDS, len(known) // 4))
-    last = number(middle(known[-ends:])) if track.lost_since is None else "NaN"
-    return f"{number(middle(known[:ends]))} → {last}"
+    last = number(nanmedian(known[-ends:])) if track.lost_since is None else "NaN"
+    return f"{number(nanmedian(known[:ends]))} → {last}"
 
 
 def _norm(track: Track) -> str:
-    usual = middle(track.norm)
+    usual = nanmedian(track.norm)
     return "NaN" if math.isnan(usual) and track.nonfinite else _or_dash(usual)
 
 

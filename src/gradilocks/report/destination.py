@@ -1,24 +1,36 @@
-"""Where a page goes: chosen, checked so that nothing of value is overwritten, and written whole.
+"""A path that somebody gave → where a file may be written, so that nothing of value is lost.
 
 A page about the same is replaced, another page of Gradilocks' if it is asked for, and nothing else.
+A file is written beside its place and moved onto it, so that there is never half of one. That would
+replace a symlink, a pipe or a device by a file: a link is followed first, and anything but a file
+is refused.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from gradilocks.errors import GradilocksError
-from gradilocks.report.document import GENERATOR
-from gradilocks.report.places import settled
 
-__all__ = ["check", "choose", "labels", "write"]
+__all__ = ["GENERATOR", "check", "choose", "labels", "settled", "write"]
+
+GENERATOR = "gradilocks report"
+"""What a page says it was made by, unless it is the demo's."""
 
 # The marks of a page stand in its first lines.
 HEAD_BYTES = 2048
 _MARKS = tuple(f'<meta name="generator" content="{by}">' for by in (GENERATOR, "gradilocks demo"))
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def choose(runs: Sequence[Path], output: Path | None) -> Path:
@@ -63,7 +75,7 @@ def write(
     Args:
         page: where.
         render: makes the page; called once nothing stands in the way.
-        identity: of what it is about, as in `gradilocks.report.page.identity`.
+        identity: of what it is about, as in `gradilocks.report.report_page.identity`.
         force: whether to replace another page of Gradilocks' too.
         what: what the page is, in words.
         option: by which the place was given, for messages.
@@ -72,17 +84,10 @@ def write(
     Raises:
         GradilocksError: something else is there, or the place cannot be written.
     """
-    given = page
-    page = _free(page, identity, force, what=what, option=option, way_out=way_out)
-    beside = page.with_name(f".{page.name}.{os.getpid()}.part")
-    try:
-        with beside.open("x", encoding="utf-8") as file:
-            file.write(render())
-        beside.replace(page)
-    except OSError as error:
-        raise GradilocksError(f"{given} cannot be written: {error.strerror or error}.") from error
-    finally:
-        beside.unlink(missing_ok=True)
+    target = _free(page, identity, force, what=what, option=option, way_out=way_out)
+    with _beside(target, given=page) as unfinished:
+        unfinished.write_text(render(), encoding="utf-8")
+        unfinished.replace(target)
 
 
 def check(page: Path, *, identity: str, what: str, option: str, way_out: str) -> None:
@@ -91,15 +96,22 @@ def check(page: Path, *, identity: str, what: str, option: str, way_out: str) ->
     Raises:
         GradilocksError: something else is there, or the place cannot be written.
     """
-    given = page
-    page = _free(page, identity, False, what=what, option=option, way_out=way_out)
-    beside = page.with_name(f".{page.name}.{os.getpid()}.part")
+    target = _free(page, identity, False, what=what, option=option, way_out=way_out)
+    with _beside(target, given=page):
+        pass
+
+
+@contextmanager
+def _beside(target: Path, *, given: Path) -> Iterator[Path]:
+    """A new, empty file in the same folder, gone at the end unless it was moved."""
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        beside.open("x").close()
+        unfinished.open("x").close()
+        yield unfinished
     except OSError as error:
         raise GradilocksError(f"{given} cannot be written: {error.strerror or error}.") from error
     finally:
-        beside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _free(page: Path, identity: str, force: bool, *, what: str, option: str, way_out: str) -> Path:
@@ -137,3 +149,29 @@ def _same(one: Path, other: Path) -> bool:
         return one.samefile(other)
     except OSError:
         return one.absolute() == other.absolute()
+
+
+def settled(place: Path, *, option: str = "-o") -> Path:
+    """Returns where a file goes: the place itself, or what it is a symlink to.
+
+    Raises:
+        GradilocksError: there is something else than a file or a folder, or the place is "-".
+    """
+    if str(place) == "-":
+        raise GradilocksError(
+            f"{option} - would be standard output; a file is written whole or not at all, so name "
+            "one."
+        )
+    try:
+        target = place.resolve() if place.is_symlink() else place
+        kind = stat.S_IFMT(target.stat().st_mode)
+    except FileNotFoundError:
+        return place.resolve() if place.is_symlink() else place
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a long name
+        why = getattr(error, "strerror", None) or error
+        raise GradilocksError(f"{place} cannot be written: {why}.") from error
+    if kind in _KINDS:
+        raise GradilocksError(
+            f"{place} is {_KINDS[kind]}, not a file; give the path of a file with {option}."
+        )
+    return target

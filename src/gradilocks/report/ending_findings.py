@@ -1,12 +1,12 @@
-"""How a run ended, and in which module a step turned non-finite, if that was traced."""
+"""Findings about how a run ended, and in which module NaN or Inf arose, if it was traced."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from gradilocks.report.formatting import clean, count, duration
+from gradilocks.report.health import Finding
 from gradilocks.report.tracks import came_late
-from gradilocks.report.values import Finding
-from gradilocks.report.words import clean, count, duration
 from gradilocks.runfile import Run, Trace, is_bad
 
 MOST_TRACES = 3  # More of them tell less and less.

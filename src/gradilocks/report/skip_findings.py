@@ -1,14 +1,21 @@
-"""Steps that were skipped, and steps that should have been."""
+"""Findings about skipped steps, steps that should have been skipped, and the loss scale.
+
+Where NaN or Inf arose is told in words, "likely" at most, and only by steps before which nothing
+bad had gone into the weights; where they say nothing, the sentence says that.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
-from gradilocks.report.origins import by_trace, likely, where_it_arose
-from gradilocks.report.tracks import Track
-from gradilocks.report.values import Finding, Severity
-from gradilocks.report.words import count, listed, percent
+from gradilocks.report.formatting import clean, count, listed, percent, power
+from gradilocks.report.health import Finding, Severity
+from gradilocks.report.tracks import ANOTHERS, Track, nanmedian
+from gradilocks.runfile import FORWARD_OR_LOSS, Origin, origin_of
 
 SOUND = " whose weights are finite"
 # A dynamic scale starts too high on purpose: at 2^16 it may take sixteen halvings to settle.
@@ -26,11 +33,17 @@ STREAK = 20
 MANY_REJECTED = 0.05
 # No dynamic scale lets a loss grow a hundredfold for one step: that is a batch.
 FAR_OUT = 100.0
+# A scale that touches a bound and leaves it again did its work; half of the run is another matter.
+STUCK = 0.5
+# Six halvings between the first and the last quarter. A dynamic scale moves up and down by a few.
+FALLEN = 64.0
+# Fewer steps are too few for quarters.
+ENOUGH_FOR_QUARTERS = 100
 
 
 def skipping(track: Track) -> Iterator[Finding]:
     """Counts the steps that non-finite gradients cost, and who made them non-finite."""
-    # No scale had a part in those whose loss was bad; `losses.py` and `far_out` tell of them.
+    # No scale had a part in those whose loss was bad; `loss_not_finite` and `far_out` tell of them.
     bad = {*track.lost, *_far_out(track)}
     places = [i for i in track.skipped if track.steps[i].reason != "rejected" and i not in bad]
     if not places:
@@ -56,7 +69,7 @@ def skipping(track: Track) -> Iterator[Finding]:
         + _what_to_do(severity, longest, unscaled=unscaled, recovered=recovered),
         {"skipped": len(places), "after settling": len(late), "longest streak": longest},
         step=track.steps[first].step,
-        culprit=likely(track, places),
+        culprit=likely_culprit(track, places),
     )
 
 
@@ -89,7 +102,7 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
         for i in track.nonfinite
         if track.steps[i].nan > 0
         and track.steps[i].skipped  # `taken_though_nonfinite` tells of the others.
-        and not _amplified(track.scale[i])
+        and not track.scale[i] > 1  # Nor is a scale that is not known, which is NaN.
         and i not in lost
     ]
     settled = _after(places, track) if places else ()
@@ -106,7 +119,7 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
         f"{by_trace(track, places)}",
         {"steps": len(places)},
         step=step,
-        culprit=likely(track, places),
+        culprit=likely_culprit(track, places),
     )
 
 
@@ -148,7 +161,7 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
         "A GradientControl, or a GradScaler, would have skipped it.",
         {"steps": len(places)},
         step=step,
-        culprit=likely(track, [first]),
+        culprit=likely_culprit(track, [first]),
     )
 
 
@@ -169,6 +182,142 @@ def rejected(track: Track) -> Iterator[Finding]:
         {"rejected": len(places), "share": share},
         step=track.steps[places[0]].step,
     )
+
+
+def scaling(track: Track) -> Iterator[Finding]:
+    """Judges where the scale went once it had settled."""
+    scale = [value for value in track.scale[SETTLING:] if not math.isnan(value)]
+    if len(scale) < ENOUGH_FOR_QUARTERS or max(scale) == min(scale) == track.scale[0]:
+        return  # No scale, a static one, or too short to tell.
+    lowest, highest = _bound(track, "min_scale"), _bound(track, "max_scale")
+    stuck_low = sum(value <= max(1.0, lowest or 0.0) for value in scale) / len(scale)
+    stuck_high = sum(value > highest / 2 for value in scale) / len(scale) if highest else 0.0
+    lost = set(track.lost)
+    # Each step with a NaN loss halves the scale too, and for nothing.
+    in_vain = sum(place in lost for place in track.skipped) > len(track.skipped) / 2
+    if stuck_low >= STUCK:
+        bound = power(max(1.0, lowest or 0.0))
+        yield Finding(
+            "scale-stuck-low",
+            "problem",
+            f"The scale was {bound} or less for {percent(stuck_low)} of the run",
+            "It was halved whenever the loss itself was NaN or Inf: mend that, and it recovers."
+            if in_vain
+            else "Nothing is amplified any more, and still gradients overflow. Something in the "
+            "model is too large by itself: lower the learning rate, look at the inputs' size, or "
+            "train in bfloat16.",
+            {"share": stuck_low, "last scale": scale[-1]},
+        )
+        return
+    if stuck_high >= STUCK and highest:
+        yield Finding(
+            "scale-stuck-high",
+            "note",
+            f"The scale was at its upper bound for {percent(stuck_high)} of the run",
+            f"It may not grow past {power(highest)}. The gradients would bear more; if many "
+            "are zero (see the plot of zeros), raise max_scale.",
+            {"share": stuck_high, "max_scale": highest},
+        )
+    quarter = len(scale) // 4
+    before, after = nanmedian(scale[:quarter]), nanmedian(scale[-quarter:])
+    if before >= FALLEN * after and not in_vain:
+        yield Finding(
+            "scale-falling",
+            "warning",
+            f"The scale fell from {power(before)} to {power(after)}",
+            "Gradients, or activations on their way, grow as training goes on. If it goes on "
+            "falling the small gradients will be rounded to zero: look for a layer whose norm "
+            "rises in the heat map.",
+            {"first quarter": before, "last quarter": after},
+        )
+
+
+def unspoilt(track: Track, places: Sequence[int]) -> list[int]:
+    """Those of the steps before which no NaN or Inf had gone into any weights."""
+    return [place for place in places if not track.spoilt[place]]
+
+
+def likely_culprit(track: Track, places: Sequence[int]) -> str | None:
+    """The parameter at which it likely arose, if the steps agree on one more often than not."""
+    found = _origins(track, places)
+    names = Counter(origin.name for origin in found if origin.where == "parameter")
+    name, times = names.most_common(1)[0] if names else ("", 0)
+    return name if 2 * times > len(found) else None
+
+
+def where_it_arose(track: Track, places: Sequence[int]) -> str:
+    """One or two sentences, each with a space behind it; '' for no steps."""
+    if not places:
+        return ""
+    asked = unspoilt(track, places)
+    if not asked:
+        whose = "another optimizer's" if track.spoilt[places[0]] == ANOTHERS else "the"
+        return (
+            f"NaN or Inf had gone into {whose} weights before, so whether this is a new fault is "
+            "not known. "
+        )
+    found = _origins(track, asked)
+    kinds = Counter(origin.where for origin in found)
+    if kinds["forward"] == len(found):
+        whose = FORWARD_OR_LOSS if track.found.isdisjoint(asked) else "see what the trace found"
+        return (
+            "The loss itself was NaN or Inf, so the gradients do not tell where that arose: "
+            f"{whose}. "
+        )
+    each = " each time" if len(found) > 1 else ""
+    if kinds["backward"] == len(found):
+        return (
+            f"The loss was finite and none of the gradients was{each}: likely it arose before "
+            "backward reached these parameters, in the loss or in a layer behind them. "
+        )
+    if not kinds["parameter"]:
+        return "The gradients do not tell where it arose. "
+    return _by_name(found)
+
+
+def by_trace(track: Track, places: Sequence[int]) -> str:
+    """What would tell the module, in a sentence; in a traced run, why the trace did not."""
+    if not track.found.isdisjoint(places):
+        return "What the trace found is told apart."
+    if track.traced:
+        return (
+            "A trace was on, but it begins after the first bad step: to see a fault that comes "
+            "once, arm one by hand before that step (docs/finding-the-culprit.md)."
+        )
+    return (
+        "Under a scaler or a GradientControl, which skip the step, `gradilocks run --trace` names "
+        "the module if it comes back."
+    )
+
+
+def _by_name(found: Sequence[Origin]) -> str:
+    named = [origin for origin in found if origin.where == "parameter"]
+    names = Counter(origin.name for origin in named).most_common()
+    first, times = names[0]
+    rest = len(found) - len(named)
+    unclear = f" {count(rest, 'other step')} did not tell." if rest else ""
+    if len(names) == 1 and len(named) == 1 and named[0].after:
+        return (
+            f"Likely it arose in backward at {clean(first)}, or between it and "
+            f"{clean(named[0].after)}, the next whose gradient is finite, if layers run in the "
+            f"order in which they are defined.{unclear} "
+        )
+    if len(names) == 1:
+        each = " each time" if len(named) > 1 and not rest else ""
+        return f"Likely it arose in backward at {clean(first)} or just after it{each}.{unclear} "
+    others = listed([name for name, _ in names[1:]])
+    return (
+        f"Likely it arose in backward at {clean(first)} or just after it ({count(times, 'time')}), "
+        f"else at {others}.{unclear} "
+    )
+
+
+def _origins(track: Track, places: Sequence[int]) -> list[Origin]:
+    lost = set(track.lost)
+    return [
+        origin_of(track.steps[place], lost=place in lost, others=track.others.get(place, ()))
+        for place in unspoilt(track, places)
+    ]
 
 
 def _usual_loss(track: Track) -> float:
@@ -194,18 +343,10 @@ def _after(places: Sequence[int], track: Track) -> range:
     return range(places[-1] + 1, len(track.steps))
 
 
-def _amplified(scale: float) -> bool:
-    return not math.isnan(scale) and scale > 1
-
-
 def _longest_streak(places: Sequence[int]) -> int:
-    longest = streak = 0
-    before = -2
-    for place in places:
-        streak = streak + 1 if place == before + 1 else 1
-        before = place
-        longest = max(longest, streak)
-    return longest
+    """How many of the places, which rise, follow each other without a gap at most."""
+    streaks = groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])
+    return max(len(list(streak)) for _, streak in streaks)
 
 
 def _what_to_do(severity: Severity, longest: int, *, unscaled: bool, recovered: bool) -> str:
@@ -229,3 +370,12 @@ def _what_to_do(severity: Severity, longest: int, *, unscaled: bool, recovered: 
     return (
         "HeadroomScale measures instead of overflowing; a longer growth_interval also loses less."
     )
+
+
+def _bound(track: Track, name: str) -> float | None:
+    """A bound of the scale policy, from its text in the header; None if that has none."""
+    found = re.search(rf"\b{name}=([-+.\deE]+)", track.scale_policy)
+    try:
+        return float(found[1]) if found else None
+    except ValueError:
+        return None

@@ -7,9 +7,25 @@ control character could move a terminal's cursor, half a surrogate pair cannot b
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
-__all__ = ["clean", "count", "duration", "listed", "number", "percent", "power", "shortened"]
+from markupsafe import Markup, escape
+
+__all__ = [
+    "clean",
+    "count",
+    "duration",
+    "listed",
+    "number",
+    "numeral",
+    "percent",
+    "power",
+    "prose",
+    "raised",
+    "sentence_case",
+    "shortened",
+]
 
 
 def clean(text: object) -> str:
@@ -108,6 +124,11 @@ def duration(seconds: float) -> str:
     raise AssertionError(seconds)
 
 
+def sentence_case(words: str) -> str:
+    """Returns words with a capital at the beginning, the rest as it was."""
+    return words[:1].upper() + words[1:]
+
+
 def listed(names: Sequence[str], *, most: int = 3) -> str:
     """Returns a few names, and how many more there are.
 
@@ -119,3 +140,23 @@ def listed(names: Sequence[str], *, most: int = 3) -> str:
     if len(names) > most:
         return f"{', '.join(shown)} and {len(names) - most:,} more"
     return " and ".join(shown) if len(shown) < 3 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def prose(sentence: str) -> Markup:
+    """Returns a sentence as HTML; what stands in backticks is code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(sentence))))
+
+
+def raised(words: str) -> Markup:
+    """Returns words as HTML, powers of two as type has them."""
+    return Markup(re.sub(r"\b2\^(-?\d+)", r"2<sup>\1</sup>", str(escape(words))))
+
+
+def numeral(words: str) -> Markup:
+    """Returns a number as HTML: a power raised, a share in brackets small.
+
+    Example:
+        >>> print(numeral("35 (11.7 %)"), numeral("2^16"))
+        35 <small>11.7 %</small> 2<sup>16</sup>
+    """
+    return Markup(re.sub(r" \((.+)\)$", r" <small>\1</small>", str(raised(words))))

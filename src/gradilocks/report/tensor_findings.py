@@ -1,15 +1,14 @@
-"""Single tensors: without a gradient, vanishing, dominating, moving too much or too little."""
+"""Findings about single tensors: without a gradient, vanishing, dominating, hardly moving."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-from gradilocks.report.rules.losses import converged
-from gradilocks.report.summary import quantile
-from gradilocks.report.tracks import Tensor, Track, middle
-from gradilocks.report.values import Finding
-from gradilocks.report.words import clean, count, listed, number, percent
+from gradilocks.report.curve_findings import converged
+from gradilocks.report.formatting import clean, count, listed, number, percent
+from gradilocks.report.health import Finding
+from gradilocks.report.tracks import Tensor, Track, nanmedian, quantile
 
 # A look at fewer steps than this may have met an odd one.
 ENOUGH = 3
@@ -122,7 +121,7 @@ def dominating(track: Track) -> Iterator[Finding]:
         for row in zip(*(tensor.norm for tensor in track.tensors), strict=True)
     ]
     for tensor in track.tensors:
-        share = middle(
+        share = nanmedian(
             value * value / total
             for value, total in zip(tensor.norm, totals, strict=True)
             if total > 0
