@@ -140,8 +140,12 @@ def by_closure(model: nn.Module, optimizer: Any, device: str) -> str:
 
 def optimizers(device: str) -> dict[str, Callable[[Any], Any]]:
     made: dict[str, Callable[[Any], Any]] = {}
-    for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adamax", "Rprop"):
-        made[name] = lambda params, kind=getattr(torch.optim, name): kind(params, lr=1e-3)
+    plain = torch.optim
+    for kind in (
+        plain.SGD, plain.Adam, plain.AdamW, plain.RMSprop,
+        plain.Adagrad, plain.NAdam, plain.Adamax, plain.Rprop,
+    ):  # fmt: skip
+        made[kind.__name__] = lambda params, kind=kind: kind(params, lr=1e-3)
     for fused in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         made[f"{fused.__name__} fused"] = lambda params, kind=fused: kind(
             params, lr=1e-3, weight_decay=0.01, fused=True

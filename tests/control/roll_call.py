@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from gradilocks.step.roll import Roll
 
 from gradilocks.kernels import pieces
-from gradilocks.step.roll import Roll
 from tests.control.short_way import parameter
 
 

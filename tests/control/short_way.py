@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gradilocks.step.express import Express
 from torch import nn
 
 from gradilocks import kernels
-from gradilocks.step.express import Express
 from gradilocks.step.outcome import Streak
 
 INF, NAN = float("inf"), float("nan")

@@ -11,9 +11,10 @@ from tests.control.short_way import DEVICES, parameter, serve
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
+from gradilocks.step.roll import Roll
+
 from gradilocks import kernels
 from gradilocks.kernels import fused, reference
-from gradilocks.step.roll import Roll
 
 
 @pytest.fixture(params=DEVICES)
