@@ -8,9 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from gradilocks.errors import MissingPackage
-from gradilocks.runfile import End, Header, OptimizerInfo, Step
-from gradilocks.runfile.bad_steps import SpoiltWeights
-from gradilocks.runfile.words import describe_skip, named_numbers
+from gradilocks.runfile import (
+    End,
+    Header,
+    OptimizerInfo,
+    SpoiltWeights,
+    Step,
+    describe_skip,
+    named_numbers,
+)
 
 __all__ = ["WandbSink"]
 

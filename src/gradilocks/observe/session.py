@@ -186,11 +186,10 @@ class _Session:
         )
 
     def _recorder(self) -> Recorder:
-        self._note(f"recording to {self._shown}")
         from gradilocks.observe.lasting import LastingRecorder
 
         options = self._options
-        return LastingRecorder(
+        recorder = LastingRecorder(
             self._path,
             flush_every=options.flush_every,
             detail_every=options.detail_every,
@@ -200,6 +199,8 @@ class _Session:
             log=options.log,
             all_ranks=options.all_ranks,
         )
+        self._note(f"recording to {_named(recorder.path, self._shown)}")
+        return recorder
 
 
 def _named(path: Path, shown: Path) -> Path:

@@ -15,23 +15,43 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {
+    "FORMAT_COLUMNS": "text",
+    "MODULE_COLUMNS": "text",
     "Audit": "findings",
     "FormatFinding": "findings",
+    "Heard": "script",
     "Histogram": "histogram",
     "ModuleGradients": "modules",
     "Recommendation": "findings",
     "Shares": "histogram",
+    "Wishes": "script",
     "audit": "measuring",
+    "audit_script": "script",
+    "footnotes": "text",
+    "format_rows": "text",
+    "heading": "text",
+    "module_rows": "text",
+    "refuse_blocks": "findings",
 }
 
 __all__ = [
+    "FORMAT_COLUMNS",
+    "MODULE_COLUMNS",
     "Audit",
     "FormatFinding",
+    "Heard",
     "Histogram",
     "ModuleGradients",
     "Recommendation",
     "Shares",
+    "Wishes",
     "audit",
+    "audit_script",
+    "footnotes",
+    "format_rows",
+    "heading",
+    "module_rows",
+    "refuse_blocks",
 ]
 
 
@@ -42,7 +62,21 @@ def __getattr__(name: str) -> object:
 
 
 if TYPE_CHECKING:
-    from gradilocks.lab.audit.findings import Audit, FormatFinding, Recommendation
+    from gradilocks.lab.audit.findings import (
+        Audit,
+        FormatFinding,
+        Recommendation,
+        refuse_blocks,
+    )
     from gradilocks.lab.audit.histogram import Histogram, Shares
     from gradilocks.lab.audit.measuring import audit
     from gradilocks.lab.audit.modules import ModuleGradients
+    from gradilocks.lab.audit.script import Heard, Wishes, audit_script
+    from gradilocks.lab.audit.text import (
+        FORMAT_COLUMNS,
+        MODULE_COLUMNS,
+        footnotes,
+        format_rows,
+        heading,
+        module_rows,
+    )

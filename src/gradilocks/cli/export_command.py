@@ -5,54 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gradilocks.cli.options import run_file
-from gradilocks.cli.output import forgive_encoding
-from gradilocks.cli.progress import bar, read_with_bar
+from gradilocks.cli.terminal import bar, forgive_encoding, one_of, read_with_bar, run_file
 from gradilocks.errors import GradilocksError
-from gradilocks.report.places import settled
-from gradilocks.report.tables import (
-    DETAIL_COLUMNS,
-    STEP_COLUMNS,
-    csv_columns,
-    detail_rows,
-    step_rows,
-    write_csv,
-)
-from gradilocks.report.words import clean
+from gradilocks.report import clean
 from gradilocks.runfile import Run
 
-
-class Format(str, Enum):
-    """What a run can be exported to."""
-
-    csv = "csv"
-    parquet = "parquet"
-    tensorboard = "tensorboard"
-
-
-def _format(text: str) -> Format:
-    try:
-        return Format(text)
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"expected csv, parquet or tensorboard, got {str(text)!r}."
-        ) from error
+FORMATS = ("csv", "parquet", "tensorboard")
 
 
 def export(
     path: Annotated[Path, run_file("RUN.jsonl", help="The run file.")],
     to: Annotated[
-        Format,
+        str,
         typer.Option(
             "--to",
-            parser=_format,
-            autocompletion=lambda: [known.value for known in Format],
+            parser=one_of(FORMATS),
+            autocompletion=lambda: list(FORMATS),
             metavar="csv|parquet|tensorboard",
             show_default=False,
             help="What to make of it.",
@@ -82,23 +55,35 @@ def export(
       gradilocks export runs/a.jsonl --to parquet -o a.parquet --force
       gradilocks export runs/a.jsonl --to tensorboard -o tb && tensorboard --logdir tb
     """
+    from gradilocks.report import settled
+
     forgive_encoding()
     if output is not None:
         settled(output)  # says at once what is wrong with it: reading may take a while
     run = read_with_bar(path)
-    if to is Format.tensorboard:
+    if to == "tensorboard":
         written = [_to_tensorboard(run, output or path.with_suffix(".tensorboard"), force=force)]
     else:
-        target = output or path.with_suffix(f".{to.value}")
+        target = output or path.with_suffix(f".{to}")
         written = _to_tables(run, to, target, force=force)
     for place, what in written:
         print(clean(f"{place}: {what}"))
 
 
-def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[Path, str]]:
+def _to_tables(run: Run, to: str, steps: Path, *, force: bool) -> list[tuple[Path, str]]:
+    from gradilocks.report import (
+        DETAIL_COLUMNS,
+        STEP_COLUMNS,
+        csv_columns,
+        detail_rows,
+        settled,
+        step_rows,
+        write_csv,
+    )
+
     write: Callable[..., None] = write_csv
     columns_of = csv_columns
-    if to is Format.parquet:
+    if to == "parquet":
         from gradilocks.integrations.parquet import parquet_columns, write_parquet
 
         write, columns_of = write_parquet, parquet_columns
