@@ -107,7 +107,7 @@ def audit(
     here = Path.cwd()  # The script may go elsewhere.
     show = (lambda done, total: None) if quiet else _progress()
     forgive_encoding()
-    with _apart(json_path == "-") as restore:
+    with _stdout_to_stderr(json_path == "-") as restore:
 
         def tell(heard: Heard) -> None:
             show(0, 0)
@@ -137,10 +137,10 @@ def audit(
             heard = audit_script(what, wishes, tell=tell, warn=say, progress=show)
         except BadScript as error:
             raise typer.BadParameter(str(error)) from error
-    _leave(heard, what.name)
+    _raise_unless_audited(heard, what.name)
 
 
-def _leave(heard: Heard, name: str) -> None:
+def _raise_unless_audited(heard: Heard, name: str) -> None:
     """Raises unless all went well: with a line of its own, or as the script has ended."""
     if not heard.main:
         return
@@ -166,13 +166,13 @@ def _leave(heard: Heard, name: str) -> None:
 
 
 @contextmanager
-def _apart(wanted: bool) -> Iterator[Callable[[], None]]:
+def _stdout_to_stderr(wanted: bool) -> Iterator[Callable[[], None]]:
     """Inside, whatever writes to standard output writes to standard error, until `restore`."""
     if not wanted or sys.stdout is None:
         yield lambda: None
         return
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     done = False
 
@@ -185,8 +185,8 @@ def _apart(wanted: bool) -> Iterator[Callable[[], None]]:
             if sys.__stdout__ is not None:  # The script may have put something in its place.
                 sys.stdout = sys.__stdout__
                 sys.stdout.flush()
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(stdout, 1)
+            os.close(stdout)
 
     try:
         yield restore

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,17 +16,23 @@ from gradilocks.errors import GradilocksError
 from gradilocks.report import clean
 from gradilocks.runfile import Run
 
-FORMATS = ("csv", "parquet", "tensorboard")
+
+class Format(str, Enum):
+    """What a run can be exported to; typer names them all where the option is missing."""
+
+    csv = "csv"
+    parquet = "parquet"
+    tensorboard = "tensorboard"
 
 
 def export(
     path: Annotated[Path, run_file("RUN.jsonl", help="The run file.")],
     to: Annotated[
-        str,
+        Format,
         typer.Option(
             "--to",
-            parser=one_of(FORMATS),
-            autocompletion=lambda: list(FORMATS),
+            parser=lambda text: Format(one_of([each.value for each in Format])(text)),
+            autocompletion=lambda: [each.value for each in Format],
             metavar="csv|parquet|tensorboard",
             show_default=False,
             help="What to make of it.",
@@ -61,16 +68,16 @@ def export(
     if output is not None:
         settled(output)  # says at once what is wrong with it: reading may take a while
     run = read_with_bar(path)
-    if to == "tensorboard":
+    if to is Format.tensorboard:
         written = [_to_tensorboard(run, output or path.with_suffix(".tensorboard"), force=force)]
     else:
-        target = output or path.with_suffix(f".{to}")
+        target = output or path.with_suffix(f".{to.value}")
         written = _to_tables(run, to, target, force=force)
     for place, what in written:
         print(clean(f"{place}: {what}"))
 
 
-def _to_tables(run: Run, to: str, steps: Path, *, force: bool) -> list[tuple[Path, str]]:
+def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[Path, str]]:
     from gradilocks.report import (
         DETAIL_COLUMNS,
         STEP_COLUMNS,
@@ -83,7 +90,7 @@ def _to_tables(run: Run, to: str, steps: Path, *, force: bool) -> list[tuple[Pat
 
     write: Callable[..., None] = write_csv
     columns_of = csv_columns
-    if to == "parquet":
+    if to is Format.parquet:
         from gradilocks.integrations.parquet import parquet_columns, write_parquet
 
         write, columns_of = write_parquet, parquet_columns

@@ -160,7 +160,7 @@ def bar(what: str, *, after: float = SOON) -> Iterator[Advance]:
         if shown is None:
             if time.monotonic() - began < after:
                 return
-            shown = _new_bar()
+            shown = _new_bar(measured=total is not None)
             shown.start()
             shown.add_task(what)
         shown.update(shown.task_ids[0], completed=done, total=total)
@@ -178,14 +178,20 @@ def read_with_bar(path: Path) -> Run:
         return read_run(path, progress=show)
 
 
-def _new_bar() -> Progress:
+def _new_bar(*, measured: bool) -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        TimeElapsedColumn(),
+        TaskProgressColumn() if measured else TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
     )

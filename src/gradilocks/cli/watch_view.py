@@ -62,8 +62,8 @@ class Course:
         self.scales: tuple[float, float] | None = None
         self.loss, self.lr = Trail(mean), Trail(mean)
         self.norm, self.scale = Trail(max), Trail(max)
-        self._known: dict[str, float] = {}
-        self._lost: dict[str, tuple[int, int]] = {}  # since which step, and how many by now
+        self._last_finite: dict[str, float] = {}
+        self._nonfinite: dict[str, tuple[int, int]] = {}  # since which step, and how many by now
         self._times: deque[float] = deque(maxlen=RECENT)
 
     def take(self, step: Step) -> None:
@@ -82,11 +82,11 @@ class Course:
         for name in ("loss", "norm", "scale", "lr"):
             value = getattr(step, name)
             if value is not None:
-                self._known[name] = value
-                self._lost.pop(name, None)
+                self._last_finite[name] = value
+                self._nonfinite.pop(name, None)
             elif step.nan + step.inf:
-                since, many = self._lost.get(name, (step.step, 0))
-                self._lost[name] = since, many + 1
+                since, many = self._nonfinite.get(name, (step.step, 0))
+                self._nonfinite[name] = since, many + 1
         if step.loss is not None and (self.least is None or step.loss < self.least[0]):
             self.least = (step.loss, step.step)
         if step.scale is not None:
@@ -96,9 +96,9 @@ class Course:
             self._times.clear()
         self._times.append(step.time)
 
-    def known(self, name: str) -> float | None:
+    def last_finite(self, name: str) -> float | None:
         """The last finite 'loss', 'norm', 'scale' or 'lr'."""
-        return self._known.get(name)
+        return self._last_finite.get(name)
 
     def lost_since(self, name: str) -> int | None:
         """The step since which 'loss' or 'norm' has been NaN or Inf; None if it is known.
@@ -107,7 +107,7 @@ class Course:
         """
         if name == "loss":
             return self.bad.lost_since
-        since, many = self._lost.get(name, (0, 0))
+        since, many = self._nonfinite.get(name, (0, 0))
         for_good = many >= FOR_GOOD or many == self.steps or self.bad.ending is not None
         return since if many and for_good else None
 
@@ -228,7 +228,7 @@ def plain_status(state: State, optimizers: Iterable[int]) -> Iterator[str]:
         words += [f"{name} {_last(course, name)}" for name in ("loss", "norm")]
         if course.last.limit is not None:
             words[-1] += f" of {_number(course.last.limit)}"
-        words.append(f"scale {format_scale(course.known('scale'))}")
+        words.append(f"scale {format_scale(course.last_finite('scale'))}")
         if course.steps_per_second is not None:
             words.append(f"{course.steps_per_second:.3g} steps/s")
         words.append(f"skipped {course.skipped}")
@@ -281,9 +281,9 @@ def _status(watched: Watched, width: int) -> list[Text]:
     seconds = state.seconds if reader.end is None else reader.end.time
     parts.append(_duration(seconds))
     speeds = [course.steps_per_second for course in state.courses.values()]
-    known = [speed for speed in speeds if speed is not None]
-    if known:
-        parts.append(f"{max(known):.3g} steps/s")
+    measured = [speed for speed in speeds if speed is not None]
+    if measured:
+        parts.append(f"{max(measured):.3g} steps/s")
     numbers, line = Text("  ".join(parts)), Text()
     if watched.unread:
         line.append(f"reading, {watched.unread:.0%} to go", style="cyan")
@@ -340,7 +340,7 @@ def _rows(course: Course, *, width: int, bars: str) -> list[Text]:
     spark_width = max(LEAST_SPARKLINE, width - LABEL - VALUE - remark_width - 2)
     for name in ("loss", "norm", "scale", "lr"):
         lost = course.lost_since(name)
-        value = course.known(name)
+        value = course.last_finite(name)
         if (value is None and lost is None) or (name == "scale" and scales == (1.0, 1.0)):
             continue
         shown = format_scale(value) if name == "scale" else _last(course, name)
@@ -376,7 +376,7 @@ def _last(course: Course, name: str) -> str:
     """The last 'loss', 'norm', 'scale' or 'lr', or since when it is none."""
     lost = course.lost_since(name)
     if lost is None or course.last is None:
-        return _number(course.known(name))
+        return _number(course.last_finite(name))
     return f"{'NaN' if course.last.nan else 'Inf'} since step {lost:,}"
 
 

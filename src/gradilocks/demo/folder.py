@@ -60,15 +60,15 @@ def prepare(experiment: Experiment, *, force: bool) -> None:
     wanted = [folder / PAGE, folder / SUMMARY, *map(experiment.page, experiment.arms)]
     wanted += [Path(job.path) for job in experiment.jobs]
     for path in wanted:
-        if not path.exists() or (path.is_file() and _ours(path)):
+        if not path.exists() or (path.is_file() and _is_of_demo(path)):
             continue
-        may = path.is_file() and _other_of_gradilocks(path)
+        may = path.is_file() and _is_replaceable(path)
         if not may or not force:
             raise GradilocksError(
                 f"{path} is there and was not written by the demo; choose another folder with -o"
                 + (", or replace it with --force." if may else ".")
             )
-    for path in _left(folder):
+    for path in _earlier_files(folder):
         path.unlink(missing_ok=True)
 
 
@@ -163,16 +163,16 @@ def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _left(folder: Path) -> Iterator[Path]:
+def _earlier_files(folder: Path) -> Iterator[Path]:
     """What an earlier demo has left, by name and by content."""
     names = "|".join(re.escape(arm.name) for arm in ARMS)
     ours = re.compile(rf"(({names})(-\d+\.jsonl|\.html)|{re.escape(SUMMARY)}|{re.escape(PAGE)})")
     for path in sorted(folder.iterdir()):
-        if ours.fullmatch(path.name) and path.is_file() and _ours(path):
+        if ours.fullmatch(path.name) and path.is_file() and _is_of_demo(path):
             yield path
 
 
-def _other_of_gradilocks(path: Path) -> bool:
+def _is_replaceable(path: Path) -> bool:
     """Whether it is a run file or empty; pages of all of Gradilocks' commands count as ours."""
     if not path.stat().st_size:
         return True
@@ -185,7 +185,7 @@ def _other_of_gradilocks(path: Path) -> bool:
     return True
 
 
-def _ours(path: Path) -> bool:
+def _is_of_demo(path: Path) -> bool:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             if path.suffix == ".html":

@@ -70,7 +70,7 @@ def _too_small(results: Sequence[Result]) -> Verdict:
     pairs = _pairs(results, "too-small", "fp32")
     if not pairs:
         return _not_run(name, claim, "too-small and fp32")
-    moved = {small.seed: _moved(small, reference) for small, reference in pairs}
+    moved = {small.seed: _share_of_fall(small, reference) for small, reference in pairs}
     found = {small.seed: _case(small, reference) for small, reference in pairs}
     kinds = list(found.values())
     known = [small.lost for small, _ in pairs if small.lost is not None]
@@ -105,11 +105,11 @@ def _case(small: Result, reference: Result) -> str:
         return "idle"
     if not math.isfinite(small.final_loss):
         return "lost"
-    part = _moved(small, reference)
+    part = _share_of_fall(small, reference)
     return "near" if abs(part) < NEAR else "fell" if part > 0 else "rose"
 
 
-def _moved(small: Result, reference: Result) -> float:
+def _share_of_fall(small: Result, reference: Result) -> float:
     """How much the loss fell, as a part of what the reference's did; NaN if that did not fall."""
     if not reference.learned:
         return math.nan

@@ -14,9 +14,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {
-    "BARS": "sparkline",
+    "BARS": "sparklines",
     "DETAIL_COLUMNS": "tables",
-    "PLAIN_BARS": "sparkline",
+    "PLAIN_BARS": "sparklines",
     "STEP_COLUMNS": "tables",
     "Comparison": "comparison",
     "Drawn": "experiment_figures",
@@ -24,7 +24,7 @@ _HOME = {
     "Parting": "comparison",
     "Reported": "facts",
     "Summary": "summary",
-    "Trail": "sparkline",
+    "Trail": "sparklines",
     "check_audit_page": "audit",
     "choose": "output",
     "clean": "words",
@@ -35,7 +35,7 @@ _HOME = {
     "identity": "page",
     "labels": "output",
     "main_numbers": "facts",
-    "mean": "sparkline",
+    "mean": "sparklines",
     "mentioned": "audited",
     "number": "words",
     "power": "words",
@@ -43,7 +43,7 @@ _HOME = {
     "render": "page",
     "report_on": "facts",
     "settled": "places",
-    "sparkline": "sparkline",
+    "sparkline": "sparklines",
     "step_rows": "tables",
     "write": "output",
     "write_csv": "tables",
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
     from gradilocks.report.output import choose, labels, write
     from gradilocks.report.page import identity, render
     from gradilocks.report.places import settled
-    from gradilocks.report.sparkline import BARS, PLAIN_BARS, Trail, mean, sparkline
+    from gradilocks.report.sparklines import BARS, PLAIN_BARS, Trail, mean, sparkline
     from gradilocks.report.summary import Loss, Summary
     from gradilocks.report.tables import (
         DETAIL_COLUMNS,
