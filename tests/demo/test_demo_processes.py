@@ -137,6 +137,21 @@ def test_the_parent_imports_no_torch(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_script_that_calls_the_command_line_is_not_run_again_by_the_workers(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; from gradilocks.cli import main\n"
+        "print('once')\n"
+        "sys.exit(main(['demo', '--quiet', '--steps', '1', '--arm', 'fp32', '-o', 'runs']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "once\n", "")
+
+
 @posix
 def test_a_parent_that_was_killed_leaves_no_process_and_the_run_files_end(tmp_path: Path) -> None:
     words = ("--steps", "100000", "--arm", "fp32", "--arm", "clipped", "-o", tmp_path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -18,7 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from gradilocks.demo.arms import Job, Result, Step
@@ -65,7 +66,7 @@ def work(jobs: Sequence[Job], *, workers: int | None = None) -> Generator[News, 
         return News(job)
 
     try:
-        with _interrupts_blocked():
+        with _spawning():
             begun = [begin() for _ in range(count)]
             processes = set(multiprocessing.active_children()) - others
         yield from begun
@@ -111,20 +112,24 @@ def _end(processes: set[BaseProcess]) -> None:
 
 
 @contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Processes started inside are born with SIGINT blocked, and never hear of it.
+def _spawning() -> Iterator[None]:
+    """Processes started inside never hear of Ctrl-C, and do not run the main script again.
 
-    A terminal sends Ctrl-C to all of them, but it is the parent's to handle. One that comes
-    meanwhile reaches the parent at the end.
+    A terminal sends Ctrl-C to every process, but it is the parent's to handle: they are born with
+    SIGINT blocked, and one that comes meanwhile reaches the parent at the end. And a spawned
+    process imports its parent's ``__main__``, which these have no use for: a script that calls the
+    command line without asking for its own name would call it again.
     """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    blocks = hasattr(signal, "pthread_sigmask")  # Windows has none.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if blocks else None
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        sys.modules["__main__"] = main
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _cores() -> int:
