@@ -73,9 +73,8 @@ def test_one_process_or_two_the_numbers_are_the_same_and_every_step_is_told(
 
 
 @posix
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_dies_is_told_in_one_line_and_takes_the_other_along(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path,
 ) -> None:
     with closing(work(jobs(tmp_path, LONG)[:2], workers=2)) as news:
         training = set()
@@ -84,9 +83,9 @@ def test_a_process_that_dies_is_told_in_one_line_and_takes_the_other_along(
             training |= {each.job.arm.name} if each.step is not None else set()
         first, second = multiprocessing.active_children()
         assert first.pid is not None
-        os.kill(first.pid, number)
+        os.kill(first.pid, signal.SIGKILL)
         with pytest.raises(
-            GradilocksError, match=rf"ended by itself, with status -{number:d}\. .*--arm fp32"
+            GradilocksError, match=r"ended by itself, with status -9\. .*--arm fp32"
         ):
             list(news)
     assert not first.is_alive()
@@ -127,24 +126,15 @@ def test_leaving_before_a_process_has_begun_does_not_wait_for_it(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_parent_imports_no_torch(tmp_path: Path) -> None:
-    script = (
-        "import sys; from gradilocks.cli import main\n"
-        f"status = main(['demo', '--steps', '1', '--arm', 'fp32', '-o', {str(tmp_path)!r}])\n"
-        "sys.exit(status or 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_a_script_that_calls_the_command_line_is_not_run_again_by_the_workers(
+def test_a_script_that_calls_the_command_line_imports_no_torch_and_is_not_run_again_by_workers(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys; from gradilocks.cli import main\n"
         "print('once')\n"
-        "sys.exit(main(['demo', '--quiet', '--steps', '1', '--arm', 'fp32', '-o', 'runs']))\n"
+        "status = main(['demo', '--quiet', '--steps', '1', '--arm', 'fp32', '-o', 'runs'])\n"
+        "sys.exit(status or 'torch' in sys.modules)\n"
     )
     done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, env=environment(), capture_output=True, text=True
