@@ -30,8 +30,7 @@ from harness import Ready, alternate
 from torch.nn import functional as F
 
 import gradilocks
-from gradilocks.demo.model import GPT
-from gradilocks.demo.text import Batches, python_documentation
+from gradilocks.demo.small_gpt import GPT, Batches, python_documentation
 
 WIDTH, LAYERS, HEADS = 384, 6, 6
 SHAPES = {"4 x 64": (4, 64), "8 x 256": (8, 256)}

@@ -43,8 +43,7 @@ from gradilocks import (
     chain,
     emulate,
 )
-from gradilocks.demo.model import GPT
-from gradilocks.demo.text import Batches, python_documentation
+from gradilocks.demo.small_gpt import GPT, Batches, python_documentation
 
 STEPS, SPIKE = 500, 300
 BAD = {120: "labels", 180: "inputs", 240: "labels", 300: "inputs", 360: "inputs", 420: "labels"}

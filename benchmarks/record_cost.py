@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradilocks import GradientControl, Recorder, read_run
-from gradilocks.demo.model import GPT
-from gradilocks.demo.text import Batches, python_documentation
+from gradilocks.demo.small_gpt import GPT, Batches, python_documentation
 
 BLOCK, BINS = 10, 64
 ROWS, LENGTH, WIDTH, LAYERS = 4, 64, 384, 6

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import gradilocks
-from gradilocks.cli.interrupts import HeldInterrupts
+from gradilocks.cli.interrupts import held_interrupts
 
 ESCAPE = "\x1b"
 COMMAND = [sys.executable, "-m", "gradilocks"]
@@ -108,40 +108,43 @@ def default_handler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("default_handler")
-def test_an_interrupt_is_held_until_released() -> None:
-    with HeldInterrupts() as interrupts:
-        interrupts.release()
-    with HeldInterrupts() as interrupts:
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            interrupts.release()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        interrupts.release()
-
-
-@pytest.mark.usefixtures("default_handler")
 def test_an_interrupt_is_held_no_longer_than_the_block() -> None:
-    block = HeldInterrupts()
-    block.__enter__()
-    signal.raise_signal(signal.SIGINT)
+    with held_interrupts():
+        pass
+    reached = []
+
+    def interrupted() -> None:
+        with held_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            reached.append(1)
+        reached.append(2)
+
     with pytest.raises(KeyboardInterrupt):
-        block.__exit__(None, None, None)
+        interrupted()
+    assert reached == [1]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.usefixtures("default_handler")
 def test_a_second_interrupt_is_not_held() -> None:
-    block = HeldInterrupts()
-    block.__enter__()
-    signal.raise_signal(signal.SIGINT)
+    reached = []
+
+    def interrupted_twice() -> None:
+        with held_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            reached.append(1)
+            signal.raise_signal(signal.SIGINT)
+            reached.append(2)
+
     with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    block.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        interrupted_twice()
+    assert reached == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.usefixtures("default_handler")
 def test_an_ignored_interrupt_stays_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with HeldInterrupts():
+    with held_interrupts():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         signal.raise_signal(signal.SIGINT)

@@ -23,8 +23,7 @@ from browser import browser, visit  # noqa: E402
 
 import gradilocks  # noqa: E402
 from gradilocks.cli import main as command  # noqa: E402
-from gradilocks.demo.model import GPT  # noqa: E402
-from gradilocks.demo.text import Batches, python_documentation  # noqa: E402
+from gradilocks.demo.small_gpt import GPT, Batches, python_documentation  # noqa: E402
 
 WIDTH = 1280
 MOST_BYTES = 300_000

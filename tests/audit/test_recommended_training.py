@@ -19,8 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradilocks
-from gradilocks.demo.model import GPT
-from gradilocks.demo.text import Batches, python_documentation
+from gradilocks.demo.small_gpt import GPT, Batches, python_documentation
 from gradilocks.lab.audit import Audit
 
 TOLERANCE = 0.005

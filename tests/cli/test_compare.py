@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradilocks.cli.compare_view import short_names
+from gradilocks.cli.compare_command import short_names
 from gradilocks.runfile import End, OptimizerInfo
 from tests.cli.cli_process import OnATerminal, run
 from tests.runfile.run_files import END, FIRST, HEADER, SECOND, plain_step, training, write_run

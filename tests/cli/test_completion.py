@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from gradilocks.cli.app import app
-from gradilocks.cli.completion import run_files
+from gradilocks.cli.terminal import complete_run_file
 from tests.cli.cli_process import COMMAND, environment, run
 from tests.runfile.run_files import write_run
 
@@ -71,7 +71,7 @@ def test_a_home_that_cannot_be_written_is_one_clear_line(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_bash_completes_commands_and_run_files(tmp_path):
+def test_bash_completes_commands_and_complete_run_file(tmp_path):
     (tmp_path / "runs").mkdir()
     for name in ("a one.jsonl", "b.jsonl"):
         write_run(tmp_path / "runs" / name)
@@ -109,12 +109,12 @@ def test_run_files_and_folders_are_offered_and_a_sole_folder_is_entered(tmp_path
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert run_files("") == ["r.jsonl", "runs/"]
-    assert run_files("ru") == ["runs/deep/x.jsonl", "runs/deep/y.jsonl"]
-    assert run_files("runs/deep/y") == ["runs/deep/y.jsonl"]
-    assert run_files(".h") == [".hidden.jsonl"]
-    assert run_files("absent/") == []
-    assert run_files(str(tmp_path / "r.j")) == [str(tmp_path / "r.jsonl")]
+    assert complete_run_file("") == ["r.jsonl", "runs/"]
+    assert complete_run_file("ru") == ["runs/deep/x.jsonl", "runs/deep/y.jsonl"]
+    assert complete_run_file("runs/deep/y") == ["runs/deep/y.jsonl"]
+    assert complete_run_file(".h") == [".hidden.jsonl"]
+    assert complete_run_file("absent/") == []
+    assert complete_run_file(str(tmp_path / "r.j")) == [str(tmp_path / "r.jsonl")]
 
 
 def test_the_help_lists_every_command_with_one_whole_line():

@@ -69,6 +69,24 @@ def test_once_shows_a_run_that_goes_on_and_leaves(path):
     assert done.stdout.splitlines()[-1].startswith("step 50  loss ")
 
 
+def test_once_in_a_pipe_says_that_a_run_is_silent(path):
+    write_run(path, training(20))
+    long_ago = time.time() - 3700
+    os.utime(path, (long_ago, long_ago))
+    lines = run("watch", path, "--once").stdout.splitlines()
+    assert lines[-2].startswith("step 20  loss ")
+    assert re.fullmatch(r"nothing new for 1:01:\d\d: slow, waiting or killed", lines[-1])
+
+
+def test_once_in_a_pipe_says_how_a_run_has_ended(path):
+    write_run(path, training(20), end=END)
+    os.utime(path, (0, 0))
+    lines = run("watch", path, "--once").stdout.splitlines()
+    assert lines[-1] == "ended with ValueError: no after 0:00:09"
+    write_run(path, end=FINISHED)
+    assert run("watch", path, "--once").stdout.splitlines()[-1] == "finished after 0:00:20"
+
+
 def test_a_growing_file_yields_lines_as_they_come_and_ends_with_the_run(path):
     write_run(path, map(plain_step, range(1, 4)))
     with start("watch", path, "--every", "0.05") as process:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import gradilocks
-from gradilocks.demo.arms import ARMS, Arm, Setup, arm_named, computed
-from gradilocks.demo.text import Batches, encode, python_documentation
-from gradilocks.demo.train import build_model, lost_share, train
-from gradilocks.demo.values import Job, Result, Step
+from gradilocks.demo.arms import ARMS, Arm, Job, Result, Setup, Step, arm_named
+from gradilocks.demo.small_gpt import Batches, encode, python_documentation
+from gradilocks.demo.training import build_model, lost_share, train
 
 SMALL = Setup(steps=3, rows=4, length=16, width=16, layers=1, heads=2)
 
@@ -193,7 +192,7 @@ def test_a_run_file_of_the_demo_tells_the_loss_of_the_global_batch(tmp_path: Pat
 
 
 def test_what_is_computed_is_said_in_numbers() -> None:
-    said = computed(Setup())
+    said = Setup().computed
     for number in ("32 x 64 = 2,048", "1,024 equal ones", "2,097,152"):
         assert number in said
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradilocks.demo.arms import ARMS, Setup, arm_named
-from gradilocks.demo.summary import summarize
-from gradilocks.demo.values import Job, Result, Step
-from gradilocks.demo.values import summarize as sum_up
+from gradilocks.demo.arms import ARMS, Experiment, Job, Result, Setup, Step, arm_named
+from gradilocks.demo.folder import summarize
 from gradilocks.demo.verdicts import judge
 
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -240,17 +239,11 @@ def test_the_numbers_behind_a_verdict_are_there_seed_by_seed() -> None:
     assert right["claimed at most"] == 0.005
 
 
-def test_a_result_comes_back_the_same_from_json_with_no_field_at_its_default() -> None:
+def test_a_result_is_plain_json_with_every_field_and_no_nan() -> None:
     one = result("too-small", 3, skipped=4, stopped="why", lost=0.5)
-    assert Result.from_plain(json.loads(json.dumps(one.to_plain(), allow_nan=False))) == one
-    lost = Result.from_plain(json.loads(json.dumps(result("too-large").to_plain())))
-    assert math.isnan(lost.final_loss)
-    assert (lost.lost, lost.stopped) == (None, None)
-
-
-def test_a_job_comes_back_the_same_from_json() -> None:
-    job = Job(arm_named("clipped"), 7, Setup(steps=9, rows=2), "a.jsonl", ("gradilocks", "demo"))
-    assert Job.from_plain(json.loads(json.dumps(job.to_plain()))) == job
+    assert Result(**json.loads(json.dumps(one.to_plain(), allow_nan=False))) == one
+    lost = json.loads(json.dumps(result("too-large").to_plain(), allow_nan=False))
+    assert (lost["final_loss"], lost["lost"], lost["stopped"]) == (None, None, None)
 
 
 def test_steps_are_summed_up() -> None:
@@ -261,7 +254,7 @@ def test_steps_are_summed_up() -> None:
         Step(4, math.inf, 2.0, 1.0, False, True, 0.2),
     ]
     job = Job(arm_named("too-large"), 0, Setup(steps=4), "a.jsonl")
-    one = sum_up(job, steps, lost=0.1, stopped=None, parameters=5, seconds=1.0)
+    one = Result.from_steps(job, steps, lost=0.1, stopped=None, parameters=5, seconds=1.0)
     assert (one.steps, one.skipped, one.clipped, one.window) == (4, 2, 2, 1)
     assert (one.first_loss, one.least_loss, one.largest_loss) == (5.0, 5.0, 9.0)
     assert (one.first_nonfinite, one.last_finite) == (3, 2)
@@ -273,13 +266,10 @@ def test_steps_are_summed_up() -> None:
 
 def test_the_summary_holds_every_final_loss_and_is_plain_json() -> None:
     results = [*healthy(0), *healthy(1), *healthy(2)]
+    command = ("gradilocks", "demo", "--full")
     summary = summarize(
-        arms=ARMS,
-        setup=Setup(),
-        seeds=[0, 1, 2],
-        results=list(reversed(results)),
-        verdicts=judge(results),
-        command=("gradilocks", "demo", "--full"),
+        Experiment(ARMS, [0, 1, 2], Setup(), Path("runs/demo"), command),
+        list(reversed(results)),
         started=1_790_000_000.0,
         seconds=61.25,
         versions={"torch": "2.13"},

@@ -59,3 +59,5 @@ def test_ranks_train_as_before_and_rank_0_records(tmp_path):
     assert shown.status == 0, shown.err
     assert len(read_run(tmp_path / "b.jsonl").steps) == 5
     assert read_run(tmp_path / "b.rank1.jsonl").header.rank == 1
+    for name in ("b.jsonl", "b.rank1.jsonl"):
+        assert shown.err.count(f"gradilocks: recording to {name}\n") == 1

@@ -13,8 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from gradilocks import ClipByNorm, DynamicScale, GradientControl, Recorder, emulate
-from gradilocks.demo.model import GPT
-from gradilocks.demo.text import Batches, python_documentation
+from gradilocks.demo.small_gpt import GPT, Batches, python_documentation
 
 ROWS, LENGTH, WIDTH, LAYERS, HEADS = 16, 48, 48, 3, 4
 

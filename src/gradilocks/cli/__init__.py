@@ -12,16 +12,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from gradilocks.cli.interrupts import HeldInterrupts
+from gradilocks.cli.interrupts import Interrupted, held_interrupts
 from gradilocks.errors import GradilocksError
 from gradilocks.report import clean
 
+__all__ = ["main"]
+
 INTERRUPTED = 130
 _UNWRITABLE = {getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EBADF")}
-
-
-class Interrupted(Exception):
-    """Raised by a command in place of KeyboardInterrupt, to say what it had done by then."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,21 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    with HeldInterrupts():
+    with held_interrupts():
         import typer
 
-        from gradilocks.cli.app import app
-        from gradilocks.cli.completion import answer, asked_for
+        from gradilocks.cli.app import app, completion
+        from gradilocks.cli.terminal import USAGE_ERROR
 
-    # The base of every mistake in a command line. typer gives it no public name: older versions
-    # take it from click, newer ones carry their own copy.
-    usage_error: type[Exception] = typer.BadParameter.mro()[1]
     try:
-        if asked_for(arguments):
-            print(answer(arguments))
+        answer = completion(arguments)
+        if answer is not None:
+            print(answer)
             return 0
         status = app(arguments, prog_name="gradilocks", standalone_mode=False)
-    except usage_error as error:
+    except USAGE_ERROR as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "gradilocks"
         message = " ".join(getattr(error, "format_message", error.__str__)().split())

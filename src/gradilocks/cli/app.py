@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any
 
 import typer
 
-from gradilocks.cli.audit import audit
-from gradilocks.cli.compare import compare
-from gradilocks.cli.demo import demo
-from gradilocks.cli.explain import NUMBERS, explain
-from gradilocks.cli.export import export
-from gradilocks.cli.report import report
-from gradilocks.cli.run import SCRIPT, RunCommand, run
-from gradilocks.cli.watch import watch
+from gradilocks.cli.audit_command import audit
+from gradilocks.cli.compare_command import compare
+from gradilocks.cli.demo_command import demo
+from gradilocks.cli.explain_command import NUMBERS, explain
+from gradilocks.cli.export_command import export
+from gradilocks.cli.report_command import report
+from gradilocks.cli.run_command import SCRIPT, ScriptCommand, run
+from gradilocks.cli.watch_command import watch
+from gradilocks.errors import GradilocksError
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -23,12 +25,12 @@ app = typer.Typer(
 )
 
 # In the order in which somebody meets them.
-app.command(cls=RunCommand, context_settings=SCRIPT)(run)
+app.command(cls=ScriptCommand, context_settings=SCRIPT)(run)
 app.command()(report)
 app.command()(watch)
 app.command()(compare)
 app.command()(export)
-app.command(cls=RunCommand, context_settings=SCRIPT)(audit)
+app.command(cls=ScriptCommand, context_settings=SCRIPT)(audit)
 app.command(context_settings=NUMBERS)(explain)
 app.command()(demo)
 
@@ -46,3 +48,49 @@ def gradilocks(
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
+
+
+def completion(arguments: list[str]) -> str | None:
+    """Answers ``--show-completion [SHELL]`` and ``--install-completion [SHELL]``.
+
+    Both are typer's options, and typer makes the scripts, puts them in place and completes. Its
+    options take no shell's name, though (it would be ignored), and where no shell is detected, as
+    in a container, they say no more than "Shell not supported". So the shell is chosen here.
+
+    Returns:
+        The script, or where it was installed; None if something else was asked for.
+
+    Raises:
+        typer.BadParameter: no shell was found, or one that there is no script for.
+    """
+    flag, *named = arguments or [""]
+    if flag not in ("--show-completion", "--install-completion") or {"--help", "-h"} & {*named}:
+        return None
+    made: Any = importlib.import_module("typer.completion")
+    shells = [each.value for each in made.Shells]
+    shell = " ".join(named) or _shell_around()
+    if shell not in shells:
+        came = f"got {shell!r}" if shell else "and found no shell around this process"
+        raise typer.BadParameter(
+            f"expected {', '.join(shells[:-1])} or {shells[-1]}, {came}. "
+            f"Name the shell: gradilocks {flag} bash",
+            param_hint=f"'{flag}'",
+        )
+    names = {"prog_name": "gradilocks", "complete_var": "_GRADILOCKS_COMPLETE", "shell": shell}
+    try:
+        if flag == "--show-completion":
+            return str(made.get_completion_script(**names))
+        _, place = made.install(**names)
+    except OSError as error:
+        raise GradilocksError(f"completion cannot be installed: {error}.") from error
+    return f"Completion for {shell} is installed in {place}. It works in the next shell."
+
+
+def _shell_around() -> str:
+    import shellingham
+
+    try:
+        name: str = shellingham.detect_shell()[0]
+    except (shellingham.ShellDetectionFailure, OSError, RuntimeError):
+        return ""
+    return name

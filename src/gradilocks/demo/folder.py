@@ -1,4 +1,7 @@
-"""A folder that somebody named → one that holds this experiment and nothing of an older one.
+"""The folder of an experiment: freed of an older one's files, then filled with its own.
+
+An Experiment and its Results enter; run files, written while it runs, a page for each arm, the page
+of them all and ``summary.json`` stand in the folder at the end.
 
 The demo replaces its own files, other run files and pages of Gradilocks' if it is asked to, and no
 others. Each of them says whose it is: run files in their settings, pages in a ``meta`` element, the
@@ -8,39 +11,39 @@ summary in a key.
 from __future__ import annotations
 
 import json
+import math
 import os
+import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
-from gradilocks.demo.arms import ARMS, MADE_BY, Arm
+import gradilocks
+from gradilocks.demo.arms import ARMS, MADE_BY, Arm, Experiment, Result
+from gradilocks.demo.verdicts import judge
 from gradilocks.errors import BadRunFile, GradilocksError
-from gradilocks.runfile import refuse_foreign
+from gradilocks.runfile import read_run, refuse_foreign
 
-__all__ = ["PAGE", "SUMMARY", "page_of", "prepare", "run_of", "write_summary"]
+__all__ = ["PAGE", "SUMMARY", "prepare", "summarize", "write_all"]
 
-SUMMARY, PAGE = "summary.json", "report.html"
+PAGE, SUMMARY = "report.html", "summary.json"
+VERSION = 1
+"""Of the summary's format."""
 _HEAD = 4096
 _GENERATORS = (MADE_BY, "gradilocks report")
 
 
-def run_of(folder: Path, arm: Arm, seed: int) -> Path:
-    """Where the run file of an arm and a seed goes."""
-    return folder / f"{arm.name}-{seed}.jsonl"
-
-
-def page_of(folder: Path, arm: Arm) -> Path:
-    """Where an arm's own report goes."""
-    return folder / f"{arm.name}.html"
-
-
-def prepare(folder: Path, *, arms: Sequence[Arm], seeds: Sequence[int], force: bool) -> None:
+def prepare(experiment: Experiment, *, force: bool) -> None:
     """Makes the folder, and removes from it what an earlier demo has left.
 
     Raises:
         GradilocksError: it cannot be made or written, or a file of somebody else is in the way.
     """
+    folder = experiment.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         trial = folder / f".{os.getpid()}.part"
@@ -54,24 +57,101 @@ def prepare(folder: Path, *, arms: Sequence[Arm], seeds: Sequence[int], force: b
         raise GradilocksError(
             f"-o {folder} cannot be written: {error.strerror or error}."
         ) from error
-    wanted = [folder / PAGE, folder / SUMMARY]
-    for arm in arms:
-        wanted += [page_of(folder, arm), *(run_of(folder, arm, seed) for seed in seeds)]
+    wanted = [folder / PAGE, folder / SUMMARY, *map(experiment.page, experiment.arms)]
+    wanted += [Path(job.path) for job in experiment.jobs]
     for path in wanted:
-        if not path.exists() or (path.is_file() and _ours(path)):
+        if not path.exists() or (path.is_file() and _is_of_demo(path)):
             continue
-        may = path.is_file() and _other_of_gradilocks(path)
+        may = path.is_file() and _is_replaceable(path)
         if not may or not force:
             raise GradilocksError(
                 f"{path} is there and was not written by the demo; choose another folder with -o"
                 + (", or replace it with --force." if may else ".")
             )
-    for path in _left(folder):
+    for path in _earlier_files(folder):
         path.unlink(missing_ok=True)
 
 
-def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
-    """Writes ``summary.json``, whole or not at all; returns its path."""
+def write_all(
+    experiment: Experiment, results: Sequence[Result], *, started: float, seconds: float
+) -> dict[str, Any]:
+    """Writes the pages and the summary; returns the summary."""
+    from gradilocks.report import Drawn, experiment_page, identity, render, report_on, write
+
+    drawn, pages, versions = [], {}, {}
+    for arm in experiment.arms:
+        for seed in experiment.seeds:
+            run = read_run(experiment.run_file(arm, seed))
+            reported = report_on(run, arm.title)
+            drawn.append(Drawn(arm.name, seed, reported))
+            if seed == min(experiment.seeds):
+                page = experiment.page(arm)
+                drawing = partial(render, [reported])
+                write(page, drawing, identity=identity([reported]), force=True)
+                pages[arm.name] = page.name
+                versions = {"torch": str(run.header.versions.get("torch"))}
+    summary = summarize(experiment, results, started=started, seconds=seconds, versions=versions)
+    write(
+        experiment.folder / PAGE,
+        lambda: experiment_page(summary, drawn, pages=pages, generator=MADE_BY),
+        identity="",
+        force=True,
+    )
+    _write_summary(experiment.folder, summary)
+    return summary
+
+
+def summarize(
+    experiment: Experiment,
+    results: Sequence[Result],
+    *,
+    started: float,
+    seconds: float,
+    versions: Mapping[str, str],
+) -> dict[str, Any]:
+    """Returns what ``json.dumps(..., allow_nan=False)`` takes; docs/demo.md says what is in it."""
+    arms, setup = experiment.arms, experiment.setup
+    order = [arm.name for arm in arms]
+    ran = sorted(results, key=lambda result: (order.index(result.arm), result.seed))
+    return {
+        "made_by": MADE_BY,
+        "version": VERSION,
+        "command": list(experiment.command),
+        "started": started,
+        "seconds": round(seconds, 1),
+        "versions": {
+            "gradilocks": gradilocks.__version__,
+            "python": platform.python_version(),
+            **versions,
+        },
+        "setup": {
+            **asdict(setup),
+            "text": "pydoc_data.topics",
+            "micro_batch": setup.micro_batch,
+            "global_batch": setup.global_batch,
+            "computed": setup.computed,
+        },
+        "seeds": list(experiment.seeds),
+        "arms": [{**asdict(arm), "final_loss": _spread(arm, ran)} for arm in arms],
+        "runs": [result.to_plain() for result in ran],
+        "verdicts": [verdict.to_plain() for verdict in judge(ran)],
+    }
+
+
+def _spread(arm: Arm, results: Sequence[Result]) -> dict[str, float | int | None]:
+    """Mean and standard deviation over the seeds; None where a loss was not finite."""
+    finals = [result.final_loss for result in results if result.arm == arm.name]
+    whole = bool(finals) and all(map(math.isfinite, finals))
+    return {
+        "mean": fmean(finals) if whole else None,
+        "deviation": stdev(finals) if whole and len(finals) > 1 else None,
+        "seeds": len(finals),
+        "finite": sum(map(math.isfinite, finals)),
+    }
+
+
+def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """Whole or not at all."""
     path = folder / SUMMARY
     beside = folder / f".{SUMMARY}.{os.getpid()}.part"
     try:
@@ -81,19 +161,18 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
         raise GradilocksError(f"{path} cannot be written: {error.strerror or error}.") from error
     finally:
         beside.unlink(missing_ok=True)
-    return path
 
 
-def _left(folder: Path) -> Iterator[Path]:
+def _earlier_files(folder: Path) -> Iterator[Path]:
     """What an earlier demo has left, by name and by content."""
     names = "|".join(re.escape(arm.name) for arm in ARMS)
     ours = re.compile(rf"(({names})(-\d+\.jsonl|\.html)|{re.escape(SUMMARY)}|{re.escape(PAGE)})")
     for path in sorted(folder.iterdir()):
-        if ours.fullmatch(path.name) and path.is_file() and _ours(path):
+        if ours.fullmatch(path.name) and path.is_file() and _is_of_demo(path):
             yield path
 
 
-def _other_of_gradilocks(path: Path) -> bool:
+def _is_replaceable(path: Path) -> bool:
     """Whether it is a run file or empty; pages of all of Gradilocks' commands count as ours."""
     if not path.stat().st_size:
         return True
@@ -106,7 +185,7 @@ def _other_of_gradilocks(path: Path) -> bool:
     return True
 
 
-def _ours(path: Path) -> bool:
+def _is_of_demo(path: Path) -> bool:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             if path.suffix == ".html":

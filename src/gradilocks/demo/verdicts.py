@@ -12,9 +12,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from gradilocks.demo.arms import arm_named
-from gradilocks.demo.values import Result
-from gradilocks.demo.wording import cases, counted, losses, norms, share
+from gradilocks.demo.arms import Result, arm_named
 
 __all__ = ["CLOSE_ENOUGH", "NEAR", "Verdict", "judge"]
 
@@ -72,7 +70,7 @@ def _too_small(results: Sequence[Result]) -> Verdict:
     pairs = _pairs(results, "too-small", "fp32")
     if not pairs:
         return _not_run(name, claim, "too-small and fp32")
-    moved = {small.seed: _moved(small, reference) for small, reference in pairs}
+    moved = {small.seed: _share_of_fall(small, reference) for small, reference in pairs}
     found = {small.seed: _case(small, reference) for small, reference in pairs}
     kinds = list(found.values())
     known = [small.lost for small, _ in pairs if small.lost is not None]
@@ -107,11 +105,11 @@ def _case(small: Result, reference: Result) -> str:
         return "idle"
     if not math.isfinite(small.final_loss):
         return "lost"
-    part = _moved(small, reference)
+    part = _share_of_fall(small, reference)
     return "near" if abs(part) < NEAR else "fell" if part > 0 else "rose"
 
 
-def _moved(small: Result, reference: Result) -> float:
+def _share_of_fall(small: Result, reference: Result) -> float:
     """How much the loss fell, as a part of what the reference's did; NaN if that did not fall."""
     if not reference.learned:
         return math.nan
@@ -169,8 +167,8 @@ def _how_it_ends(larges: Sequence[Result]) -> str:
                 "final mean is NaN",
                 len(returning),
             ),
-            (f"ends at {_mean(above)}, above its start,", len(above)),
-            (f"ends at {_mean(below)}, no higher than its start,", len(below)),
+            (f"ends at {losses(above)}, above its start,", len(above)),
+            (f"ends at {losses(below)}, no higher than its start,", len(below)),
         ],
         len(larges),
     ).rstrip(",")
@@ -183,10 +181,6 @@ def _steps(results: Sequence[Result]) -> str:
     return "step " + " or ".join(filter(None, [before, *map(str, found[-1:])]))
 
 
-def _mean(values: Sequence[float]) -> str:
-    return losses(values) if values else ""
-
-
 def _just_right(results: Sequence[Result]) -> Verdict:
     name = "just right"
     claim = f"scaled and clipped, fp16 ends within {CLOSE_ENOUGH:.1%} of fp32's final loss"
@@ -194,8 +188,8 @@ def _just_right(results: Sequence[Result]) -> Verdict:
     if not pairs:
         return _not_run(name, claim, "just-right and fp32")
     apart = {
-        right.seed: _ratio(abs(right.final_loss - reference.final_loss), reference.final_loss)
-        for right, reference in pairs
+        right.seed: abs(right.final_loss - fp32.final_loss) / (fp32.final_loss or math.nan)
+        for right, fp32 in pairs
     }
     parts = [part for part in apart.values() if math.isfinite(part)]
     holds = all(part <= CLOSE_ENOUGH for part in apart.values())
@@ -242,13 +236,86 @@ def _on_average(pairs: Pairs) -> str:
     return "" if len(pairs) == 1 else f" (means of {len(pairs)} seeds)"
 
 
-def _ratio(some: float, whole: float) -> float:
-    return some / whole if whole else math.nan
-
-
 def _by_seed(values: Mapping[int, Any]) -> dict[str, Any]:
     """JSON knows no NaN and no numbers as keys."""
     return {
         str(seed): None if isinstance(value, float) and not math.isfinite(value) else value
         for seed, value in values.items()
     }
+
+
+# --- the words of the sentences ------------------------------------------------------------------
+#
+# One seed is told as it is; of several, means over what is finite, and how many were not.
+
+
+def losses(values: Sequence[float], digits: int = 3) -> str:
+    """The mean of several losses, and how many of them were not finite.
+
+    Example:
+        >>> losses([2.0, 3.0]), losses([2.0, math.nan, math.nan])
+        ('2.500', 'NaN in 2 of 3 seeds and 2.000 in the rest')
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "NaN"
+    mean = f"{fmean(finite):.{digits}f}"
+    lost = len(values) - len(finite)
+    return f"NaN{counted(lost, len(values))} and {mean} in the rest" if lost else mean
+
+
+def counted(some: int, of: int) -> str:
+    """In how many of the seeds; nothing if there is one.
+
+    Example:
+        >>> counted(2, 3), counted(3, 3), counted(1, 1)
+        (' in 2 of 3 seeds', ' in all 3 seeds', '')
+    """
+    if of == 1:
+        return ""
+    return f" in all {of} seeds" if some == of else f" in {some} of {of} seeds"
+
+
+def cases(told: Sequence[tuple[str, int]], of: int) -> str:
+    """What happened, and in how many of the seeds; what happened in none is left out.
+
+    Example:
+        >>> cases([("falls", 2), ("is NaN", 0), ("rises", 1)], 3)
+        'falls in 2 of 3 seeds and rises in 1 of 3 seeds'
+    """
+    return " and ".join(f"{words}{counted(some, of)}" for words, some in told if some)
+
+
+def norm(value: float) -> str:
+    """A gradient norm.
+
+    Example:
+        >>> norm(0.926), norm(385.26)
+        ('0.93', '385')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def norms(first: Sequence[float], largest: Sequence[float]) -> str:
+    """What the gradient norm does from the first step to its largest value.
+
+    Example:
+        >>> norms([0.9], [385.0]), norms([math.nan], [math.nan])
+        ('goes from 0.90 to 385', 'is never finite')
+    """
+    first, largest = ([each for each in side if math.isfinite(each)] for side in (first, largest))
+    if not largest:
+        return "is never finite"
+    if not first:
+        return f"is not finite at the first step, {norm(fmean(largest))} at most after it"
+    return f"goes from {norm(fmean(first))} to {norm(fmean(largest))}"
+
+
+def share(value: float) -> str:
+    """A percentage in two digits, however small.
+
+    Example:
+        >>> share(0.00001133), share(0.0697)
+        ('0.0011%', '7%')
+    """
+    return f"{float(f'{value:.2g}') * 100:.6f}".rstrip("0").rstrip(".") + "%"

@@ -181,11 +181,10 @@ class ScriptSession:
         return self.guard is not None and self.guard.failed
 
     def _recorder(self) -> Any:
-        self._note(f"recording to {self.shown}")
         from gradilocks.observe.step_recorder import ScriptRecorder
 
         options = self._options
-        return ScriptRecorder(
+        recorder = ScriptRecorder(
             self._path,
             flush_every=options.flush_every,
             detail_every=options.detail_every,
@@ -195,6 +194,9 @@ class ScriptSession:
             log=options.log,
             all_ranks=options.all_ranks,
         )
+        # With --all-ranks each rank has a file of its own, named after the one that was asked for.
+        self._note(f"recording to {self.shown.with_name(recorder.path.name)}")
+        return recorder
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 The folder reads along the data: ``module_hooks`` (hooks on a model) → ``counting`` (values by their
 exponent, on the device) → ``judging`` (format, scale, what to keep out) → ``audit_text`` →
 ``result`` (the Audit: a `lab/audit_record` that can be asked). ``audit_model`` does it for a model
-and batches; ``script`` and ``watching`` for a script that is run. Such a script may want to be the
-first to import torch, so whatever needs torch is loaded on first use.
+and batches; ``script`` and ``script_gradients`` for a script that is run. Such a script may want to
+be the first to import torch, so whatever needs torch is loaded on first use.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from gradilocks.lab.audit.audit_text import footnotes, heading, tables
 from gradilocks.lab.audit.judging import refuse_blocks
 from gradilocks.lab.audit.result import Audit
+from gradilocks.lab.audit.script import AuditOptions, ScriptAudit, audit_script
 from gradilocks.lab.audit_record import (
     FormatFinding,
     Histogram,
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Audit",
+    "AuditOptions",
     "FormatFinding",
     "Histogram",
     "ModuleGradients",
     "Outputs",
     "Recommendation",
+    "ScriptAudit",
     "Shares",
     "audit",
+    "audit_script",
     "footnotes",
     "heading",
     "refuse_blocks",

@@ -11,38 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from gradilocks.cli.options import run_file
-from gradilocks.cli.output import forgive_encoding
-from gradilocks.cli.progress import bar, read_with_bar
+from gradilocks.cli.terminal import bar, forgive_encoding, one_of, read_with_bar, run_file
 from gradilocks.errors import GradilocksError
-from gradilocks.report import (
-    DETAIL_COLUMNS,
-    STEP_COLUMNS,
-    clean,
-    csv_columns,
-    detail_rows,
-    settled,
-    step_rows,
-    write_csv,
-)
+from gradilocks.report import clean
 from gradilocks.runfile import Run
 
 
 class Format(str, Enum):
-    """What a run can be exported to."""
+    """What a run can be exported to; typer names them all where the option is missing."""
 
     csv = "csv"
     parquet = "parquet"
     tensorboard = "tensorboard"
-
-
-def _format(text: str) -> Format:
-    try:
-        return Format(text)
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"expected csv, parquet or tensorboard, got {str(text)!r}."
-        ) from error
 
 
 def export(
@@ -51,8 +31,8 @@ def export(
         Format,
         typer.Option(
             "--to",
-            parser=_format,
-            autocompletion=lambda: [known.value for known in Format],
+            parser=lambda text: Format(one_of([each.value for each in Format])(text)),
+            autocompletion=lambda: [each.value for each in Format],
             metavar="csv|parquet|tensorboard",
             show_default=False,
             help="What to make of it.",
@@ -82,6 +62,8 @@ def export(
       gradilocks export runs/a.jsonl --to parquet -o a.parquet --force
       gradilocks export runs/a.jsonl --to tensorboard -o tb && tensorboard --logdir tb
     """
+    from gradilocks.report import settled
+
     forgive_encoding()
     if output is not None:
         settled(output)  # says at once what is wrong with it: reading may take a while
@@ -96,6 +78,16 @@ def export(
 
 
 def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[Path, str]]:
+    from gradilocks.report import (
+        DETAIL_COLUMNS,
+        STEP_COLUMNS,
+        csv_columns,
+        detail_rows,
+        settled,
+        step_rows,
+        write_csv,
+    )
+
     write: Callable[..., None] = write_csv
     columns_of = csv_columns
     if to is Format.parquet:

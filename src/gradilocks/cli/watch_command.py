@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli import Interrupted
-from gradilocks.cli.interrupts import HeldInterrupts
-from gradilocks.cli.options import run_file
-from gradilocks.cli.output import forgive_encoding
+from gradilocks.cli.interrupts import Interrupted, held_interrupts
+from gradilocks.cli.terminal import forgive_encoding, run_file
 from gradilocks.report import clean
 from gradilocks.runfile import Step, open_run_file, read_run
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gradilocks.cli.watch_state import Watched
+    from gradilocks.cli.watch_view import Watched
 
 
 def _seconds(text: str) -> float:
@@ -61,11 +59,10 @@ def watch(
       gradilocks watch runs/a.jsonl | grep skipped:
     """
     forgive_encoding()
-    with HeldInterrupts():
+    with held_interrupts():
         from rich.console import Console
 
-        from gradilocks.cli.watch_state import Watched
-        from gradilocks.cli.watch_view import picture
+        from gradilocks.cli.watch_view import Watched, picture
     if once or no_wait:
         with open_run_file(path):
             pass  # says what is wrong with it
@@ -134,9 +131,9 @@ def _in_lines(watched: Watched, steps: list[Step], *, once: bool, every: float) 
             for line in plain_status(watched.state, stepped):
                 print(line, flush=True)
             stepped.clear()
-            if watched.reader.end is not None:
-                print(plain_end(watched.reader, watched.state), flush=True)
             if once or watched.reader.end is not None:
+                if last := plain_end(watched):
+                    print(last, flush=True)
                 return
             time.sleep(every)
         steps = watched.poll()

@@ -10,38 +10,28 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.options import whole_number
-from gradilocks.cli.output import forgive_encoding
-from gradilocks.cli.program import program
+from gradilocks.cli.run_command import Module, Output, Quiet, Script, program_of
+from gradilocks.cli.terminal import forgive_encoding, program, say, whole_number
 from gradilocks.errors import BadScript, GradilocksError
 
 if TYPE_CHECKING:
-    from gradilocks.lab.audit.script import ScriptAudit
+    from rich.table import Table
+
+    from gradilocks.lab.audit import Audit, ScriptAudit
 
 FORMATS = ("fp16", "bf16", "fp8 e5m2", "fp8 e4m3")
 
 
 def audit(
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script and its own arguments."),
-    ] = None,
-    module: Annotated[
-        str | None,
-        typer.Option(
-            "-m",
-            "--module",
-            metavar="MODULE",
-            help="Run a module instead of a script, as python -m does.",
-        ),
-    ] = None,
+    script: Script = None,
+    module: Module = None,
     steps: Annotated[
         int,
         typer.Option(
@@ -60,15 +50,7 @@ def audit(
             help=f"A format to judge; may be given several times. Default: {', '.join(FORMATS)}.",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="The run file. Default: a fresh name under runs/.",
-        ),
-    ] = None,
+    output: Output = None,
     json_path: Annotated[
         str | None,
         typer.Option(
@@ -82,9 +64,7 @@ def audit(
         Path | None,
         typer.Option("--html", metavar="PAGE", help="Write the histograms as an HTML page."),
     ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Say nothing; errors are still said.")
-    ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Say what fp16, bf16 and fp8 would lose of a script's gradients.
 
@@ -100,13 +80,9 @@ def audit(
 
       gradilocks audit --json - -m package.train > audit.json
     """
-    given = list(script or ())
-    if module is None and not given:
-        raise typer.BadParameter("expected a script, as in 'gradilocks audit train.py'.")
-    from gradilocks.lab.audit import refuse_blocks
-    from gradilocks.lab.audit.script import AuditOptions, audit_script
+    what = program_of(script, module, command="audit")
+    from gradilocks.lab.audit import AuditOptions, audit_script, refuse_blocks
     from gradilocks.lab.formats import format_named
-    from gradilocks.observe import Program
 
     try:
         chosen = {each.name: each for each in map(format_named, format or FORMATS)}
@@ -116,7 +92,6 @@ def audit(
     target = None if json_path in (None, "-") else Path(str(json_path))
     if target is not None:
         _check_new(target)
-    what = Program(module or given[0], tuple(given[module is None :]), module=module is not None)
     if html is not None:
         from gradilocks.report import check_audit_page
 
@@ -130,88 +105,74 @@ def audit(
     )
     caller = program()
     here = Path.cwd()  # The script may go elsewhere.
-    show = _nothing if quiet else _progress()
+    show = (lambda done, total: None) if quiet else _progress()
     forgive_encoding()
-    with _apart(json_path == "-") as restore:
+    with _stdout_to_stderr(json_path == "-") as restore:
 
-        def tell(heard: ScriptAudit) -> None:
+        def tell(audited: ScriptAudit) -> None:
             show(0, 0)
             restore()
-            if heard.audit is None:
+            if audited.audit is None:
                 return
-            with _at(here):
-                _hand_out(heard, target, html, json_path == "-", quiet, what.name, caller)
+            with suppress(OSError):  # Paths mean what they meant when they were typed.
+                os.chdir(here)
+            found = audited.audit
+            if json_path == "-":
+                print(json.dumps(found.to_plain(), indent=1, allow_nan=False), flush=True)
+            elif not quiet:
+                _show(found, what.name)
+            if not quiet:
+                say(f"recorded in {audited.path}")
+                say(f"to see it: {caller} report {shlex.quote(str(audited.path))}")
+            # Files last: whatever the script has done to their places, the rest has been said.
+            if target is not None:
+                _check_new(target)
+                found.to_json(target)
+            if html is not None:
+                found.save_picture(html, title=what.name)
+                if not quiet:
+                    say(f"the histograms are in {html}")
 
         try:
-            heard = audit_script(what, options, tell=tell, warn=_say, progress=show)
+            audited = audit_script(what, options, tell=tell, warn=say, progress=show)
         except BadScript as error:
             raise typer.BadParameter(str(error)) from error
-    _leave(heard, what.name)
+    _raise_unless_audited(audited, what.name)
 
 
-def _hand_out(
-    heard: ScriptAudit,
-    target: Path | None,
-    html: Path | None,
-    to_stdout: bool,
-    quiet: bool,
-    name: str,
-    caller: str,
-) -> None:
-    found = heard.audit
-    assert found is not None
-    if to_stdout:
-        print(json.dumps(found.to_plain(), indent=1, allow_nan=False), flush=True)
-    elif not quiet:
-        from gradilocks.cli.audit_view import show
-
-        show(found, name)
-    if not quiet:
-        _say(f"recorded in {heard.path}")
-        _say(f"to see it: {caller} report {shlex.quote(str(heard.path))}")
-    # Files last: whatever the script has done to their places meanwhile, the rest has been said.
-    if target is not None:
-        _check_new(target)
-        found.to_json(target)
-    if html is not None:
-        found.save_picture(html, title=name)
-        if not quiet:
-            _say(f"the histograms are in {html}")
-
-
-def _leave(heard: ScriptAudit, name: str) -> None:
+def _raise_unless_audited(audited: ScriptAudit, name: str) -> None:
     """Raises unless all went well: with a line of its own, or as the script has ended."""
-    if not heard.main:
+    if not audited.main:
         return
-    if heard.audit is None:
-        if heard.failed:
+    if audited.audit is None:
+        if audited.failed:
             why = "could not be audited, for the reason given above."
-        elif heard.steps:
+        elif audited.steps:
             why = "stepped an optimizer, but no gradient reached it, so there is nothing to audit."
-        elif heard.torch:
+        elif audited.torch:
             why = "stepped no optimizer, so there is nothing to audit."
-        elif heard.ending.status == "interrupted":
+        elif audited.ending.status == "interrupted":
             why = "was interrupted before it had imported torch, so there is nothing to audit."
         else:
             why = "did not import torch, so there is nothing to audit."
-        if heard.recorded:
-            _say(f"recorded in {heard.path}")
-        if heard.ending.exit:
-            _say(f"{name} {why}")
-            raise SystemExit(heard.ending.exit)
+        if audited.recorded:
+            say(f"recorded in {audited.path}")
+        if audited.ending.exit:
+            say(f"{name} {why}")
+            raise SystemExit(audited.ending.exit)
         raise GradilocksError(f"{name} {why}")
-    if heard.ending.exit:
-        raise SystemExit(heard.ending.exit)
+    if audited.ending.exit:
+        raise SystemExit(audited.ending.exit)
 
 
 @contextmanager
-def _apart(wanted: bool) -> Iterator[Any]:
+def _stdout_to_stderr(wanted: bool) -> Iterator[Callable[[], None]]:
     """Inside, whatever writes to standard output writes to standard error, until `restore`."""
     if not wanted or sys.stdout is None:
         yield lambda: None
         return
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     done = False
 
@@ -224,8 +185,8 @@ def _apart(wanted: bool) -> Iterator[Any]:
             if sys.__stdout__ is not None:  # The script may have put something in its place.
                 sys.stdout = sys.__stdout__
                 sys.stdout.flush()
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(stdout, 1)
+            os.close(stdout)
 
     try:
         yield restore
@@ -233,18 +194,11 @@ def _apart(wanted: bool) -> Iterator[Any]:
         restore()
 
 
-@contextmanager
-def _at(folder: Path) -> Iterator[None]:
-    """Paths mean what they meant when they were typed."""
-    with suppress(OSError):
-        os.chdir(folder)
-    yield
-
-
-def _progress() -> Any:
+def _progress() -> Callable[[int, int], None]:
+    """What is told how many steps are done, of how many; (0, 0) clears the line."""
     stream = sys.__stderr__
     if stream is None or not stream.isatty():
-        return _nothing
+        return lambda done, total: None
 
     def show(done: int, total: int) -> None:
         # The cursor stays at the start: what the script prints next takes the line's place.
@@ -254,10 +208,6 @@ def _progress() -> Any:
             stream.flush()
 
     return show
-
-
-def _nothing(done: int, total: int) -> None:
-    """What --quiet, or a pipe, makes of progress."""
 
 
 def _check_new(path: Path) -> None:
@@ -272,7 +222,39 @@ def _check_new(path: Path) -> None:
         raise GradilocksError(f"--json {path} cannot be written: {error.strerror}.") from error
 
 
-def _say(message: str) -> None:
-    # Of the process: the script may have put something else in sys.stderr's place, or closed it.
-    with suppress(Exception):
-        print(f"gradilocks: {message}", file=sys.__stderr__, flush=True)
+def _show(audit: Audit, name: str) -> None:
+    """Prints an audit's words and its two tables to standard output."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from gradilocks.lab.audit import footnotes, heading, tables
+
+    console = Console(file=sys.__stdout__, highlight=False)
+    wrap = not console.is_terminal
+    console.print(Text(f"{name}: {heading(audit)}"), style="dim", soft_wrap=wrap)
+    console.print()
+    for number, sentence in enumerate(audit.recommendation.words):
+        style = "bold" if number == 0 else ""
+        console.print(Text(sentence, style=style), soft_wrap=wrap)
+    console.print()
+    formats, *modules = map(_table, tables(audit))
+    console.print(formats)
+    for table in modules:
+        console.print()
+        console.print(table)
+        console.print()
+    for line in footnotes(audit):
+        console.print(Text(line), style="dim", soft_wrap=wrap)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    for place, column in enumerate(rows[0]):
+        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*map(escape, row))
+    return table

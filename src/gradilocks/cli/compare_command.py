@@ -1,24 +1,66 @@
-"""What ``gradilocks compare`` shows: a Comparison enters, a table and a few sentences leave."""
+"""``gradilocks compare``: run files enter, a table of what differs between them is shown."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+import typer
 
-from gradilocks.report import Comparison, Loss, Parting, Spread, Summary
+from gradilocks.cli.interrupts import held_interrupts
+from gradilocks.cli.terminal import forgive_encoding, printable, read_with_bar, run_file
 from gradilocks.runfile import format_scale
+
+if TYPE_CHECKING:
+    from gradilocks.report import Comparison, Loss, Parting, Summary
 
 NAMES_SHOWN = 5
 
 
-def show(console: Console, comparison: Comparison) -> None:
+def compare(
+    paths: Annotated[list[Path], run_file("RUN.jsonl", help="Two run files or more.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print every number as JSON instead of a table.")
+    ] = False,
+) -> None:
+    """Compare runs: how they ran, and what came of it.
+
+    The first file is the one that the losses of the others are compared with, step by step.
+
+    \b
+    Examples:
+      gradilocks compare runs/a.jsonl runs/b.jsonl
+      gradilocks compare runs/*.jsonl --json > all.json
+    """
+    if len(paths) < 2:
+        raise typer.BadParameter(
+            f"expected two run files or more, got one: {paths[0]}.", param_hint="'RUN.jsonl'"
+        )
+    from gradilocks.report import compare as compare_runs
+
+    forgive_encoding()
+    comparison = compare_runs([read_with_bar(path) for path in paths])
+    if as_json:
+        print(json.dumps(comparison.to_plain(), indent=2, allow_nan=False))
+    else:
+        show(comparison)
+
+
+def show(comparison: Comparison) -> None:
     """Prints the table, then where the losses part and which parameters only some runs have."""
+    with held_interrupts():
+        from rich import box
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+    terminal = sys.stdout.isatty()
+    # A pipe has no width: let every cell stand in full.
+    width = None if terminal else 40 + 60 * len(comparison.summaries)
+    console = Console(force_terminal=terminal, highlight=False, width=width)
     names = short_names([summary.path for summary in comparison.summaries])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold")
@@ -29,13 +71,14 @@ def show(console: Console, comparison: Comparison) -> None:
         table.add_row(escape(title), *map(escape, values), style=None if differs else "dim")
     console.print(table)
     for sentence in sentences(comparison, names):
-        console.print(sentence, markup=False, soft_wrap=not console.is_terminal)
+        console.print(printable(sentence), markup=False, soft_wrap=not terminal)
 
 
 def rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """The rows of the table: a title, and one cell a run."""
     found = [
-        (name, [_text(value) for value in values]) for name, values in comparison.what_ran.items()
+        (name, ["-" if value is None else printable(value) for value in values])
+        for name, values in comparison.what_ran.items()
     ]
     for title, cell in _NUMBERS.items():
         cells = [cell(summary) for summary in comparison.summaries]
@@ -57,7 +100,7 @@ def sentences(comparison: Comparison, names: Sequence[str]) -> list[str]:
             more = f" and {len(missing) - NAMES_SHOWN} more" if len(missing) > NAMES_SHOWN else ""
             named = ", ".join(missing[:NAMES_SHOWN])
             found.append(f"{name} lacks {len(missing)} of the parameters: {named}{more}")
-    return ["".join(c if c.isprintable() else "?" for c in sentence) for sentence in found]
+    return found
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
@@ -88,20 +131,15 @@ def _apart(loss: float | None, other: float | None) -> str:
     return f"{loss:.{digits}g}"
 
 
-def _text(value: Any) -> str:
-    return "-" if value is None else "".join(c if c.isprintable() else "?" for c in str(value))
-
-
-def _of_spread(name: str, part: str, write: Callable[[float], str]) -> Callable[[Summary], str]:
+def _norm(part: str) -> Callable[[Summary], str]:
     def cell(summary: Summary) -> str:
-        spread: Spread | None = getattr(summary, name)
-        return "-" if spread is None else write(getattr(spread, part))
+        return "-" if summary.norm is None else f"{getattr(summary.norm, part):.4g}"
 
     return cell
 
 
 def _ended(summary: Summary) -> str:
-    ended = summary.status if summary.error is None else _text(summary.error)
+    ended = summary.status if summary.error is None else printable(summary.error)
     return f"{ended}, in NaN or Inf" if summary.bad_endings else ended
 
 
@@ -117,7 +155,7 @@ def _reasons(summary: Summary) -> str:
 
 def _likely(summary: Summary) -> str:
     for name, count in summary.likely.items():
-        return f"{_text(name)} ({count:,} x)"
+        return f"{printable(name)} ({count:,} x)"
     return "not known" if summary.culprits else "-"
 
 
@@ -127,27 +165,27 @@ def _loss_rows(summaries: Sequence[Summary]) -> Iterator[tuple[str, list[str]]]:
     for index in indices:
         of = f" of optimizer {index}" if len(indices) > 1 else ""
         losses = [summary.losses.get(index) for summary in summaries]
-        yield f"loss{of}, last", [_cell(loss, _last_loss) for loss in losses]
-        yield f"loss{of}, least", [_cell(loss, _least_loss) for loss in losses]
+        yield f"loss{of}, last", list(map(_last_loss, losses))
+        yield f"loss{of}, least", list(map(_least_loss, losses))
         if any(loss is not None and loss.nonfinite for loss in losses):
-            yield f"loss{of}, NaN or Inf", [_cell(loss, _lost) for loss in losses]
+            yield f"loss{of}, NaN or Inf", list(map(_lost, losses))
 
 
-def _cell(loss: Loss | None, write: Callable[[Loss], str]) -> str:
-    return "-" if loss is None else write(loss)
-
-
-def _last_loss(loss: Loss) -> str:
-    if loss.nonfinite_since is not None:
+def _last_loss(loss: Loss | None) -> str:
+    if loss is not None and loss.nonfinite_since is not None:
         return f"NaN since step {loss.nonfinite_since:,}"
-    return "-" if loss.last is None else f"{loss.last:.5g}"
+    return "-" if loss is None or loss.last is None else f"{loss.last:.5g}"
 
 
-def _least_loss(loss: Loss) -> str:
-    return "-" if loss.least is None else f"{loss.least:.5g} at step {loss.least_at:,}"
+def _least_loss(loss: Loss | None) -> str:
+    if loss is None or loss.least is None:
+        return "-"
+    return f"{loss.least:.5g} at step {loss.least_at:,}"
 
 
-def _lost(loss: Loss) -> str:
+def _lost(loss: Loss | None) -> str:
+    if loss is None:
+        return "-"
     return f"{loss.nonfinite:,} steps" if loss.nonfinite != 1 else "1 step"
 
 
@@ -159,10 +197,6 @@ def _scales(summary: Summary) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _number(value: float) -> str:
-    return f"{value:.4g}"
-
-
 _NUMBERS: dict[str, Callable[[Summary], str]] = {
     "ended": _ended,
     "steps": lambda s: f"{s.steps:,}",
@@ -171,9 +205,9 @@ _NUMBERS: dict[str, Callable[[Summary], str]] = {
     "  likely from": _likely,
     "taken with NaN": lambda s: f"{s.taken_nonfinite:,}" if s.taken_nonfinite else "-",
     "clipped": lambda s: "-" if s.clip_rate is None else f"{s.clip_rate:.2%}",
-    "norm, median": _of_spread("norm", "median", _number),
-    "norm, 99 %": _of_spread("norm", "p99", _number),
-    "norm, largest": _of_spread("norm", "most", _number),
+    "norm, median": _norm("median"),
+    "norm, 99 %": _norm("p99"),
+    "norm, largest": _norm("most"),
     "scale": _scales,
     "steps/s": lambda s: "-" if s.steps_per_second is None else f"{s.steps_per_second:.4g}",
     "parameters": lambda s: f"{s.parameters:,} in {s.tensors:,} tensors",

@@ -6,34 +6,64 @@ error, and last: standard output is the script's.
 
 from __future__ import annotations
 
+import shlex
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from gradilocks.cli.options import whole_number
-from gradilocks.cli.program import program
+from gradilocks.cli.terminal import USAGE_ERROR, one_of, program, say, whole_number
 from gradilocks.errors import BadScript
 from gradilocks.observe import Options, Program, Summary, run_script
 
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
-_USAGE_ERROR: type[Exception] = typer.BadParameter.mro()[1]
 
 # What follows the script's name belongs to the script, whatever it looks like.
 SCRIPT: dict[str, Any] = {"allow_interspersed_args": False}
 
+# What all commands that run a script take.
+Script = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script and its own arguments."),
+]
+Module = Annotated[
+    str | None,
+    typer.Option(
+        "-m",
+        "--module",
+        metavar="MODULE",
+        help="Run a module instead of a script, as python -m does.",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", metavar="FILE", help="The run file. Default: a fresh name under runs/."
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing; errors are still said.")]
 
-class RunCommand(TyperCommand):
-    """Also what follows the name of a module belongs to it."""
+
+def program_of(script: list[str] | None, module: str | None, *, command: str) -> Program:
+    """The program that was named: a module, or a script, with its own arguments."""
+    given = tuple(script or ())
+    if module is not None:
+        return Program(module, given, module=True)
+    if not given:
+        raise typer.BadParameter(f"expected a script, as in 'gradilocks {command} train.py'.")
+    return Program(given[0], given[1:])
+
+
+class ScriptCommand(TyperCommand):
+    """A command that runs a script: also what follows the name of a module belongs to it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Ends the options of gradilocks after ``-m MODULE``."""
         try:
             return super().parse_args(ctx, _options_ended(args, self._with_value()))
-        except _USAGE_ERROR as error:
+        except USAGE_ERROR as error:
             name = getattr(error, "option_name", None)
             script = next((word for word in args if word.endswith(".py")), None)
             if name is None or script is None:
@@ -59,28 +89,9 @@ def _options_ended(words: list[str], with_value: set[str]) -> list[str]:
 
 
 def run(
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script and its own arguments."),
-    ] = None,
-    module: Annotated[
-        str | None,
-        typer.Option(
-            "-m",
-            "--module",
-            metavar="MODULE",
-            help="Run a module instead of a script, as python -m does.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="The run file. Default: a fresh name under runs/.",
-        ),
-    ] = None,
+    script: Script = None,
+    module: Module = None,
+    output: Output = None,
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite FILE if it is a run file.")
     ] = False,
@@ -118,6 +129,7 @@ def run(
     swap_optimizer: Annotated[
         list[str] | None,
         typer.Option(
+            parser=one_of(OPTIMIZERS),
             metavar="NAME",
             help="Likewise an optimizer: AdamW, Adam or SGD. May be given several times.",
         ),
@@ -125,9 +137,7 @@ def run(
     all_ranks: Annotated[
         bool, typer.Option("--all-ranks", help="Under torchrun, record every rank, not only 0.")
     ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Say nothing; errors are still said.")
-    ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run a training script unchanged and record every optimizer step.
 
@@ -144,25 +154,13 @@ def run(
 
       torchrun --nproc-per-node 2 -m gradilocks run train.py
     """
-    given = list(script or ())
-    if module is None and not given:
-        raise typer.BadParameter("expected a script, as in 'gradilocks run train.py'.")
+    chosen = program_of(script, module, command="run")
     if force and append:
         raise typer.BadParameter("--force and --append cannot be given together.")
     if (force or append) and output is None:
         raise typer.BadParameter("--force and --append need -o FILE.")
     if all_ranks and output is None:
         raise typer.BadParameter("--all-ranks needs -o FILE, so that all ranks use one name.")
-    for name in swap_optimizer or ():
-        if name not in OPTIMIZERS:
-            raise typer.BadParameter(
-                f"expected {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}, got {name!r}.",
-                param_hint="'--swap-optimizer'",
-            )
-    if module is not None:
-        chosen = Program(module, tuple(given), module=True)
-    else:
-        chosen = Program(given[0], tuple(given[1:]))
     options = Options(
         output=output,
         exists="replace" if force else "append" if append else "refuse",
@@ -175,16 +173,16 @@ def run(
         swap_optimizers=tuple(dict.fromkeys(swap_optimizer or ())),
         command=("gradilocks", *sys.argv[1:]),
     )
-    caller = program()
-    shown = chosen.name
+    caller = program()  # Now: the script may change the folder and the path.
 
     def tell(summary: Summary) -> None:
         if not quiet:
-            for line in describe(summary, script=shown, caller=caller):
-                _say(line)
+            for line in describe(summary, script=chosen.name, caller=caller):
+                say(line)
 
     try:
-        run_script(chosen, options, tell=tell, warn=_say, note=_nothing if quiet else _say)
+        note = (lambda message: None) if quiet else say
+        run_script(chosen, options, tell=tell, warn=say, note=note)
     except BadScript as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -213,22 +211,6 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
         lines[-1] += f"; {summary.seen - summary.steps:,} more could not be recorded"
     elif summary.failed:
         lines[-1] += "; the steps after that were not watched"
-    lines.append(f"to see it: {caller} report {_quoted(str(summary.path))}")
+    lines.append(f"to see it: {caller} report {shlex.quote(str(summary.path))}")
     lines += [f"it ended in NaN or Inf: {words}" for words in summary.bad_endings]
     return lines
-
-
-def _nothing(message: str) -> None:
-    """What --quiet makes of a note."""
-
-
-def _quoted(path: str) -> str:
-    import shlex
-
-    return shlex.quote(path)
-
-
-def _say(message: str) -> None:
-    # Of the process: the script may have put something else in sys.stderr's place, or closed it.
-    with suppress(Exception):
-        print(f"gradilocks: {message}", file=sys.__stderr__, flush=True)

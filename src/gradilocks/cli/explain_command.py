@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradilocks.cli.output import forgive_encoding
+from gradilocks.cli.terminal import forgive_encoding
 
 if TYPE_CHECKING:
     from gradilocks.lab.formats import Stored

@@ -19,10 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradilocks import GradientControl, Recorder, emulate
-from gradilocks.demo.arms import MADE_BY, Setup
-from gradilocks.demo.model import GPT
-from gradilocks.demo.text import Batches, Text, python_documentation
-from gradilocks.demo.values import Job, Result, Step, summarize
+from gradilocks.demo.arms import MADE_BY, Job, Result, Setup, Step
+from gradilocks.demo.small_gpt import GPT, Batches, Text, python_documentation
 from gradilocks.errors import NeverFinite
 
 __all__ = ["build_model", "lost_share", "train"]
@@ -35,15 +33,12 @@ def train(job: Job, on_step: Callable[[Step], None]) -> Result:
         job: what to train and how.
         on_step: called after every step, in order, with what it did.
     """
-    with _one_thread():
-        return _train(job, on_step)
-
-
-def _train(job: Job, on_step: Callable[[Step], None]) -> Result:
     arm, setup = job.arm, job.setup
     text = python_documentation()
     model = build_model(setup, text, seed=job.seed)
     batches = Batches(text, rows=setup.rows, length=setup.length, seed=job.seed)
+    made: Any = getattr(torch.optim, arm.optimizer)
+    optimizer: torch.optim.Optimizer = made(model.parameters(), lr=arm.rate, fused=True)
     low = arm.format != "fp32"
     steps: list[Step] = []
     lost: list[float] = []
@@ -55,8 +50,7 @@ def _train(job: Job, on_step: Callable[[Step], None]) -> Result:
         on_step(step)
 
     try:
-        with _recorder(job) as recorder:
-            optimizer = _optimizer(job, model)
+        with _one_thread(), _recorder(job) as recorder:
             control = GradientControl(
                 optimizer,
                 model=model,
@@ -96,7 +90,7 @@ def _train(job: Job, on_step: Callable[[Step], None]) -> Result:
                 )
     except NeverFinite as error:
         stopped = str(error).splitlines()[0]
-    return summarize(
+    return Result.from_steps(
         job,
         steps,
         lost=lost[0] if lost else None,
@@ -130,16 +124,6 @@ def _on_the_way_back(tensor: torch.Tensor, look: Callable[[torch.Tensor], Any]) 
     """Shows a tensor's gradient to a function, which may return another one to go on with."""
     register: Any = tensor.register_hook
     register(look)
-
-
-def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
-    kinds: dict[str, type[torch.optim.Optimizer]] = {
-        "AdamW": torch.optim.AdamW,
-        "SGD": torch.optim.SGD,
-    }
-    made: Any = kinds[job.arm.optimizer]
-    optimizer: torch.optim.Optimizer = made(model.parameters(), lr=job.arm.rate, fused=True)
-    return optimizer
 
 
 def _recorder(job: Job) -> Recorder:

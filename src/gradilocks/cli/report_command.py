@@ -1,0 +1,151 @@
+"""``gradilocks report``: run files enter, findings are printed, one HTML page is left behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradilocks.cli.terminal import bar, open_in_browser, read_with_bar, run_file
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from gradilocks.report import Reported
+
+STYLES = {"problem": "bold red", "warning": "bold yellow", "note": "bold blue"}
+VERDICT_STYLES = {"healthy": "bold green", "needs a look": "bold yellow", "in trouble": "bold red"}
+WIDEST = 100
+
+
+def report(
+    runs: Annotated[list[Path], run_file("RUN.jsonl", help="One run file, or several.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PAGE.html",
+            help="Where to write the page. By default beside the run file, with its name; for "
+            "several, report.html beside the first.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Overwrite a page of Gradilocks that is about other runs."),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print the findings as JSON, and write a page only if -o is given."
+        ),
+    ] = False,
+    open_page: Annotated[
+        bool, typer.Option("--open", help="Open the page in the browser when it is written.")
+    ] = False,
+) -> None:
+    """Say what happened in a run: findings, and plots on one page.
+
+    The page opens offline and holds everything it needs. Several run files are drawn over each
+    other, one colour a run. A page that this command wrote about the same runs is replaced, one
+    about other runs if --force is given. Anything else is left alone.
+
+    \b
+    Examples:
+      gradilocks report runs/a.jsonl
+      gradilocks report runs/a.jsonl runs/b.jsonl -o compared.html --open
+      gradilocks report runs/a.jsonl --json
+    """
+    if as_json and open_page and output is None:
+        raise typer.BadParameter("--open needs a page: give -o too, or leave --json out.")
+    from gradilocks.report import choose, identity, labels, render, report_on, write
+
+    target = None if as_json and output is None else choose(runs, output)
+    reports = [
+        report_on(read_with_bar(path), label)
+        for path, label in zip(runs, labels(runs), strict=True)
+    ]
+    if target is not None:
+        with bar(f"drawing {target.name}", after=0.0) as show:
+            show(0, None)
+            write(target, lambda: render(reports), identity=identity(reports), force=force)
+    if as_json:
+        print_json(reports, target)
+    else:
+        conclude(reports, target)
+    if open_page and target is not None:
+        open_in_browser(target)
+
+
+def conclude(reports: Sequence[Reported], page: Path | None) -> None:
+    """Prints the verdict and the findings of each run, then where the page is."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from gradilocks.report import clean, main_numbers, recommendation_as_line
+
+    console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
+    width = min(WIDEST, console.width)
+    for one in reports:
+        health = one.health
+        line = Text()
+        if len(reports) > 1:
+            line.append(f"{one.label}: ", style="bold")
+        verdict = health.verdict[:1].upper() + health.verdict[1:]
+        line.append(f"{verdict}.", style=VERDICT_STYLES.get(health.verdict, "bold"))
+        line.append(f" {health.sentence}")
+        _print(console, line, width)
+        for track in one.tracks:
+            numbers = [f"{name} {value}" for name, value in main_numbers(one, track)[:-1]]
+            of = f"{track.label}: " if track.several else ""
+            _print(console, Text(of + ", ".join(numbers), style="dim"), width)
+        if one.run.audit is not None:
+            _print(console, Text(recommendation_as_line(one.run.audit)), width)
+        for finding in health.findings:
+            _print(console, Text(""), width)
+            line = Text(f"{finding.severity}: ", style=STYLES[finding.severity])
+            line.append(finding.title, style="bold")
+            _print(console, line, width)
+            _print(console, Text(finding.sentence), width, indent=2)
+        _print(console, Text(""), width)
+    if page is not None:
+        _print(console, Text(f"Report: {clean(page)}"), None)
+
+
+def print_json(reports: Sequence[Reported], page: Path | None) -> None:
+    """Prints the same as one JSON object."""
+    from gradilocks.report import recommendation_as_plain
+
+    found = {
+        "page": None if page is None else str(page),
+        "runs": [
+            {
+                "file": str(one.run.path),
+                "verdict": one.health.verdict,
+                "sentence": one.health.sentence,
+                "findings": [finding.to_plain() for finding in one.health.findings],
+                "audit": None if one.run.audit is None else recommendation_as_plain(one.run.audit),
+            }
+            for one in reports
+        ],
+    }
+    print(json.dumps(found, indent=2))
+
+
+def _print(console: Console, text: Text, width: int | None, *, indent: int = 0) -> None:
+    """Prints a text; a character that the terminal's encoding lacks, as its escape."""
+    from rich.text import Text
+
+    encoding = console.encoding or "utf-8"
+    plain = text.plain.encode(encoding, "backslashreplace").decode(encoding)
+    if plain != text.plain:
+        text = Text(plain)
+    lines = [text] if width is None else text.wrap(console, width - indent)
+    for line in lines:
+        line.rstrip()
+        console.print(Text(" " * indent) + line, soft_wrap=True)
