@@ -61,9 +61,9 @@ def find_all(tensors: Sequence[Tensor], order: float) -> list[Found]:
 
 def find(tensor: Tensor, order: float) -> Found:
     """The norm of one tensor, with its NaN and Inf counted."""
-    if order <= 0.0:  # Not a norm; torch takes it, so it is taken: whole, without pieces.
+    if order <= 0.0:  # Not a norm; torch takes it, so it is taken.
         nan, inf = count_nonfinite(tensor)
-        return float(torch.linalg.vector_norm(tensor, order, dtype=_double(tensor))), nan, inf
+        return math.nan if nan and order else _in_units_of_the_smallest(tensor, order), nan, inf
     parts = pieces.of(tensor, pieces.READ)
     if order == 2.0:
         total = _added(map(_square, parts))
@@ -75,6 +75,25 @@ def find(tensor: Tensor, order: float) -> Found:
         if math.isfinite(norm) and (order == math.inf or not _powers_vanish(tensor, norm, order)):
             return norm, 0, 0
     return _look_again(tensor, order)
+
+
+def _in_units_of_the_smallest(tensor: Tensor, order: float) -> float:
+    """For negative orders: the smallest element counts most, and powers of all others are below 1.
+
+    Powers of the elements themselves overflow if one is small, and vanish if all are large: of
+    [1e30, 1e30] with order -11 float64 has nothing left, and torch's norm is inf.
+    """
+    if order == 0.0 or not tensor.numel():  # The count of those that are not 0; torch refuses none.
+        return _norm(tensor, order)
+    parts = list(pieces.of(tensor, pieces.WRITE))
+    smallest = min(float(pieces.in_float(part).abs().min()) for part in parts)
+    if smallest in (0.0, math.inf) or order == -math.inf:
+        return smallest
+    found = [_norm(pieces.in_float(part).double() / smallest, order) for part in parts]
+    # At least one is 1 or, of many equal ones, a little less; only an order near 0 makes it vanish.
+    return (
+        smallest * math.fsum(norm**order for norm in found) ** (1.0 / order) if all(found) else 0.0
+    )
 
 
 def is_finite(part: Tensor) -> bool:
@@ -101,7 +120,10 @@ def combine(norms: Sequence[float], order: float) -> float:
     if order == math.inf or peak in (0.0, math.inf) or len(norms) == 1:
         return peak
     powers = math.fsum((norm / peak) ** order for norm in norms)
-    return peak * float(powers ** (1.0 / order))
+    try:
+        return peak * float(powers ** (1.0 / order))
+    except OverflowError:  # With an order below 1 a norm may be more than float64 holds.
+        return math.inf
 
 
 def largest(tensor: Tensor) -> float:

@@ -38,8 +38,9 @@ def measure(tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = Fal
         detail: also find the largest magnitude and count the zeros.
 
     Returns:
-        One entry a tensor. The norm is NaN if the tensor holds a NaN, else inf if it holds an Inf;
-        it is finite whenever the elements are.
+        One entry a tensor. The norm is NaN if the tensor holds a NaN; else, with a positive order,
+        inf if it holds an Inf. Of finite elements it is finite whatever they and the order are,
+        unless the norm itself is more than float64 holds, as an order near 0 can make it.
     """
     if tensors[0].device.type != "cpu":
         return _measure_on_device(tensors, order=order, detail=detail)
@@ -204,7 +205,11 @@ def _measure_on_device(tensors: Sequence[Tensor], *, order: float, detail: bool)
         inf.append(torch.isinf(tensor).sum())
         magnitude = tensor.abs().masked_fill(nans, 0.0) if tensor.numel() else tensor.abs().sum()
         peak = magnitude.amax().to(dtype)
-        safe = torch.where((peak > 0) & torch.isfinite(peak), peak, torch.ones_like(peak))
+        # What counts most: no power is more than 1 in its units.
+        unit = peak if order >= 0.0 else magnitude.amin().to(dtype)
+        safe = torch.where((unit > 0) & torch.isfinite(unit), unit, torch.ones_like(unit))
+        if order == 0.0:  # Counts, and has no unit.
+            safe = torch.ones_like(unit)
         norm = safe * torch.linalg.vector_norm(magnitude.to(dtype) / safe, order)
         found.append(torch.where(nan[-1] > 0, torch.full_like(norm, math.nan), norm))
         if detail:
