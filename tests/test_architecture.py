@@ -31,7 +31,7 @@ MEETING_PLACES = {
 }
 # Reading a number off a tensor waits for its device. These may: the two named places, and the
 # reference kernels, whose CPU paths have nothing to wait for.
-MAY_READ = {"step/outcome.py", "step/update.py", "kernels/reference.py", "kernels/norms.py"}
+MAY_READ = {"step/outcome.py", "step/update.py", "kernels/reference.py"}
 MAY_READ |= {"ranks/layout.py"}  # The ranks of a device mesh lie on the CPU.
 MAY_READ |= {"lab/audit/counting.py", "lab/audit/flowing.py"}  # Once, when an audit is over.
 MAY_READ |= {"optim/sgd.py"}  # Asks, for a checkpoint, which buffers have been filled.
@@ -39,7 +39,7 @@ MAY_READ |= {"lab/emulate/recurrent.py"}  # The sizes of a packed sequence lie o
 # Nothing else imports Triton, and nothing imports these before a GPU is there.
 TRITON = {
     f"kernels/{name}.py"
-    for name in ("adam", "fused", "launch", "launches", "programs", "settling", "sgd")
+    for name in ("fused", "settling", "triton_launch", "triton_measure", "triton_optimizers")
 }
 READS = {"item", "tolist", "cpu", "numpy"}
 

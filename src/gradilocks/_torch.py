@@ -508,7 +508,7 @@ def launch_compiled(
     """Runs what `compile_kernel` returned, without Triton's search for it, some 30 us a launch.
 
     The launcher takes its arguments by place, unchecked: in another order they are other addresses.
-    So `kernels.launch` uses this only where `seen_by_launcher` has shown the same order.
+    So `kernels.triton_launch` uses this only where `seen_by_launcher` has shown the same order.
 
     Args:
         compiled: the kernel.

@@ -25,7 +25,7 @@ from gradilocks.checks import (
 from gradilocks.clip import resolve_clip
 from gradilocks.eager import eager
 from gradilocks.kernels import KernelFailed
-from gradilocks.kernels.captured import keeping
+from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.record import Recorder
 from gradilocks.record.journal import journal_for
 from gradilocks.scale import resolve_scale

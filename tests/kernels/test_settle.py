@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradilocks import ClipByNorm, DynamicScale, NoClip, StaticScale, kernels
-from gradilocks.kernels import fused, located
+from gradilocks.kernels import chunks, fused
 from gradilocks.scale import NoScale
 from gradilocks.step.express import Express
 from gradilocks.step.gradients import Gradients, Names
@@ -105,7 +105,7 @@ def check(device, tensors, policy, clip, *, loss=None, unscaled=False, **standin
         # Both measure with the same kernels, so that only the settling differs.
         patch.setitem(kernels._chosen, device, (fused, "for this test"))
         if device == "cpu":
-            patch.setattr(located, "CHUNK", 16)
+            patch.setattr(chunks, "CHUNK", 16)
         decision, record = by_the_stages(tensors, policy, clip, loss, unscaled, one)
         settled, told = by_the_kernel(tensors, policy, clip, loss, unscaled, two, express)
     assert settled.skip.item() == decision.skip.item()

@@ -12,7 +12,7 @@ from gradilocks.optim import plan
 from tests.optim.twins import both_kinds, close, contents_of, give, ours, parameters, run, torchs
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
-launches = importlib.import_module("gradilocks.kernels.launches")
+launches = importlib.import_module("gradilocks.kernels.triton_optimizers")
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -82,7 +82,7 @@ def test_a_launch_that_fails_counts_nothing(make, controlled, kernel_device, mon
     optimizer = make(params, lr=0.1, **settings)
     control = GradientControl(optimizer, scale=None)
     step = control.step if controlled else optimizer.step
-    real = launches.step
+    real = launches.launch_step
 
     def failing(*args):
         raise RuntimeError("out of memory")
@@ -90,10 +90,10 @@ def test_a_launch_that_fails_counts_nothing(make, controlled, kernel_device, mon
     for number in range(3):
         give(params, number)
         before = contents_of(optimizer) if number else None
-        monkeypatch.setattr(launches, "step", failing)
+        monkeypatch.setattr(launches, "launch_step", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             step()
-        monkeypatch.setattr(launches, "step", real)
+        monkeypatch.setattr(launches, "launch_step", real)
         if number:
             assert contents_of(optimizer) == before
         step()

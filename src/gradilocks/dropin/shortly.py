@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradilocks import kernels
 from gradilocks.dropin.once import writing_ourselves
-from gradilocks.kernels.located import ORDERS
+from gradilocks.kernels.chunks import ORDERS
 from gradilocks.values import NonFinite, moved
 
 __all__ = ["clipped_shortly", "looked_shortly"]

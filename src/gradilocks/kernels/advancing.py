@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.captured import keep_if_captured
-from gradilocks.kernels.launch import launch_for
+from gradilocks.kernels.chunks import rules_for
+from gradilocks.kernels.cuda_graph import keep_if_captured
 from gradilocks.kernels.settling import advance_kernel
-from gradilocks.kernels.table import rules_for
+from gradilocks.kernels.triton_launch import launch_for
 
 __all__ = ["advance"]
 

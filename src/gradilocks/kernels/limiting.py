@@ -16,7 +16,16 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks._torch import TensorBase
 from gradilocks.kernels import pieces
-from gradilocks.kernels.captured import capturing, keep_if_captured
+from gradilocks.kernels.chunks import (
+    DTYPES,
+    Located,
+    all_aligned,
+    kinds_of,
+    placed,
+    rules_for,
+    stream_of,
+)
+from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.kernels.fused import (
     CHANGE_CHUNK,
     Standing,
@@ -26,8 +35,6 @@ from gradilocks.kernels.fused import (
     scratch_for,
     settle,
 )
-from gradilocks.kernels.located import DTYPES, Located, all_aligned, kinds_of, placed
-from gradilocks.kernels.table import rules_for, stream_of
 
 __all__ = [
     "Plain",

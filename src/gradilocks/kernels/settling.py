@@ -13,10 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradilocks.kernels.adam import adam_rates
-from gradilocks.kernels.launch import unspecialized
-from gradilocks.kernels.programs import gather
-from gradilocks.kernels.sgd import sgd_rates
+from gradilocks.kernels.triton_launch import unspecialized
+from gradilocks.kernels.triton_measure import gather
+from gradilocks.kernels.triton_optimizers import adam_rates, sgd_rates
 
 __all__ = ["advance_kernel", "settle_kernel"]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks._torch import unseen_by_modes, version
-from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.lab.trace import Tracer
 from gradilocks.observe.clips import Clips
 from gradilocks.observe.ending import Held

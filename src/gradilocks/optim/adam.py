@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradilocks._torch import sub_
-from gradilocks.kernels.table import send
+from gradilocks.kernels.chunks import send
 from gradilocks.optim import masters
 from gradilocks.optim.plan import Plan
 from gradilocks.optim.stepper import Stepper

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.located import DTYPES
+from gradilocks.kernels.chunks import DTYPES
 
 __all__ = ["check_group", "check_parameters", "check_settings", "refuse_gradients"]
 

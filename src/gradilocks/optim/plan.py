@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gradilocks._torch import TensorBase, version
-from gradilocks.kernels.captured import capturing, keep_if_captured
-from gradilocks.kernels.table import layout_for, send
+from gradilocks.kernels.chunks import layout_for, send
+from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.optim.checks import check_parameters, check_settings
 from gradilocks.optim.masters import Marks, follow, needs_master
 from gradilocks.optim.tidy import alike, check_shapes, common_dtype, tidy
@@ -44,7 +44,7 @@ class Plan:
 
     def __init__(self, optimizer: Any, called: Called) -> None:
         self.called, self.device = called, called.device
-        self._launches: Any = importlib.import_module("gradilocks.kernels.launches")
+        self._launches: Any = importlib.import_module("gradilocks.kernels.triton_optimizers")
         params = called.params
         self._shape = _shape(optimizer)
         number = {
@@ -174,7 +174,7 @@ class Plan:
         """Launches one step; the rates have been worked out already if `rated`."""
         called, launches = self.called, self._launches
         if not rated:
-            launches.work_out_rates(optimizer.kernel, self._tables(), skip)
+            launches.launch_rates(optimizer.kernel, self._tables(), skip)
         try:
             if self._odd:
                 with torch.no_grad():
@@ -199,7 +199,7 @@ class Plan:
         skip: Tensor | None,
         divisor: Tensor | None,
     ) -> None:
-        self._launches.step(
+        self._launches.launch_step(
             optimizer.kernel, self.layout, places, gradients, self.rates, skip, divisor
         )
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.table import send
+from gradilocks.kernels.chunks import send
 from gradilocks.optim import masters
 from gradilocks.optim.plan import Plan
 from gradilocks.optim.stepper import Stepper

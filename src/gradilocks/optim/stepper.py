@@ -19,7 +19,7 @@ from gradilocks._torch import (
 )
 from gradilocks.eager import eager
 from gradilocks.kernels import KernelFailed
-from gradilocks.kernels.captured import keeping
+from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.optim import masters
 from gradilocks.optim.bytorch import step_by_torch
 from gradilocks.optim.checks import check_group

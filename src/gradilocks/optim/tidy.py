@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels import pieces
-from gradilocks.kernels.located import DTYPES
+from gradilocks.kernels.chunks import DTYPES
 
 __all__ = ["alike", "check_shapes", "common_dtype", "tidy"]
 

@@ -7,7 +7,7 @@ import sys
 import weakref
 from typing import Any
 
-from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.runfile.words import describe_error
 
 __all__ = ["closed_at_exit", "how_it_ended", "refuse_capture"]

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip import ClipByNorm, ClipPolicy, NoClip
-from gradilocks.kernels.captured import capturing, keep_if_captured
-from gradilocks.kernels.located import ORDERS
-from gradilocks.kernels.table import send
+from gradilocks.kernels.chunks import ORDERS, send
+from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.scale import DynamicScale, NoScale, ScalePolicy, StaticScale
 from gradilocks.step.own_step import is_ours
 from gradilocks.step.roll import Called, Roll

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradilocks._torch import sparse_values
 from gradilocks.errors import SharedParameter
-from gradilocks.kernels.located import DTYPES
+from gradilocks.kernels.chunks import DTYPES
 from gradilocks.ranks.layout import Layout, is_distributed, layout_of
 
 __all__ = [

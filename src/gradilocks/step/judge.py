@@ -19,7 +19,7 @@ from gradilocks.checks import refuse_misfits
 from gradilocks.clip import ClipByNorm, ClipByValue, ClipPolicy, NoClip
 from gradilocks.clip.memory import remapped, same
 from gradilocks.errors import NeverFinite
-from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.ranks.collective import agreed, reduce, reduce_apart, reduce_each
 from gradilocks.ranks.copies import MARKS, fingerprint
 from gradilocks.ranks.layout import NOTES, Company, Layout, Team

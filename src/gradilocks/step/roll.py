@@ -19,9 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from gradilocks import kernels
 from gradilocks._torch import TensorBase, tensor_guards
-from gradilocks.kernels.captured import capturing, keep_if_captured
-from gradilocks.kernels.located import DTYPES, Located, all_aligned, kinds_of, placed
-from gradilocks.kernels.table import send
+from gradilocks.kernels.chunks import DTYPES, Located, all_aligned, kinds_of, placed, send
+from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.ranks.layout import is_distributed
 from gradilocks.step.gradients import roof_of
 

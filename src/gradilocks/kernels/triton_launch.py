@@ -38,9 +38,17 @@ from gradilocks._torch import (
     seen_by_launcher,
 )
 from gradilocks.kernels import KernelFailed
-from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.cuda_graph import capturing
 
-__all__ = ["Launch", "launch_for", "takes_addresses", "unspecialized"]
+__all__ = ["TYPES", "Launch", "launch_for", "takes_addresses", "unspecialized"]
+
+TYPES: dict[torch.dtype, Any] = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float64: tl.float64,
+}
+"""What kernels are told of a tensor's dtype."""
 
 
 class Launch:
