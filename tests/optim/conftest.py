@@ -9,7 +9,7 @@ import torch
 
 from gradilocks import kernels
 from gradilocks.kernels import chunks
-from gradilocks.optim import plan
+from gradilocks.optim import fused_optimizer
 
 INTERPRETED = pytest.param(
     "interpreted",
@@ -32,7 +32,7 @@ def _prepare(way, monkeypatch):
 
         monkeypatch.setitem(kernels._chosen, "cpu", (fused, "for this test"))
         # So that the interpreter, which is slow, sees tensors of several chunks.
-        monkeypatch.setattr(plan, "CHUNK", 64)
+        monkeypatch.setattr(fused_optimizer, "CHUNK", 64)
         monkeypatch.setattr(triton_optimizers, "TILE", 32)
         monkeypatch.setattr(chunks, "CHUNK", 256)
         monkeypatch.setattr(fused, "TILE", 128)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradilocks import GradientControl, optim
-from gradilocks.optim import plan
+from gradilocks.optim import fused_optimizer
 from tests.optim.twins import both_kinds, close, contents_of, give, ours, parameters, run, torchs
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
@@ -34,7 +34,7 @@ def test_one_state_tensor_that_gets_other_storage_is_noticed(kind, place, kernel
 def test_of_many_state_tensors_some_are_looked_at_in_every_step_and_all_in_turns(
     kernel_device, monkeypatch
 ):
-    monkeypatch.setattr(plan, "WATCHED", 5)
+    monkeypatch.setattr(fused_optimizer, "WATCHED", 5)
     params = parameters([(3,)] * 12, device=kernel_device)
     optimizer = ours("SGD", params)
     run(optimizer, 1)

@@ -11,7 +11,7 @@ import torch
 
 from gradilocks import GradientControl
 from gradilocks.kernels import chunks, cuda_graph
-from gradilocks.optim import plan
+from gradilocks.optim import fused_optimizer
 from gradilocks.step import express, roll
 from tests.optim.twins import give, ours, parameters
 
@@ -23,7 +23,7 @@ def capture(monkeypatch):
     """Turns a pretended capture on and off."""
 
     def turn(on):
-        for module in (cuda_graph, chunks, roll, plan, express):
+        for module in (cuda_graph, chunks, roll, fused_optimizer, express):
             monkeypatch.setattr(module, "capturing", lambda: on)
 
     yield turn
