@@ -30,6 +30,11 @@ __all__ = ["step_by_torch"]
 
 def step_by_torch(optimizer: Any, step: Callable[[], None]) -> None:
     """Runs torch's `step` on those parameters that have a gradient, or on their stand-ins."""
+    with _a_gradient_each(optimizer):
+        _step(optimizer, step)
+
+
+def _step(optimizer: Any, step: Callable[[], None]) -> None:
     steady = _steady(optimizer)
     if steady is not None:
         with _as_torch_takes_them(optimizer):
@@ -70,6 +75,26 @@ def step_by_torch(optimizer: Any, step: Callable[[], None]) -> None:
         for param, wide in zip(params, mastered, strict=True):
             if bodies.get(id(param), param) is not param:
                 _put_back(optimizer, param, bodies[id(param)], wide)
+
+
+@contextmanager
+def _a_gradient_each(optimizer: Any) -> Iterator[None]:
+    """Inside, no two parameters share a gradient: torch divides each in place by `grad_scale`."""
+    shared: list[tuple[Tensor, Tensor]] = []
+    if getattr(optimizer, "grad_scale", None) is not None:
+        seen: set[int] = set()
+        for param in every_parameter([optimizer]):
+            grad = param.grad
+            if type(grad) is Tensor and grad.layout is torch.strided and grad.numel():
+                if grad.data_ptr() in seen:
+                    shared.append((param, grad))
+                    param.grad = grad.clone()
+                seen.add(grad.data_ptr())
+    try:
+        yield
+    finally:
+        for param, grad in shared:
+            param.grad = grad
 
 
 def _steady(optimizer: Any) -> list[Tensor] | None:

@@ -34,7 +34,6 @@ class Called:
 
     def __init__(self, params: list[Tensor], grads: list[Tensor], addresses: list[int]) -> None:
         self.params = params
-        self.refs = [weakref.ref(param) for param in params]
         self.device = grads[0].device
         self.kinds = kinds_of(grads, addresses)
         self.dtypes = [grad.dtype for grad in grads]
@@ -77,6 +76,11 @@ class Called:
         # Under autocast, or with requires_grad turned off, the guard sees what is none of ours.
         self._guard = tensor_guards(tensors)
         return True
+
+    @property
+    def refs(self) -> list[weakref.ref[Tensor]]:
+        """The parameters; not kept, as torch.utils.swap_tensors refuses a tensor with weakrefs."""
+        return [weakref.ref(param) for param in self.params]
 
     def release(self) -> None:
         """Lets go of the gradients, whose memory the next forward pass may need."""
