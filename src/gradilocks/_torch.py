@@ -56,7 +56,6 @@ __all__ = [
     "is_flattened",
     "is_functorch_tensor",
     "is_profiling",
-    "launch_compiled",
     "may_be_dual",
     "mul_",
     "new_scaler_state",
@@ -69,6 +68,7 @@ __all__ = [
     "seen_by_launcher",
     "sees_steps",
     "set_buffer",
+    "short_launcher",
     "sparse_indices",
     "sparse_values",
     "sub_",
@@ -502,26 +502,30 @@ def compile_kernel(kernel: Any, args: Sequence[Any], **options: Any) -> Any:
     return compiled
 
 
-def launch_compiled(
-    compiled: Any, programs: int, stream: int, args: Sequence[int], constants: Sequence[Any]
-) -> None:
+def short_launcher(
+    compiled: Any, constants: Sequence[Any]
+) -> Callable[[int, int, Sequence[int]], None]:
     """Runs what `compile_kernel` returned, without Triton's search for it, some 30 us a launch.
 
     The launcher takes its arguments by place, unchecked: in another order they are other addresses.
-    So `kernels.launch` uses this only where `seen_by_launcher` has shown the same order.
+    So `kernels.triton_launch` uses this only where `constants_taken` has found the same order.
 
     Args:
-        compiled: the kernel.
-        programs: how many programs run.
-        stream: as `current_stream` has it.
-        args: numbers and addresses. Not tensors, for which it would ask the driver whose they are.
+        compiled: the kernel. It must live as long as what is returned.
         constants: the values of the kernel's constexpr arguments, in its own order, if it takes
             them: Triton 3.1 and 3.2 leave them out, later ones do not (seen up to 3.9).
+
+    Returns:
+        A function of the number of programs, the stream as `current_stream` has it, and the
+        arguments: numbers and addresses. Not tensors, for which it would ask the driver whose
+        they are.
     """
-    compiled.run(
-        programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-        *args, *constants,
-    )  # fmt: skip
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch(programs: int, stream: int, args: Sequence[int]) -> None:
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *args, *constants)
+
+    return launch
 
 
 def seen_by_launcher(compiled: Any, launch: Callable[[], object]) -> tuple[Any, ...] | None:
@@ -563,7 +567,7 @@ def constants_taken(
     args: Sequence[Any],
     constants: tuple[Any, ...],
 ) -> tuple[Any, ...] | None:
-    """Whether a launcher takes its arguments in the order in which `launch_compiled` has them.
+    """Whether a launcher takes its arguments in the order in which `short_launcher` has them.
 
     Args:
         seen: what Triton itself has handed over, for the same launch.

@@ -23,7 +23,7 @@ from gradilocks.checks import (
 from gradilocks.clip import resolve_clip
 from gradilocks.eager import eager
 from gradilocks.errors import NoGradients
-from gradilocks.kernels.captured import keeping
+from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.names import Names
 from gradilocks.ranks.layout import (
     ModelRanks,

@@ -27,17 +27,17 @@ DEVICES = [
 
 def serve(device, monkeypatch):
     """Lets the Triton kernels serve `device`, in small chunks where they are interpreted."""
-    from gradilocks.kernels import fused, launches, located
-    from gradilocks.optim import plan
+    from gradilocks.kernels import chunks, fused, triton_optimizers
+    from gradilocks.optim import fused_optimizer
 
     monkeypatch.setitem(kernels._chosen, device, (fused, "for this test"))
     if device == "cpu":
-        monkeypatch.setattr(located, "CHUNK", 64)
+        monkeypatch.setattr(chunks, "CHUNK", 64)
         monkeypatch.setattr(fused, "TILE", 16)
         monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
         monkeypatch.setattr(fused, "CHANGE_TILE", 32)
-        monkeypatch.setattr(plan, "CHUNK", 64)
-        monkeypatch.setattr(launches, "TILE", 32)
+        monkeypatch.setattr(fused_optimizer, "CHUNK", 64)
+        monkeypatch.setattr(triton_optimizers, "TILE", 32)
     return device
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradilocks import DynamicScale, GradientControl, clip_grad_norm_, optim
-from gradilocks.kernels import captured
+from gradilocks.kernels import cuda_graph
 
 pytestmark = pytest.mark.gpu
 BAD = {4, 5, 11}
@@ -219,11 +219,11 @@ def test_what_a_graph_needs_goes_with_its_control():
     model, control, _, graph = in_a_graph(optim.AdamW, set_to_none=True)
     param = weakref.ref(next(model.parameters()))
     assert control._judge.express.captured
-    before = len(captured._for_good)
+    before = len(cuda_graph._for_good)
     del model, control, graph
     gc.collect()
     assert param() is None
-    assert len(captured._for_good) == before
+    assert len(cuda_graph._for_good) == before
 
 
 def test_a_clip_in_a_graph_clips_at_every_replay():

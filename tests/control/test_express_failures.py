@@ -26,7 +26,7 @@ from tests.control.short_way import (
 )
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
-launches = importlib.import_module("gradilocks.kernels.launches")
+launches = importlib.import_module("gradilocks.kernels.triton_optimizers")
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -62,7 +62,7 @@ class Failing:
             optimizer.register_step_pre_hook(self.fail)
             return
         owner = launches if method == "launch" else optimizer
-        method = "step" if method == "launch" else method
+        method = "launch_step" if method == "launch" else method
         real = getattr(owner, method)
 
         def failing(*args, **kwargs):

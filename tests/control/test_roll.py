@@ -28,7 +28,7 @@ def device(request, monkeypatch):
 @pytest.fixture(params=[True, False], ids=["with torch's guard", "without it"])
 def pupils(device, request, monkeypatch):
     if not request.param:
-        monkeypatch.setattr(roll, "_guard_for", lambda tensors: None)
+        monkeypatch.setattr(roll, "tensor_guards", lambda tensors: None)
     made = RollCall(device)
     assert made.call() is not None
     return made

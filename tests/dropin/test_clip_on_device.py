@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from gradilocks import clip_grad_norm_, kernels
-from gradilocks.kernels import table
+from gradilocks.kernels import chunks
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
-from gradilocks.kernels import fused, launch, limiting, located
+from gradilocks.kernels import fused, limiting, triton_launch
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -42,13 +42,13 @@ PLANTED = [None, math.nan, math.inf, -math.inf, 0.0, 1e-30]
 def device(request, monkeypatch):
     monkeypatch.setitem(kernels._chosen, request.param, (fused, "for this test"))
     if request.param == "cpu":
-        monkeypatch.setattr(located, "CHUNK", 256)
+        monkeypatch.setattr(chunks, "CHUNK", 256)
         monkeypatch.setattr(fused, "TILE", 128)
         monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
         monkeypatch.setattr(fused, "CHANGE_TILE", 32)
     limiting._desks.clear()
     yield request.param
-    table._layouts.clear()
+    chunks._layouts.clear()
     limiting._desks.clear()
 
 
@@ -92,13 +92,13 @@ def test_the_short_way_agrees_with_the_reference(device, monkeypatch, mix, order
 
 def test_three_launches_clip_whatever_the_number_of_tensors(device, monkeypatch):
     names = []
-    call = launch.Launch.__call__
+    call = triton_launch.Launch.__call__
 
     def counting(self, *args):
         names.append(self._kernel.__name__)
         call(self, *args)
 
-    monkeypatch.setattr(launch.Launch, "__call__", counting)
+    monkeypatch.setattr(triton_launch.Launch, "__call__", counting)
     params = parameters("float32", device) + parameters("float32", device, seed=1)
     clip_grad_norm_(params, 1.0)
     assert names == ["measure_kernel", "settle_kernel", "change_kernel"]
@@ -158,10 +158,10 @@ def test_a_strided_gradient_goes_the_long_way(device, monkeypatch):
 
 def test_many_bounds_are_not_kept_for_ever(device):
     params = parameters("one", device)
-    for place in range(table._MOST_LAYOUTS + 3):
+    for place in range(chunks._MOST_LAYOUTS + 3):
         clip_grad_norm_(params, 1000.0 + place)
     assert len(limiting._desks) == 1
-    assert 0 < len(table._rules) <= table._MOST_LAYOUTS
+    assert 0 < len(chunks._rules) <= chunks._MOST_LAYOUTS
 
 
 @pytest.mark.gpu
@@ -186,9 +186,9 @@ def test_what_is_sent_does_not_wait_for_the_queue_and_arrives_whole():
     busy = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # A second or so.
     busy.record()
-    for size in (1, 64, 2000, table._STAGED // 8, 100_000):
+    for size in (1, 64, 2000, chunks._STAGED // 8, 100_000):
         numbers = torch.arange(size, dtype=torch.int64)
-        sent.append(table.send(numbers, torch.device("cuda", 0)))
+        sent.append(chunks.send(numbers, torch.device("cuda", 0)))
         numbers.zero_()  # Taken over, or pinned: the sender may forget them.
     assert not busy.query()
     for tensor in sent:

@@ -620,3 +620,32 @@ def test_large_gradients_of_any_layout_are_clipped_after_unscale(make):
         norm = clip.clip_grad_norm_([param], 1.0)
         results.append((norm, param.grad))
     torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("order", [-1.0, -2.0, -11.0, -math.inf])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_finite_gradients_have_a_finite_norm_of_a_negative_order(order, size):
+    params = holding(torch.tensor([size, 2 * size]), torch.tensor([4 * size]))
+    exact = [1.0, 2.0, 4.0]
+    if order == -math.inf:
+        expected = size
+    else:
+        expected = size * sum(value**order for value in exact) ** (1.0 / order)
+    norm = OURS.get_total_norm([param.grad for param in params], order, error_if_nonfinite=True)
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    OURS.clip_grad_norm_(params, size / 8, order)
+    if size > 1.0:
+        found = [value / size for value in values(params)]
+        factor = size / 8 / expected
+        assert found == pytest.approx([factor * value for value in exact], rel=1e-5)
+
+
+def test_an_error_for_nonfinite_gradients_is_none_for_finite_ones_whose_norm_torch_cannot_hold():
+    """A difference from torch, documented in docs/numerics.md."""
+    with pytest.raises(RuntimeError, match="non-finite"):
+        THEIRS.clip_grad_norm_(holding(torch.full((4,), 1e20)), 1.0, error_if_nonfinite=True)
+    for size in (1e20, 3e38):
+        params = holding(torch.full((4,), size))
+        norm = OURS.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+        assert norm.item() == pytest.approx(2 * size if size < 1e38 else math.inf)
+        assert values(params) == pytest.approx([0.5] * 4)

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
-from gradilocks.kernels import describe, for_device, fused, located, reference, table
+from gradilocks.kernels import chunks, describe, for_device, fused, reference
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -75,12 +75,12 @@ def known_to_the_interpreter(dtype, device):
 def small_chunks(monkeypatch, request):
     """So that the interpreter, which is slow, sees tensors of several chunks."""
     if "cpu" in request.node.name:
-        monkeypatch.setattr(located, "CHUNK", 512)
+        monkeypatch.setattr(chunks, "CHUNK", 512)
         monkeypatch.setattr(fused, "TILE", 128)
         monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
         monkeypatch.setattr(fused, "CHANGE_TILE", 32)
     yield
-    table._layouts.clear()
+    chunks._layouts.clear()
 
 
 @on_each_device
@@ -88,7 +88,7 @@ def small_chunks(monkeypatch, request):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_measuring_agrees_with_the_reference(dtype, order, device):
     known_to_the_interpreter(dtype, device)
-    tensors = gradients(dtype, chunk=located.CHUNK)
+    tensors = gradients(dtype, chunk=chunks.CHUNK)
     found = fused.measure(on(device, tensors), order=order, detail=True)
     wanted = reference.measure(tensors, order=order, detail=True)
     assert found.nan.tolist() == wanted.nan.tolist()
@@ -103,7 +103,7 @@ def test_measuring_agrees_with_the_reference(dtype, order, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_multiplying_writes_the_reference_s_bits(dtype, factor, device):
     known_to_the_interpreter(dtype, device)
-    tensors = gradients(dtype, chunk=located.CHUNK)
+    tensors = gradients(dtype, chunk=chunks.CHUNK)
     number = torch.full((), factor)
     ours, checked = on(device, tensors), on(device, tensors)
     fused.multiply_(ours, number.to(device))
@@ -123,7 +123,7 @@ def test_multiplying_writes_the_reference_s_bits(dtype, factor, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_clamping_writes_the_reference_s_bits(dtype, bound, device):
     known_to_the_interpreter(dtype, device)
-    tensors = gradients(dtype, chunk=located.CHUNK)
+    tensors = gradients(dtype, chunk=chunks.CHUNK)
     ours, theirs = on(device, tensors), [tensor.clone() for tensor in tensors]
     fused.clamp_(ours, torch.full((), bound, device=device))
     reference.clamp_(theirs, torch.full((), bound))
@@ -152,7 +152,7 @@ def test_the_same_gradients_give_the_same_bits(device):
 def test_pointers_are_sent_again_only_when_they_change(device):
     tensors = on(device, [values("plain", 900, torch.float32)])
     fused.measure(tensors)
-    (made,) = table._layouts.values()
+    (made,) = chunks._layouts.values()
     _, sent = made._sent
     fused.measure(tensors)
     assert made._sent[1] is sent
@@ -214,6 +214,6 @@ def test_more_than_two_to_the_31_elements_are_stepped():
 
 @pytest.mark.parametrize("size", [3, 2 * (1 << 15) + 1, 1 << 20])
 def test_there_are_no_more_chunks_than_the_scratch_has_room_for(size):
-    layout = table.Layout([size] * 18_000, ["one"] * 18_000, 1 << 15, 36_000, torch.device("cpu"))
+    layout = chunks.Layout([size] * 18_000, ["one"] * 18_000, 1 << 15, 36_000, torch.device("cpu"))
     assert 18_000 <= layout.chunks <= 36_000
     assert layout.chunk * int(layout.counts[0]) >= size

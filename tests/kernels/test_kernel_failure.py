@@ -16,12 +16,12 @@ from torch import nn
 
 import gradilocks
 from gradilocks import GradientControl, kernels
-from gradilocks.kernels import table
+from gradilocks.kernels import chunks
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 fused = importlib.import_module("gradilocks.kernels.fused")
-launch = importlib.import_module("gradilocks.kernels.launch")
-launches = importlib.import_module("gradilocks.kernels.launches")
+launch = importlib.import_module("gradilocks.kernels.triton_launch")
+launches = importlib.import_module("gradilocks.kernels.triton_optimizers")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
@@ -51,10 +51,10 @@ MAKERS = {
 
 @pytest.fixture(params=[CPU, pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    table._layouts.clear()
+    chunks._layouts.clear()
     monkeypatch.setitem(kernels._chosen, request.param, (fused, "for this test"))
     yield request.param
-    table._layouts.clear()
+    chunks._layouts.clear()
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def fail(device, monkeypatch):
     """Lets a kernel fail to compile from here on, by its name."""
 
     def start(name):
-        for layout in table._layouts.values():
+        for layout in chunks._layouts.values():
             layout.launches.clear()
         if device == "cuda":
             odd = {"measure_kernel": (fused, "TILE"), "change_kernel": (fused, "CHANGE_TILE")}

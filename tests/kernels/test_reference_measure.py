@@ -338,3 +338,72 @@ def test_the_norm_of_zeros_has_no_sign(zero, order):
     found = reference.measure([torch.full((5,), zero)], order=order, detail=True)
     assert math.copysign(1.0, found.norms.item()) == 1.0
     assert math.copysign(1.0, found.largest.item()) == 1.0
+
+
+NEGATIVE = [-0.5, -1.0, -2.0, -11.0, -100.0, -INF]
+
+
+def smallest_first(tensor, order):
+    """The norm of a negative order in float64, divided by the smallest magnitude."""
+    magnitudes = tensor.double().abs()
+    if torch.isnan(magnitudes).any():
+        return NAN
+    least = magnitudes.min().item()
+    if least in (0.0, INF) or order == -INF:
+        return least
+    return least * (magnitudes / least).pow(order).sum().pow(1.0 / order).item()
+
+
+def on_device(tensors, *, order):
+    return reference._measure_on_device(tensors, order=order, detail=True)
+
+
+@pytest.mark.parametrize("by", [reference.measure, on_device])
+@pytest.mark.parametrize("order", NEGATIVE)
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 1.0, 1e30, 3e38])
+def test_powers_of_a_negative_order_do_not_spoil_the_norm(order, size, by):
+    ends = torch.tensor([1e-200, 1e200, 1e150], dtype=torch.float64)
+    tensors = [torch.full((5,), size), torch.tensor([size, size / 2]), ends, 1e150 * ends[1:2]]
+    found = by(tensors, order=order)
+    for norm, tensor in zip(found.norms.tolist(), tensors, strict=True):
+        assert math.isfinite(norm) or torch.isinf(tensor).any()
+        assert norm == pytest.approx(smallest_first(tensor, order), rel=1e-12, abs=0.0)
+
+
+@pytest.mark.parametrize("by", [reference.measure, on_device])
+@pytest.mark.parametrize("order", NEGATIVE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_negative_order_is_torchs_where_torchs_is_sound(order, dtype, by):
+    torch.manual_seed(0)
+    tensors = [torch.rand(size).add(0.5).to(dtype) for size in (1, 7, 1025)]
+    tensors.append(torch.tensor([1.0, 0.0], dtype=dtype))
+    tensors.append(torch.tensor([1.0, INF, -2.0], dtype=dtype))
+    tensors.append(torch.tensor([1.0, NAN, -2.0], dtype=dtype))
+    found = by(tensors, order=order)
+    for norm, tensor in zip(found.norms.tolist(), tensors, strict=True):
+        expected = torch.linalg.vector_norm(tensor, order, dtype=torch.float64).item()
+        assert norm == pytest.approx(expected, rel=1e-9, abs=0.0, nan_ok=True)
+
+
+@pytest.mark.parametrize("order", NEGATIVE)
+def test_pieces_of_a_negative_order_count_together(order):
+    tensor = torch.full((pieces.WRITE + 5,), 3e30)
+    tensor[7] = 2e30
+    norm = reference.measure([tensor], order=order).norms.item()
+    assert norm == pytest.approx(smallest_first(tensor, order), rel=1e-9, abs=0.0)
+    both = measure([tensor[:100], tensor[100:]], home=torch.device("cpu"), order=order).norm.item()
+    assert both == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [0.01, 0.5])
+def test_an_order_below_one_is_infinite_only_where_float64_ends(order):
+    found = reference.measure([torch.ones(1_000), torch.ones(pieces.READ + 1)], order=order)
+    expected = [1_000 ** (1.0 / order), INF if order < 0.02 else (pieces.READ + 1) ** 2.0]
+    assert found.norms.tolist() == pytest.approx(expected, rel=1e-9)
+    assert found.inf.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("by", [reference.measure, on_device])
+def test_order_zero_counts_what_is_not_zero(by):
+    tensors = [torch.tensor([0.0, 5e-324, 1e300], dtype=torch.float64), torch.zeros(3)]
+    assert by(tensors, order=0.0).norms.tolist() == [2.0, 0.0]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gradilocks import kernels
-from gradilocks.kernels import located, table
-from gradilocks.optim import plan
+from gradilocks.kernels import chunks
+from gradilocks.optim import fused_optimizer
 
 INTERPRETED = pytest.param(
     "interpreted",
@@ -28,13 +28,13 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 def _prepare(way, monkeypatch):
     if way == "interpreted":
-        from gradilocks.kernels import fused, launches
+        from gradilocks.kernels import fused, triton_optimizers
 
         monkeypatch.setitem(kernels._chosen, "cpu", (fused, "for this test"))
         # So that the interpreter, which is slow, sees tensors of several chunks.
-        monkeypatch.setattr(plan, "CHUNK", 64)
-        monkeypatch.setattr(launches, "TILE", 32)
-        monkeypatch.setattr(located, "CHUNK", 256)
+        monkeypatch.setattr(fused_optimizer, "CHUNK", 64)
+        monkeypatch.setattr(triton_optimizers, "TILE", 32)
+        monkeypatch.setattr(chunks, "CHUNK", 256)
         monkeypatch.setattr(fused, "TILE", 128)
         monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
         monkeypatch.setattr(fused, "CHANGE_TILE", 32)
@@ -48,14 +48,14 @@ def _prepare(way, monkeypatch):
 def device(request, monkeypatch):
     """Wherever the optimizers run."""
     yield _prepare(request.param, monkeypatch)
-    table._layouts.clear()
+    chunks._layouts.clear()
 
 
 @pytest.fixture(params=[INTERPRETED, CUDA])
 def kernel_device(request, monkeypatch):
     """Where our own kernels serve."""
     yield _prepare(request.param, monkeypatch)
-    table._layouts.clear()
+    chunks._layouts.clear()
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from gradilocks import GradientControl, optim
-from gradilocks.optim import plan
+from gradilocks.optim import fused_optimizer
 from tests.optim.twins import both_kinds, close, contents_of, give, ours, parameters, run, torchs
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
-launches = importlib.import_module("gradilocks.kernels.launches")
+launches = importlib.import_module("gradilocks.kernels.triton_optimizers")
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -34,7 +34,7 @@ def test_one_state_tensor_that_gets_other_storage_is_noticed(kind, place, kernel
 def test_of_many_state_tensors_some_are_looked_at_in_every_step_and_all_in_turns(
     kernel_device, monkeypatch
 ):
-    monkeypatch.setattr(plan, "WATCHED", 5)
+    monkeypatch.setattr(fused_optimizer, "WATCHED", 5)
     params = parameters([(3,)] * 12, device=kernel_device)
     optimizer = ours("SGD", params)
     run(optimizer, 1)
@@ -82,7 +82,7 @@ def test_a_launch_that_fails_counts_nothing(make, controlled, kernel_device, mon
     optimizer = make(params, lr=0.1, **settings)
     control = GradientControl(optimizer, scale=None)
     step = control.step if controlled else optimizer.step
-    real = launches.step
+    real = launches.launch_step
 
     def failing(*args):
         raise RuntimeError("out of memory")
@@ -90,10 +90,10 @@ def test_a_launch_that_fails_counts_nothing(make, controlled, kernel_device, mon
     for number in range(3):
         give(params, number)
         before = contents_of(optimizer) if number else None
-        monkeypatch.setattr(launches, "step", failing)
+        monkeypatch.setattr(launches, "launch_step", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             step()
-        monkeypatch.setattr(launches, "step", real)
+        monkeypatch.setattr(launches, "launch_step", real)
         if number:
             assert contents_of(optimizer) == before
         step()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gradilocks import GradientControl
-from gradilocks.kernels import captured, table
-from gradilocks.optim import plan
+from gradilocks.kernels import chunks, cuda_graph
+from gradilocks.optim import fused_optimizer
 from gradilocks.step import express, roll
 from tests.optim.twins import give, ours, parameters
 
@@ -23,11 +23,11 @@ def capture(monkeypatch):
     """Turns a pretended capture on and off."""
 
     def turn(on):
-        for module in (captured, table, roll, plan, express):
+        for module in (cuda_graph, chunks, roll, fused_optimizer, express):
             monkeypatch.setattr(module, "capturing", lambda: on)
 
     yield turn
-    captured._for_good.clear()
+    cuda_graph._for_good.clear()
 
 
 def stepped(control, params, step, **kwargs):
@@ -66,12 +66,12 @@ def test_plans_settings_rules_and_layouts_made_in_a_capture_serve_it_alone(kerne
     capture(True)
     stepped(control, params, 0)
     first, rules = optimizer._plan, control._judge.express._rules
-    assert not table._layouts
+    assert not chunks._layouts
     capture(False)
     stepped(control, params, 1)
     assert optimizer._plan is not first
     assert control._judge.express._rules is not rules
-    assert table._layouts
+    assert chunks._layouts
     second = optimizer._plan
     settings = second.settings
     capture(True)

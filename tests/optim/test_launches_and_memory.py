@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradilocks import GradientControl
-from gradilocks.kernels.launch import Launch
+from gradilocks.kernels.triton_launch import Launch
 from tests.optim.twins import SETTINGS, both_kinds, give, ours, parameters, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -7,7 +7,7 @@ import torch
 
 import gradilocks
 from gradilocks import kernels
-from gradilocks.optim import plan
+from gradilocks.optim import fused_optimizer
 
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
 SETTINGS = {
@@ -31,7 +31,7 @@ def torchs(kind, params, **settings):
 
 def sizes():
     """Odd sizes around a chunk of the kernels, an empty one and a scalar included."""
-    chunk = plan.CHUNK
+    chunk = fused_optimizer.CHUNK
     return [(), (0,), (1,), (chunk - 1,), (chunk,), (3, chunk // 2 + 5)]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradilocks.eager import users_line
 from gradilocks.kernels import reference
-from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.values import NonFinite, Statistics
 
 __all__ = [

@@ -39,16 +39,20 @@ def summarize(statistics: Statistics, *, order: float, double: bool) -> Measurem
 
 
 def total_norm(norms: Tensor, order: float) -> Tensor:
-    """The norm of all tensors as if they were one vector, never overflowing on the way."""
+    """The norm of all tensors as if they were one vector, never overflowing on the way.
+
+    Of order 0 it is, as torch has it, the count of tensors whose own count is not 0.
+    """
     if norms.numel() == 0:
         return norms.new_zeros(())
-    if order <= 0.0:
+    if order == 0.0:
         total: Tensor = torch.linalg.vector_norm(norms, order)
         return total
-    largest = norms.amax()
-    usable = (largest > 0) & torch.isfinite(largest)
-    safe = torch.where(usable, largest, torch.ones_like(largest))
-    return torch.where(usable, safe * torch.linalg.vector_norm(norms / safe, order), largest)
+    # The norm that counts most: in its units no power is more than 1.
+    unit = norms.amax() if order > 0.0 else norms.amin()
+    usable = (unit > 0) & torch.isfinite(unit)
+    safe = torch.where(usable, unit, torch.ones_like(unit))
+    return torch.where(usable, safe * torch.linalg.vector_norm(norms / safe, order), unit)
 
 
 def rounded(norm: Tensor, *, double: bool = False) -> Tensor:

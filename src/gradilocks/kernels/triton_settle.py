@@ -20,13 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradilocks.kernels.adam import adam_rates
-from gradilocks.kernels.captured import capturing, keep_if_captured
-from gradilocks.kernels.launch import launch_for, unspecialized
-from gradilocks.kernels.located import Located
-from gradilocks.kernels.programs import gather
-from gradilocks.kernels.sgd import sgd_rates
-from gradilocks.kernels.table import rules_for, send, stream_of
+from gradilocks.kernels.chunks import Located, rules_for, send, stream_of
+from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.kernels.triton_backend import (
     CHANGE_CHUNK,
     ORDERS,
@@ -37,6 +32,9 @@ from gradilocks.kernels.triton_backend import (
     scratch_for,
     statistics_of,
 )
+from gradilocks.kernels.triton_launch import launch_for, unspecialized
+from gradilocks.kernels.triton_measure import gather
+from gradilocks.kernels.triton_optimizers import adam_rates, sgd_rates
 from gradilocks.values import Decision, NonFinite, ScaleState, StepRecord
 
 __all__ = ["Settler", "advance", "limit", "look", "multiply_"]

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.totals import rounded, total_norm
 from gradilocks.names import Names, name_parameters, prefixed
 from gradilocks.observe.between_steps import Clips, Losses

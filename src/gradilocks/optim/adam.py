@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from gradilocks._torch import sub_
-from gradilocks.kernels.table import send
-from gradilocks.optim import masters
-from gradilocks.optim.plan import Plan
-from gradilocks.optim.stepper import Stepper
+from gradilocks.kernels.chunks import send
+from gradilocks.optim.fused_optimizer import FusedOptimizer, Plan
+from gradilocks.optim.optimizer_state import ensure_master
 
 __all__ = ["Adam", "AdamW"]
 
@@ -22,7 +21,7 @@ _Adam = torch.optim.Adam
 _AdamW = torch.optim.AdamW
 
 
-class _Adams(Stepper):
+class _Adams(FusedOptimizer):
     kernel: ClassVar[str] = "adam"
     columns: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -54,7 +53,7 @@ class _Adams(Stepper):
                 if state.get(name) is None:
                     state[name] = torch.zeros_like(param, dtype=dtype)
             if wide:
-                masters.ensure(param, state, self.marks)
+                ensure_master(param, state, self.marks)
 
     def _bring_steps(self, params: Sequence[Tensor]) -> None:
         """Counts from an optimizer that counts on the host: sent all at once, without a wait."""
@@ -78,11 +77,11 @@ class _Adams(Stepper):
             return None
         return self.columns[: 3 if group["amsgrad"] else 2]
 
-    def plan_more(self, plan: Plan) -> tuple[Tensor, list[Tensor | None]]:
+    def own_table(self, plan: Plan) -> tuple[Tensor, list[Tensor | None]]:
         steps = [state["step"] for state in plan.states]
         return send(array("q", [step.data_ptr() for step in steps]), plan.device), steps
 
-    def take_back(self, skip: Tensor | None) -> None:
+    def undo_rates(self, skip: Tensor | None) -> None:
         assert self._plan is not None
         steps = [state["step"] for state in self._plan.states]
         taken = torch.ones_like(steps[0]) if skip is None else 1.0 - skip
@@ -126,18 +125,9 @@ class AdamW(_Adams, _AdamW):
         master_weights: bool = False,
     ) -> None:
         _AdamW.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=True,
-        )
+            self, params, lr, betas, eps, weight_decay, amsgrad,
+            maximize=maximize, capturable=capturable, differentiable=differentiable, fused=True,
+        )  # fmt: skip
         self._prepare(master_weights)
 
 
@@ -178,17 +168,7 @@ class Adam(_Adams, _Adam):
         # torch before 2.7 has no such argument, and needs none as long as it is not set.
         more = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
         _Adam.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=True,
-            **more,
-        )
+            self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize,
+            capturable=capturable, differentiable=differentiable, fused=True, **more,
+        )  # fmt: skip
         self._prepare(master_weights)

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.table import send
-from gradilocks.optim import masters
-from gradilocks.optim.plan import Plan
-from gradilocks.optim.stepper import Stepper
+from gradilocks.kernels.chunks import send
+from gradilocks.optim.fused_optimizer import FusedOptimizer, Plan
+from gradilocks.optim.optimizer_state import HALF, ensure_master
 
 __all__ = ["SGD"]
 
@@ -21,7 +20,7 @@ __all__ = ["SGD"]
 _Base = torch.optim.SGD  # By this name also while `gradilocks run --swap-optimizer` is on.
 
 
-class SGD(Stepper, _Base):
+class SGD(FusedOptimizer, _Base):
     """torch.optim.SGD, with the same arguments, the same state and the same results.
 
     Args:
@@ -54,17 +53,9 @@ class SGD(Stepper, _Base):
         master_weights: bool = False,
     ) -> None:
         _Base.__init__(
-            self,
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            differentiable=differentiable,
-            fused=True,
-        )
+            self, params, lr, momentum, dampening, weight_decay, nesterov,
+            maximize=maximize, differentiable=differentiable, fused=True,
+        )  # fmt: skip
         self._prepare(master_weights)
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,8 +78,8 @@ class SGD(Stepper, _Base):
         self._fresh: dict[Tensor, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._flags: list[Tensor | None] = []
 
-    def forget_strangers(self) -> None:
-        super().forget_strangers()
+    def forget_stateless(self) -> None:
+        super().forget_stateless()
         self._fresh = {param: flag for param, flag in self._fresh.items() if param in self.state}
 
     def _flag_of(self, param: Tensor) -> Tensor | None:
@@ -129,7 +120,7 @@ class SGD(Stepper, _Base):
         new = dict(zip(starting, flags, strict=True))
         for place, param in enumerate(params):
             if mastered[place]:
-                masters.ensure(param, self.state[param], self.marks)
+                ensure_master(param, self.state[param], self.marks)
             if place in new:
                 dtype = torch.float32 if mastered[place] else param.dtype
                 buffer = torch.zeros_like(param, dtype=dtype)
@@ -148,7 +139,7 @@ class SGD(Stepper, _Base):
     ) -> None:
         for param, wide in zip(params, mastered, strict=True):
             if wide:
-                masters.ensure(param, self.state[param], self.marks)
+                ensure_master(param, self.state[param], self.marks)
 
     def needed_by_torch(self, group: dict[str, Any]) -> tuple[str, ...] | None:
         tensors = isinstance(group["lr"], Tensor) or isinstance(group["weight_decay"], Tensor)
@@ -159,7 +150,7 @@ class SGD(Stepper, _Base):
     def dtype_for_torch(self, param: Tensor) -> torch.dtype:
         # On a CPU torch's fused SGD leaves most of a half-precision parameter as it was
         # (pytorch issue 191763, seen with 2.13).
-        wide = param.dtype in masters.HALF and param.device.type == "cpu"
+        wide = param.dtype in HALF and param.device.type == "cpu"
         return torch.float32 if wide else param.dtype
 
     def skips_on_host(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> bool:
@@ -171,22 +162,22 @@ class SGD(Stepper, _Base):
             return False
         return bool(flag.item())
 
-    def plan_more(self, plan: Plan) -> tuple[Tensor, list[Tensor | None]]:
+    def own_table(self, plan: Plan) -> tuple[Tensor, list[Tensor | None]]:
         flags, self._flags = self._flags, []
-        for param, state, flag in zip(plan.called.params, plan.states, flags, strict=True):
+        for param, state, flag in zip(plan.found.params, plan.states, flags, strict=True):
             if flag is not None:  # The buffer may have been laid out anew since.
                 self._fresh[param] = weakref.ref(state["momentum_buffer"]), flag
         addresses = [0 if flag is None else flag.data_ptr() for flag in flags]
         return send(array("q", addresses), plan.device), flags
 
-    def take_back(self, skip: Tensor | None) -> None:
+    def undo_rates(self, skip: Tensor | None) -> None:
         plan = self._plan
         assert plan is not None
         # A buffer of which nothing was to be kept, though there is momentum, had not been filled.
         unfilled = (plan.rates[:, 2] != 0) & (plan.rates[:, 3] == 0)
         if skip is not None:
             unfilled = unfilled & (skip == 0)
-        for param, was in zip(plan.called.params, unfilled.unbind(), strict=True):
+        for param, was in zip(plan.found.params, unfilled.unbind(), strict=True):
             if param in self._fresh:
                 _, flag = self._fresh[param]
                 flag.copy_(torch.where(was, 1, flag))

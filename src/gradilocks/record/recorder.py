@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from gradilocks.eager import users_line
-from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.record.batch import Batch, PendingStep, RecordedOptimizer, StepQueue
 from gradilocks.record.environment import command_here, hardware_here, rank_here, versions_here
 from gradilocks.record.file_writer import EXISTS, RunFileWriter, Unwritable

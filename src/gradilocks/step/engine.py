@@ -29,7 +29,7 @@ from gradilocks._torch import AMP_FLAG
 from gradilocks.checks import refuse_misfits
 from gradilocks.clip import ClipPolicy, remap_memory, same_parameters
 from gradilocks.errors import NeverFinite
-from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.totals import DOUBLE, summarize
 from gradilocks.names import Names
 from gradilocks.ranks.agreement import FINGERPRINT, REPORT, RankAgreement, fingerprint

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradilocks._torch import inner_schedules, note_stepped, sees_steps
 from gradilocks.errors import BadState
-from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.step.host_copy import HostCopy
 
 __all__ = ["Flag", "Listeners", "Scheduler"]

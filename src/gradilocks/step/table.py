@@ -23,9 +23,8 @@ from torch.nn.parameter import is_lazy
 from gradilocks import kernels
 from gradilocks._torch import TensorBase, sparse_values, tensor_guards
 from gradilocks.errors import SharedParameter
-from gradilocks.kernels.captured import capturing, keep_if_captured
-from gradilocks.kernels.located import DTYPES, Located, all_aligned, kinds_of, placed
-from gradilocks.kernels.table import send
+from gradilocks.kernels.chunks import DTYPES, Located, all_aligned, kinds_of, placed, send
+from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.ranks.layout import Layout, is_distributed, layout_of
 
 __all__ = [

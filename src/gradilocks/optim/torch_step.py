@@ -14,17 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.located import DTYPES
+from gradilocks.kernels.chunks import DTYPES
 from gradilocks.names import Names
-from gradilocks.optim.checks import check_parameters, check_settings, refuse_gradients
-from gradilocks.optim.masters import mark, needs_master
-from gradilocks.optim.tidy import alike, check_shapes, tidy
+from gradilocks.optim.optimizer_state import (
+    arrange,
+    check_gradients,
+    check_step,
+    mark,
+    needs_master,
+    same_order,
+)
+from gradilocks.step.table import every_parameter
 
 __all__ = ["step_by_torch"]
 
 
 def step_by_torch(optimizer: Any, step: Callable[[], None]) -> None:
     """Runs torch's `step` on those parameters that have a gradient, or on their stand-ins."""
+    with _a_gradient_each(optimizer):
+        _step(optimizer, step)
+
+
+def _step(optimizer: Any, step: Callable[[], None]) -> None:
     steady = _steady(optimizer)
     if steady is not None:
         with _as_torch_takes_them(optimizer):
@@ -32,16 +43,15 @@ def step_by_torch(optimizer: Any, step: Callable[[], None]) -> None:
         torch.autograd.graph.increment_version(steady)  # torch's fused kernels do not count.
         return
     name = Names(None, (optimizer,))
-    refuse_gradients(optimizer, name)
-    having: list[tuple[Tensor, dict[str, Any]]] = []
-    for group in optimizer.param_groups:
-        pairs = [(param, group) for param in group["params"] if param.grad is not None]
-        if pairs:
-            check_settings(group, pairs[0][0].device, name, pairs[0][0])
-        having += pairs
+    check_gradients(every_parameter([optimizer]), name)
+    having = [
+        (param, group)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None
+    ]
     params, groups = [param for param, _ in having], [group for _, group in having]
-    check_parameters(params, name)
-    check_shapes(params, optimizer.state, optimizer.columns, name)
+    check_step(optimizer, params, groups, name)
     if not params or optimizer.skips_on_host(params, groups):
         return
     mastered = [needs_master(param, group) for param, group in having]
@@ -66,6 +76,26 @@ def step_by_torch(optimizer: Any, step: Callable[[], None]) -> None:
         for param, wide in zip(params, mastered, strict=True):
             if bodies.get(id(param), param) is not param:
                 _put_back(optimizer, param, bodies[id(param)], wide)
+
+
+@contextmanager
+def _a_gradient_each(optimizer: Any) -> Iterator[None]:
+    """Inside, no two parameters share a gradient: torch divides each in place by `grad_scale`."""
+    shared: list[tuple[Tensor, Tensor]] = []
+    if getattr(optimizer, "grad_scale", None) is not None:
+        seen: set[int] = set()
+        for param in every_parameter([optimizer]):
+            grad = param.grad
+            if type(grad) is Tensor and grad.layout is torch.strided and grad.numel():
+                if grad.data_ptr() in seen:
+                    shared.append((param, grad))
+                    param.grad = grad.clone()
+                seen.add(grad.data_ptr())
+    try:
+        yield
+    finally:
+        for param, grad in shared:
+            param.grad = grad
 
 
 def _steady(optimizer: Any) -> list[Tensor] | None:
@@ -124,7 +154,7 @@ def _body(optimizer: Any, param: Tensor, wide: bool) -> Tensor:
     body: Tensor = state["master"] if wide else param
     grad = param.grad
     assert grad is not None
-    if not alike(body, grad):
+    if not same_order(body, grad):
         body = body.detach().clone(memory_format=torch.contiguous_format)
         grad = grad.contiguous()
     dtype = optimizer.dtype_for_torch(body)
@@ -133,7 +163,7 @@ def _body(optimizer: Any, param: Tensor, wide: bool) -> Tensor:
     elif body is param and grad.dtype != dtype:
         body = param.detach()
     state = {key: value for key, value in state.items() if key != "master"} if wide else state
-    tidy(body, state, optimizer.columns, dtype=dtype)
+    arrange(body, state, optimizer.columns, dtype=dtype)
     if body is not param:
         optimizer.state.pop(param, None)
         body.grad = grad.to(dtype)
@@ -148,7 +178,7 @@ def _put_back(optimizer: Any, param: Tensor, body: Tensor, wide: bool) -> None:
     if wide:
         state["master"] = body
     elif body.dtype != param.dtype:
-        tidy(param, state, optimizer.columns, dtype=param.dtype)
+        arrange(param, state, optimizer.columns, dtype=param.dtype)
     if state:
         optimizer.state[param] = state
     if body.dtype != param.dtype or body.data_ptr() != param.data_ptr():

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -34,13 +34,21 @@ from gradilocks._torch import (
     constants_taken,
     current_device,
     current_stream,
-    launch_compiled,
     seen_by_launcher,
+    short_launcher,
 )
 from gradilocks.kernels import KernelFailed
-from gradilocks.kernels.captured import capturing
+from gradilocks.kernels.cuda_graph import capturing
 
-__all__ = ["Launch", "launch_for", "takes_addresses", "unspecialized"]
+__all__ = ["TYPES", "Launch", "launch_for", "takes_addresses", "unspecialized"]
+
+TYPES: dict[torch.dtype, Any] = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float64: tl.float64,
+}
+"""What kernels are told of a tensor's dtype."""
 
 
 class Launch:
@@ -57,8 +65,8 @@ class Launch:
         names = [name for name in kernel.arg_names if name in self._constants]
         self._tail = tuple([self._constants[name] for name in names])
         self.compiled: dict[int, Any] = {}
-        self._trusted: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-        """By device: the kernel whose launcher was seen to agree, and the constants it takes."""
+        self._trusted: dict[int, Callable[[int, int, list[int]], None]] = {}
+        """By device: the short way, where the launcher was seen to agree with it."""
 
     def prepare(self, device: torch.device, *args: Any) -> None:
         """Compiles without running, so that of several launches all are possible or none is tried.
@@ -89,14 +97,12 @@ class Launch:
     def __call__(self, programs: int, device: torch.device, *args: Any) -> None:
         """Runs `programs` programs on the device's current stream."""
         index = device.index
-        trusted = self._trusted.get(index)
-        if trusted is None or current_device() != index:
+        launch = self._trusted.get(index)
+        if launch is None or current_device() != index:
             self._launch(programs, device, args)
-            return
-        compiled, constants = trusted
-        # Addresses, not tensors: for a tensor the launcher asks the driver whose memory it is.
-        addresses = [arg if type(arg) is int else arg.data_ptr() for arg in args]
-        launch_compiled(compiled, programs, current_stream(index), addresses, constants)
+        else:
+            addresses = [arg if type(arg) is int else arg.data_ptr() for arg in args]
+            launch(programs, current_stream(index), addresses)
 
     def _launch(self, programs: int, device: torch.device, args: tuple[Any, ...]) -> None:
         index = device.index
@@ -109,7 +115,7 @@ class Launch:
             self.prepare(device, *args)
             constants = self.launch_and_compare(programs, index, args)
             if constants is not None and takes_addresses(device):
-                self._trusted[index] = self.compiled[index], constants
+                self._trusted[index] = short_launcher(self.compiled[index], constants)
 
     def launch_and_compare(
         self, programs: int, index: int, args: tuple[Any, ...]
@@ -117,7 +123,7 @@ class Launch:
         """Launches as Triton documents it, and compares what Triton hands to its launcher.
 
         Returns:
-            The constants that the launcher wants after `args`, if all else is as `launch_compiled`
+            The constants that the launcher wants after `args`, if all else is as `short_launcher`
             has it; else None.
         """
         compiled = self.compiled[index]
@@ -173,7 +179,7 @@ def _probe(device: torch.device) -> bool:
         return False
     out.fill_(-1)
     addresses = [source.data_ptr(), out.data_ptr(), 7, 5]
-    launch_compiled(compiled, 3, current_stream(device.index), addresses, constants)
+    short_launcher(compiled, constants)(3, current_stream(device.index), addresses)
     return torch.equal(cells, expected)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradilocks.kernels.launch import unspecialized
+from gradilocks.kernels.triton_launch import unspecialized
 
 __all__ = ["change_kernel", "gather", "gather_kernel", "measure_kernel"]
 
