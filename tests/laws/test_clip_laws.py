@@ -23,7 +23,7 @@ from gradilocks import (
     ZScoreClip,
     chain,
 )
-from gradilocks.step.decide import decide
+from gradilocks.step.engine import decide
 from gradilocks.step.measure import measure
 from gradilocks.values import Scene
 

@@ -28,16 +28,16 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 def _prepare(way, monkeypatch):
     if way == "interpreted":
-        from gradilocks.kernels import fused, launches
+        from gradilocks.kernels import launches, triton_backend
 
-        monkeypatch.setitem(kernels._chosen, "cpu", (fused, "for this test"))
+        monkeypatch.setitem(kernels._chosen, "cpu", (triton_backend, "for this test"))
         # So that the interpreter, which is slow, sees tensors of several chunks.
         monkeypatch.setattr(plan, "CHUNK", 64)
         monkeypatch.setattr(launches, "TILE", 32)
         monkeypatch.setattr(located, "CHUNK", 256)
-        monkeypatch.setattr(fused, "TILE", 128)
-        monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
-        monkeypatch.setattr(fused, "CHANGE_TILE", 32)
+        monkeypatch.setattr(triton_backend, "TILE", 128)
+        monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
+        monkeypatch.setattr(triton_backend, "CHANGE_TILE", 32)
     if way == "cuda":
         kernels.for_device(torch.device("cuda"))  # Tries the kernels out the first time.
         return "cuda"

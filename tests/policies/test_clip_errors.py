@@ -139,11 +139,11 @@ def test_parameters_that_are_added_later_start_afresh():
     (optimizer,) = control._optimizers
     new = nn.Parameter(torch.zeros(1))
     optimizer.add_param_group({"params": [new]})
-    before = control._judge.memory["usual"].tolist()
+    before = control._engine.memory["usual"].tolist()
     control.zero_grad()
     control.backward(sum(param.sum() for param in control._parameters()))
     control.step()
-    after = control._judge.memory["usual"].tolist()
+    after = control._engine.memory["usual"].tolist()
     assert len(after) == 3
     assert after[:2] == pytest.approx(before, rel=0.1)
     assert after[2] == pytest.approx(1.0, rel=1e-4)
@@ -160,7 +160,7 @@ def test_what_was_learned_stays_with_its_parameter():
         every = list(control._parameters())
         control.backward(sum((p * size).sum() for p, size in zip(every, sizes, strict=True)))
         control.step()
-        return control._judge.memory["usual"].tolist()
+        return control._engine.memory["usual"].tolist()
 
     assert step(1.0, 1000.0, 10.0) == pytest.approx([1.0, 1000.0, 10.0])
     first.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})

@@ -52,7 +52,7 @@ class Run:
 
     @property
     def memory(self):
-        return {name: tensor.tolist() for name, tensor in self.control._judge.memory.items()}
+        return {name: tensor.tolist() for name, tensor in self.control._engine.memory.items()}
 
 
 def limits(policy, norms):
@@ -293,8 +293,8 @@ def test_a_norm_beyond_float64_is_not_learned_from(policy):
         control.zero_grad()
         control.backward((param * size).sum())
         control.step()
-    for tensor in control._judge.memory.values():
-        assert torch.isfinite(tensor).all() or "usual" in str(control._judge.memory.keys())
+    for tensor in control._engine.memory.values():
+        assert torch.isfinite(tensor).all() or "usual" in str(control._engine.memory.keys())
     control.load_state_dict(control.state_dict())
 
 
@@ -322,7 +322,7 @@ def test_numbers_of_groups_survive_json():
     control = Run(ClipPerGroup({0: 1.0})).control
     saved = json.loads(json.dumps(control.state_dict()))
     control.load_state_dict(saved)
-    assert control._judge.clip_policy == ClipPerGroup({0: 1.0})
+    assert control._engine.clip_policy == ClipPerGroup({0: 1.0})
 
 
 LEARNING = {
@@ -348,7 +348,7 @@ def test_what_a_chain_learns_does_not_depend_on_the_scale(name, fused):
             control.backward(model(inputs).square().mean())
             control.step()
             control.zero_grad()
-        found.append([*control._judge.memory.values(), *model.parameters()])
+        found.append([*control._engine.memory.values(), *model.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 

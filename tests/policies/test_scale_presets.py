@@ -110,7 +110,7 @@ def control_with(policy):
 def test_what_they_keep_goes_through_a_checkpoint(policy):
     control, other = control_with(policy), control_with(policy)
     for flag in (0, 0, 1, 0):
-        policy.advance(control._judge.state, torch.tensor(float(flag)))
+        policy.advance(control._engine.state, torch.tensor(float(flag)))
     other.load_state_dict(control.state_dict())
     assert other.state_dict() == control.state_dict()
     spoilt = control.state_dict()
@@ -146,7 +146,7 @@ def test_a_run_of_deepspeed_goes_on_here(steps):
     control.load_state_dict({"cur_scale": whole[at - 1], "cur_iter": at, "last_overflow_iter": 1})
     found = []
     for flag in flags[at:]:
-        policy.advance(control._judge.state, torch.tensor(float(flag)))
+        policy.advance(control._engine.state, torch.tensor(float(flag)))
         found.append(control.scale)
     assert found == whole[at:]
 
@@ -167,7 +167,7 @@ def test_a_run_of_megatron_goes_on_here():
             }
         )
         for flag in flags[at:]:
-            policy.advance(control._judge.state, torch.tensor(float(flag)))
+            policy.advance(control._engine.state, torch.tensor(float(flag)))
         assert control.scale == 256.0
 
 

@@ -221,7 +221,7 @@ def parts_bounded_apart(rank: int) -> dict[str, Any]:
         found[name] = {
             "norm": outcome.norm,
             "moved": [-p.to_local().item() for p in (sharded, replicated)],  # type: ignore[operator]
-            "memory": {k: t.tolist() for k, t in (control._judge.memory or {}).items()},
+            "memory": {k: t.tolist() for k, t in (control._engine.memory or {}).items()},
         }
     return found
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradilocks.step.decide import decide
+from gradilocks.step.engine import decide
 from gradilocks.values import ClipLimit, Measurement, Statistics
 
 

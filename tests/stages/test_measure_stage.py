@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradilocks.kernels.totals import total_norm
 from gradilocks.step.measure import measure, summarize
-from gradilocks.step.total import total_norm
 from gradilocks.values import Statistics
 
 CPU = torch.device("cpu")

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from gradilocks import AdaGC, GradientControl, optim
-from tests.control.short_way import DEVICES, serve
+from tests.engine.backends import DEVICES, serve
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
-@pytest.fixture(params=[pytest.param(None, id="by the stages"), *DEVICES])
+@pytest.fixture(params=[pytest.param(None, id="plain torch"), *DEVICES])
 def device(request, monkeypatch):
     return "cpu" if request.param is None else serve(request.param, monkeypatch)
 
