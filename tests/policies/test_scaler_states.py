@@ -130,8 +130,8 @@ def test_settings_come_from_the_state():
     other = GradScaler("cpu", policy=HeadroomScale(margin=7), clip=QuantileClip(0.1, window=100))
     other.load_state_dict(scaler.state_dict())
     assert other.state_dict() == scaler.state_dict()
-    assert other._governed.policy == HeadroomScale(margin=2)
-    assert other._clips.policy == QuantileClip(0.5, window=8)
+    assert other._policy == HeadroomScale(margin=2)
+    assert other._engines.clip == QuantileClip(0.5, window=8)
 
 
 def test_optimizers_find_what_was_learned_of_them_whatever_their_order():
@@ -302,7 +302,7 @@ def test_torchs_settings_are_followed_and_kept_within_bounds():
     theirs.scale(torch.ones(()))
     scaler = GradScaler("cpu", policy=DynamicScale(growth_interval=3))
     scaler.load_state_dict(theirs.state_dict())
-    assert scaler._governed.policy == DynamicScale(growth_factor=4.0, growth_interval=5)
+    assert scaler._policy == DynamicScale(growth_factor=4.0, growth_interval=5)
     optimizer = one()
     scales = []
     for _ in range(6):
