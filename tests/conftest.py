@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import torch
+
+from tests.interpreter import replace_once_a_launch
 
 if not torch.cuda.is_available():  # Before anything imports Triton, which reads it once.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -27,3 +30,9 @@ else:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("steady")
+
+
+def pytest_collection_finish() -> None:
+    """The kernels are interpreted where there is no GPU."""
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        replace_once_a_launch()

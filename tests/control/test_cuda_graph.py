@@ -218,7 +218,7 @@ def test_two_graphs_of_one_control_take_turns():
 def test_what_a_graph_needs_goes_with_its_control():
     model, control, _, graph = in_a_graph(optim.AdamW, set_to_none=True)
     param = weakref.ref(next(model.parameters()))
-    assert control._judge.express.captured
+    assert control._engine.table.captured
     before = len(cuda_graph._for_good)
     del model, control, graph
     gc.collect()

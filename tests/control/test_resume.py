@@ -443,6 +443,6 @@ def test_loading_between_backward_and_step_asks_for_a_new_backward():
 
 def test_loading_keeps_the_state_tensors_that_a_captured_graph_would_hold():
     _, control = used_control()
-    place = control._judge.state.scale.data_ptr()
+    place = control._engine.state.scale.data_ptr()
     control.load_state_dict(used_control()[1].state_dict())
-    assert control._judge.state.scale.data_ptr() == place
+    assert control._engine.state.scale.data_ptr() == place

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from gradilocks import clip_grad_norm_, kernels
-from gradilocks.kernels import chunks
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
-from gradilocks.kernels import fused, limiting, triton_launch
+from gradilocks.kernels import chunks, triton_backend, triton_launch, triton_settle
+from gradilocks.step.table import gradients_of
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -40,16 +40,16 @@ PLANTED = [None, math.nan, math.inf, -math.inf, 0.0, 1e-30]
 
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
-    monkeypatch.setitem(kernels._chosen, request.param, (fused, "for this test"))
+    monkeypatch.setitem(kernels.BACKENDS, request.param, triton_backend)
     if request.param == "cpu":
         monkeypatch.setattr(chunks, "CHUNK", 256)
-        monkeypatch.setattr(fused, "TILE", 128)
-        monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
-        monkeypatch.setattr(fused, "CHANGE_TILE", 32)
-    limiting._desks.clear()
+        monkeypatch.setattr(triton_backend, "TILE", 128)
+        monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
+        monkeypatch.setattr(triton_backend, "CHANGE_TILE", 32)
+    triton_settle._spares.clear()
     yield request.param
     chunks._layouts.clear()
-    limiting._desks.clear()
+    triton_settle._spares.clear()
 
 
 def parameters(mix, device, planted=None, seed=0):
@@ -69,14 +69,14 @@ def parameters(mix, device, planted=None, seed=0):
 def reference_clip(monkeypatch, params, *args):
     with monkeypatch.context() as patch:
         kind = params[0].device.type
-        patch.setitem(kernels._chosen, kind, (kernels.reference, "for comparison"))
+        patch.setitem(kernels.BACKENDS, kind, kernels.reference)
         return clip_grad_norm_(params, *args)
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=str)
 @pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("mix", MIXES)
-def test_the_short_way_agrees_with_the_reference(device, monkeypatch, mix, order, planted):
+def test_the_kernels_agree_with_the_reference(device, monkeypatch, mix, order, planted):
     for bound in (0.5, 1e9, 0.0, math.inf):
         mine, theirs = (parameters(mix, device, planted) for _ in range(2))
         norm = clip_grad_norm_(mine, bound, order)
@@ -116,12 +116,12 @@ def test_calls_in_a_row_do_not_disturb_each_other(device):
 def test_a_clip_of_another_thread_in_between_changes_nothing(device):
     """Threads share the default stream, and one may run between the two halves of another's."""
     mine, theirs = (parameters("float32", device, seed=seed) for seed in (1, 2))
-    first = limiting.plain_gradients(mine)
-    second = limiting.plain_gradients(theirs)
-    norm, coefficient = limiting.limit(first, 1.0, 2.0)
-    other_norm, other = limiting.limit(second, 1e-3, 2.0)
-    limiting.multiply_(first, coefficient)
-    limiting.multiply_(second, other)
+    first = gradients_of(mine, name=str)
+    second = gradients_of(theirs, name=str)
+    norm, coefficient = triton_settle.limit(first, 1.0, 2.0)
+    other_norm, other = triton_settle.limit(second, 1e-3, 2.0)
+    triton_settle.multiply_(first, coefficient)
+    triton_settle.multiply_(second, other)
     for params, bound in ((mine, 1.0), (theirs, 1e-3)):
         length = torch.cat([p.grad.double() for p in params]).norm().item()
         assert length == pytest.approx(bound, rel=1e-5)
@@ -129,22 +129,22 @@ def test_a_clip_of_another_thread_in_between_changes_nothing(device):
     assert other_norm.item() > 1e-3
 
 
-def test_gradients_in_channels_last_take_the_short_way_too(device, monkeypatch):
+def test_gradients_in_channels_last_are_reached_by_their_addresses_too(device, monkeypatch):
     param = nn.Parameter(torch.zeros(2, 3, 4, 5, device=device))
     param.grad = torch.randn(2, 3, 4, 5).to(device).to(memory_format=torch.channels_last)
     exact = param.grad.double().norm().item()
-    monkeypatch.setattr(fused, "measure", None)  # The long way would need it.
+    monkeypatch.setattr(triton_backend, "measure", None)  # Tensor by tensor it would be needed.
     assert clip_grad_norm_([param], 1.0).item() == pytest.approx(exact, rel=1e-6)
     assert param.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
-def test_another_order_goes_the_long_way(device, monkeypatch):
+def test_another_order_is_measured_tensor_by_tensor(device, monkeypatch):
     mine, theirs = (parameters("float32", device) for _ in range(2))
     norm = clip_grad_norm_(mine, 0.5, 3.0)
     assert norm.item() == pytest.approx(reference_clip(monkeypatch, theirs, 0.5, 3.0).item())
 
 
-def test_a_strided_gradient_goes_the_long_way(device, monkeypatch):
+def test_a_strided_gradient_is_measured_tensor_by_tensor(device, monkeypatch):
     def strided():
         param = nn.Parameter(torch.zeros(40, device=device))
         param.grad = torch.arange(80.0, device=device)[::2]
@@ -160,7 +160,7 @@ def test_many_bounds_are_not_kept_for_ever(device):
     params = parameters("one", device)
     for place in range(chunks._MOST_LAYOUTS + 3):
         clip_grad_norm_(params, 1000.0 + place)
-    assert len(limiting._desks) == 1
+    assert len(triton_settle._spares) == 1
     assert 0 < len(chunks._rules) <= chunks._MOST_LAYOUTS
 
 
@@ -212,7 +212,7 @@ def test_two_streams_clip_at_once():
 
 
 def test_a_rank_whose_distributed_parameters_have_no_gradient_takes_part(device, monkeypatch):
-    """The plain gradients that it has could be taken shortly, and others would wait for it."""
+    """The plain gradients that it has could be measured alone, and others would wait for it."""
     import torch.distributed as dist
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -225,6 +225,8 @@ def test_a_rank_whose_distributed_parameters_have_no_gradient_takes_part(device,
         expected = clip_grad_norm_(plain, math.inf)
         gather = dist.all_gather
         monkeypatch.setattr(dist, "all_gather", lambda *a, **k: met.append(a) or gather(*a, **k))
+        # As if other ranks trained along.
+        monkeypatch.setattr("gradilocks.dropin.clip_functions.in_company", lambda: True)
         found = clip_grad_norm_([*plain, shards], math.inf)
     finally:
         dist.destroy_process_group()

@@ -17,7 +17,7 @@ from gradilocks import GradScaler, clip_grad_norm_, clip_grad_value_
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
 from gradilocks import kernels
-from gradilocks.kernels import fused
+from gradilocks.kernels import triton_backend
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -35,8 +35,8 @@ SIZES = (5, 300, 1, 70)
 
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
-    """Where the fused kernels serve."""
-    monkeypatch.setitem(kernels._chosen, request.param, (fused, "for this test"))
+    """Where the Triton kernels serve."""
+    monkeypatch.setitem(kernels.BACKENDS, request.param, triton_backend)
     return request.param
 
 
@@ -276,7 +276,7 @@ def _through_a_tensor_over_its_memory(param):
 
 def _multiplied_by_our_kernel(param):
     half = torch.full((), 0.5, device=param.device)
-    fused.multiply_([param.grad], half)
+    triton_backend.multiply_([param.grad], half)
 
 
 WRITES = [

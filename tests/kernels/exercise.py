@@ -7,7 +7,7 @@ PYTHONPATH=src compute-sanitizer --tool racecheck python tests/kernels/exercise.
 import torch
 
 from gradilocks import DynamicScale, GradientControl, GradScaler, clip_grad_norm_, kernels, optim
-from gradilocks.kernels import fused
+from gradilocks.kernels import triton_backend
 
 SIZES = (1, 3, 2047, 4096, 4097, 32768, 70_001)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -34,10 +34,10 @@ def exercise(device):
         some[4][8] = float("nan")
         some[5].mul_(torch.finfo(dtype).tiny)
         for order in (2.0, 1.0, float("inf")):
-            fused.measure(some, order=order)
-        fused.multiply_and_check_(some, torch.full((), 0.5, device=device))
-        fused.multiply_(some, torch.full((), 0.5, device=device))
-        fused.clamp_(some, torch.full((), 0.25, device=device))
+            triton_backend.measure(some, order=order)
+        triton_backend.multiply_and_check_(some, torch.full((), 0.5, device=device))
+        triton_backend.multiply_(some, torch.full((), 0.5, device=device))
+        triton_backend.clamp_(some, torch.full((), 0.25, device=device))
     mixed = [tensor for dtype in DTYPES for tensor in tensors(dtype, device)]
     for optimizer_class, settings in OPTIMIZERS:
         params = [torch.nn.Parameter(tensor.clone()) for tensor in mixed]

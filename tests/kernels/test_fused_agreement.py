@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
-from gradilocks.kernels import chunks, describe, for_device, fused, reference
+from gradilocks.kernels import BACKENDS, chunks, describe, reference, triton_backend
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -76,9 +76,9 @@ def small_chunks(monkeypatch, request):
     """So that the interpreter, which is slow, sees tensors of several chunks."""
     if "cpu" in request.node.name:
         monkeypatch.setattr(chunks, "CHUNK", 512)
-        monkeypatch.setattr(fused, "TILE", 128)
-        monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
-        monkeypatch.setattr(fused, "CHANGE_TILE", 32)
+        monkeypatch.setattr(triton_backend, "TILE", 128)
+        monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
+        monkeypatch.setattr(triton_backend, "CHANGE_TILE", 32)
     yield
     chunks._layouts.clear()
 
@@ -89,7 +89,7 @@ def small_chunks(monkeypatch, request):
 def test_measuring_agrees_with_the_reference(dtype, order, device):
     known_to_the_interpreter(dtype, device)
     tensors = gradients(dtype, chunk=chunks.CHUNK)
-    found = fused.measure(on(device, tensors), order=order, detail=True)
+    found = triton_backend.measure(on(device, tensors), order=order, detail=True)
     wanted = reference.measure(tensors, order=order, detail=True)
     assert found.nan.tolist() == wanted.nan.tolist()
     assert found.inf.tolist() == wanted.inf.tolist()
@@ -106,8 +106,8 @@ def test_multiplying_writes_the_reference_s_bits(dtype, factor, device):
     tensors = gradients(dtype, chunk=chunks.CHUNK)
     number = torch.full((), factor)
     ours, checked = on(device, tensors), on(device, tensors)
-    fused.multiply_(ours, number.to(device))
-    found = fused.multiply_and_check_(checked, number.to(device))
+    triton_backend.multiply_(ours, number.to(device))
+    found = triton_backend.multiply_and_check_(checked, number.to(device))
     theirs = [tensor.clone() for tensor in tensors]
     reference.multiply_(theirs, number)
     for mine, also, wanted in zip(ours, checked, theirs, strict=True):
@@ -125,7 +125,7 @@ def test_clamping_writes_the_reference_s_bits(dtype, bound, device):
     known_to_the_interpreter(dtype, device)
     tensors = gradients(dtype, chunk=chunks.CHUNK)
     ours, theirs = on(device, tensors), [tensor.clone() for tensor in tensors]
-    fused.clamp_(ours, torch.full((), bound, device=device))
+    triton_backend.clamp_(ours, torch.full((), bound, device=device))
     reference.clamp_(theirs, torch.full((), bound))
     for mine, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
@@ -135,7 +135,7 @@ def test_clamping_writes_the_reference_s_bits(dtype, bound, device):
 def test_dtypes_may_be_mixed_in_one_call(device):
     tensors = [values("plain", 700 + k, dtype) for k, dtype in enumerate(DTYPES[:2] * 3)]
     tensors[3][5] = NAN
-    found = fused.measure(on(device, tensors))
+    found = triton_backend.measure(on(device, tensors))
     wanted = reference.measure(tensors)
     torch.testing.assert_close(found.norms.cpu(), wanted.norms, rtol=1e-6, atol=0, equal_nan=True)
     assert found.nan.tolist() == [0, 0, 0, 1, 0, 0]
@@ -144,26 +144,29 @@ def test_dtypes_may_be_mixed_in_one_call(device):
 @on_each_device
 def test_the_same_gradients_give_the_same_bits(device):
     tensors = on(device, [values("plain", size, torch.float32) for size in (5, 3000, 70_001)])
-    first, second = fused.measure(tensors), fused.measure([t.clone() for t in tensors])
+    first, second = (
+        triton_backend.measure(tensors),
+        triton_backend.measure([t.clone() for t in tensors]),
+    )
     assert torch.equal(first.norms, second.norms)
 
 
 @on_each_device
 def test_pointers_are_sent_again_only_when_they_change(device):
     tensors = on(device, [values("plain", 900, torch.float32)])
-    fused.measure(tensors)
+    triton_backend.measure(tensors)
     (made,) = chunks._layouts.values()
     _, sent = made._sent
-    fused.measure(tensors)
+    triton_backend.measure(tensors)
     assert made._sent[1] is sent
     other = [tensor.clone() for tensor in tensors]
-    assert fused.measure(other).norms.equal(fused.measure(tensors).norms)
+    assert triton_backend.measure(other).norms.equal(triton_backend.measure(tensors).norms)
     assert made._sent[1] is not sent
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_served_by_the_kernels_and_says_so():
-    assert for_device(torch.device("cuda")) is fused
+    assert BACKENDS["cuda"] is triton_backend
     assert describe()["cuda"].startswith("fused")
 
 
@@ -171,7 +174,7 @@ def test_a_gpu_is_served_by_the_kernels_and_says_so():
 def test_a_billion_elements_are_within_one_millionth_of_float64():
     tensor = torch.randn(1_000_000_000, device="cuda")
     exact = sum(part.double().square().sum() for part in tensor.split(1 << 26)).sqrt()
-    assert fused.measure([tensor]).norms[0].item() == pytest.approx(exact.item(), rel=1e-6)
+    assert triton_backend.measure([tensor]).norms[0].item() == pytest.approx(exact.item(), rel=1e-6)
 
 
 @pytest.mark.gpu
@@ -179,21 +182,21 @@ def test_more_than_two_to_the_31_elements_are_measured():
     tensor = torch.ones(2**31 + 1000, dtype=torch.bfloat16, device="cuda")
     tensor[-1] = NAN
     tensor[-2] = 0.0
-    found = fused.measure([tensor])
+    found = triton_backend.measure([tensor])
     assert (found.nan.item(), found.zeros.item()) == (1, 1)
     tensor[-1] = 0.0
     exact = math.sqrt(2**31 + 998)
-    assert fused.measure([tensor]).norms.item() == pytest.approx(exact, rel=1e-9)
+    assert triton_backend.measure([tensor]).norms.item() == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements_are_multiplied_and_bounded():
     tensor = torch.ones(2**31 + 1000, dtype=torch.float16, device="cuda")
     tensor[-1] = 8.0
-    fused.multiply_([tensor], torch.full((), 0.5, device="cuda"))
+    triton_backend.multiply_([tensor], torch.full((), 0.5, device="cuda"))
     assert (tensor[:-1] == 0.5).all()
     assert tensor[-1].item() == 4.0
-    fused.clamp_([tensor], torch.full((), 0.25, device="cuda"))
+    triton_backend.clamp_([tensor], torch.full((), 0.25, device="cuda"))
     assert (tensor == 0.25).all()
 
 

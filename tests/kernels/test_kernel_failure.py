@@ -19,13 +19,13 @@ from gradilocks import GradientControl, kernels
 from gradilocks.kernels import chunks
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
-fused = importlib.import_module("gradilocks.kernels.fused")
+triton_backend = importlib.import_module("gradilocks.kernels.triton_backend")
 launch = importlib.import_module("gradilocks.kernels.triton_launch")
 launches = importlib.import_module("gradilocks.kernels.triton_optimizers")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
-advancing = importlib.import_module("gradilocks.kernels.advancing")
+triton_settle = importlib.import_module("gradilocks.kernels.triton_settle")
 triton = importlib.import_module("triton")
 
 
@@ -52,7 +52,7 @@ MAKERS = {
 @pytest.fixture(params=[CPU, pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
     chunks._layouts.clear()
-    monkeypatch.setitem(kernels._chosen, request.param, (fused, "for this test"))
+    monkeypatch.setitem(kernels.BACKENDS, request.param, triton_backend)
     yield request.param
     chunks._layouts.clear()
 
@@ -65,13 +65,16 @@ def fail(device, monkeypatch):
         for layout in chunks._layouts.values():
             layout.launches.clear()
         if device == "cuda":
-            odd = {"measure_kernel": (fused, "TILE"), "change_kernel": (fused, "CHANGE_TILE")}
+            odd = {
+                "measure_kernel": (triton_backend, "TILE"),
+                "change_kernel": (triton_backend, "CHANGE_TILE"),
+            }
             odd |= {"adam_kernel": (launches, "TILE"), "sgd_kernel": (launches, "TILE")}
             odd |= dict.fromkeys(("adam_rates_kernel", "sgd_rates_kernel"), (launches, "_LANES"))
             if name == "advance_kernel":  # It has no block that could be odd.
-                monkeypatch.setattr(advancing, "advance_kernel", broken_kernel)
+                monkeypatch.setattr(triton_settle, "advance_kernel", broken_kernel)
             elif name == "settle_kernel":
-                monkeypatch.setattr(fused, "_lanes", lambda layout: 100)
+                monkeypatch.setattr(triton_settle, "lanes_for", lambda layout: 100)
             else:
                 monkeypatch.setattr(*odd[name], 100)
             return
@@ -135,7 +138,7 @@ CASES = [
 )
 def test_training_goes_on_with_plain_torch(device, fail, monkeypatch, kind, name, at):
     with monkeypatch.context() as patch:
-        patch.setitem(kernels._chosen, device, (kernels.reference, "for comparison"))
+        patch.setitem(kernels.BACKENDS, device, kernels.reference)
         params, told, steps = trained(device, MAKERS[kind])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -146,7 +149,7 @@ def test_training_goes_on_with_plain_torch(device, fail, monkeypatch, kind, name
     (message,) = warned(caught)
     assert name in message or device == "cuda"  # A block's size breaks more than one.
     assert "does not compile" in message
-    assert not kernels.is_fused(torch.device(device))
+    assert not kernels.BACKENDS[device].BY_ADDRESS
     assert kernels.describe()[device] == f"reference: {message.split('slower: ')[1]}"
 
 
@@ -187,7 +190,7 @@ def test_of_several_dtypes_none_is_multiplied_if_one_fails(device, fail, monkeyp
 
     monkeypatch.setattr(kernels.reference, "multiply_", noted)
     with pytest.warns(RuntimeWarning, match="goes on with plain torch"):
-        fused.multiply_(tensors, torch.full((), 2.0, device=device))
+        triton_backend.multiply_(tensors, torch.full((), 2.0, device=device))
     assert seen == [[1.0] * 3] * 2
     assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3] * 2
 
@@ -198,25 +201,25 @@ def test_a_warning_that_is_an_error_leaves_everything_as_it_was(device, fail):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="goes on with plain torch"):
-            fused.multiply_and_check_(tensors, torch.full((), 2.0, device=device))
+            triton_backend.multiply_and_check_(tensors, torch.full((), 2.0, device=device))
     assert tensors[0].tolist() == [1.0] * 3
-    fused.multiply_and_check_(tensors, torch.full((), 2.0, device=device))
+    triton_backend.multiply_and_check_(tensors, torch.full((), 2.0, device=device))
     assert tensors[0].tolist() == [2.0] * 3
 
 
 def test_a_first_use_inside_a_capture_is_refused_and_nothing_is_given_up(monkeypatch):
     monkeypatch.setattr(kernels, "capturing", lambda: True)
-    monkeypatch.setattr(kernels, "_chosen", {})
+    monkeypatch.setattr(kernels, "BACKENDS", kernels._Backends())
     with pytest.raises(RuntimeError, match="Run a step or two before the capture"):
-        kernels.for_device(torch.device("cuda"))
-    assert kernels._chosen == {}
-    assert kernels.for_device(torch.device("cpu")) is kernels.reference
+        kernels.BACKENDS["cuda"]
+    assert "cuda" not in kernels.BACKENDS
+    assert kernels.BACKENDS["cpu"] is kernels.reference
 
 
 @pytest.mark.parametrize("words", ["CUDA out of memory", "Triton Error [CUDA]: illegal address"])
 def test_what_is_not_the_compilers_fault_gives_nothing_up(monkeypatch, words):
     """No memory, or what somebody else's kernel has done."""
-    monkeypatch.setitem(kernels._chosen, "cuda", (fused, "for this test"))
+    monkeypatch.setitem(kernels.BACKENDS, "cuda", triton_backend)
 
     class Kernel:
         arg_names = ()
@@ -227,4 +230,4 @@ def test_what_is_not_the_compilers_fault_gives_nothing_up(monkeypatch, words):
     monkeypatch.setattr(torch.cuda, "device", lambda index: warnings.catch_warnings())
     with pytest.raises(RuntimeError, match=re.escape(words)):
         launch.Launch(Kernel(), 4, ()).prepare(torch.device("cuda", 0))
-    assert kernels._chosen["cuda"][0] is fused
+    assert kernels.BACKENDS["cuda"] is triton_backend

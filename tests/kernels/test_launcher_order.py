@@ -19,7 +19,7 @@ from gradilocks import _torch
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 launching = importlib.import_module(
-    importlib.import_module("gradilocks.kernels.fused").Launch.__module__
+    importlib.import_module("gradilocks.kernels.triton_backend").Launch.__module__
 )
 CUDA = torch.device("cuda", 0)
 STREAM, FUNCTION, METADATA = 0x7000, 0x9000, (4, 1, 512)
@@ -347,5 +347,5 @@ def test_on_a_gpu_the_short_way_is_taken():
 
 
 def _layouts():
-    chunks = importlib.import_module(gradilocks.kernels.fused.Layout.__module__)
+    chunks = importlib.import_module(gradilocks.kernels.triton_backend.Layout.__module__)
     return list(chunks._layouts.values())

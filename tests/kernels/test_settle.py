@@ -1,12 +1,13 @@
-"""One launch settles a step as the stages do: same decision, same row, same state after it.
+"""One launch settles a step as the policies in Python do: same decision, row, and state after it.
 
-The stages are the real ones: `Judge.judge` measures, clips, decides and builds the row, and
-`Judge.conclude` moves everything on.
+The policies are asked by a real Engine: `decide` measures, clips, decides and builds the row, and
+`conclude` moves everything on.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,17 +15,16 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 pytest.importorskip("hypothesis", reason="the cases are drawn by hypothesis")
 
-from gradilocks.step.express import Express
-from gradilocks.step.gradients import Gradients
-from gradilocks.step.judge import Judge
-from gradilocks.step.roll import Called
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradilocks import ClipByNorm, DynamicScale, NoClip, StaticScale, kernels
-from gradilocks.kernels import fused, located
+from gradilocks.kernels import chunks, triton_backend, triton_settle
+from gradilocks.kernels.triton_settle import Settler
 from gradilocks.names import Names
 from gradilocks.scale import NoScale
+from gradilocks.step.engine import Engine
+from gradilocks.step.table import GradientTable
 from gradilocks.step.update import _as_divisor
 from gradilocks.values import ScaleState
 
@@ -68,47 +68,49 @@ class Standing:
         return [tensor.item() for tensor in moving]
 
 
-def by_the_stages(tensors, policy, clip, loss, unscaled, standing):
-    judge = Judge(policy, clip, names=Names(None, ()), give_up_after=None)
-    judge.state, judge.steps, judge.streak.count = standing.state, standing.steps, standing.streak
+def by_the_policies(tensors, policy, clip, loss, unscaled, standing):
+    engine = Engine(policy, clip, names=Names(None, ()))
+    engine.state, engine.steps = standing.state, standing.steps
+    engine.streak.count = standing.streak
     if loss is not None:
-        judge.losses.note(loss, torch.device(loss.device))
-    found = [Gradients(tuple(parameters_of(tensors)), tuple(tensors))]
-    verdict = judge.judge(found, unscaled=unscaled)
-    judge.conclude(verdict)
+        engine.losses.note(loss, torch.device(loss.device))
+    verdict = engine.decide(gradients_of(tensors), unscaled=unscaled, on_device=False)
+    assert not verdict.settled
+    engine.conclude(verdict)
     return verdict.decision, verdict.record
 
 
-def by_the_kernel(tensors, policy, clip, loss, unscaled, standing, express):
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    return express.settle(
-        Called(parameters_of(tensors), list(tensors), addresses),
-        scale=policy,
-        clip=clip,
-        state=standing.state,
+def by_the_kernel(tensors, policy, clip, loss, unscaled, standing, settler):
+    return settler.settle(
+        gradients_of(tensors),
+        clip.rules(),
+        policy.rules(),
+        standing.state,
         streak=standing.streak,
         steps=standing.steps,
         loss=loss,
         unscaled=unscaled,
+        moves=True,
     )
 
 
-def parameters_of(tensors):
-    return [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
+def gradients_of(tensors):
+    params = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
+    for param, tensor in zip(params, tensors, strict=True):
+        param.grad = tensor
+    found = GradientTable().find_addressed([[params]], name=str)
+    assert found is not None
+    return found
 
 
 def check(device, tensors, policy, clip, *, loss=None, unscaled=False, **standing):
     """Settles one step both ways; hands over what the kernel said."""
     one, two = Standing(device, **standing), Standing(device, **standing)
     before = one.numbers()
-    express = Express()
-    with pytest.MonkeyPatch.context() as patch:
-        # Both measure with the same kernels, so that only the settling differs.
-        patch.setitem(kernels._chosen, device, (fused, "for this test"))
-        if device == "cpu":
-            patch.setattr(located, "CHUNK", 16)
-        decision, record = by_the_stages(tensors, policy, clip, loss, unscaled, one)
-        settled, told = by_the_kernel(tensors, policy, clip, loss, unscaled, two, express)
+    settler = Settler(torch.device(device))
+    with served(device):  # Both measure with the same kernels: only the settling differs.
+        decision, record = by_the_policies(tensors, policy, clip, loss, unscaled, one)
+        settled, told = by_the_kernel(tensors, policy, clip, loss, unscaled, two, settler)
     assert settled.skip.item() == decision.skip.item()
     assert settled.skip.item() in (0.0, 1.0)
     assert settled.multiplier.item() == pytest.approx(decision.multiplier.item(), rel=1e-12)
@@ -123,9 +125,18 @@ def check(device, tensors, policy, clip, *, loss=None, unscaled=False, **standin
         numbers = getattr(told.statistics, name), getattr(record.statistics, name)
         torch.testing.assert_close(*numbers, rtol=0, atol=0, equal_nan=True)
     assert two.numbers() == one.numbers()
-    express.undo(told, two.state, two.streak, two.steps)
+    settler.undo(told, two.state, two.streak, two.steps)
     assert two.numbers() == before
     return settled, row
+
+
+@contextmanager
+def served(device):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(kernels.BACKENDS, device, triton_backend)
+        if device == "cpu":
+            patch.setattr(chunks, "CHUNK", 16)
+        yield
 
 
 def tensor_lists(elements, dtype):
@@ -196,7 +207,7 @@ losses = st.one_of(
     streak=st.sampled_from([0, 1, 99, MOST - 1]),
     steps=st.sampled_from([0, 41, 2**33]),
 )
-def test_the_kernel_settles_as_the_stages_do(
+def test_the_kernel_settles_as_the_policies_do(
     device, tensors, scale, clip, loss, unscaled, tracker, hysteresis, streak, steps
 ):
     check(
@@ -232,12 +243,13 @@ def test_any_finite_numbers_are_settled_alike(device, values, scale, max_norm, o
 def test_more_tensors_than_one_block_are_all_counted(device, bad, monkeypatch):
     count = 1030
     if device == "cpu":  # The interpreter is slow: smaller blocks, fewer tensors.
-        count, real = 21, fused.launch_for
+        count, real = 21, triton_settle.launch_for
 
         def in_small_blocks(*args, **constants):
             return real(*args, **constants | ({"BLOCK": 8} if "BLOCK" in constants else {}))
 
-        monkeypatch.setattr(fused, "launch_for", in_small_blocks)
+        for module in (triton_backend, triton_settle):
+            monkeypatch.setattr(module, "launch_for", in_small_blocks)
     tensors = [torch.ones(0, device=device) for _ in range(count)]
     for place, value in {3: 3.0, 16: 4.0, -1: 12.0, **bad}.items():
         tensors[place] = torch.full((1,), value, device=device)
@@ -273,11 +285,13 @@ def test_a_run_of_steps_moves_the_scale_as_its_policy_does(device, bad, interval
     policy = DynamicScale(
         init_scale=8.0, growth_interval=interval, hysteresis=hysteresis, min_scale=1.5, max_scale=40
     )
-    one, two, express = Standing(device, 8.0, 0, hysteresis), policy.start("cpu"), Express()
+    one, two = Standing(device, 8.0, 0, hysteresis), policy.start("cpu")
+    settler = Settler(torch.device(device))
     streak = 0
     for broken in bad:
         tensors = [torch.tensor([NAN if broken else 1.0], device=device)]
-        by_the_kernel(tensors, policy, NoClip(), None, False, one, express)
+        with served(device):
+            by_the_kernel(tensors, policy, NoClip(), None, False, one, settler)
         policy.advance(two, torch.tensor(float(broken)))
         streak = streak + 1 if broken else 0
         expected = [two.scale.item(), two.growth_tracker.item(), two.hysteresis.item(), streak]

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from gradilocks.step.decide import decide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from gradilocks import (
     ZScoreClip,
     chain,
 )
+from gradilocks.step.engine import decide
 from gradilocks.step.measure import measure
 from gradilocks.values import Scene
 

@@ -28,18 +28,18 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 def _prepare(way, monkeypatch):
     if way == "interpreted":
-        from gradilocks.kernels import fused, triton_optimizers
+        from gradilocks.kernels import triton_backend, triton_optimizers
 
-        monkeypatch.setitem(kernels._chosen, "cpu", (fused, "for this test"))
+        monkeypatch.setitem(kernels.BACKENDS, "cpu", triton_backend)
         # So that the interpreter, which is slow, sees tensors of several chunks.
         monkeypatch.setattr(fused_optimizer, "CHUNK", 64)
         monkeypatch.setattr(triton_optimizers, "TILE", 32)
         monkeypatch.setattr(chunks, "CHUNK", 256)
-        monkeypatch.setattr(fused, "TILE", 128)
-        monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
-        monkeypatch.setattr(fused, "CHANGE_TILE", 32)
+        monkeypatch.setattr(triton_backend, "TILE", 128)
+        monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
+        monkeypatch.setattr(triton_backend, "CHANGE_TILE", 32)
     if way == "cuda":
-        kernels.for_device(torch.device("cuda"))  # Tries the kernels out the first time.
+        kernels.BACKENDS["cuda"]  # Tries the kernels out the first time.
         return "cuda"
     return "cpu"
 

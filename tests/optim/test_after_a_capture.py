@@ -6,13 +6,16 @@ tests/control/test_cuda_graph.py captures real ones.
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 from gradilocks import GradientControl
 from gradilocks.kernels import chunks, cuda_graph
 from gradilocks.optim import fused_optimizer
-from gradilocks.step import express, roll
+from gradilocks.step import engine
+from gradilocks.step import table as gradient_table
 from tests.optim.twins import give, ours, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -23,7 +26,8 @@ def capture(monkeypatch):
     """Turns a pretended capture on and off."""
 
     def turn(on):
-        for module in (cuda_graph, chunks, roll, fused_optimizer, express):
+        settling = importlib.import_module("gradilocks.kernels.triton_settle")
+        for module in (cuda_graph, chunks, gradient_table, fused_optimizer, engine, settling):
             monkeypatch.setattr(module, "capturing", lambda: on)
 
     yield turn
@@ -44,19 +48,19 @@ def test_addresses_that_a_capture_sent_are_sent_again(kernel_device, capture):
     give(params, 1)
     kept = [param.grad for param in params]
     control.step()
-    called = optimizer._roll._called
-    sent = called.located.pointers
+    found = optimizer._table._found
+    sent = found.located.pointers
     capture(False)
     for param, grad in zip(params, kept, strict=True):
         param.grad = grad
     control.step()
-    assert optimizer._roll._called is called
-    assert called.located.pointers is not sent
-    again = called.located.pointers
+    assert optimizer._table._found is found
+    assert found.located.pointers is not sent
+    again = found.located.pointers
     for param, grad in zip(params, kept, strict=True):
         param.grad = grad
     control.step()
-    assert called.located.pointers is again
+    assert found.located.pointers is again
 
 
 def test_plans_settings_rules_and_layouts_made_in_a_capture_serve_it_alone(kernel_device, capture):
@@ -65,12 +69,12 @@ def test_plans_settings_rules_and_layouts_made_in_a_capture_serve_it_alone(kerne
     control = GradientControl(optimizer, scale=None, clip=1.0)
     capture(True)
     stepped(control, params, 0)
-    first, rules = optimizer._plan, control._judge.express._rules
+    first, rules = optimizer._plan, control._engine._settler._numbers
     assert not chunks._layouts
     capture(False)
     stepped(control, params, 1)
     assert optimizer._plan is not first
-    assert control._judge.express._rules is not rules
+    assert control._engine._settler._numbers is not rules
     assert chunks._layouts
     second = optimizer._plan
     settings = second.settings
@@ -101,7 +105,7 @@ def test_a_loaded_checkpoint_leaves_the_graphs_of_before_what_they_need(kernel_d
     give(params, 1)
     optimizer.step()
     capture(False)
-    needed = list(optimizer._roll.captured)
+    needed = list(optimizer._table.captured)
     assert needed
     optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer._roll.captured == needed
+    assert optimizer._table.captured == needed

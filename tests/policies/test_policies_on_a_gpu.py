@@ -111,7 +111,7 @@ def scaled_by_a_control(device, policy, dtype=torch.float32):
             control.backward(loss)
             control.step()
             control.zero_grad()
-            scales.append(control._judge.state.scale.clone())
+            scales.append(control._engine.state.scale.clone())
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")

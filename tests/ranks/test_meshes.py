@@ -554,14 +554,14 @@ def test_parts_that_show_a_gradient_later_are_refused_then(returned: Returned) -
 
 def copies_are_looked_at_until_all_are_known(rank: int) -> list[bool]:
     """At which steps the host reads what the ranks say: until the last copy has a gradient."""
-    from gradilocks.step import judge
+    from gradilocks.step import engine
 
     router, late = _plain([12.0]), _plain([0.0])
     control = _beside_shards([router, late], lr=0.0)
     looked: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        real = judge.fetch
-        patch.setattr(judge, "fetch", lambda *given: (looked.append(True), real(*given))[1])
+        real = engine.fetch
+        patch.setattr(engine, "fetch", lambda *given: (looked.append(True), real(*given))[1])
         seen = []
         for value in (0.0, math.nan, 5.0, 7.0, 0.0):
             late.grad = torch.tensor([value])

@@ -28,7 +28,7 @@ from gradilocks import (
     read_run,
 )
 from tests.control.gradient_scripts import OPTIMIZERS, assert_same, contents
-from tests.control.short_way import DEVICES, serve
+from tests.engine.backends import DEVICES, serve
 from tests.record.recorded import INF, NAN
 
 BAD = {3: INF, 6: NAN, 7: INF}

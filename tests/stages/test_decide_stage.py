@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from gradilocks.step.decide import decide
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradilocks.step.engine import decide
 from gradilocks.values import ClipLimit, Measurement, Statistics
 
 

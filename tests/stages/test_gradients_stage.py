@@ -1,12 +1,12 @@
-"""gradients: which tensors are measured, and what their parameters are called."""
+"""Which tensors are measured, and what their parameters are called."""
 
 import pytest
 import torch
-from gradilocks.step.gradients import collect, parameters_of
 from torch import nn
 
 from gradilocks.errors import SharedParameter
 from gradilocks.names import Names
+from gradilocks.step.table import GradientTable, every_parameter, gradients_of, lists_of
 
 
 def name(param):
@@ -26,7 +26,7 @@ class Optimizer:
 
 def test_only_parameters_with_a_gradient_are_collected_in_their_order():
     p, q, r = with_gradient(2), nn.Parameter(torch.zeros(3)), with_gradient(4)
-    found = collect([p, q, r], name=name)
+    found = gradients_of([p, q, r], name=name)
     assert [x is y for x, y in zip(found.params, (p, r), strict=True)] == [True, True]
     assert found.tensors[0] is p.grad
     assert found.layouts == ()
@@ -34,14 +34,14 @@ def test_only_parameters_with_a_gradient_are_collected_in_their_order():
 
 def test_a_parameter_listed_twice_is_collected_once():
     p = with_gradient(2)
-    assert len(collect([p, p], name=name).params) == 1
+    assert len(gradients_of([p, p], name=name).params) == 1
 
 
 def test_a_sparse_gradient_is_coalesced_once_and_its_values_are_views():
     p = nn.Parameter(torch.zeros(4, 2))
     indices = torch.tensor([[1, 1, 3]])
     p.grad = torch.sparse_coo_tensor(indices, torch.ones(3, 2), (4, 2), check_invariants=False)
-    found = collect([p], name=name)
+    found = gradients_of([p], name=name)
     assert p.grad.is_coalesced()
     assert found.tensors[0].tolist() == [[2.0, 2.0], [1.0, 1.0]]
     found.tensors[0].mul_(3.0)
@@ -52,24 +52,24 @@ def test_a_meta_gradient_is_refused_by_name():
     p = nn.Parameter(torch.zeros(2, device="meta"))
     p.grad = torch.zeros(2, device="meta")
     with pytest.raises(ValueError, match="the gradient of it is on the meta device"):
-        collect([p], name=name)
+        gradients_of([p], name=name)
 
 
 def test_parameters_of_several_optimizers_come_in_order():
     p, q, r = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-    listed = parameters_of([Optimizer([p], [q]), Optimizer([r])], name=name)
+    listed = every_parameter([Optimizer([p], [q]), Optimizer([r])])
     assert [id(x) for x in listed] == [id(p), id(q), id(r)]
 
 
 def test_a_shared_parameter_is_refused_by_name():
     p = nn.Parameter(torch.zeros(1))
     with pytest.raises(SharedParameter, match="it is listed twice"):
-        parameters_of([Optimizer([p]), Optimizer([p])], name=name)
+        GradientTable().find(lists_of([Optimizer([p]), Optimizer([p])]), name=name)
 
 
 def test_equal_parameters_are_not_the_same_parameter():
-    p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    assert len(parameters_of([Optimizer([p, q])], name=name)) == 2
+    p, q = with_gradient(1), with_gradient(1)
+    assert len(GradientTable().find(lists_of([Optimizer([p, q])]), name=name).params) == 2
 
 
 def test_names_follow_the_model_as_it_is_now():

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from gradilocks.step.total import total_norm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradilocks.step.measure import measure, summarize
+from gradilocks.kernels.totals import summarize, total_norm
+from gradilocks.step.measure import measure
 from gradilocks.values import Statistics
 
 CPU = torch.device("cpu")

@@ -25,7 +25,9 @@ def parameter(value, gradient):
 def test_an_optimizer_steps_on_multiplied_gradients_or_not_at_all(fused, skip):
     p = parameter([1.0, 2.0], [8.0, 16.0])
     optimizer = torch.optim.SGD([p], lr=1.0, fused=fused)
-    update(optimizer, decision(1.0 if skip else 0.125, skip), [p.grad])
+    inside = takes_decision(optimizer)
+    assert inside is fused
+    update(optimizer, decision(1.0 if skip else 0.125, skip), [p.grad], inside=inside)
     assert p.tolist() == ([1.0, 2.0] if skip else [0.0, 0.0])
     if skip:
         assert p.grad.tolist() == [8.0, 16.0]
@@ -35,7 +37,7 @@ def test_an_optimizer_without_gradients_is_not_stepped():
     p = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([p], lr=1.0)
     optimizer.step = None
-    update(optimizer, decision(1.0), [])
+    update(optimizer, decision(1.0), [], inside=False)
     assert p.item() == 1.0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -246,6 +246,10 @@ class Streak:
         self._until_reading = limit or 0
         self._recent: deque[Tensor] = deque(maxlen=min(limit, 1000) if limit else 1)
         self._coming: HostCopy | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An event on its way cannot be copied: a copy asks for the counter again.
+        return {**self.__dict__, "_coming": None}
 
     def note(self, record: StepRecord) -> bool:
         """Takes note of a step; True if the limit has been reached."""

@@ -1,4 +1,4 @@
-"""Both ways of a step, side by side: the short one of `express` and the stages.
+"""A step settled by the device, and the same step with the policies asked in Python.
 
 On the CPU the Triton kernels are interpreted, and the CPU then counts as a device that they serve;
 with `-m gpu` they are compiled for CUDA.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradilocks.step.express import Express
 from torch import nn
 
 from gradilocks import kernels
+from gradilocks.step.engine import Engine
 from gradilocks.step.outcome import Streak
 
 INF, NAN = float("inf"), float("nan")
@@ -27,39 +27,39 @@ DEVICES = [
 
 def serve(device, monkeypatch):
     """Lets the Triton kernels serve `device`, in small chunks where they are interpreted."""
-    from gradilocks.kernels import chunks, fused, triton_optimizers
+    from gradilocks.kernels import chunks, triton_backend, triton_optimizers
     from gradilocks.optim import fused_optimizer
 
-    monkeypatch.setitem(kernels._chosen, device, (fused, "for this test"))
+    monkeypatch.setitem(kernels.BACKENDS, device, triton_backend)
     if device == "cpu":
         monkeypatch.setattr(chunks, "CHUNK", 64)
-        monkeypatch.setattr(fused, "TILE", 16)
-        monkeypatch.setattr(fused, "CHANGE_CHUNK", 64)
-        monkeypatch.setattr(fused, "CHANGE_TILE", 32)
+        monkeypatch.setattr(triton_backend, "TILE", 16)
+        monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
+        monkeypatch.setattr(triton_backend, "CHANGE_TILE", 32)
         monkeypatch.setattr(fused_optimizer, "CHUNK", 64)
         monkeypatch.setattr(triton_optimizers, "TILE", 32)
     return device
 
 
-class Ways:
-    """Sends the next steps by the stages, or by the short way, and counts who went there."""
+class Settling:
+    """Lets the device settle the next steps, or has the policies asked, and counts the former."""
 
     def __init__(self, monkeypatch):
-        from gradilocks.kernels import fused
+        from gradilocks.kernels.triton_settle import Settler
 
-        self.short = 0
-        self.open = True
-        settle, call = fused.settle, Express.call
+        self.count = 0
+        self.allowed = True
+        settle, settles = Settler.settle, Engine.settles
 
         def counting(*args, **options):
-            self.short += 1
+            self.count += 1
             return settle(*args, **options)
 
         def guarded(*args):
-            return call(*args) if self.open else None
+            return self.allowed and settles(*args)
 
-        monkeypatch.setattr(fused, "settle", counting)
-        monkeypatch.setattr(Express, "call", guarded)
+        monkeypatch.setattr(Settler, "settle", counting)
+        monkeypatch.setattr(Engine, "settles", guarded)
 
 
 def read_at_once(monkeypatch):
@@ -138,7 +138,7 @@ __all__ = [
     "DEVICES",
     "INF",
     "NAN",
-    "Ways",
+    "Settling",
     "facts",
     "gradient_for",
     "loss_giving",

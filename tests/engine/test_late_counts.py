@@ -9,7 +9,7 @@ from torch import nn
 from gradilocks import GradientControl
 from gradilocks.errors import NeverFinite
 from gradilocks.step.outcome import StepRecord, Streak
-from tests.control.short_way import DEVICES, INF, NAN, Ways, parameter, serve, step
+from tests.engine.backends import INF, NAN, parameter, step
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
@@ -18,16 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    return serve(request.param, monkeypatch)
-
-
-@pytest.fixture
-def ways(device, monkeypatch):
-    return Ways(monkeypatch)
 
 
 def giving_up(take_a_step, at_most=100):
@@ -53,10 +43,10 @@ def late(streak, behind):
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 5])
-def test_a_count_that_arrives_late_is_still_noticed(device, ways, monkeypatch, behind):
+def test_a_count_that_arrives_late_is_still_noticed(device, settling, monkeypatch, behind):
     p = parameter(2, device=device)
     control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True), give_up_after=4)
-    streak = control._judge.streak
+    streak = control._engine.streak
     monkeypatch.setattr(streak, "_counted", late(streak, behind))
     for _ in range(3):
         step(control, (p, 1.0))
@@ -67,11 +57,11 @@ def test_a_count_that_arrives_late_is_still_noticed(device, ways, monkeypatch, b
 
 @pytest.mark.parametrize("behind", [1, 2, 3])
 def test_a_count_that_arrives_after_a_finite_step_does_not_give_up(
-    device, ways, monkeypatch, behind
+    device, settling, monkeypatch, behind
 ):
     p = parameter(2, device=device)
     control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True), give_up_after=3)
-    streak = control._judge.streak
+    streak = control._engine.streak
     monkeypatch.setattr(streak, "_counted", late(streak, behind))
     for _ in range(3):
         assert step(control, (p, NAN)).skipped

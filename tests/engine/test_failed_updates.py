@@ -1,4 +1,4 @@
-"""An optimizer whose step raises after the short way has settled: nothing has been decided."""
+"""An optimizer whose step raises after the device has settled it: nothing has been decided."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ import torch
 from gradilocks import DynamicScale, GradientControl, optim
 from gradilocks.errors import ScaleMisuse
 from tests.control.gradient_scripts import assert_same, contents
-from tests.control.short_way import (
-    DEVICES,
+from tests.engine.backends import (
     NAN,
-    Ways,
     facts,
     gradient_for,
     loss_giving,
     parameter,
-    serve,
     step,
 )
 
@@ -38,16 +35,6 @@ MAKERS = {
     "ours": lambda params: optim.AdamW(params, lr=0.01),
     "our SGD": lambda params: optim.SGD(params, lr=0.01, momentum=0.9, dampening=0.5),
 }
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    return serve(request.param, monkeypatch)
-
-
-@pytest.fixture
-def ways(device, monkeypatch):
-    return Ways(monkeypatch)
 
 
 class Failing:
@@ -121,7 +108,7 @@ def trained(device, monkeypatch, make, fail_at=(), *, after=None, method="step")
     ],
 )
 def test_a_step_that_failed_is_retried_as_if_nothing_had_happened(
-    device, ways, monkeypatch, kind, method
+    device, settling, monkeypatch, kind, method
 ):
     # By the time that ours takes its first step it has made its state, all zeros.
     fail_at = (0, 1, 3, 4) if method != "launch" else (1, 3, 4)
@@ -129,16 +116,16 @@ def test_a_step_that_failed_is_retried_as_if_nothing_had_happened(
     assert_same(trained(device, monkeypatch, MAKERS[kind], fail_at, method=method), whole)
 
 
-def test_a_failed_step_may_be_retried_by_the_stages(device, ways, monkeypatch):
+def test_a_failed_step_may_be_retried_with_the_policies_asked(device, settling, monkeypatch):
     def close():
-        ways.open = False
+        settling.allowed = False
 
     failed = trained(device, monkeypatch, MAKERS["fused"], (1,), after=close)
-    ways.open = True
+    settling.allowed = True
     assert_same(failed, trained(device, monkeypatch, MAKERS["fused"]))
 
 
-def test_an_unfused_step_that_failed_is_not_unscaled_twice(device, ways, monkeypatch):
+def test_an_unfused_step_that_failed_is_not_unscaled_twice(device, settling, monkeypatch):
     """It is not called when skipped, so only finite steps can fail; its gradients are true then."""
     failed = trained(device, monkeypatch, MAKERS["unfused"], (0, 5))
     whole = trained(device, monkeypatch, MAKERS["unfused"])
@@ -149,7 +136,7 @@ def test_an_unfused_step_that_failed_is_not_unscaled_twice(device, ways, monkeyp
     torch.testing.assert_close(failed[2][0], whole[2][0], rtol=1e-6, atol=1e-7)
 
 
-def test_the_streak_is_put_back_when_a_skipped_step_fails(device, ways, monkeypatch):
+def test_the_streak_is_put_back_when_a_skipped_step_fails(device, settling, monkeypatch):
     p = parameter(3, device=device)
     optimizer = MAKERS["fused"]([p])
     failing = Failing(optimizer, monkeypatch)
@@ -166,7 +153,7 @@ def test_the_streak_is_put_back_when_a_skipped_step_fails(device, ways, monkeypa
     assert control.state_dict()["gradilocks"]["streak"] == 2
 
 
-def test_an_interrupt_is_treated_as_any_failure(device, ways):
+def test_an_interrupt_is_treated_as_any_failure(device, settling):
     p = parameter(3, device=device)
     optimizer = MAKERS["fused"]([p])
     control = GradientControl(optimizer, scale=MOVING)
@@ -187,12 +174,12 @@ def test_an_interrupt_is_treated_as_any_failure(device, ways):
     assert control.step().skipped
 
 
-@pytest.mark.parametrize("open_to", [True, False], ids=["short", "stages"])
+@pytest.mark.parametrize("on_device", [True, False], ids=["settled", "asked"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_of_two_optimizers_the_first_has_stepped_and_the_gradients_are_used_up(
-    device, ways, monkeypatch, open_to, kind
+    device, settling, monkeypatch, on_device, kind
 ):
-    ways.open = open_to
+    settling.allowed = on_device
     p, q = parameter(3, device=device), parameter(4, device=device)
     one, two = MAKERS[kind]([p]), MAKERS[kind]([q])
     failing = Failing(two, monkeypatch)
@@ -210,7 +197,7 @@ def test_of_two_optimizers_the_first_has_stepped_and_the_gradients_are_used_up(
     assert not step(control, (p, 1.0), (q, 1.0)).skipped
 
 
-def test_gradients_of_a_failed_step_are_not_kept_alive(device, ways, monkeypatch):
+def test_gradients_of_a_failed_step_are_not_kept_alive(device, settling, monkeypatch):
     p = parameter(3, device=device)
     optimizer = MAKERS["fused"]([p])
     failing = Failing(optimizer, monkeypatch)

@@ -1,4 +1,4 @@
-"""What is refused, and what is raised, is the same in the same words whichever way a step takes."""
+"""What is refused, and what is raised, is the same in the same words whoever decides the step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from torch import nn
 from gradilocks import GradientControl
 from gradilocks.errors import NeverFinite, NoGradients, NonFiniteGradient, SharedParameter
 from tests.control.gradient_scripts import assert_same, contents
-from tests.control.short_way import (
-    DEVICES,
+from tests.engine.backends import (
     INF,
     NAN,
-    Ways,
     gradient_for,
     loss_giving,
     parameter,
     read_at_once,
-    serve,
     step,
 )
 
@@ -28,25 +25,17 @@ pytest.importorskip("triton", reason="Triton is not installed, so there are no k
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    return serve(request.param, monkeypatch)
-
-
-@pytest.fixture
-def ways(device, monkeypatch):
-    return Ways(monkeypatch)
-
-
-def both_ways(ways, check):
-    for open_to in (True, False):
-        ways.open = open_to
+def with_either(settling, check):
+    for on_device in (True, False):
+        settling.allowed = on_device
         check()
-    ways.open = True
+    settling.allowed = True
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-def test_float16_gradients_that_would_be_unscaled_in_place_are_refused_by_name(device, ways, make):
+def test_float16_gradients_that_would_be_unscaled_in_place_are_refused_by_name(
+    device, settling, make
+):
     def check():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).to(device)
         model[1].half()
@@ -59,11 +48,11 @@ def test_float16_gradients_that_would_be_unscaled_in_place_are_refused_by_name(d
         assert_same([p.detach() for p in model.parameters()], held)
         assert control.state_dict()["gradilocks"]["steps"] == before["gradilocks"]["steps"] == 0
 
-    both_ways(ways, check)
-    assert ways.short == 0
+    with_either(settling, check)
+    assert settling.count == 0
 
 
-def test_float16_gradients_are_refused_in_the_second_of_two_optimizers(device, ways):
+def test_float16_gradients_are_refused_in_the_second_of_two_optimizers(device, settling):
     def check():
         p, q = parameter(3, device=device), parameter(3, device=device, dtype=torch.float16)
         control = GradientControl(
@@ -73,20 +62,20 @@ def test_float16_gradients_are_refused_in_the_second_of_two_optimizers(device, w
         with pytest.raises(ValueError, match=r"optimizers\[1\]\.param_groups\[0\].*is float16"):
             control.step()
 
-    both_ways(ways, check)
+    with_either(settling, check)
 
 
 @pytest.mark.parametrize("scale", [None, 8.0], ids=str)
-def test_float16_gradients_are_stepped_where_nothing_is_unscaled_in_place(device, ways, scale):
+def test_float16_gradients_are_stepped_where_nothing_is_unscaled_in_place(device, settling, scale):
     p = parameter(3, device=device, dtype=torch.float16)
     before = p.detach().clone()
     optimizer = torch.optim.SGD([p], lr=1.0, fused=scale is not None)
     step(GradientControl(optimizer, scale=scale), (p, 1.0))
     torch.testing.assert_close(p.detach(), before - 1.0)
-    assert ways.short == 1
+    assert settling.count == 1
 
 
-def test_no_gradients_at_all_are_an_error_both_ways(device, ways):
+def test_no_gradients_at_all_are_an_error_with_either(device, settling):
     p = parameter(3, device=device)
     control = GradientControl(torch.optim.SGD([p], lr=0.1))
     step(control, (p, 1.0))
@@ -97,10 +86,10 @@ def test_no_gradients_at_all_are_an_error_both_ways(device, ways):
         with pytest.raises(NoGradients, match="no parameter of the optimizer has a gradient"):
             control.step()
 
-    both_ways(ways, check)
+    with_either(settling, check)
 
 
-def test_a_parameter_that_becomes_listed_twice_is_refused_by_name(device, ways):
+def test_a_parameter_that_becomes_listed_twice_is_refused_by_name(device, settling):
     def check():
         p, q = parameter(3, device=device), parameter(4, device=device)
         optimizer = torch.optim.SGD([p, q], lr=0.1)
@@ -115,10 +104,10 @@ def test_a_parameter_that_becomes_listed_twice_is_refused_by_name(device, ways):
                 control.step()
         assert torch.equal(p, held)
 
-    both_ways(ways, check)
+    with_either(settling, check)
 
 
-def test_raising_on_nonfinite_says_the_same_both_ways(device, ways):
+def test_raising_on_nonfinite_says_the_same_with_either(device, settling):
     said = []
 
     def check():
@@ -131,24 +120,24 @@ def test_raising_on_nonfinite_says_the_same_both_ways(device, ways):
         assert not isinstance(caught.value, NeverFinite)
         assert not step(control, (p, 1.0), (q, 1.0)).skipped
 
-    both_ways(ways, check)
+    with_either(settling, check)
     assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("bad", [INF, NAN])
 @pytest.mark.parametrize("value", [0.0, INF], ids=["finite loss", "infinite loss"])
-@pytest.mark.parametrize("change", [False, True], ids=["one way", "changing ways"])
-def test_giving_up_says_the_same_both_ways(device, ways, bad, value, change, monkeypatch):
+@pytest.mark.parametrize("change", [False, True], ids=["one back end", "changing back ends"])
+def test_giving_up_says_the_same_with_either(device, settling, bad, value, change, monkeypatch):
     read_at_once(monkeypatch)
     said = []
-    for open_to in (True, False):
+    for on_device in (True, False):
         p, q = parameter(3, device=device), parameter(4, device=device)
         optimizer = torch.optim.AdamW([p, q], lr=0.1, fused=True)
         control = GradientControl(optimizer, give_up_after=4)
         step(control, (p, 1.0), (q, 1.0))
         before = contents(optimizer)
         for number in range(1, 20):
-            ways.open = (open_to and number % 2 == 0) if change else open_to
+            settling.allowed = (on_device and number % 2 == 0) if change else on_device
             try:
                 step(control, (p, bad), (q, 1.0), value=value)
             except NeverFinite as error:

@@ -1,4 +1,4 @@
-"""Whatever changes between two steps, the next one is stepped as the stages would step it."""
+"""Whatever changes between two steps, the next one is stepped alike whoever decides."""
 
 from __future__ import annotations
 
@@ -12,31 +12,18 @@ from torch import nn
 
 from gradilocks import GradientControl
 from tests.control.gradient_scripts import assert_same, contents
-from tests.control.short_way import (
-    DEVICES,
+from tests.engine.backends import (
     INF,
-    Ways,
     facts,
     gradient_for,
     loss_giving,
     parameter,
-    serve,
 )
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    return serve(request.param, monkeypatch)
-
-
-@pytest.fixture
-def ways(device, monkeypatch):
-    return Ways(monkeypatch)
 
 
 class Run:
@@ -176,39 +163,41 @@ CHANGES = [
 ]
 
 
-def run_with(device, ways, change, *, fused, open_to):
-    ways.open = open_to
+def run_with(device, settling, change, *, fused, on_device):
+    settling.allowed = on_device
     run = Run(device, fused)
     run.step()
     run.step(change)
     run.step(bad=INF)
-    ways.open = True
+    settling.allowed = True
     return run.told, contents(run.optimizer), run.control.state_dict()
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_between_steps_is_noticed(device, ways, change):
-    short = run_with(device, ways, change, fused=True, open_to=True)
-    assert ways.short == 3
-    assert_same(short, run_with(device, ways, change, fused=True, open_to=False))
+def test_a_change_between_steps_is_noticed(device, settling, change):
+    settled = run_with(device, settling, change, fused=True, on_device=True)
+    assert settling.count == 3
+    assert_same(settled, run_with(device, settling, change, fused=True, on_device=False))
 
 
 @pytest.mark.parametrize("change", LAYOUTS, ids=lambda change: change.__name__)
-def test_another_layout_is_noticed(device, ways, change):
-    short = run_with(device, ways, change, fused=False, open_to=True)
-    assert ways.short == (2 if change is stride_gradient else 3)
-    assert_same(short, run_with(device, ways, change, fused=False, open_to=False))
+def test_another_layout_is_noticed(device, settling, change):
+    settled = run_with(device, settling, change, fused=False, on_device=True)
+    assert settling.count == (2 if change is stride_gradient else 3)
+    assert_same(settled, run_with(device, settling, change, fused=False, on_device=False))
 
 
-def test_complex_gradients_are_stepped_by_the_stages(device, ways):
-    short = run_with(device, ways, add_complex_group, fused=False, open_to=True)
-    assert ways.short == 2
-    assert_same(short, run_with(device, ways, add_complex_group, fused=False, open_to=False))
+def test_complex_gradients_are_left_to_the_policies(device, settling):
+    settled = run_with(device, settling, add_complex_group, fused=False, on_device=True)
+    assert settling.count == 2
+    assert_same(
+        settled, run_with(device, settling, add_complex_group, fused=False, on_device=False)
+    )
 
 
-def test_sparse_gradients_are_stepped_by_the_stages(device, ways):
-    def run(open_to):
-        ways.open = open_to
+def test_sparse_gradients_are_left_to_the_policies(device, settling):
+    def run(on_device):
+        settling.allowed = on_device
         torch.manual_seed(1)
         table = nn.Embedding(5, 3, sparse=True, device=device)
         weight = parameter(3, device=device)
@@ -218,16 +207,16 @@ def test_sparse_gradients_are_stepped_by_the_stages(device, ways):
             control.zero_grad()
             control.backward((table(torch.tensor(words, device=device)) * weight).sum())
             control.step()
-        ways.open = True
+        settling.allowed = True
         return contents(optimizer), control.state_dict()
 
     assert_same(run(True), run(False))
-    assert ways.short == 0
+    assert settling.count == 0
 
 
-def test_a_group_that_moves_to_another_optimizer_is_unscaled_by_it(device, ways):
-    def run(open_to):
-        ways.open = open_to
+def test_a_group_that_moves_to_another_optimizer_is_unscaled_by_it(device, settling):
+    def run(on_device):
+        settling.allowed = on_device
         params = [parameter(size, device=device) for size in (3, 4, 5)]
         one = torch.optim.SGD([{"params": [p]} for p in params[:2]], lr=0.1, fused=True)
         two = torch.optim.SGD([{"params": params[2:], "fused": False}], lr=0.1)
@@ -240,15 +229,15 @@ def test_a_group_that_moves_to_another_optimizer_is_unscaled_by_it(device, ways)
             if number == 0:
                 two.param_groups.insert(0, one.param_groups.pop())
                 two.param_groups[0]["fused"] = False
-        ways.open = True
+        settling.allowed = True
         return [p.detach() for p in params]
 
-    short = run(True)
-    assert ways.short == 3
-    assert_same(short, run(False))
+    settled = run(True)
+    assert settling.count == 3
+    assert_same(settled, run(False))
 
 
-def test_the_gradients_are_not_kept_alive_after_the_step(device, ways):
+def test_the_gradients_are_not_kept_alive_after_the_step(device, settling):
     run = Run(device, fused=True)
     for _ in range(2):
         params = run.params()
@@ -259,10 +248,10 @@ def test_the_gradients_are_not_kept_alive_after_the_step(device, ways):
         run.control.zero_grad(set_to_none=True)
         gc.collect()
         assert [gradient() for gradient in gradients] == [None] * len(params)
-    assert ways.short == 2
+    assert settling.count == 2
 
 
-def test_a_parameter_that_was_taken_out_is_not_kept_alive(device, ways):
+def test_a_parameter_that_was_taken_out_is_not_kept_alive(device, settling):
     run = Run(device, fused=True)
     run.step()
     gone = weakref.ref(run.groups[1][0])
@@ -272,7 +261,7 @@ def test_a_parameter_that_was_taken_out_is_not_kept_alive(device, ways):
     assert gone() is None
 
 
-def test_a_copy_of_a_control_goes_its_own_way(device, ways):
+def test_a_copy_of_a_control_goes_its_own_way(device, settling):
     run = Run(device, fused=False)  # A copy of torch's fused ones forgets that it takes decisions.
     run.step()
     twin = copy.deepcopy(run)
@@ -284,10 +273,10 @@ def test_a_copy_of_a_control_goes_its_own_way(device, ways):
     run.step(bad=INF)
     run.step()
     assert_same(contents(run.optimizer), contents(twin.optimizer))
-    assert ways.short == 5
+    assert settling.count == 5
 
 
-def test_parameters_without_elements_are_stepped(device, ways):
+def test_parameters_without_elements_are_stepped(device, settling):
     empty, full = nn.Parameter(torch.empty(0, 3, device=device)), parameter(2, device=device)
     control = GradientControl(torch.optim.AdamW([empty, full], fused=True))
     for last in (full, empty):
@@ -298,10 +287,10 @@ def test_parameters_without_elements_are_stepped(device, ways):
         outcome = control.step()
         assert not outcome.skipped
         assert outcome.norm == pytest.approx(0.0 if last is empty else 2.0**0.5)
-    assert ways.short == 2
+    assert settling.count == 2
 
 
-def test_gradients_added_up_in_place_keep_their_tables(device, ways):
+def test_gradients_added_up_in_place_keep_their_tables(device, settling):
     run = Run(device, fused=True)
     found = []
     for number in range(3):
@@ -310,6 +299,6 @@ def test_gradients_added_up_in_place_keep_their_tables(device, ways):
             pairs = [(p, gradient_for(p, 10 * number + k)) for p in run.params()]
             run.control.backward(loss_giving(*pairs))
         run.control.step()
-        found.append(run.control._judge.express._roll._called)
-    assert ways.short == 3
+        found.append(run.control._engine.table._found)
+    assert settling.count == 3
     assert found[1] is found[2]

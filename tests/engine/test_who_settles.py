@@ -1,4 +1,4 @@
-"""Who takes the short way: known policies on kernels that serve. All others take the stages."""
+"""The device settles by known policies' rules where kernels serve; any other policy is asked."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, StaticScale, kernels
 from gradilocks.kernels import reference
 from gradilocks.values import ClipLimit
-from tests.control.short_way import (
-    DEVICES,
+from tests.engine.backends import (
     INF,
-    Ways,
+    Settling,
     gradient_for,
     parameter,
     serve,
@@ -25,16 +24,6 @@ pytest.importorskip("triton", reason="Triton is not installed, so there are no k
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    return serve(request.param, monkeypatch)
-
-
-@pytest.fixture
-def ways(device, monkeypatch):
-    return Ways(monkeypatch)
 
 
 class Tripling(DynamicScale):
@@ -75,8 +64,8 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("options", UNKNOWN.values(), ids=UNKNOWN)
-def test_other_policies_take_the_stages_and_step_as_without_kernels(
-    device, ways, monkeypatch, options, fused
+def test_other_policies_are_asked_and_step_as_without_kernels(
+    device, settling, monkeypatch, options, fused
 ):
     def run():
         params = [parameter(7, device=device), parameter(2, 3, device=device)]
@@ -93,9 +82,9 @@ def test_other_policies_take_the_stages_and_step_as_without_kernels(
         return params, told, control.scale
 
     served = run()
-    monkeypatch.setitem(kernels._chosen, device, (reference, "for this test"))
+    monkeypatch.setitem(kernels.BACKENDS, device, reference)
     plain = run()
-    assert ways.short == 0
+    assert settling.count == 0
     assert served[1:] == plain[1:]
     torch.testing.assert_close(served[0], plain[0], rtol=1e-6, atol=1e-7)
 
@@ -110,37 +99,37 @@ KNOWN = [
 
 
 @pytest.mark.parametrize("options", KNOWN, ids=str)
-def test_known_policies_take_the_short_way(device, ways, options):
+def test_the_device_settles_by_the_rules_of_known_policies(device, settling, options):
     p = parameter(3, device=device)
     control = GradientControl(torch.optim.SGD([p], lr=0.1), **options)
     step(control, (p, 1.0))
-    assert ways.short == 1
+    assert settling.count == 1
 
 
 @pytest.mark.gpu
-def test_without_a_scale_a_backward_of_ones_own_takes_the_short_way(monkeypatch):
-    ways = Ways(monkeypatch)
+def test_without_a_scale_the_device_settles_after_a_backward_of_ones_own(monkeypatch):
+    settling = Settling(monkeypatch)
     p = parameter(3, device=serve("cuda", monkeypatch))
     control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True), scale=None)
     for _ in range(2):
         p.grad = torch.ones_like(p)
         control.step()
-    assert ways.short == 2
+    assert settling.count == 2
 
 
-def test_a_device_that_the_kernels_do_not_serve_takes_the_stages(device, ways, monkeypatch):
-    monkeypatch.setitem(kernels._chosen, device, (reference, "for this test"))
+def test_a_device_that_the_kernels_do_not_serve_settles_nothing(device, settling, monkeypatch):
+    monkeypatch.setitem(kernels.BACKENDS, device, reference)
     p = parameter(3, device=device)
     step(GradientControl(torch.optim.SGD([p], lr=0.1)), (p, 1.0))
-    assert ways.short == 0
+    assert settling.count == 0
 
 
 @pytest.mark.parametrize("attribute", ["gradients", "hold", "take"])
-def test_an_optimizer_may_have_attributes_of_any_name(device, ways, attribute):
+def test_an_optimizer_may_have_attributes_of_any_name(device, settling, attribute):
     p = parameter(3, device=device)
     optimizer = torch.optim.SGD([p], lr=1.0)
     setattr(optimizer, attribute, ["mine"])
     before = p.detach().clone()
     step(GradientControl(optimizer), (p, 1.0))
     assert torch.equal(p, before - 1.0)
-    assert ways.short == 1
+    assert settling.count == 1

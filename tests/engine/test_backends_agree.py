@@ -1,4 +1,4 @@
-"""The short way of a step and the stages leave the same behind, number for number."""
+"""A step that the device settles and one for which the policies are asked leave the same behind."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 
 from gradilocks import ClipByNorm, DynamicScale, GradientControl, StaticScale, optim
 from tests.control.gradient_scripts import assert_same, contents
-from tests.control.short_way import (
-    DEVICES,
+from tests.control.optimizer_wrappers import MAKERS, WRAPPERS, state_of
+from tests.engine.backends import (
     INF,
     NAN,
-    Ways,
     facts,
     gradient_for,
     loss_giving,
     parameter,
-    serve,
+    step,
 )
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
@@ -32,16 +31,6 @@ SCRIPT = (None, INF, None, None, NAN, -INF)
 MOVING = DynamicScale(init_scale=1024.0, growth_interval=2, hysteresis=2)
 
 
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    return serve(request.param, monkeypatch)
-
-
-@pytest.fixture
-def ways(device, monkeypatch):
-    return Ways(monkeypatch)
-
-
 def adamw(params):
     return [torch.optim.AdamW(params, lr=0.01, fused=True)]
 
@@ -51,23 +40,23 @@ def parameters(device):
 
 
 class Run:
-    """One training run by a script; `by` says which way each step takes."""
+    """One training run by a script; `by` says which steps the device may settle."""
 
-    def __init__(self, device, ways, by, make, script=SCRIPT, iteration=None, **options):
+    def __init__(self, device, settling, by, make, script=SCRIPT, iteration=None, **options):
         self.params = parameters(device)
         self.optimizers = make(self.params)
         self.control = GradientControl(*self.optimizers, **{"scale": MOVING, **options})
         self.told, self.norms, self.scales, self.states = [], [], [], []
-        before = ways.short
+        before = settling.count
         for number, bad in enumerate(script):
-            ways.open = by(number)
+            settling.allowed = by(number)
             outcome = (iteration or plain)(self.control, self.params, number, bad)
             self.told.append(facts(outcome))
             self.norms.append(outcome.norm)
             self.scales.append(self.control.scale)
             self.states.append(self.control.state_dict())
-        ways.open = True
-        self.short = ways.short - before
+        settling.allowed = True
+        self.settled = settling.count - before
 
     def contents(self):
         return [contents(optimizer) for optimizer in self.optimizers]
@@ -96,21 +85,21 @@ def never(_):
     return False
 
 
-def check_agreement(device, ways, make=adamw, *, exact=True, by=always, **options):
-    """Runs the script both ways and compares all that can be seen of the two."""
-    short = Run(device, ways, by, make, **options)
-    stages = Run(device, ways, never, make, **options)
-    assert stages.short == 0
-    assert short.short == sum(by(number) for number in range(len(short.told)))
-    assert_same(short.told, stages.told)
-    assert short.norms == pytest.approx(stages.norms, rel=1e-12, nan_ok=True)
-    assert short.scales == stages.scales
-    assert short.states == stages.states
+def check_agreement(device, settling, make=adamw, *, exact=True, by=always, **options):
+    """Runs the script with either and compares all that can be seen of the two."""
+    settled = Run(device, settling, by, make, **options)
+    asked = Run(device, settling, never, make, **options)
+    assert asked.settled == 0
+    assert settled.settled == sum(by(number) for number in range(len(settled.told)))
+    assert_same(settled.told, asked.told)
+    assert settled.norms == pytest.approx(asked.norms, rel=1e-12, nan_ok=True)
+    assert settled.scales == asked.scales
+    assert settled.states == asked.states
     if exact:
-        assert_same(short.contents(), stages.contents())
+        assert_same(settled.contents(), asked.contents())
     else:
-        torch.testing.assert_close(short.params, stages.params, rtol=1e-6, atol=1e-7)
-    return short
+        torch.testing.assert_close(settled.params, asked.params, rtol=1e-6, atol=1e-7)
+    return settled
 
 
 OPTIMIZERS = {
@@ -127,8 +116,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_is_stepped_alike(device, ways, name):
-    run = check_agreement(device, ways, lambda params: [OPTIMIZERS[name](params)], clip=2.0)
+def test_every_optimizer_is_stepped_alike(device, settling, name):
+    run = check_agreement(device, settling, lambda params: [OPTIMIZERS[name](params)], clip=2.0)
     assert [told["skipped"] for told in run.told] == [bad is not None for bad in SCRIPT]
     assert any(told["clipped"] for told in run.told)
     assert run.scales == [1024.0, 1024.0, 1024.0, 2048.0, 2048.0, 1024.0]
@@ -144,35 +133,37 @@ def test_every_optimizer_is_stepped_alike(device, ways, name):
     ],
     ids=" and ".join,
 )
-def test_two_optimizers_are_stepped_alike(device, ways, names):
+def test_two_optimizers_are_stepped_alike(device, settling, names):
     def make(params):
         return [OPTIMIZERS[name](params[k::2]) for k, name in enumerate(names)]
 
-    check_agreement(device, ways, make, clip=2.0)
+    check_agreement(device, settling, make, clip=2.0)
 
 
 @pytest.mark.parametrize("order", [1, 1.0, 2, math.inf], ids=str)
-def test_every_order_that_the_kernels_know_is_clipped_alike(device, ways, order):
-    run = check_agreement(device, ways, clip=ClipByNorm(1.5, order=order))
+def test_every_order_that_the_kernels_know_is_clipped_alike(device, settling, order):
+    run = check_agreement(device, settling, clip=ClipByNorm(1.5, order=order))
     assert all(told["clipped"] != told["skipped"] for told in run.told)
 
 
 @pytest.mark.parametrize("clip", [None, 0.0, INF, 1e-30], ids=str)
-def test_limits_at_the_edges_are_kept_alike(device, ways, clip):
-    check_agreement(device, ways, clip=clip)
+def test_limits_at_the_edges_are_kept_alike(device, settling, clip):
+    check_agreement(device, settling, clip=clip)
 
 
 @pytest.mark.parametrize("scale", [None, 8.0, StaticScale(2.0**-20), "dynamic"], ids=str)
 @pytest.mark.parametrize("name", ["AdamW fused", "AdamW"])
-def test_scales_that_do_not_move_are_treated_alike(device, ways, scale, name):
-    check_agreement(device, ways, lambda params: [OPTIMIZERS[name](params)], scale=scale, clip=2.0)
+def test_scales_that_do_not_move_are_treated_alike(device, settling, scale, name):
+    check_agreement(
+        device, settling, lambda params: [OPTIMIZERS[name](params)], scale=scale, clip=2.0
+    )
 
 
-def test_a_scale_that_reaches_its_ends_moves_alike(device, ways):
+def test_a_scale_that_reaches_its_ends_moves_alike(device, settling):
     narrow = DynamicScale(
         init_scale=4.0, min_scale=3.0, max_scale=9.0, growth_interval=1, growth_factor=1.9
     )
-    run = check_agreement(device, ways, scale=narrow)
+    run = check_agreement(device, settling, scale=narrow)
     assert run.scales[:3] == pytest.approx([7.6, 3.8, 7.22])
     assert run.scales[3:] == pytest.approx([7.22, 3.61, 3.0])
 
@@ -234,21 +225,21 @@ def with_a_closure_now_and_then(control, params, number, bad):
     [accumulated, unscaled_first, kept_and_zeroed, handed_out],
     ids=lambda f: f.__name__,
 )
-def test_every_kind_of_loop_ends_alike(device, ways, iteration, name):
+def test_every_kind_of_loop_ends_alike(device, settling, iteration, name):
     def make(params):
         return [OPTIMIZERS[name](params)]
 
-    check_agreement(device, ways, make, iteration=iteration, clip=2.0)
+    check_agreement(device, settling, make, iteration=iteration, clip=2.0)
 
 
-def test_a_run_may_change_its_way_at_every_step(device, ways):
-    check_agreement(device, ways, by=lambda number: number % 2 == 0, clip=2.0)
+def test_a_run_may_change_who_decides_at_every_step(device, settling):
+    check_agreement(device, settling, by=lambda number: number % 2 == 0, clip=2.0)
 
 
-def test_steps_with_a_closure_may_come_between(device, ways):
+def test_steps_with_a_closure_may_come_between(device, settling):
     check_agreement(
         device,
-        ways,
+        settling,
         lambda params: [OPTIMIZERS["SGD momentum"](params)],
         by=lambda number: number % 2 == 0,
         iteration=with_a_closure_now_and_then,
@@ -256,17 +247,17 @@ def test_steps_with_a_closure_may_come_between(device, ways):
     )
 
 
-def test_parameters_of_several_dtypes_are_stepped_alike(device, ways):
+def test_parameters_of_several_dtypes_are_stepped_alike(device, settling):
     def make(params):
         with torch.no_grad():
             params[0].data = params[0].data.double()
             params[1].data = params[1].data.half()
         return [torch.optim.AdamW([param], lr=0.01, fused=True) for param in params]
 
-    check_agreement(device, ways, make, clip=2.0)
+    check_agreement(device, settling, make, clip=2.0)
 
 
-def test_float64_gradients_beyond_float32_are_clipped_alike(device, ways):
+def test_float64_gradients_beyond_float32_are_clipped_alike(device, settling):
     def huge(control, params, number, bad):
         params[0].grad = torch.full_like(params[0], 1e200 if number % 2 else 1e-200)
         outcome = control.step()
@@ -277,20 +268,20 @@ def test_float64_gradients_beyond_float32_are_clipped_alike(device, ways):
         params[0].data = params[0].data.double()
         return [torch.optim.SGD(params[:1], lr=0.1)]
 
-    run = check_agreement(device, ways, make, exact=False, iteration=huge, scale=None, clip=1.0)
+    run = check_agreement(device, settling, make, exact=False, iteration=huge, scale=None, clip=1.0)
     assert [told["clipped"] for told in run.told] == [False, True] * 3
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["short then stages", "stages then short"])
-def test_a_checkpoint_of_one_way_is_continued_by_the_other(device, ways, first):
-    whole = Run(device, ways, never, adamw, script=SCRIPT, clip=2.0)
-    half = Run(device, ways, lambda _: first, adamw, script=SCRIPT[:2], clip=2.0)
+@pytest.mark.parametrize("first", [True, False], ids=["settled then asked", "asked then settled"])
+def test_a_checkpoint_of_one_back_end_is_continued_by_the_other(device, settling, first):
+    whole = Run(device, settling, never, adamw, script=SCRIPT, clip=2.0)
+    half = Run(device, settling, lambda _: first, adamw, script=SCRIPT[:2], clip=2.0)
     resumed = GradientControl(*half.optimizers, scale=MOVING, clip=9.0)
     resumed.load_state_dict(copy.deepcopy(half.control.state_dict()))
     told = []
     for number in range(2, len(SCRIPT)):
         # Back again after two steps.
-        ways.open = first == (number >= 4)
+        settling.allowed = first == (number >= 4)
         told.append(facts(plain(resumed, half.params, number, SCRIPT[number])))
         if number == 3:
             saved = resumed.state_dict()
@@ -301,8 +292,8 @@ def test_a_checkpoint_of_one_way_is_continued_by_the_other(device, ways, first):
     assert_same(half.contents(), whole.contents())
 
 
-def test_a_checkpoint_loaded_in_mid_run_changes_the_rules_of_the_short_way(device, ways):
-    run = Run(device, ways, always, adamw, script=SCRIPT[:2], clip=2.0)
+def test_a_checkpoint_loaded_in_mid_run_changes_the_rules_that_the_device_follows(device, settling):
+    run = Run(device, settling, always, adamw, script=SCRIPT[:2], clip=2.0)
     other = GradientControl(
         *adamw(parameters(device)), scale=DynamicScale(init_scale=2.0, growth_interval=1), clip=0.5
     )
@@ -310,4 +301,39 @@ def test_a_checkpoint_loaded_in_mid_run_changes_the_rules_of_the_short_way(devic
     outcome = plain(run.control, run.params, 2, None)
     assert (outcome.scale, outcome.limit, outcome.step) == (2.0, 0.5, 1)
     assert run.control.scale == 4.0
-    assert ways.short == 3
+    assert settling.count == 3
+
+
+WRAPPINGS = ["forwards step too", "imitates", "derived in disguise"]
+
+
+def trained_in(make, wrap, settling, device, **settings):
+    params = [parameter(5, device=device), parameter(2, 3, device=device)]
+    inner = make(params)
+    control = GradientControl(wrap(inner), **settings)
+    for number, bad in enumerate([NAN, None, NAN, None]):
+        held = [p.detach().clone() for p in params], state_of(inner)
+        pairs = [
+            (param, gradient_for(param, 10 * number + place, bad))
+            for place, param in enumerate(params)
+        ]
+        assert step(control, *pairs).skipped == (bad is not None)
+        if bad is not None:
+            assert_same([p.detach().clone() for p in params], held[0])
+            if number:
+                assert_same(state_of(inner), held[1])
+    return [p.detach().cpu() for p in params]
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", WRAPPINGS)
+@pytest.mark.parametrize("name", ["SGD momentum fused", "AdamW fused", "our AdamW", "our SGD"])
+def test_a_wrapped_optimizer_is_stepped_on_a_settled_step_as_the_bare_one(
+    device, settling, name, kind, clip
+):
+    expected = trained_in(MAKERS[name], lambda inner: inner, settling, device, clip=clip)
+    assert settling.count == 4
+    got = trained_in(MAKERS[name], WRAPPERS[kind], settling, device, clip=clip)
+    assert settling.count == 8
+    # The kernels of ours unscale in float32 as they step, in place it is rounded once before.
+    torch.testing.assert_close(got, expected, rtol=5e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Programs drawn at random end alike, whichever way their steps take."""
+"""Programs drawn at random end alike, whoever decides their steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import nn
 
 from gradilocks import ClipByNorm, DynamicScale, GradientControl, optim
 from tests.control.gradient_scripts import assert_same, contents
-from tests.control.short_way import (
+from tests.engine.backends import (
     DEVICES,
     INF,
     NAN,
-    Ways,
+    Settling,
     facts,
     gradient_for,
     loss_giving,
@@ -138,12 +138,12 @@ iterations = st.tuples(
     order=st.sampled_from([1.0, 2.0, INF]),
     program=st.lists(iterations, min_size=1, max_size=4),
 )
-def test_a_program_ends_alike_both_ways(device, kind, order, program):
+def test_a_program_ends_alike_with_either_back_end(device, kind, order, program):
     with pytest.MonkeyPatch.context() as monkeypatch:
         serve(device, monkeypatch)
-        ways = Ways(monkeypatch)
-        short = World(device, kind, order).run(program)
-        assert ways.short == len(program)
-        ways.open = False
-        assert_same(short, World(device, kind, order).run(program))
-        assert ways.short == len(program)
+        settling = Settling(monkeypatch)
+        settled = World(device, kind, order).run(program)
+        assert settling.count == len(program)
+        settling.allowed = False
+        assert_same(settled, World(device, kind, order).run(program))
+        assert settling.count == len(program)

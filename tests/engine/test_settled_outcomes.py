@@ -1,4 +1,4 @@
-"""What the short way tells of a step: each Outcome its own, on the device until it is read."""
+"""The Outcome of a step that the device has settled: its own, on the device until it is read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from gradilocks import GradientControl
 from gradilocks.errors import NeverFinite
 from gradilocks.step import outcome as record
 from gradilocks.step.outcome import NonFiniteCount
-from tests.control.short_way import (
-    DEVICES,
+from tests.engine.backends import (
     INF,
     NAN,
-    Ways,
     loss_giving,
     parameter,
     read_at_once,
-    serve,
     step,
 )
 
@@ -31,22 +28,12 @@ pytest.importorskip("triton", reason="Triton is not installed, so there are no k
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    return serve(request.param, monkeypatch)
-
-
-@pytest.fixture
-def ways(device, monkeypatch):
-    return Ways(monkeypatch)
-
-
-def test_an_outcome_that_is_kept_still_shows_its_own_step(device, ways):
+def test_an_outcome_that_is_kept_still_shows_its_own_step(device, settling):
     p, q = parameter(3, device=device), parameter(4, device=device)
     control = GradientControl(torch.optim.SGD([p, q], lr=0.1), scale="dynamic", clip=4.0)
     script = [(1.0, 2.0), (INF, 2.0), (3.0, 0.0), (NAN, INF), (0.25, 0.5)]
     kept = [step(control, (p, one), (q, two)) for one, two in script]
-    assert ways.short == 5
+    assert settling.count == 5
     for number, (outcome, (one, two)) in enumerate(zip(kept, script, strict=True), start=1):
         skipped = not (math.isfinite(one) and math.isfinite(two))
         assert (outcome.step, outcome.skipped, outcome.limit) == (number, skipped, 4.0)
@@ -64,7 +51,7 @@ def test_an_outcome_that_is_kept_still_shows_its_own_step(device, ways):
     assert kept[4].counts == {}
 
 
-def test_the_statistics_are_those_of_each_gradient_as_it_stood(device, ways):
+def test_the_statistics_are_those_of_each_gradient_as_it_stood(device, settling):
     p, q = parameter(4, device=device), parameter(2, 2, device=device)
     control = GradientControl(torch.optim.SGD([p, q], lr=0.1), scale=8.0)
     first = step(
@@ -88,7 +75,7 @@ def test_the_statistics_are_those_of_each_gradient_as_it_stood(device, ways):
     assert found.norms.device == p.device
 
 
-def test_taking_the_statistics_reads_nothing(device, ways, monkeypatch):
+def test_taking_the_statistics_reads_nothing(device, settling, monkeypatch):
     def refused(*_):
         raise AssertionError("the host has waited for the device")
 
@@ -104,12 +91,12 @@ def test_taking_the_statistics_reads_nothing(device, ways, monkeypatch):
     assert not outcome.skipped
 
 
-def test_an_outcome_keeps_neither_gradients_nor_replaced_parameters(device, ways):
+def test_an_outcome_keeps_neither_gradients_nor_replaced_parameters(device, settling):
     p, q = parameter(4, device=device), parameter(3, device=device)
     optimizer = torch.optim.SGD([p, q], lr=0.1)
     control = GradientControl(optimizer)
     kept = step(control, (p, NAN), (q, NAN))
-    assert ways.short == 1
+    assert settling.count == 1
     gone = weakref.ref(q)
     del optimizer.param_groups[0]["params"][1], q
     optimizer.state.clear()
@@ -119,7 +106,7 @@ def test_an_outcome_keeps_neither_gradients_nor_replaced_parameters(device, ways
     assert kept.culprits == ("param_groups[0]['params'][0]",)
 
 
-def test_a_broken_micro_batch_is_told_from_a_broken_gradient(device, ways, monkeypatch):
+def test_a_broken_micro_batch_is_told_from_a_broken_gradient(device, settling, monkeypatch):
     read_at_once(monkeypatch)
     p = parameter(2, device=device)
     said = []
@@ -136,7 +123,7 @@ def test_a_broken_micro_batch_is_told_from_a_broken_gradient(device, ways, monke
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-def test_a_loss_of_any_dtype_and_shape_is_looked_at(device, ways, dtype, shape):
+def test_a_loss_of_any_dtype_and_shape_is_looked_at(device, settling, dtype, shape):
     p = parameter(2, device=device)
     control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True), scale=8.0)
     for value, broken in ((1.0, 0.0), (NAN, 1.0)):
@@ -145,10 +132,10 @@ def test_a_loss_of_any_dtype_and_shape_is_looked_at(device, ways, dtype, shape):
         control.backward(loss)
         row = control.step()._record.row
         assert row[6].item() == broken
-    assert ways.short == 2
+    assert settling.count == 2
 
 
-def test_losses_that_are_not_reduced_are_looked_at(device, ways):
+def test_losses_that_are_not_reduced_are_looked_at(device, settling):
     p = parameter(2, device=device)
     control = GradientControl(torch.optim.SGD([p], lr=0.1, fused=True), scale=8.0)
     for value, broken in ((1.0, 0.0), (NAN, 1.0)):
@@ -156,10 +143,10 @@ def test_losses_that_are_not_reduced_are_looked_at(device, ways):
         factors = torch.tensor([1.0, value], device=device)
         control.scale_loss(p * factors).sum().backward()
         assert control.step()._record.row[6].item() == broken
-    assert ways.short == 2
+    assert settling.count == 2
 
 
-def test_a_loss_on_another_device_or_of_a_subclass_is_looked_at_all_the_same(device, ways):
+def test_a_loss_on_another_device_or_of_a_subclass_is_looked_at_all_the_same(device, settling):
     class Odd(torch.Tensor):
         pass
 
@@ -170,4 +157,4 @@ def test_a_loss_on_another_device_or_of_a_subclass_is_looked_at_all_the_same(dev
             control.zero_grad()
             control.backward(move((p * value).sum()))
             assert control.step()._record.row[6].item() == broken
-    assert ways.short == 4
+    assert settling.count == 4
