@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradilocks.kernels.totals import summarize, total_norm
+from gradilocks.kernels.reference import summarize, total_norm
 from gradilocks.step.measure import measure
 from gradilocks.values import Statistics
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip.clip_policy import NOTHING, ClipByValue, ClipPolicy, Memory, resolve_clip
-from gradilocks.kernels.totals import total_norm
+from gradilocks.kernels.reference import total_norm
 from gradilocks.values import ClipLimit, Measurement
 
 __all__ = ["Chain", "chain"]

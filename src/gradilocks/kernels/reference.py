@@ -15,6 +15,10 @@ any data; rows of 1,024 are 4e-6 off on one 1.0 beside 1,023 times 2.43e-4.
 
 A finite sum also proves that no element is NaN or Inf, so only a tensor that looks wrong is read
 again.
+
+The norm over all tensors (`summarize`) adds powers in float64 over pieces, tensors and ranks, so it
+is the same to some 1e-15 however the elements are spread; it is rounded once to float32, nearly
+always to the bit, before limit, coefficient and record see it.
 """
 
 from __future__ import annotations
@@ -29,9 +33,20 @@ from torch import Tensor
 from gradilocks import _torch
 from gradilocks._torch import clamp_max_, clamp_min_, mul_, unscale_and_check_
 from gradilocks.kernels import pieces
-from gradilocks.values import NonFinite, Statistics, wide
+from gradilocks.values import Measurement, NonFinite, Statistics, wide
 
-__all__ = ["clamp_", "measure", "multiply_", "multiply_and_check_", "multiply_each_"]
+__all__ = [
+    "DOUBLE",
+    "any_double",
+    "clamp_",
+    "measure",
+    "multiply_",
+    "multiply_and_check_",
+    "multiply_each_",
+    "rounded",
+    "summarize",
+    "total_norm",
+]
 
 BY_ADDRESS = False
 """Whether it reaches tensors by their addresses."""
@@ -39,7 +54,9 @@ BY_ADDRESS = False
 # kernel does (0.15 ms to 0.45 ms for 148 tensors of 0.7 M elements in all); above, it is slower.
 _SMALL = (1 << 16) - 1
 _HALF = (torch.float16, torch.bfloat16)
-_DOUBLE = (torch.float64, torch.complex128)
+DOUBLE = frozenset((torch.float64, torch.complex128))
+_SMALLEST_SINGLE = float(torch.finfo(torch.float32).tiny)
+_LARGEST_SINGLE = float(torch.finfo(torch.float32).max)
 # Said each time, because the user may have set another default dtype or device.
 _FLOAT: Any = {"dtype": torch.float32, "device": "cpu"}
 _WIDE: Any = {"dtype": torch.float64, "device": "cpu"}
@@ -384,7 +401,7 @@ def _multiply_on_device_(tensors: Sequence[Tensor], multiplier: Tensor) -> None:
         if tensor.dtype in _HALF:  # In float32, as torch would round the factor to half first.
             tensor.copy_(tensor.float() * factor)
         else:
-            tensor.mul_(multiplier if tensor.dtype in _DOUBLE else factor)
+            tensor.mul_(multiplier if tensor.dtype in DOUBLE else factor)
 
 
 def _measure_on_device(tensors: Sequence[Tensor], *, order: float, detail: bool) -> Statistics:
@@ -414,3 +431,56 @@ def _measure_on_device(tensors: Sequence[Tensor], *, order: float, detail: bool)
         torch.stack(largest) if detail else None,
         torch.stack(zeros) if detail else None,
     )
+
+
+def summarize(statistics: Statistics, *, order: float, double: bool) -> Measurement:
+    """The Measurement of tensors whose statistics are known; `double` if one is float64."""
+    norms = statistics.norms
+    if order == 2.0 and not double and norms.dtype is torch.float64:
+        # The square of a float32 norm is far from the ends of float64, so the sum needs no care,
+        # and it is finite just when every element is. 8 small operations instead of 20.
+        norm = rounded(torch.linalg.vector_norm(norms))
+        nonfinite = torch.logical_not(norm < math.inf).to(torch.float32)
+    else:
+        norm = rounded(total_norm(norms, order), double=double)
+        nonfinite = ((statistics.nan + statistics.inf).sum() > 0).to(torch.float32)
+    return Measurement(
+        order=order, tensors=statistics, norm=norm, nonfinite=nonfinite, double=double
+    )
+
+
+def total_norm(norms: Tensor, order: float) -> Tensor:
+    """The norm of all tensors as if they were one vector, never overflowing on the way.
+
+    Of order 0 it is, as torch has it, the count of tensors whose own count is not 0.
+    """
+    if norms.numel() == 0:
+        return norms.new_zeros(())
+    if order == 0.0:
+        total: Tensor = torch.linalg.vector_norm(norms, order)
+        return total
+    # The norm that counts most: in its units no power is more than 1.
+    unit = norms.amax() if order > 0.0 else norms.amin()
+    usable = (unit > 0) & torch.isfinite(unit)
+    safe = torch.where(usable, unit, torch.ones_like(unit))
+    return torch.where(usable, safe * torch.linalg.vector_norm(norms / safe, order), unit)
+
+
+def rounded(norm: Tensor, *, double: bool = False) -> Tensor:
+    """A total rounded to float32, in its own dtype.
+
+    Beyond the normal numbers of float32 it stays as it is: a norm of 1e39 can still be clipped.
+
+    Args:
+        norm: 0-d, of all tensors and all ranks.
+        double: whether a gradient is float64; then the norm is, too, as torch's clip has it.
+    """
+    if double or norm.dtype is not torch.float64:
+        return norm
+    fits = (norm >= _SMALLEST_SINGLE) & (norm <= _LARGEST_SINGLE)
+    return torch.where(fits, norm.to(torch.float32).to(torch.float64), norm)
+
+
+def any_double(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of `tensors` is float64."""
+    return not DOUBLE.isdisjoint({tensor.dtype for tensor in tensors})

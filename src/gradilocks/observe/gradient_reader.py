@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.totals import any_double
+from gradilocks.kernels.reference import any_double
 from gradilocks.lab.tensors import measurable
 from gradilocks.step.measure import measure
 from gradilocks.values import Statistics, moved

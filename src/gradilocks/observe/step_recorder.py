@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels.cuda_graph import capturing
-from gradilocks.kernels.totals import rounded, total_norm
+from gradilocks.kernels.reference import rounded, total_norm
 from gradilocks.names import Names, name_parameters, prefixed
 from gradilocks.observe.between_steps import Clips, Losses
 from gradilocks.observe.gradient_reader import ClippedGradients, GradientReader, Reading

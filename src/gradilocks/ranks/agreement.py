@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.totals import total_norm
+from gradilocks.kernels.reference import total_norm
 from gradilocks.ranks.layout import ModelRanks, shortened
 from gradilocks.values import moved, wide
 

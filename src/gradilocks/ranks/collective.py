@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.totals import rounded
+from gradilocks.kernels.reference import rounded
 from gradilocks.values import Measurement, Meeting, moved, wide
 
 __all__ = ["agreed", "largest_of_all", "reduce", "reduce_apart", "reduce_each"]

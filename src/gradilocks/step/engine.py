@@ -30,7 +30,7 @@ from gradilocks.checks import refuse_misfits
 from gradilocks.clip import ClipPolicy, remap_memory, same_parameters
 from gradilocks.errors import NeverFinite
 from gradilocks.kernels.cuda_graph import capturing
-from gradilocks.kernels.totals import DOUBLE, summarize
+from gradilocks.kernels.reference import DOUBLE, summarize
 from gradilocks.names import Names
 from gradilocks.ranks.agreement import FINGERPRINT, REPORT, RankAgreement, fingerprint
 from gradilocks.ranks.collective import agreed, reduce, reduce_apart, reduce_each

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
-from gradilocks.kernels.totals import any_double, summarize
+from gradilocks.kernels.reference import any_double, summarize
 from gradilocks.values import Measurement, Statistics, moved
 
 __all__ = ["measure"]
