@@ -178,8 +178,10 @@ def takes_decision(optimizer: Any) -> bool:
         return False
     # A checkpoint of an unfused optimizer brings fused=None into the groups of a fused one, and
     # torch's own step then goes by the groups.
-    groups = optimizer.param_groups if step.goes_by_groups else ()
-    return not any("fused" in group and not group["fused"] for group in groups)
+    for group in optimizer.param_groups if step.goes_by_groups else ():
+        if "fused" in group and not group["fused"]:
+            return False
+    return True
 
 
 def takes_directly(optimizers: Sequence[Any]) -> bool:
