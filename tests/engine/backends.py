@@ -25,6 +25,32 @@ DEVICES = [
 ]
 
 
+def plain_and_served(names, *, served):
+    """For `parametrize(("device", ...), indirect=["device"])`: plain torch with all of `names`.
+
+    With the kernels, which are slow to interpret, only those of `served`.
+    """
+    plain = [pytest.param(None, *_parts(name), id=f"plain torch-{_label(name)}") for name in names]
+    return plain + [
+        pytest.param(
+            *device.values,
+            *_parts(name),
+            marks=device.marks,
+            id=f"kernels on {device.values[0]}-{_label(name)}",
+        )
+        for device in DEVICES
+        for name in served
+    ]
+
+
+def _parts(name):
+    return name if isinstance(name, tuple) else (name,)
+
+
+def _label(name):
+    return "-".join(_parts(name))
+
+
 def serve(device, monkeypatch):
     """Lets the Triton kernels serve `device`, in small chunks where they are interpreted."""
     from gradilocks.kernels import chunks, triton_backend, triton_optimizers
@@ -143,6 +169,7 @@ __all__ = [
     "gradient_for",
     "loss_giving",
     "parameter",
+    "plain_and_served",
     "read_at_once",
     "serve",
     "step",

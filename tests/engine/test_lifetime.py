@@ -25,7 +25,7 @@ from gradilocks import (
 from gradilocks.errors import NeverFinite, NonFiniteGradient
 from gradilocks.step.outcome import Streak
 from gradilocks.values import StepRecord
-from tests.engine.backends import DEVICES, INF, serve
+from tests.engine.backends import DEVICES, INF, plain_and_served, serve
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -80,6 +80,13 @@ OPTIMIZERS = {
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
     "our AdamW": lambda params: optim.AdamW(params, lr=0.1),
 }
+
+
+CASES = pytest.mark.parametrize(
+    ("device", "name"),
+    plain_and_served(OPTIMIZERS, served=["AdamW fused", "our AdamW"]),
+    indirect=["device"],
+)
 
 
 def unused(device, make, path):
@@ -227,7 +234,7 @@ def without_the_cycle_collector():
         gc.enable()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@CASES
 @pytest.mark.parametrize("use", WAYS_OF_USE, ids=lambda use: use.__name__)
 def test_a_control_that_nobody_holds_is_gone_at_once(device, use, name, tmp_path):
     with without_the_cycle_collector():
@@ -260,7 +267,7 @@ SCALERS = {
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["nothing kept", "outcome kept"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@CASES
 @pytest.mark.parametrize("options", SCALERS.values(), ids=SCALERS)
 def test_a_scaler_that_nobody_holds_is_gone_at_once(device, options, name, kept):
     with without_the_cycle_collector():
@@ -275,7 +282,7 @@ def test_a_scaler_that_nobody_holds_is_gone_at_once(device, options, name, kept)
     del model
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@CASES
 @pytest.mark.parametrize("options", SCALERS.values(), ids=SCALERS)
 def test_a_scaler_keeps_no_parameters_of_an_optimizer_that_is_gone(device, options, name):
     model, optimizer, scaler = scaler_run(device, OPTIMIZERS[name], named=False, **options)
@@ -316,7 +323,7 @@ COPIERS = {"deepcopy": copy.deepcopy, "pickle": lambda it: pickle.loads(pickle.d
 
 
 @pytest.mark.parametrize("copied", COPIERS.values(), ids=COPIERS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@CASES
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"clip": AdaGC(warmup=1)}], ids=str)
 def test_a_control_that_has_stepped_can_be_copied_and_goes_on_alike(device, options, name, copied):
     run = Trained(device, OPTIMIZERS[name], **options).train()

@@ -19,7 +19,7 @@ from gradilocks import (
 )
 from gradilocks.errors import SharedParameter
 from tests.control.gradient_scripts import assert_same, contents
-from tests.engine.backends import DEVICES, serve
+from tests.engine.backends import DEVICES, plain_and_served, serve
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
@@ -88,7 +88,11 @@ POLICIES = {"torch's rule": {}, "clip": {"clip": 1.0}, "policy": {"policy": "dyn
 
 @pytest.mark.parametrize("call", ["step", "unscale_"])
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("device", "name"),
+    plain_and_served(MAKERS, served=["SGD", "our AdamW"]),
+    indirect=["device"],
+)
 def test_a_scaler_refuses_them_by_name_before_anything_changes(device, name, options, call):
     model = Model(device)
     optimizer = MAKERS[name](model.parameters())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradilocks import AdaGC, GradientControl, GradScaler, HeadroomScale, optim
-from tests.engine.backends import DEVICES, INF, serve
+from tests.engine.backends import DEVICES, INF, plain_and_served, serve
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
@@ -119,8 +119,19 @@ def swap_gradient(run):
 
 @pytest.mark.parametrize("cleared", [True, False], ids=["after zero_grad", "after the step"])
 @pytest.mark.parametrize("swap", [swap_parameter, swap_gradient], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize(
+    ("device", "driver", "maker"),
+    plain_and_served(
+        [(driver, maker) for driver in DRIVERS for maker in MAKERS],
+        served=[
+            ("control", "AdamW fused"),
+            ("control", "our AdamW"),
+            ("scaler", "our AdamW"),
+            ("scaler with policy", "SGD"),
+        ],
+    ),
+    indirect=["device"],
+)
 def test_a_swap_between_two_steps_changes_nothing(device, driver, maker, swap, cleared):
     plain, swapped = twin_runs(device, driver, maker)
     for run in (plain, swapped):
