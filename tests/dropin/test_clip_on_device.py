@@ -226,7 +226,7 @@ def test_a_rank_whose_distributed_parameters_have_no_gradient_takes_part(device,
         gather = dist.all_gather
         monkeypatch.setattr(dist, "all_gather", lambda *a, **k: met.append(a) or gather(*a, **k))
         # As if other ranks trained along.
-        monkeypatch.setattr("gradilocks.dropin.clip_functions.in_company", lambda: True)
+        monkeypatch.setattr("gradilocks.dropin.clip_functions.has_other_ranks", lambda: True)
         found = clip_grad_norm_([*plain, shards], math.inf)
     finally:
         dist.destroy_process_group()

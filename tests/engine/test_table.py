@@ -50,7 +50,7 @@ class CheckedTable:
         assert found.addresses == [grad.data_ptr() for grad in grads]
         assert found.homes == [param.data_ptr() for param in having]
         assert found.sizes == tuple(grad.numel() for grad in grads)
-        assert found.dtypes == [grad.dtype for grad in grads]
+        assert found.dtypes == {grad.dtype for grad in grads}
         assert found.device == grads[0].device
         located = found.located
         assert located.pointers.tolist() == found.addresses
@@ -68,7 +68,7 @@ class CheckedTable:
 @pytest.fixture(params=[True, False], ids=["with torch's guard", "without it"])
 def checked(device, request, monkeypatch):
     if not request.param:
-        monkeypatch.setattr(table, "_guard_for", lambda tensors: None)
+        monkeypatch.setattr(table, "tensor_guards", lambda tensors: None)
     made = CheckedTable(device)
     assert made.find() is not None
     return made

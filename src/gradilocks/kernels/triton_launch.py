@@ -151,7 +151,8 @@ def takes_addresses(device: torch.device) -> bool:
     told = _takes_addresses.get(device.index)
     if told is None and not capturing():
         debugged = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode(0)  # It waits, this once, whatever the user has set.
+        if debugged:  # It waits, this once, whatever the user has set.
+            torch.cuda.set_sync_debug_mode(0)
         try:
             told = _probe(device)
         except torch.OutOfMemoryError:
@@ -159,7 +160,8 @@ def takes_addresses(device: torch.device) -> bool:
         except Exception:  # A launcher of another time may fail in any way.
             told = False
         finally:
-            torch.cuda.set_sync_debug_mode(debugged)
+            if debugged:
+                torch.cuda.set_sync_debug_mode(debugged)
         _takes_addresses[device.index] = told
     return bool(told)
 

@@ -106,7 +106,8 @@ class Settler:
         if self._state[:2] != (id(state), id(streak)):
             moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
             # The kernel gets addresses: one of the host would be written to blindly.
-            assert all(tensor.device == self.device for tensor in moving), "state on another device"
+            assert all(tensor.device == state.scale.device for tensor in moving)
+            assert state.scale.device.type == self.device.type
             self._reads = (self._arrived, self._numbers, *moving)
             self._state = id(state), id(streak), state, streak
         launch_settle(
