@@ -33,6 +33,10 @@ def measure(
         The Measurement, on `home`; nothing waits.
     """
     places, double = kernels.by_device(tensors), any_double(tensors)
+    if len(places) == 1:
+        (device,) = places
+        found = kernels.BACKENDS[device.type].measure(tensors, order=order, detail=detail)
+        return summarize(_moved(found, home), order=order, double=double)
     parts = [
         _moved(
             kernels.BACKENDS[device.type].measure(
@@ -63,7 +67,8 @@ def _merged(
     parts: Sequence[Statistics], places: Sequence[int], *, home: torch.device, detail: bool
 ) -> Statistics:
     """Puts the devices' results back into the gradients' own order."""
-    order = torch.tensor(sorted(range(len(places)), key=places.__getitem__), device=home)
+    # Made on the host and sent: made on the device, it would wait for it.
+    order = moved(torch.tensor(sorted(range(len(places)), key=places.__getitem__)), home)
 
     def merge(columns: list[Tensor], dtype: torch.dtype) -> Tensor:
         if not columns:
