@@ -150,11 +150,11 @@ def transforms(torch_, lost):
 
 def _rounded(**replaced):
     """A product and its gradient in bfloat16, with functions of `_torch` replaced."""
-    storage = importlib.import_module("gradilocks.lab.emulate.storage")
+    rounding = importlib.import_module("gradilocks.lab.emulate.rounding")
     x = torch.linspace(0.1, 1.7, 12).view(3, 4).requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         for name, function in replaced.items():
-            patch.setattr(storage, name, function)
+            patch.setattr(rounding, name, function)
         with gradilocks.emulate("bf16"):
             loss = (x @ x.t()).sum()
         loss.backward()
@@ -322,17 +322,6 @@ def tables(function, name):
     return check
 
 
-def dual():
-    """Where nobody can say, each operation goes through autograd, with the same result."""
-    assert not _torch.may_be_dual()
-    with torch.autograd.forward_ad.dual_level():
-        assert _torch.may_be_dual()
-    assert all(map(torch.equal, _rounded(), _rounded(may_be_dual=lambda: True)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(torch.autograd.forward_ad, "_current_level")
-        assert _torch.may_be_dual()
-
-
 def steps_noted():
     """No fallback: a schedule warns, as it does of any optimizer that it has not seen stepping."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
@@ -408,7 +397,6 @@ def kinds():
 
 INSTANCE = {
     "_buffers": buffers,
-    "_current_level": dual,
     "_device_types": kinds,
     "_fsdp_flattened": flattened,
     "_indices": sparse("sparse_indices"),
@@ -436,8 +424,8 @@ def test_an_attribute_of_torchs_objects_is_there_or_is_done_without(name):
 
 
 def test_an_audit_without_the_late_hooks_refuses_a_step_inside_backward(monkeypatch):
-    unchanged = importlib.import_module("gradilocks.lab.audit.unchanged")
-    monkeypatch.setattr(unchanged, "post_accumulate_hooks", lambda param: {})
+    audit_model = importlib.import_module("gradilocks.lab.audit.audit_model")
+    monkeypatch.setattr(audit_model, "post_accumulate_hooks", lambda param: {})
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for param in model.parameters():

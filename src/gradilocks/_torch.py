@@ -56,7 +56,6 @@ __all__ = [
     "is_flattened",
     "is_functorch_tensor",
     "is_profiling",
-    "may_be_dual",
     "mul_",
     "new_scaler_state",
     "norms",
@@ -293,15 +292,6 @@ are_transforms_active: Callable[[], bool] = _find(
     "torch._C._are_functorch_transforms_active", lambda: True
 )
 """Whether a transform of torch.func is running; True where nobody can say, which is slower."""
-
-
-def may_be_dual() -> bool:
-    """Whether forward-mode AD is on: a derivative may flow that `requires_grad` does not tell of.
-
-    True where nobody can say, which is slower.
-    """
-    level: int = getattr(torch.autograd.forward_ad, "_current_level", 0)
-    return level >= 0
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
@@ -603,7 +593,6 @@ underscore. Beside these `run`, `_run` and `function`, which are everybody's wor
 
 INSTANCE_NAMES = (
     "_buffers",
-    "_current_level",
     "_device_types",
     "_fsdp_flattened",
     "_indices",

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradilocks._torch import DYNAMO, children_of
+
 __all__ = [
     "Names",
     "called_alike",
@@ -36,7 +38,7 @@ _WRAPPERS: dict[str, tuple[tuple[str, str], ...]] = {
         ("megatron.core.distributed", "DistributedDataParallel"),
         ("megatron.core.transformer.module", "Float16Module"),
     ),
-    "_orig_mod": (("torch._dynamo.eval_frame", "OptimizedModule"),),
+    "_orig_mod": ((f"{DYNAMO}.eval_frame", "OptimizedModule"),),
     "_fsdp_wrapped_module": (("torch.distributed.fsdp", "FullyShardedDataParallel"),),
     "_checkpoint_wrapped_module": (
         ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"),
@@ -63,13 +65,13 @@ def _is_wrapped(parent: nn.Module, key: str) -> bool:
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether `module` is a wrapper around another module, such as DDP."""
-    return any(_is_wrapped(module, key) for key, _ in module._modules.items())
+    return any(_is_wrapped(module, key) for key in children_of(module))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The user's own module inside whatever wrappers there are around it."""
     while True:
-        inner = [child for key, child in module._modules.items() if _is_wrapped(module, key)]
+        inner = [child for key, child in children_of(module).items() if _is_wrapped(module, key)]
         if not inner or inner[0] is None:
             return module
         module = inner[0]
@@ -86,7 +88,7 @@ def _without_wrappers(root: nn.Module, path: str) -> str:
         if parent is None or not _is_wrapped(parent, part):
             kept.append(part)
         # A ScriptModule's children are in a mapping without `get`.
-        children = {} if parent is None else parent._modules
+        children = {} if parent is None else children_of(parent)
         parent = children[part] if part in children else None  # noqa: SIM401
     return ".".join(kept)
 

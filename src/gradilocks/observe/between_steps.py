@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import version
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter
 
@@ -160,8 +161,8 @@ class _GradientState:
         gradient = param.grad
         if gradient is None:
             return _GradientState(None, 0)
-        version = 0 if gradient.is_inference() else gradient._version
-        return _GradientState(weakref.ref(gradient), version)
+        writes = 0 if gradient.is_inference() else version(gradient)
+        return _GradientState(weakref.ref(gradient), writes)
 
     def is_still(self, param: Tensor) -> bool:
         now = _GradientState.of(param)  # One tensor has one weakref.

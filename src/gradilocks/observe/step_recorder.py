@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from gradilocks._torch import unseen_by_modes
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.reference import rounded, total_norm
 from gradilocks.names import Names, name_parameters, prefixed
@@ -58,15 +59,9 @@ class Guard:
     def __call__(self, act: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Calls `act` with these arguments."""
         if not (self.closed or os.getpid() != self._pid or capturing()):
-            with SignalsHeld(), torch.no_grad(), torch._C.DisableTorchFunction():
+            with SignalsHeld(), torch.no_grad(), unseen_by_modes():
                 try:
-                    if torch._C._len_torch_dispatch_stack():
-                        from torch.utils._python_dispatch import _disable_current_modes
-
-                        with _disable_current_modes():
-                            act(*args, **kwargs)
-                    else:
-                        act(*args, **kwargs)
+                    act(*args, **kwargs)
                 except Exception as error:
                     self.closed = self.failed = True
                     self._on_failure(error)

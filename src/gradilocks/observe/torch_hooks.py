@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from gradilocks import dropin
+from gradilocks._torch import scale_of, scaler_state
 from gradilocks.observe.patches import Patches
 from gradilocks.step.events import EVENTS, Step
 from gradilocks.values import moved
@@ -134,9 +135,9 @@ class TorchHooks:
 
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
-        scale = getattr(scaler, "_scale", None)
+        scale = scale_of(scaler)
         told = isinstance(scaler, dropin.GradScaler)
-        if scaler.is_enabled() and isinstance(scale, Tensor) and not told:
+        if scaler.is_enabled() and scale is not None and not told:
             for listener in EVENTS.listeners:
                 listener.loss_scaled(scaler, outputs, scaled, scale)
         return scaled
@@ -144,14 +145,14 @@ class TorchHooks:
     def _scaler_step(
         self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        scale = getattr(scaler, "_scale", None)
+        scale = scale_of(scaler)
         if isinstance(scaler, dropin.GradScaler) or not scaler.is_enabled() or scale is None:
             return original(scaler, optimizer, *args, **kwargs)
         if type(scaler) not in self._scalers:
             self._hook_scaler(type(scaler))
         if EVENTS.step_around(optimizer) is not None:  # Of a control, or of a class below.
             return original(scaler, optimizer, *args, **kwargs)
-        state = scaler._per_optimizer_states[id(optimizer)]
+        state = scaler_state(scaler, optimizer)
         unscaled = state["stage"] is OptState.UNSCALED
         step = EVENTS.begin_step(Step(scaler, (optimizer,), scale=scale, unscaled=unscaled))
         try:

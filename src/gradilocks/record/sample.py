@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gradilocks import kernels
+from gradilocks import _torch, kernels
 from gradilocks.kernels import pieces
 from gradilocks.ranks.layout import is_distributed
 from gradilocks.values import Statistics, moved
@@ -101,8 +101,8 @@ class Weights:
             for places in kernels.by_device(self._before).values():
                 before = [self._before[place] for place in places]
                 change = [_copy(self._params[place]) for place in places]
-                torch._foreach_sub_(change, before)
-                both = torch._foreach_norm(before) + torch._foreach_norm(change)
+                _torch.sub_(change, before)
+                both = [*_torch.norms(before), *_torch.norms(change)]
                 found = torch.stack([norm.to(torch.float32) for norm in both])
                 found = moved(found.view(2, len(places)), home)
                 if len(places) == count:

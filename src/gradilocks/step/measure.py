@@ -68,7 +68,8 @@ def _merged(
 ) -> Statistics:
     """Puts the devices' results back into the gradients' own order."""
     # Made on the host and sent: made on the device, it would wait for it.
-    order = moved(torch.tensor(sorted(range(len(places)), key=places.__getitem__)), home)
+    back = sorted(range(len(places)), key=places.__getitem__)
+    order = moved(torch.tensor(back, device="cpu"), home)
 
     def merge(columns: list[Tensor], dtype: torch.dtype) -> Tensor:
         if not columns:
