@@ -1,163 +1,339 @@
-"""The three sentences that hold the house up, read off the source itself."""
+"""The three sentences of ARCHITECTURE.md, read off the source itself, as strictly as they read.
+
+1. Stages never import stages; they meet in the engine, and speak in `values.py`.
+2. Running and showing are apart: nothing on the training path prints, exits, or imports what does;
+   `cli`, `demo`, `report` and `integrations` use what other rooms offer at their doors.
+3. The host waits for the device in named places.
+
+And what else keeps the house readable: no import circle, no file name twice, the training path
+imports torch alone.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from gradilocks import lab
-
 SOURCE = Path(__file__).parent.parent / "src" / "gradilocks"
 FILES = sorted(SOURCE.rglob("*.py"))
-STAGES = {
-    "scale",
-    "step.measure",
-    "ranks.collective",
-    "clip",
-    "step.decide",
-    "step.update",
-    "step.outcome",
-}
-# Who brings the stages together, and who reads their state into a checkpoint.
-MEETING_PLACES = {
-    "control",
-    "step.judge",
-    "step.stepping",
-    "step.express",
-    "dropin",
-    "state.checkpoint",
-    "__init__",
-}
-# Reading a number off a tensor waits for its device. These may: the two named places, and the
-# reference kernels, whose CPU paths have nothing to wait for.
-MAY_READ = {"step/outcome.py", "step/update.py", "kernels/reference.py", "kernels/norms.py"}
-MAY_READ |= {"step/host_copy.py"}  # The one way by which an Outcome or a batch is read.
-MAY_READ |= {"ranks/layout.py"}  # The ranks of a device mesh lie on the CPU.
-MAY_READ |= {"lab/audit/counting.py", "lab/audit/module_hooks.py"}  # Once, when an audit is over.
-MAY_READ |= {"optim/sgd.py"}  # Asks, for a checkpoint, which buffers have been filled.
-MAY_READ |= {"lab/emulate/recurrent.py"}  # The sizes of a packed sequence lie on the CPU anyway.
-# Nothing else imports Triton, and nothing imports these before a GPU is there.
-TRITON = {
-    f"kernels/{name}.py"
-    for name in ("adam", "fused", "launch", "launches", "programs", "settling", "sgd")
-}
-READS = {"item", "tolist", "cpu", "numpy"}
+SHOWING = {"cli", "demo", "report", "integrations"}
+# Run a script, a model or a file on somebody's behalf; not part of a training step.
+TOOLS = {"lab", "observe", "runfile"}
 
 
-ROOMS_OF_FILES = {"step", "ranks", "state", "lab"}
-
-
-def _imports(path: Path) -> set[str]:
-    """The rooms of gradilocks that a file imports: `gradilocks.kernels.pieces` is `kernels`."""
-    rooms: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            # `from gradilocks import kernels` names a room by what it imports.
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        for name in names:
-            root, *parts = name.split(".")
-            if root != "gradilocks" or not parts:
-                continue
-            rooms.add(".".join(parts[:2]) if parts[0] in ROOMS_OF_FILES else parts[0])
-    return rooms
-
-
-def _place(path: Path) -> str:
+def place(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
 
-def _room(path: Path) -> str:
-    first, *more = path.relative_to(SOURCE).with_suffix("").parts
-    return f"{first}.{more[0]}" if first in ROOMS_OF_FILES else first
+def room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("stage", sorted(STAGES))
+def module_of(path: Path) -> str:
+    parts = ("gradilocks", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in FILES}
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+def imported_from(path: Path) -> list[tuple[str, str | None]]:
+    """Every import of a file, also lazy ones and those for types: a module, and a name from it."""
+    found: list[tuple[str, str | None]] = []
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found += [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            name = node.args[0]
+            if isinstance(name, ast.Constant):
+                found.append((str(name.value), None))
+    return found
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[2].split(".")[0]
+
+
+def modules_imported(path: Path) -> set[str]:
+    """The modules of this package that a file imports."""
+    found = set()
+    for module, name in imported_from(path):
+        inner = f"{module}.{name}"
+        if inner in MODULES:  # `from gradilocks import kernels` names a module by what it imports.
+            found.add(inner)
+        elif module in MODULES:
+            found.add(module)
+    return found - {module_of(path)}
+
+
+TRAINING = [path for path in FILES if room(path) not in SHOWING | TOOLS | {"__main__"}]
+
+# --- 1. stages ------------------------------------------------------------------------------------
+
+STAGES = {
+    "scale": "gradilocks.scale",
+    "measure": "gradilocks.step.measure",
+    "combine": "gradilocks.ranks.collective",
+    "clip": "gradilocks.clip",
+    "update": "gradilocks.step.update",
+    "outcome": "gradilocks.step.outcome",
+}
+# The engine (which decides), who drives it, and who reads policies into a checkpoint.
+MEETING_PLACES = ("step/engine.py", "control.py", "dropin/", "state/checkpoint.py", "__init__.py")
+
+
+def stage_of(module: str) -> str | None:
+    for stage, home in STAGES.items():
+        if module == home or module.startswith(f"{home}."):
+            return stage
+    return None
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_imports_no_other_stage(stage: str) -> None:
-    files = [path for path in FILES if _room(path) == stage]
+    files = [path for module, path in MODULES.items() if stage_of(module) == stage]
     assert files
-    imported = {room for path in files for room in _imports(path)} & (STAGES - {stage})
-    assert not imported, f"{stage}.py imports {imported}; stages meet in control.py and dropin"
+    for path in files:
+        others = {stage_of(module) for module in modules_imported(path)} - {stage, None}
+        assert not others, f"{place(path)} imports {others}; stages meet in the engine"
 
 
-def test_stages_meet_only_in_control_and_dropin() -> None:
-    for path in FILES:
-        met = _imports(path) & STAGES
+def test_stages_meet_in_the_engine_and_in_who_drives_it() -> None:
+    for path in TRAINING:
+        met = {stage_of(module) for module in modules_imported(path)} - {None}
         if len(met) > 1:
-            assert _room(path) in MEETING_PLACES, f"{_place(path)} brings together {met}"
+            assert place(path).startswith(MEETING_PLACES), f"{place(path)} brings together {met}"
 
 
-def test_data_and_kernels_know_nothing_of_stages() -> None:
-    below = [SOURCE / "values.py", SOURCE / "errors.py", SOURCE / "step" / "gradients.py"]
-    for path in [*below, *(SOURCE / "kernels").glob("*.py")]:
-        assert not _imports(path) & (STAGES | {"control", "dropin"}), _place(path)
+def test_data_and_kernels_know_nothing_of_what_is_above_them() -> None:
+    below = {"values", "errors", "kernels", "_torch", "policy"}
+    for path in TRAINING:
+        if room(path) in below:
+            above = {m for m in modules_imported(path) if room_of(m) not in {*below, "eager"}}
+            assert not above, f"{place(path)} imports {above}"
 
 
-def test_demo_and_command_line_use_only_public_names() -> None:
-    public = {"errors", "cli", "demo"}
-    for room in ("cli", "demo"):
-        for path in (SOURCE / room).glob("*.py"):
-            inner = _imports(path) & {p.stem for p in SOURCE.glob("*.py")} - public - {"__init__"}
-            assert not inner, f"{_place(path)} reaches into {inner}"
-
-
-def test_the_training_path_needs_torch_alone() -> None:
-    for path in FILES:
-        if _room(path) in {"cli", "demo"}:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            roots = {name.split(".")[0] for name in names}
-            allowed = {"triton"} if _place(path) in TRITON else set()
-            allowed |= {"plotly", "jinja2"} if _place(path) == "report/page.py" else set()
-            forbidden = {"jinja2", "numpy", "rich", "typer", "plotly", "triton"} - allowed
-            assert not roots & forbidden, _place(path)
-
-
-def test_running_and_reporting_share_only_the_run_file() -> None:
-    allowed = {
-        "runfile": {"runfile", "errors"},
-        "report": {"report", "runfile", "errors", "__version__"},
-        # The record of an audit, which a run file carries, is handed out by the labs' door.
-        "lab": {"errors", "lab.audit_record", "lab.formats"},
-    }
-    allowed["report"] |= {"lab", *(f"lab.{name}" for name in lab.__all__)}
-    behind_that_door = ("__init__.py", "audit_record.py", "formats.py")
-    for room, rooms in allowed.items():
-        for path in (SOURCE / room).rglob("*.py"):
-            if room == "lab" and path not in [SOURCE / "lab" / name for name in behind_that_door]:
-                continue
-            assert _imports(path) <= rooms, f"{_place(path)} imports {_imports(path) - rooms}"
-            assert "import torch" not in path.read_text(), _place(path)
-
-
-def test_the_host_reads_device_numbers_only_in_named_places() -> None:
-    for path in FILES:
-        if _room(path) in {"cli", "demo"} or _place(path) in MAY_READ:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                assert node.func.attr not in READS, f"{_place(path)}:{node.lineno} reads a tensor"
+# --- 2. running and showing -----------------------------------------------------------------------
 
 
 def test_only_the_command_line_prints_and_exits() -> None:
+    calls = {"print", "input", "exit", "quit", "sys.exit", "os._exit", "os.abort"}
+    # A script that is run must end as it would without us, whatever ends it.
+    allowed = {"observe/process_end.py", "observe/interpreter.py", "demo/processes.py"}
+    allowed |= {"lab/audit/script.py"}  # Stops the script that it audits.
     for path in FILES:
-        if _room(path) in {"cli", "__main__"}:
+        if room(path) in {"cli", "__main__"} or place(path) in allowed:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                assert node.func.id not in {"print", "exit", "quit"}, _place(path)
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Call):
+                assert ast.unparse(node.func) not in calls, f"{place(path)}:{node.lineno}"
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                assert "SystemExit" not in ast.unparse(node.exc), f"{place(path)}:{node.lineno}"
+
+
+def test_nothing_on_the_training_path_imports_what_shows() -> None:
+    for path in TRAINING:
+        shown = {m for m in modules_imported(path) if room_of(m) in SHOWING}
+        assert not shown, f"{place(path)} imports {shown}"
+
+
+def test_the_training_path_needs_torch_alone() -> None:
+    known = {"gradilocks", "torch", "__future__"}
+    for path in TRAINING:
+        for module, _ in imported_from(path):
+            root = module.split(".")[0]
+            if root == "triton":
+                assert place(path).startswith("kernels/triton_"), f"{place(path)} imports Triton"
+            elif root not in known:
+                found = importlib.util.find_spec(root)
+                origin = "" if found is None else str(found.origin)
+                assert "site-packages" not in origin, f"{place(path)} imports {root}"
+
+
+@pytest.mark.parametrize("who", sorted(SHOWING))
+def test_who_shows_enters_other_rooms_by_their_doors(who: str) -> None:
+    for path in FILES:
+        if room(path) != who:
+            continue
+        for module, name in imported_from(path):
+            root, *parts = module.split(".")
+            if root != "gradilocks" or parts[:1] in ([], [who], ["errors"]):
+                continue
+            # `gradilocks.lab.audit` is a room in a room.
+            door = importlib.import_module(module)
+            is_a_door = Path(str(door.__file__)).name == "__init__.py" or module.startswith(DOORS)
+            assert is_a_door, f"{place(path)} imports {module}, which is behind a door"
+            if name is not None:
+                assert name in door.__all__, f"{place(path)}: {module} does not offer {name}"
+
+
+# Files that are their own doors: users import them so.
+DOORS = ("gradilocks.lab.formats", "gradilocks.integrations.", "gradilocks._version")
+
+
+def test_what_reports_needs_no_torch() -> None:
+    for path in FILES:
+        free = room(path) in {"report", "runfile"} or place(path) in {
+            "lab/__init__.py",
+            "lab/audit_record.py",
+            "lab/formats.py",
+        }
+        if free:
+            assert not {m for m, _ in imported_from(path) if m.split(".")[0] == "torch"}, place(
+                path
+            )
+
+
+# --- 3. waiting -----------------------------------------------------------------------------------
+
+# The two named places: an Outcome, a counter or a recorder's batch is read (all by host_copy), and
+# an optimizer that cannot skip on the device is about to be stepped.
+WAITS = {
+    "step/host_copy.py": "reads what a step measured, once it has arrived or when somebody asks",
+    "step/outcome.py": "the Outcome: read when somebody asks; its counters where nothing waits",
+    "step/update.py": "an optimizer that cannot skip on the device; elsewhere the CPU alone",
+    "optim/sgd.py": "which momentum buffers are filled, for a checkpoint or torch's own step",
+    "kernels/reference.py": "on the CPU alone, where nothing waits",
+}
+# What reads a tensor: a method, or a conversion of something that is no Python number.
+METHODS = {"item", "tolist", "cpu", "numpy", "synchronize", "wait"}
+CONVERSIONS = {"bool", "float", "int"}
+# Conversions of tensors that lie on the CPU whatever the device, or that torch's contract asks for.
+READ_ELSEWHERE = {
+    "control.py": {"float(engine.clip_policy.order)"},
+    "dropin/clip_functions.py": {"bool(torch.isfinite(norm))"},  # error_if_nonfinite, as in torch.
+    "dropin/grad_scaler.py": {
+        "float(start.scale)",  # A policy's start, on the CPU.
+        "int(start.growth_tracker)",
+        "bool(scale >= 1.0)",  # After `scale.device != cpu` has returned.
+        "bool(tensor.abs().max().double() > most)",
+    },
+    "kernels/chunks.py": {"int(each.sum())", "int(counts.max())"},  # Tables, made on the CPU.
+    "ranks/layout.py": {"mesh.mesh.flatten().tolist()"},  # A mesh's ranks lie on the CPU.
+    "record/batch.py": {"float(value.detach())", "copy.wait()"},  # On the CPU; a batch is read.
+    "step/call_order.py": {"bool(grad.count_nonzero())"},  # On the CPU alone.
+    "step/lr_schedule.py": {"self._copy.wait()"},  # A schedule's state is saved.
+    "optim/adam.py": {"float(step)"},  # A checkpoint's count, on the CPU.
+}
+# Conversions of what is a number, a flag or a setting of Python's: by their text, so that a new one
+# has to be looked at.
+NUMBERS = {
+    "bool(decoupled)",
+    "bool(flags)",
+    "bool(getattr(optimizer, AMP_FLAG, False))",
+    "bool(getattr(param, '_fsdp_flattened', False))",
+    "bool(group['amsgrad'])",
+    "bool(group['master_weights'])",
+    "bool(group['maximize'])",
+    "bool(group['nesterov'])",
+    "bool(inner_optimizers(optimizer))",
+    "bool(master_weights)",
+    "bool(numbers['clipped'])",
+    "bool(numbers['rejected'])",
+    "bool(own or _every_post_hook)",
+    "bool(own or _every_pre_hook)",
+    "bool(self._given == (other._given if isinstance(other, Adapted) else other))",
+    "bool(self.uncompared(ranks))",
+    "bool(skipped)",
+    "bool(tensor.dim())",
+    "bool(told)",
+    "bool(flag)",
+    "float(bool(skipped))",
+    "float(double)",
+    "float(factor)",
+    "float(given)",
+    "float(interval)",
+    "float(max_scale)",
+    "float(min_scale)",
+    "float(norm_type)",
+    "float(number)",
+    "float(policy.order)",
+    "float(self.backoff_factor)",
+    "float(self.clip_policy.order)",
+    "float(self.growth_factor)",
+    "float(self.hysteresis)",
+    "float(self.max_scale)",
+    "float(self.min_scale)",
+    "float(self.value)",
+    "float(since == 'skipped')",
+    "float(state_dict['scale'])",
+    "float(new_scale)",
+    "float(torch.finfo(torch.float32).max)",
+    "float(torch.finfo(torch.float32).tiny)",
+    "float(value)",
+    "int(dist.get_world_size())",
+    "int(error.code is not None)",
+    "int(fetch(self.steps)[0])",
+    "int(fetch(self.streak.count)[0])",
+    "int(memory.split()[0])",
+    "int(number)",
+    "int(os.environ.get('WORLD_SIZE', '1'))",
+    "int(os.environ['RANK'])",
+    "int(pair[0].ndim)",
+    "int(self._ref() is not None)",
+    "int(tracker)",
+}
+
+
+def test_the_host_waits_for_the_device_only_in_named_places() -> None:
+    unused = {(file, text) for file, texts in READ_ELSEWHERE.items() for text in texts}
+    for path in TRAINING:
+        if place(path) in WAITS:
+            continue
+        for node in ast.walk(TREES[path]):
+            if not isinstance(node, ast.Call):
+                continue
+            function, text = node.func, ast.unparse(node)
+            reads = isinstance(function, ast.Attribute) and function.attr in METHODS
+            converts = isinstance(function, ast.Name) and function.id in CONVERSIONS
+            converts = converts and bool(node.args) and not isinstance(node.args[0], ast.Constant)
+            if not (reads or converts) or (converts and text in NUMBERS):
+                continue
+            assert text in READ_ELSEWHERE.get(place(path), ()), (
+                f"{place(path)}:{node.lineno}: {text} may wait for the device"
+            )
+            unused.discard((place(path), text))
+    assert not unused, f"named here, and not there any more: {unused}"
+
+
+def test_the_places_that_may_wait_are_there() -> None:
+    assert set(WAITS) <= {place(path) for path in FILES}
+
+
+# --- the house ------------------------------------------------------------------------------------
+
+
+def test_no_import_circle_also_not_among_lazy_and_typing_imports() -> None:
+    graph = {module: modules_imported(path) for module, path in MODULES.items()}
+    state: dict[str, int] = {}
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        state[module] = 1
+        for other in sorted(graph[module]):
+            if state.get(other) == 1:
+                circle = (*trail[trail.index(other) :], other) if other in trail else (other,)
+                raise AssertionError(" -> ".join(circle))
+            if other not in state:
+                visit(other, (*trail, other))
+        state[module] = 2
+
+    for module in sorted(graph):
+        if module not in state:
+            visit(module, (module,))
+
+
+def test_no_file_name_is_used_twice() -> None:
+    names = Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_every_module_opens_with_what_it_is_for() -> None:
     for path in FILES:
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{_place(path)} has no docstring"
+        assert ast.get_docstring(TREES[path]), f"{place(path)} has no docstring"

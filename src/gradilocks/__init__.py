@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "0.2.0"
+from gradilocks._version import __version__ as __version__
 
 # Public name -> the module it lives in. Sorted; a test compares it with what can be imported.
 _HOME = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -40,14 +39,3 @@ def test_formatting_a_number_does_not_wait_for_pages_and_nothing_waits_for_torch
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_report_enters_other_rooms_by_their_doors() -> None:
-    for path in Path(gradilocks.report.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                root, *parts = node.module.split(".")
-                if root == "gradilocks" and parts and parts[0] != "report":
-                    assert len(parts) == 1, f"{path.name} imports {node.module}"
-                    door = __import__(node.module, fromlist=["__all__"])
-                    assert {alias.name for alias in node.names} <= set(door.__all__), path.name

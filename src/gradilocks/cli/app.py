@@ -42,7 +42,7 @@ def gradilocks(
 ) -> None:
     """Gradient magnitude control for PyTorch: loss scaling and clipping as one step."""
     if version:
-        from gradilocks import __version__
+        from gradilocks._version import __version__
 
         print(f"gradilocks {__version__}")
         raise typer.Exit

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import gradilocks
+from gradilocks._version import __version__
 from gradilocks.demo.arms import ARMS, MADE_BY, Arm, Experiment, Result
 from gradilocks.demo.verdicts import judge
 from gradilocks.errors import BadRunFile, GradilocksError
@@ -120,7 +120,7 @@ def summarize(
         "started": started,
         "seconds": round(seconds, 1),
         "versions": {
-            "gradilocks": gradilocks.__version__,
+            "gradilocks": __version__,
             "python": platform.python_version(),
             **versions,
         },

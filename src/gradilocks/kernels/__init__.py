@@ -17,6 +17,7 @@ from torch import Tensor
 from gradilocks.eager import users_line
 from gradilocks.kernels import reference
 from gradilocks.kernels.cuda_graph import capturing
+from gradilocks.kernels.failure import KernelFailed, report_to
 from gradilocks.values import NonFinite, Statistics
 
 __all__ = [
@@ -28,13 +29,6 @@ __all__ = [
     "describe",
     "give_up",
 ]
-
-
-class KernelFailed(RuntimeError):
-    """A kernel does not compile here. It has not run; plain torch serves the device from now on.
-
-    Raised to whoever launches, who then takes the other way; no user sees it.
-    """
 
 
 class Backend(Protocol):
@@ -100,6 +94,9 @@ def give_up(device: torch.device, what: str, error: Exception) -> None:
         why = _reason(what, error)
         BACKENDS[kind], _reasons[kind] = cast("Backend", reference), f"reference: {why}"
         _warn(kind, why)
+
+
+report_to(give_up)
 
 
 def describe() -> dict[str, str]:

@@ -17,8 +17,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gradilocks.kernels import KernelFailed, reference
+from gradilocks.kernels import reference
 from gradilocks.kernels.chunks import Layout, Located, locate
+from gradilocks.kernels.failure import KernelFailed
 from gradilocks.kernels.triton_launch import TYPES, Launch, launch_for
 from gradilocks.kernels.triton_measure import change_kernel, gather_kernel, measure_kernel
 from gradilocks.values import NonFinite, Statistics

@@ -28,7 +28,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gradilocks import kernels
 from gradilocks._torch import (
     compile_kernel,
     constants_taken,
@@ -37,8 +36,8 @@ from gradilocks._torch import (
     seen_by_launcher,
     short_launcher,
 )
-from gradilocks.kernels import KernelFailed
 from gradilocks.kernels.cuda_graph import capturing
+from gradilocks.kernels.failure import KernelFailed, report
 
 __all__ = ["TYPES", "Launch", "launch_for", "takes_addresses", "unspecialized"]
 
@@ -91,7 +90,7 @@ class Launch:
     def failed(self, device: torch.device, error: Exception) -> KernelFailed:
         """Says so, once, and has plain torch serve the device from here on."""
         name = getattr(self._kernel, "__name__", "a kernel")
-        kernels.give_up(device, f"{name} does not compile", error)
+        report(device, f"{name} does not compile", error)
         return KernelFailed(f"{name}: {error}")
 
     def __call__(self, programs: int, device: torch.device, *args: Any) -> None:

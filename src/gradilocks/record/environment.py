@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import gradilocks
+from gradilocks._version import __version__
 
 __all__ = ["command_here", "hardware_here", "rank_here", "versions_here"]
 
@@ -27,7 +27,7 @@ def versions_here() -> dict[str, str]:
     found = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "gradilocks": gradilocks.__version__,
+        "gradilocks": __version__,
     }
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda

@@ -160,7 +160,7 @@ class Page:
 
 def to_html(page: Page) -> str:
     """Lays a page out."""
-    from gradilocks import __version__
+    from gradilocks._version import __version__
 
     assets = files("gradilocks.report") / "assets"
     names = ("page.js", "audit.js") if page.panels else ("page.js",)
