@@ -48,7 +48,10 @@ QUICK := tests/stages tests/policies tests/laws tests/runfile tests/formats test
   tests/control/test_optimizer_contracts.py tests/control/test_outcome.py \
   tests/control/test_resume.py tests/control/test_retry.py tests/dropin/test_clipping.py \
   tests/dropin/test_scaler_contract.py tests/dropin/test_scaler_errors.py \
-  tests/dropin/test_scaler_faults.py tests/kernels/test_reference_writes.py
+  tests/dropin/test_scaler_faults.py tests/kernels/test_reference_writes.py \
+  tests/test_architecture.py tests/test_names.py \
+  tests/test_documents.py::test_every_path_that_a_guide_names_exists \
+  tests/test_documents.py::test_the_tree_of_files_is_that_of_the_source
 
 quick: lint types ## while working: lint, types and the tests that take under a minute together
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m 'not gpu and not slow' $(QUICK) $(ARGS)
