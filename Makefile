@@ -3,7 +3,7 @@
 # constraints.txt has changed.
 #
 #   make PYTHON=python3.12 test    choose the interpreter (when .venv does not exist yet)
-#   make test ARGS="-k clip"       pass more to pytest; the same for demo and bench
+#   make test ARGS="-k clip"       pass more to pytest; the same for quick, demo and bench
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +25,7 @@ endef
 $(shell test -x $(BIN)/python || rm -f $(RUNTIME) $(DEV))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types bench clean
+.PHONY: help demo test quick lint format types bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -38,6 +38,23 @@ demo: $(RUNTIME) ## the Goldilocks experiment: too small, too large, just right;
 # threads would only compete with the other worker for the same cores.
 test: lint types ## everything that must hold: lint, format, types, tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# What needs no process of its own, no browser and no interpreted GPU kernel; a minute on two cores.
+QUICK := tests/stages tests/policies tests/laws tests/runfile tests/formats tests/trace tests/emulate \
+  tests/engine/test_table.py tests/engine/test_one_measurement.py \
+  tests/engine/test_shared_gradients.py tests/control/test_bad_arguments.py \
+  tests/control/test_exact_skip.py tests/control/test_gradient_kinds.py \
+  tests/control/test_habits.py tests/control/test_never_finite.py \
+  tests/control/test_optimizer_contracts.py tests/control/test_outcome.py \
+  tests/control/test_resume.py tests/control/test_retry.py tests/dropin/test_clipping.py \
+  tests/dropin/test_scaler_contract.py tests/dropin/test_scaler_errors.py \
+  tests/dropin/test_scaler_faults.py tests/kernels/test_reference_writes.py \
+  tests/test_architecture.py tests/test_names.py \
+  tests/test_documents.py::test_every_path_that_a_guide_names_exists \
+  tests/test_documents.py::test_the_tree_of_files_is_that_of_the_source
+
+quick: lint types ## while working: lint, types and the tests that take under a minute together
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m 'not gpu and not slow' $(QUICK) $(ARGS)
 
 lint: $(DEV) ## ruff: rules and format, changing nothing
 	@$(BIN)/python -m ruff check

@@ -1,4 +1,4 @@
-"""What the documents say is true: their Python runs, their commands and links exist.
+"""What the documents say is true: their Python runs, their commands, links and paths exist.
 
 There is no way to exempt a block. One that cannot run is not Python a reader could use, so it is
 either made to run or fenced as something else.
@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import dropwhile, groupby
@@ -263,7 +263,127 @@ def test_every_relative_link_leads_to_a_file_and_an_anchor_that_exist(path):
             assert unquote(anchor) in anchors_of(destination), f"{place}: no such heading"
 
 
+# --- paths -------------------------------------------------------------------------------------
+
+SOURCE = ROOT / "src" / "gradilocks"
+PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
+SUFFIXES = (".css", ".html", ".js", ".json", ".jsonl", ".md", ".py", ".svg", ".toml", ".txt")
+
+
+def paths_named(blocks: list[Block], prose: list[str]) -> Iterator[str]:
+    """The files and folders that a document names: in code spans, and scripts in its commands."""
+    for span in re.findall(r"`([^`\n]+)`", "\n".join(prose)):
+        if PATH.fullmatch(span) and ("/" in span or span.endswith(SUFFIXES)):
+            yield span
+    for block in blocks:
+        if block.info in SHELLS:
+            for _, words in commands_in(block):
+                yield from (word for word in words[1:] if word.endswith(".py"))
+
+
+def is_there(path: str) -> bool:
+    """Whether a path exists in the project or, as `step/table.py` is written, in its source."""
+    found = [each for root in (ROOT, SOURCE) for each in root.glob(path)]
+    return any(each.is_dir() or not path.endswith("/") for each in found)
+
+
+@pytest.mark.parametrize("name", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/how-it-works.md"])
+def test_every_path_that_a_guide_names_exists(name):
+    named = sorted(set(paths_named(*read(ROOT / name))))
+    assert named
+    assert not [path for path in named if not is_there(path)], name
+
+
+def tree_of_source(lines: Sequence[str]) -> tuple[set[str], set[str]]:
+    """The files and folders, relative to the source, that the tree in ARCHITECTURE.md lists.
+
+    A name stands in the folder that its line begins with, else in the room that the last line
+    without an indent began with.
+    """
+    files: set[str] = set()
+    folders: set[str] = set()
+    room = ""
+    for line in lines:
+        words = re.findall(r"(?<![\w/.])\w+(?:\.py\b|/(?![\w]))", line)
+        if not line.startswith(" "):
+            room = words[0] if line.split()[0].endswith("/") else ""
+            folder = room
+        else:
+            folder = room + words[0] if line.split()[0].endswith("/") else room
+        for word in words:
+            if word.endswith(".py"):
+                files.add(folder + word)
+            else:
+                folders.add(folder if folder.endswith(word) else folder + word)
+    return files, folders
+
+
+def test_the_tree_of_files_is_that_of_the_source():
+    (tree,) = [block for block in read(ROOT / "ARCHITECTURE.md")[0] if block.info == "text"]
+    files, folders = tree_of_source(tree.lines)
+    modules = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")}
+    rooms = {path.removesuffix("__init__.py") for path in modules if path.endswith("/__init__.py")}
+    there = {path for path in modules if not path.endswith("/__init__.py")}
+    assert sorted(files - there) == [], "listed, but not there"
+    assert sorted(there - files) == [], "there, but not listed"
+    assert sorted(rooms - folders) == [], "rooms that are not listed"
+    assert all((SOURCE / folder).is_dir() for folder in folders), sorted(folders)
+
+
+def test_the_picture_of_a_step_names_files_that_exist():
+    picture = (ROOT / "docs" / "images" / "step.svg").read_text(encoding="utf-8")
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+    named = [path for text in texts for path in re.findall(r"\w+(?:/\w+)*(?:\.py|/)", text)]
+    assert len(named) >= 10
+    assert not [path for path in named if not is_there(path)]
+
+
+def files_linked_from(path: Path) -> set[Path]:
+    links = [link["inline"] or "" for link in LINK.finditer("\n".join(read(path)[1]))]
+    return {(path.parent / unquote(link).partition("#")[0]).resolve() for link in links}
+
+
+def test_the_index_leads_to_every_document():
+    index = ROOT / "docs" / "index.md"
+    documents = set((ROOT / "docs").glob("**/*.md")) - {index}
+    assert not documents - files_linked_from(index)
+    assert index in files_linked_from(ROOT / "README.md")
+
+
+def test_what_make_quick_runs_exists():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (quick,) = re.findall(r"^QUICK := (.*)$", makefile, flags=re.MULTILINE)
+    for path, _, function in (chosen.partition("::") for chosen in quick.split()):
+        assert (ROOT / path).exists(), path
+        assert not function or f"\ndef {function}(" in (ROOT / path).read_text(encoding="utf-8")
+    assert "$(QUICK)" in makefile
+
+
 # --- the tools above ---------------------------------------------------------------------------
+
+
+def test_a_path_that_no_longer_exists_is_found_out():
+    text = "Write it in `src/gradilocks/scale.py` or `step/table.py`."
+    blocks, prose = split_document(f"{text}\n```bash\npython no/such.py\n```\n")
+    named = list(paths_named(blocks, prose))
+    assert named == ["src/gradilocks/scale.py", "step/table.py", "no/such.py"]
+    assert [is_there(path) for path in named] == [False, True, False]
+    assert not is_there("scale/nothing_*.py")
+    assert is_there("scale/*_policy.py")
+    assert not is_there("control.py/")
+
+
+def test_a_tree_is_read_room_by_room():
+    lines = (
+        "a.py b.py   two",
+        "room/  c.py: what c does",
+        "  d.py  its step/x.py",
+        "  inner/  e.py",
+    )
+    assert tree_of_source(lines) == (
+        {"a.py", "b.py", "room/c.py", "room/d.py", "room/inner/e.py"},
+        {"room/", "room/inner/"},
+    )
 
 
 def test_a_block_knows_its_fence_and_its_first_line():

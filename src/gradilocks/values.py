@@ -1,7 +1,8 @@
 """What travels between the stages: plain data, no behaviour.
 
 Every tensor here is small and lies on the device that made it. Passing these values around never
-waits for that device; turning them into Python numbers does, and only `record` and `update` do so.
+waits for that device; turning them into Python numbers does, and only named places do so
+(`tests/test_architecture.py`).
 """
 
 from __future__ import annotations

@@ -1,45 +1,15 @@
-"""A tensor, or whatever holds some, enters; what can be measured of it leaves."""
+"""Whatever holds tensors enters: a module's input or output; each tensor in it leaves, named."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradilocks._torch import sparse_values
-from gradilocks.ranks.layout import is_distributed
-
-__all__ = ["measurable", "tensors_in"]
+__all__ = ["tensors_in"]
 
 _DEPTH = 8
-_PLAIN = {Tensor, nn.Parameter}
-
-
-def measurable(tensor: Tensor, *, any_subclass: bool = False) -> Tensor | None:
-    """A tensor's own elements, or None if nothing can be measured; it stays as it is.
-
-    The local shard of a DTensor, the values of a sparse tensor.
-
-    Args:
-        tensor: a gradient, an activation or a parameter.
-        any_subclass: whether those of a class that nobody knows are taken as they are.
-    """
-    if type(tensor) not in _PLAIN:
-        if is_distributed(tensor):
-            tensor = cast("Tensor", cast("Any", tensor).to_local())
-        if type(tensor) not in _PLAIN and not any_subclass:
-            return None
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor if tensor.is_coalesced() else tensor.detach().coalesce()
-        tensor = sparse_values(tensor)
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype.itemsize == 1:
-        return None
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return None
-    return tensor.detach()
 
 
 def tensors_in(thing: object, name: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels.reference import any_double
-from gradilocks.lab.tensors import measurable
 from gradilocks.step.measure import measure
+from gradilocks.step.table import measurable, measurable_gradients
 from gradilocks.values import Statistics, moved
 
 __all__ = ["ClippedGradients", "GradientReader", "Reading"]
@@ -74,7 +74,7 @@ class GradientReader:
             for key, (clipped, row) in self._clipped.items()
             if clipped.gradients[row]() is not None
         }
-        places, tensors = _found(params)
+        places, tensors = measurable_gradients(params)
         if not tensors:
             return None
         gradients = [params[place].grad for place in places]
@@ -92,7 +92,7 @@ class GradientReader:
 
     def read(self, params: Sequence[Tensor], *, detail: bool) -> Reading:
         """Measures the gradients of `params`; those that a clip has left tell of before it."""
-        places, tensors = _found(params)
+        places, tensors = measurable_gradients(params)
         if not tensors:
             return Reading([], None, [], double=False)
         found = _measured(tensors, detail=detail)
@@ -146,14 +146,6 @@ def _unclipped(
         largest=chosen_detail(now.largest, before.largest),
         zeros=chosen_detail(now.zeros, before.zeros),
     )
-
-
-def _found(params: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-    """The places of the parameters whose gradient can be measured, and its elements."""
-    grads = [param.grad for param in params]
-    tensors = [None if grad is None else measurable(grad) for grad in grads]
-    places = [place for place, tensor in enumerate(tensors) if tensor is not None]
-    return places, [tensor for tensor in tensors if tensor is not None]
 
 
 def _measured(tensors: Sequence[Tensor], *, detail: bool) -> Statistics:

@@ -36,6 +36,8 @@ __all__ = [
     "gradients_among",
     "gradients_of",
     "lists_of",
+    "measurable",
+    "measurable_gradients",
     "refuse_twice",
 ]
 
@@ -336,6 +338,17 @@ def _by_address(device: torch.device) -> bool:
     return kernels.BACKENDS[device.type].BY_ADDRESS
 
 
+def measurable_gradients(params: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """The places of the parameters whose gradient can be measured, and its elements.
+
+    For whoever watches gradients that are not his: nothing is refused, coalesced or written.
+    """
+    grads = [param.grad for param in params]
+    tensors = [None if grad is None else measurable(grad) for grad in grads]
+    places = [place for place, tensor in enumerate(tensors) if tensor is not None]
+    return places, [tensor for tensor in tensors if tensor is not None]
+
+
 def _walk(lists: Lists, *, name: Name, refuse_twice: bool, refuse_shared: bool) -> Gradients:
     params, ends = _flat(lists, name, twice_is_an_error=refuse_twice)
     tensors = [grad for param in params if (grad := param.grad) is not None]
@@ -448,6 +461,30 @@ def _elements(params: list[Tensor], grads: list[Tensor], ends: list[int], name: 
         device=devices.pop() if len(devices) == 1 else None,
         layouts=layouts if any(layouts) else (),
     )
+
+
+def measurable(tensor: Tensor, *, any_subclass: bool = False) -> Tensor | None:
+    """A tensor's own elements, or None if nothing can be measured; it stays as it is.
+
+    The local shard of a DTensor, the values of a sparse tensor.
+
+    Args:
+        tensor: a gradient, an activation or a parameter.
+        any_subclass: whether those of a class that nobody knows are taken as they are.
+    """
+    if type(tensor) not in _PLAIN:
+        if is_distributed(tensor):
+            tensor = cast("Tensor", cast("Any", tensor).to_local())
+        if type(tensor) not in _PLAIN and not any_subclass:
+            return None
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor if tensor.is_coalesced() else tensor.detach().coalesce()
+        tensor = sparse_values(tensor)
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype.itemsize == 1:
+        return None
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    return tensor.detach()
 
 
 def _sparse_values(param: Tensor, grad: Tensor, name: Name) -> Tensor:

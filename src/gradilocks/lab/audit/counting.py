@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradilocks.kernels import pieces
 from gradilocks.lab.audit_record import Histogram
-from gradilocks.lab.tensors import measurable
+from gradilocks.step.table import measurable
 
 __all__ = ["Tally", "read", "values_of"]
 

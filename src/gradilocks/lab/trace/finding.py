@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks._torch import NORMS_WITH_STATISTICS
-from gradilocks.lab.tensors import measurable
 from gradilocks.names import named_parameters
 from gradilocks.runfile import Trace
+from gradilocks.step.table import measurable
 
 __all__ = [
     "Finding",
