@@ -20,6 +20,7 @@ import torch
 from gradilocks import GradientControl, Recorder, read_run
 from gradilocks.errors import BadRunFile
 from gradilocks.record import Sample, recorder
+from tests.forks import fork
 from tests.record.recorded import recorded, small_model, train
 
 
@@ -126,7 +127,7 @@ def test_a_read_only_folder_is_a_warning_and_training_goes_on(open_folder):
     locked = open_folder / "locked"
     locked.mkdir(mode=0o555)
     reading, writing = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             if os.geteuid() == 0:  # Root may write anywhere.
@@ -211,7 +212,7 @@ def test_what_cannot_be_recorded_stops_the_record_and_not_the_training(tmp_path)
 
 def test_a_forked_process_writes_nothing(tmp_path):
     control, model = recorded(tmp_path / "a", steps=2)
-    child = os.fork()
+    child = fork()
     if child == 0:
         train(control, model, steps=60)
         control.recorder.flush()

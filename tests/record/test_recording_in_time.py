@@ -18,6 +18,7 @@ import gradilocks
 from gradilocks import GradientControl, Recorder, read_run
 from gradilocks.record import Sample
 from gradilocks.record.batch import Batch, PendingStep, StepQueue
+from tests.forks import fork
 from tests.record.recorded import INF, recorded, small_model, train
 
 SOURCE = Path(gradilocks.__file__).parent.parent
@@ -200,7 +201,7 @@ def test_a_fork_in_the_midst_of_late_writes_harms_neither(tmp_path):
     control, model = recorded(recorder, steps=1)
     for number in range(2, 42):
         train(control, model, steps=1, start=number)
-        child = os.fork()
+        child = fork()
         if child == 0:
             train(control, model, steps=3)
             control.recorder.flush()
@@ -274,7 +275,7 @@ def test_a_watched_script_that_stands_still_and_is_killed_has_all_its_steps(tmp_
 
 def test_a_slow_run_that_is_killed_has_the_steps_of_all_but_its_last_seconds(tmp_path):
     reading, writing = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             recorder = Recorder(tmp_path / "a", flush_seconds=0.5, log=False)

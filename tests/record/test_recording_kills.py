@@ -10,6 +10,7 @@ import time
 import pytest
 
 from gradilocks import Recorder, read_run
+from tests.forks import fork
 from tests.record.recorded import recorded, train
 
 KILLS = 100
@@ -18,7 +19,7 @@ KILLS = 100
 def killed_at_random(path, *, flush_every, dice):
     """A child that records until it is killed; says how many steps it had handed over."""
     reading, writing = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             recorder = Recorder(

@@ -84,7 +84,7 @@ def _clip_by_norm(
         settled = norm_and_coefficient(gradients, bound, order)
     if settled is not None:
         norm, coefficient = settled
-        double = torch.float64 in {tensor.dtype for tensor in gradients.tensors}
+        double = torch.float64 in gradients.dtypes
     else:
         measurement = _measured(gradients, params, order)
         norm, double = measurement.norm, measurement.double

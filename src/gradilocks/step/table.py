@@ -47,6 +47,9 @@ Lists = Sequence[Sequence[list[Tensor]]]
 
 _address = TensorBase.data_ptr
 _shape_of = operator.attrgetter("shape")
+_device_of = operator.attrgetter("device")
+_dtype_of = operator.attrgetter("dtype")
+_device_number = TensorBase.get_device
 _PLAIN = {Tensor, torch.nn.Parameter}
 _ONLY_DOUBLE = {torch.float64}
 _LARGEST_SINGLE = torch.finfo(torch.float32).max
@@ -112,8 +115,8 @@ class AddressedGradients(Gradients):
         kinds: tuple[tuple[torch.dtype, int], ...],
         *,
         ends: list[int],
+        dtypes: Set[torch.dtype],
     ) -> None:
-        dtypes = {kind[0] for kind in kinds}
         super().__init__(params, tensors, ends=ends, dtypes=dtypes, device=tensors[0].device)
         self.addresses = addresses
         self.kinds = kinds
@@ -204,6 +207,7 @@ class GradientTable:
         self._lacking: list[Tensor] = []
         self._found: TableGradients | None = None
         self._roster = Roster()
+        self._roster_of: Sequence[Tensor] = ()
         self._rosters: weakref.WeakSet[Roster] = weakref.WeakSet()
         self.captured: list[object] = []
         """What the CUDA graphs of the steps need for as long as they are replayed."""
@@ -255,6 +259,9 @@ class GradientTable:
     def roster(self, params: Sequence[Tensor]) -> Roster:
         """`params`, for an Outcome to name later; it keeps no parameter that was replaced."""
         known = self._roster
+        if params is self._roster_of:  # The list of the last step: 2,000 need not be compared.
+            return known
+        self._roster_of = params
         if len(known) != len(params) or any(map(operator.is_not, known, params)):
             there = set(map(id, params))
             for roster in list(self._rosters):
@@ -287,7 +294,14 @@ class GradientTable:
         tensors = cast("list[Tensor]", [param.grad for param in having])
         if len(having) != len(params):
             ends = _ends_among(ends, params)
-        addressed: TableGradients | None = _addressed(having, tensors, ends, TableGradients)
+        addressed = _addressed(having, tensors, ends)
+        # Beside a parameter on another device, or of another shape, no optimizer can step.
+        if addressed is None or any(map(torch.is_neg, tensors)):  # Its memory holds the opposite.
+            return None
+        if list(map(_device_of, having)) != [addressed.device] * len(having):
+            return None
+        if list(map(_shape_of, having)) != list(map(_shape_of, tensors)):
+            return None
         self._lists = [[list(group) for group in groups] for groups in lists]
         self._lacking = [param for param in params if param.grad is None]
         self._one_element = [
@@ -297,7 +311,14 @@ class GradientTable:
             for k, param in enumerate(group)
             if is_lazy(param) or param.numel() == 1
         ]
-        return addressed
+        return TableGradients(
+            having,
+            tensors,
+            addressed.addresses,
+            addressed.kinds,
+            ends=ends,
+            dtypes=addressed.dtypes,
+        )
 
 
 def _new_table(refuse_twice: bool) -> GradientTable:
@@ -306,15 +327,13 @@ def _new_table(refuse_twice: bool) -> GradientTable:
 
 def gradients_of(params: Sequence[Tensor], *, name: Name) -> Gradients:
     """The gradients of `params`, each parameter once; refuses what cannot be measured."""
-    if (
-        params
-        and kernels.BACKENDS[params[0].device.type].BY_ADDRESS
-        and set(map(type, params)) <= _PLAIN
-    ):
-        once = params if len(set(map(id, params))) == len(params) else _each_once(params)
-        having = [param for param in once if param.grad is not None]
-        tensors = cast("list[Tensor]", [param.grad for param in having])
-        found: Gradients | None = _addressed(having, tensors, [len(tensors)], AddressedGradients)
+    if params and _by_address(params[0].device):
+        tensors = [grad for param in params if (grad := param.grad) is not None]
+        having = list(params)
+        if len(tensors) != len(having):
+            having = [param for param in params if param.grad is not None]
+        # None if a gradient is there twice, and so also if a parameter is.
+        found = _addressed(having, tensors, [len(tensors)])
         if found is not None:
             return found
     return _walk([[list(params)]], name=name, refuse_twice=False, refuse_shared=False)
@@ -503,33 +522,36 @@ def _sparse_values(param: Tensor, grad: Tensor, name: Name) -> Tensor:
 
 
 def _addressed(
-    params: list[Tensor], tensors: list[Tensor], ends: list[int], kind: type[Any]
-) -> Any:
-    """An object of class `kind` if kernels can reach all of these gradients, else None."""
+    params: list[Tensor], tensors: list[Tensor], ends: list[int]
+) -> AddressedGradients | None:
+    """The gradients if kernels can reach all of them, else None.
+
+    A few walks in C: 2,000 gradients in 1.2 ms of the host's time, where asking each tensor for its
+    device, dtype and shape in Python took 4.
+    """
     if not tensors or not set(map(type, tensors)) <= _PLAIN:
         return None
-    devices = {tensor.device for tensor in tensors} | {param.device for param in params}
-    if len(devices) != 1 or not _by_address(tensors[0].device):
+    device = tensors[0].device
+    if not _by_address(device) or len(set(map(_device_number, tensors))) != 1:
         return None
-    if len(set(map(id, tensors))) != len(tensors):
+    if device.type != "cuda" and len(set(map(_device_of, tensors))) != 1:  # Numbers tell no kinds.
         return None
-    if not {tensor.dtype for tensor in tensors} <= DTYPES:
+    dtypes = list(map(_dtype_of, tensors))
+    different = set(dtypes)
+    if not different <= DTYPES or len(set(map(id, tensors))) != len(tensors):
         return None
     try:
         addresses = list(map(_address, tensors))
-        if any(map(torch.is_neg, tensors)):  # Its memory holds the opposite.
-            return None
-    except RuntimeError:  # A sparse one has no address.
+        contiguous = all(map(TensorBase.is_contiguous, tensors))
+    except RuntimeError:  # A sparse one has neither.
         return None
-    if list(map(_shape_of, params)) != list(map(_shape_of, tensors)):
-        return None
-    if all_aligned(array("q", addresses)) and all(map(TensorBase.is_contiguous, tensors)):
-        kinds: Any = tuple([(tensor.dtype, 16) for tensor in tensors])
+    if contiguous and all_aligned(array("q", addresses)):
+        kinds: Any = tuple([(dtype, 16) for dtype in dtypes])
     else:
         kinds = kinds_of(tensors, addresses)
         if None in kinds:
             return None
-    return kind(params, tensors, addresses, kinds, ends=ends)
+    return AddressedGradients(params, tensors, addresses, kinds, ends=ends, dtypes=different)
 
 
 def _make_of(tensor: Tensor) -> tuple[object, ...]:
