@@ -463,7 +463,7 @@ class TestTogetherWith:
             module(inputs).square().sum().backward()
         expected = gradients(module)
         module.zero_grad()
-        monkeypatch.setattr(rounding, "_transforms_active", lambda: True)
+        monkeypatch.setattr(rounding, "are_transforms_active", lambda: True)
         with gradilocks.emulate("fp16"):
             module(inputs).square().sum().backward()
         assert torch.equal(gradients(module), expected)

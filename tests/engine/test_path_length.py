@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -97,15 +96,10 @@ def check(title, found, *, calls, files):
     assert len({file for file, _ in found}) <= files
 
 
-TOO_LONG = pytest.mark.xfail(reason="the way is being shortened", strict=True)
-
-
-@TOO_LONG
 def test_a_step_of_a_control_is_a_short_way():
     check("control.step()", control_step(), calls=60, files=10)
 
 
-@TOO_LONG
 def test_an_iteration_with_the_drop_ins_is_a_short_way():
     check("the drop-ins' loop", dropin_loop(), calls=80, files=10)
 

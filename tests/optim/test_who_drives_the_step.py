@@ -279,6 +279,6 @@ def test_a_torch_without_tensor_guards_is_stepped_to_the_same_bits(
         return copies(params)
 
     expected = trained()
-    finder = importlib.import_module(type(ours(kind, parameters([(1,)]))._roll).__module__)
+    finder = importlib.import_module(type(ours(kind, parameters([(1,)]))._table).__module__)
     monkeypatch.setattr(finder, "tensor_guards", lambda tensors: None)
     assert same(trained(), expected)

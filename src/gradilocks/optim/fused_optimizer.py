@@ -298,7 +298,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.changes = Changes()
         self.state: Any = OptimizerState(self.changes, self.state)
         before = self.__dict__.get("_table")
-        self._table = GradientTable()
+        self._table = GradientTable(may_share=True)
         if before is not None:  # Graphs from before a checkpoint was loaded go on.
             self._table.captured = before.captured
         self._plan: Plan | None = None

@@ -45,8 +45,10 @@ from gradilocks.step.table import (
     AddressedGradients,
     Gradients,
     GradientTable,
+    TableGradients,
     every_parameter,
     lists_of,
+    refuse_shared_gradient,
 )
 from gradilocks.values import (
     ROW,
@@ -159,7 +161,9 @@ class Engine:
         """The gradients of all optimizers; raises if one cannot be measured."""
         only: Any = optimizers[0] if len(optimizers) == 1 else None
         if getattr(only, AMP_FLAG, False) and is_ours(only):
-            found: Gradients | None = only.gradients()  # Its step will want the same.
+            found: TableGradients | None = only.gradients()  # Its step will want the same.
+            if found is not None and found.shared:
+                refuse_shared_gradient(found.params, found.tensors, self.names)
             if found is not None:
                 return found
         return self.table.find(lists_of(optimizers), name=self.names)

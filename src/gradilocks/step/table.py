@@ -38,6 +38,7 @@ __all__ = [
     "lists_of",
     "measurable",
     "measurable_gradients",
+    "refuse_shared_gradient",
     "refuse_twice",
 ]
 
@@ -151,6 +152,12 @@ class TableGradients(AddressedGradients):
         self._aligned = all(alignment == 16 for _, alignment in self.kinds)
         # What a graph sends is there only when it is replayed.
         self._sent_in_a_capture = capturing()
+        self.shared = self._may_share = False
+
+    def may_share(self, allowed: bool) -> None:
+        """Says whether two parameters may have one gradient, and finds out whether they do."""
+        self._may_share = allowed
+        self.shared = allowed and len(set(map(id, self.tensors))) != len(self.tensors)
 
     def renew(self, tensors: list[Tensor], addresses: list[int]) -> bool:
         """Takes this step's gradients if they are of the same make as the last step's."""
@@ -160,7 +167,10 @@ class TableGradients(AddressedGradients):
             if not self._aligned:
                 return False
             numbers = array("q", addresses)
-            if not all_aligned(numbers) or len(set(map(id, tensors))) != len(tensors):
+            if not all_aligned(numbers):
+                return False
+            self.shared = len(set(map(id, tensors))) != len(tensors)
+            if self.shared and not self._may_share:
                 return False
             self.addresses = addresses
             self._sent_in_a_capture = capturing()
@@ -194,14 +204,14 @@ class Roster(list[Any]):
 class GradientTable:
     """Finds the gradients of the same lists of parameters at every step.
 
-    Two parameters that have one tensor as their gradient are refused: it would be unscaled twice.
-
     Args:
         refuse_twice: raise if a parameter is listed twice; else it counts once.
+        may_share: whether two parameters may have one tensor as their gradient, as for an optimizer
+            that does not write to it; else it would be unscaled twice, and is refused.
     """
 
-    def __init__(self, *, refuse_twice: bool = True) -> None:
-        self._refuse_twice = refuse_twice
+    def __init__(self, *, refuse_twice: bool = True, may_share: bool = False) -> None:
+        self._refuse_twice, self._may_share = refuse_twice, may_share
         self._lists: list[list[list[Tensor]]] = []
         self._one_element: list[tuple[int, int, int]] = []
         self._lacking: list[Tensor] = []
@@ -213,7 +223,7 @@ class GradientTable:
         """What the CUDA graphs of the steps need for as long as they are replayed."""
 
     def __reduce__(self) -> Any:
-        return _new_table, (self._refuse_twice,)  # A copy is over other parameters.
+        return _new_table, (self._refuse_twice, self._may_share)  # A copy is over other parameters.
 
     def find(self, lists: Lists, *, name: Name) -> Gradients:
         """The gradients that there are; raises if one of them cannot be measured.
@@ -226,7 +236,9 @@ class GradientTable:
         if found is not None:
             return found
         self._found = None
-        return _walk(lists, name=name, refuse_twice=self._refuse_twice, refuse_shared=True)
+        return _walk(
+            lists, name=name, refuse_twice=self._refuse_twice, refuse_shared=not self._may_share
+        )
 
     def find_addressed(self, lists: Lists, *, name: Name) -> TableGradients | None:
         """The gradients if the kernels can take all of them, else None.
@@ -294,7 +306,7 @@ class GradientTable:
         tensors = cast("list[Tensor]", [param.grad for param in having])
         if len(having) != len(params):
             ends = _ends_among(ends, params)
-        addressed = _addressed(having, tensors, ends)
+        addressed = _addressed(having, tensors, ends, may_share=self._may_share)
         # Beside a parameter on another device, or of another shape, no optimizer can step.
         if addressed is None or any(map(torch.is_neg, tensors)):  # Its memory holds the opposite.
             return None
@@ -311,7 +323,7 @@ class GradientTable:
             for k, param in enumerate(group)
             if is_lazy(param) or param.numel() == 1
         ]
-        return TableGradients(
+        found = TableGradients(
             having,
             tensors,
             addressed.addresses,
@@ -319,10 +331,12 @@ class GradientTable:
             ends=ends,
             dtypes=addressed.dtypes,
         )
+        found.may_share(self._may_share)
+        return found
 
 
-def _new_table(refuse_twice: bool) -> GradientTable:
-    return GradientTable(refuse_twice=refuse_twice)
+def _new_table(refuse_twice: bool, may_share: bool) -> GradientTable:
+    return GradientTable(refuse_twice=refuse_twice, may_share=may_share)
 
 
 def gradients_of(params: Sequence[Tensor], *, name: Name) -> Gradients:
@@ -376,7 +390,7 @@ def _walk(lists: Lists, *, name: Name, refuse_twice: bool, refuse_shared: bool) 
         ends = _ends_among(ends, params)
         having = [param for param in params if param.grad is not None]
     if refuse_shared and len(set(map(id, tensors))) != len(tensors):
-        _refuse_one_gradient(having, tensors, name)
+        refuse_shared_gradient(having, tensors, name)
     return _elements(having, tensors, ends, name)
 
 
@@ -415,7 +429,7 @@ def _each_once(params: Iterable[Tensor]) -> list[Tensor]:
     return list({id(param): param for param in params}.values())
 
 
-def _refuse_one_gradient(params: Sequence[Tensor], tensors: Sequence[Tensor], name: Name) -> None:
+def refuse_shared_gradient(params: Sequence[Tensor], tensors: Sequence[Tensor], name: Name) -> None:
     first: dict[int, Tensor] = {}
     for param, tensor in zip(params, tensors, strict=True):
         other = first.setdefault(id(tensor), param)
@@ -522,7 +536,7 @@ def _sparse_values(param: Tensor, grad: Tensor, name: Name) -> Tensor:
 
 
 def _addressed(
-    params: list[Tensor], tensors: list[Tensor], ends: list[int]
+    params: list[Tensor], tensors: list[Tensor], ends: list[int], *, may_share: bool = False
 ) -> AddressedGradients | None:
     """The gradients if kernels can reach all of them, else None.
 
@@ -538,7 +552,9 @@ def _addressed(
         return None
     dtypes = list(map(_dtype_of, tensors))
     different = set(dtypes)
-    if not different <= DTYPES or len(set(map(id, tensors))) != len(tensors):
+    if not different <= DTYPES:
+        return None
+    if not may_share and len(set(map(id, tensors))) != len(tensors):
         return None
     try:
         addresses = list(map(_address, tensors))
