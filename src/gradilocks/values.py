@@ -20,8 +20,8 @@ __all__ = [
     "ClipLimit",
     "Decision",
     "Measurement",
-    "Meeting",
     "NonFinite",
+    "RankGroup",
     "ScaleState",
     "Scene",
     "Statistics",
@@ -106,7 +106,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RankGroup:
     """Ranks that bring their numbers together, and how they reach each other."""
 
     ranks: tuple[int, ...]

@@ -30,7 +30,7 @@ def _enter(rank: int, programs: list[Program], folder: str, ranks: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/meeting",
+        init_method=f"file://{folder}/rank_group",
         rank=rank,
         world_size=ranks,
         timeout=timedelta(minutes=3),  # A rank that is waited for in vain ends the test, not CI.

@@ -207,8 +207,8 @@ def test_a_group_for_cuda_alone_is_never_handed_numbers_on_the_cpu(
     try:
         param = nn.Parameter(torch.zeros(2))
         team = ranks.model_ranks_of([param], group=dist.group.WORLD, name=str)
-        (meeting,) = ranks.meetings_of([param], group=dist.group.WORLD)
+        (rank_group,) = ranks.rank_groups_of([param], group=dist.group.WORLD)
     finally:
         dist.destroy_process_group()
     assert team is not None
-    assert team.meeting.device == meeting.device == torch.device("cuda:0")
+    assert team.rank_group.device == rank_group.device == torch.device("cuda:0")

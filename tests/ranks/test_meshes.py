@@ -827,8 +827,8 @@ def a_mesh_without_a_group_of_its_own(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"values": values, "by one": _norms(params)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "_kinds", lambda group: ["meta"] if group is None else [])
-        (meeting,) = ranks.meetings_of(params)
-        found["groups"] = len(meeting.groups)
+        (rank_group,) = ranks.rank_groups_of(params)
+        found["groups"] = len(rank_group.groups)
         found["by two"] = _norms(params)
     found["control"] = _control_norm(params)
     return found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradilocks.ranks.collective import reduce
 from gradilocks.step.measure import measure
-from gradilocks.values import Meeting
+from gradilocks.values import RankGroup
 
 CPU = torch.device("cpu")
 
@@ -25,10 +25,10 @@ def reduced(ranks, *, order=2.0, counts=None, dtype=torch.float32):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "get_world_size", lambda group=None: len(ranks))
             patch.setattr(dist, "all_gather", collective)
-            meeting = Meeting(tuple(range(len(ranks))), (None,), CPU)
+            rank_group = RankGroup(tuple(range(len(ranks))), (None,), CPU)
             counting = counts or [None] * len(ranks)
             pairs = zip(measured, counting, strict=True)
-            return [reduce(m, meeting=meeting, counts=each)[0] for m, each in pairs]
+            return [reduce(m, rank_group=rank_group, counts=each)[0] for m, each in pairs]
 
     def receive(outputs, mine, group=None):
         for output, theirs in zip(outputs, sent, strict=True):

@@ -23,7 +23,7 @@ from gradilocks._torch import has_foreach
 from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.eager import eager, users_line
 from gradilocks.ranks.collective import reduce_apart
-from gradilocks.ranks.layout import has_other_ranks, meetings_of
+from gradilocks.ranks.layout import has_other_ranks, rank_groups_of
 from gradilocks.step.call_order import own_write_begins, own_write_ended, refuse_scaled
 from gradilocks.step.engine import measure_all, multiply_, norm_and_coefficient
 from gradilocks.step.events import EVENTS
@@ -197,13 +197,13 @@ def _measured(gradients: Gradients, given: Sequence[Tensor], order: float) -> Me
     tensors = gradients.tensors
     home = tensors[0].device if tensors else torch.device("cpu")
     measurement = measure_all(gradients, home=home, order=order)
-    meetings = meetings_of(given) if has_other_ranks() else []
-    if not meetings:
+    rank_groups = rank_groups_of(given) if has_other_ranks() else []
+    if not rank_groups:
         return measurement
     layouts = gradients.every_layout()
     return reduce_apart(
         measurement,
-        meetings=meetings,
+        rank_groups=rank_groups,
         ranks=[None if layout is None else layout.ranks for layout in layouts],
         counts=[layout is None or layout.counts for layout in layouts],
     )

@@ -42,8 +42,8 @@ from gradilocks.ranks.layout import (
     any_distributed,
     covers_world,
     has_other_ranks,
-    meetings_of,
     model_ranks_of,
+    rank_groups_of,
     refuse_fsdp1_shards,
 )
 from gradilocks.scale import (
@@ -80,7 +80,7 @@ from gradilocks.step.update import (
     takes_scaler,
     update,
 )
-from gradilocks.values import ROW, Meeting, NonFinite, ScaleState, moved, wide
+from gradilocks.values import ROW, NonFinite, RankGroup, ScaleState, moved, wide
 
 __all__ = ["GradScaler"]
 
@@ -541,10 +541,10 @@ class GradScaler(torch.amp.GradScaler):
             gradients = self._gradients(optimizer, engine, allow_fp16=allow_fp16)
             if inv_scale is not None:
                 self._now.guard.refuse_twice(gradients.params, engine.names)
-            meetings: Sequence[Meeting] = ()
+            rank_groups: Sequence[RankGroup] = ()
             if self._process_group is not None or has_other_ranks():
                 params = list(every_parameter([optimizer]))
-                meetings = meetings_of(params, group=self._process_group)
+                rank_groups = rank_groups_of(params, group=self._process_group)
             peak = None
             if self._policy is not None and self._policy.needs_largest:
                 found = measure_all(
@@ -556,8 +556,8 @@ class GradScaler(torch.amp.GradScaler):
             flags = seen.flags
             if inv_scale is None and self._scale is not None:  # Before the ranks agree on it.
                 _refuse_overflow(flags, gradients.tensors, self._scale)
-            if meetings or peak is not None:
-                self._agree(flags, found_inf, peak, meetings)
+            if rank_groups or peak is not None:
+                self._agree(flags, found_inf, peak, rank_groups)
             if inv_scale is not None:
                 self._now.guard.mark(gradients.params)
             self._now.steps[id(optimizer)] = _OptimizerStep(
@@ -571,19 +571,19 @@ class GradScaler(torch.amp.GradScaler):
         flags: dict[torch.device, Tensor],
         found_inf: Tensor,
         peak: Tensor | None,
-        meetings: Sequence[Meeting],
+        rank_groups: Sequence[RankGroup],
     ) -> None:
         """Brings flags, and what the scale policy asks for, together where ranks hold parts.
 
         Args:
-            flags: this rank's, a device; all are set if a rank of the meetings has one set.
+            flags: this rank's, a device; all are set if a rank of the rank_groups has one set.
             found_inf: what a rank without gradients says.
             peak: the largest magnitude, if the policy asks for it.
-            meetings: the ranks that hold gradients together with this one.
+            rank_groups: the ranks that hold gradients together with this one.
         """
         if peak is not None:
             self._now.peak = _larger(self._now.peak, peak)
-        if not meetings:
+        if not rank_groups:
             return
         if not flags:
             flags[found_inf.device] = found_inf.clone()
@@ -596,12 +596,12 @@ class GradScaler(torch.amp.GradScaler):
             numbers += [nothing if broken is None else broken]
         home = wide(mine.device)
         stacked = torch.stack([moved(each, mine.device).to(home) for each in numbers])
-        told = largest_of_all(stacked, meetings)
+        told = largest_of_all(stacked, rank_groups)
         for device in flags:
             flags[device] = moved(told[0].float(), device)
         if peak is not None:
             self._now.peak = told[1]
-            if any(map(covers_world, meetings)):  # A loss is a rank's own.
+            if any(map(covers_world, rank_groups)):  # A loss is a rank's own.
                 self._now.loss_nonfinite_anywhere = told[2]
 
     def _step_by_engine(
@@ -684,7 +684,9 @@ class GradScaler(torch.amp.GradScaler):
                 flags = {overflow.device: overflow}
                 state["found_inf_per_device"] = flags
                 if engine.scale_policy.needs_largest:
-                    self._agree(flags, overflow, peak_of(verdict.record), ranks.get("meetings", ()))
+                    self._agree(
+                        flags, overflow, peak_of(verdict.record), ranks.get("rank_groups", ())
+                    )
         self._now.steps[id(optimizer)] = _OptimizerStep(optimizer, verdict=verdict)
         self._outcome = verdict.outcome
         return verdict
@@ -701,7 +703,7 @@ class GradScaler(torch.amp.GradScaler):
         if not clip.apart:
             if self._clips:
                 refuse_fsdp1_shards(params, name=engine.names, way_out=_FLATTENED)
-            return {"meetings": meetings_of(params)}
+            return {"rank_groups": rank_groups_of(params)}
         way_out = (
             f"{clip.policy_name} bounds gradients apart from each other, for which a "
             "GradScaler needs every parameter on all ranks. Give clip= a policy that bounds the "

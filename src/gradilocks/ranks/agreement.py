@@ -257,7 +257,7 @@ _UNLIKE = (
 
 
 def _refused_by(ranks: ModelRanks, refused: Sequence[float]) -> str:
-    who = [rank for rank, told in zip(ranks.meeting.ranks, refused, strict=True) if told]
+    who = [rank for rank, told in zip(ranks.rank_group.ranks, refused, strict=True) if told]
     named = f"rank {who[0]}" if len(who) == 1 else f"ranks {shortened(who)}"
     return (
         f"{named} refused the step, and the error there says why. The ranks decide together, so "
@@ -271,7 +271,7 @@ def _no_copies(ranks: ModelRanks, norms: Sequence[float], names: _Names) -> str:
     return (
         "plain tensors beside DTensors count once if every rank holds the same ones, and here "
         f"their gradients are not the same; their norms are {seen} on ranks "
-        f"{shortened(ranks.meeting.ranks)}: whether they are parts of the model, such as experts, "
+        f"{shortened(ranks.rank_group.ranks)}: whether they are parts of the model, such as experts, "
         "or copies whose gradients were not averaged, is not known. Plain on this rank: "
         f"{shown or 'none'}. Make parts DTensors with Shard(), average the gradients of copies "
         "before step(), and list copies in the same order on every rank."

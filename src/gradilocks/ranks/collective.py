@@ -2,7 +2,7 @@
 
 Every element counts once: of the ranks that hold the same elements one counts and the others send
 0. p-th powers are added in float64, in units of the largest norm; the skip flag is the largest of
-all flags. Every rank that a Meeting names takes part, also one without gradients, and every rank
+all flags. Every rank that a RankGroup names takes part, also one without gradients, and every rank
 computes the same numbers from the same gathered values, so no two of them can decide differently.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels.reference import rounded
-from gradilocks.values import Measurement, Meeting, moved, wide
+from gradilocks.values import Measurement, RankGroup, moved, wide
 
 __all__ = ["agreed", "largest_of_all", "reduce", "reduce_apart", "reduce_each"]
 
@@ -30,7 +30,7 @@ is float64: the norm is rounded alike on all ranks, also on those that hold none
 def reduce(
     measurement: Measurement,
     *,
-    meeting: Meeting,
+    rank_group: RankGroup,
     counts: Sequence[bool] | None = None,
     notes: Sequence[Tensor] = (),
 ) -> tuple[Measurement, Tensor]:
@@ -38,7 +38,7 @@ def reduce(
 
     Args:
         measurement: of the gradients that this rank holds.
-        meeting: the ranks, by one process group.
+        rank_group: the ranks, by one process group.
         counts: for each tensor, whether this rank's elements count; None if all do.
         notes: 0-d numbers that are to be told to every rank besides.
 
@@ -49,8 +49,8 @@ def reduce(
     norms, order = measurement.tensors.norms, measurement.order
     mine = _row(norms, order, counts, measurement.nonfinite, double=measurement.double)
     told = torch.cat([mine, *(note.to(mine.dtype).reshape(1) for note in notes)])
-    (group,) = meeting.groups
-    gathered = _gathered(told, group, meeting.device)
+    (group,) = rank_group.groups
+    gathered = _gathered(told, group, rank_group.device)
     together = _combined(gathered[:, : len(_ROW)], order)
     return _whole(measurement, together), gathered[:, len(_ROW) :]
 
@@ -58,7 +58,7 @@ def reduce(
 def reduce_each(
     whole: Measurement,
     *,
-    meeting: Meeting,
+    rank_group: RankGroup,
     counts: Sequence[bool],
     places: Sequence[int],
     count: int,
@@ -68,7 +68,7 @@ def reduce_each(
     Args:
         whole: what `reduce` made of the gradients that this rank holds; of one parameter another
             rank may have none.
-        meeting: as in `reduce`.
+        rank_group: as in `reduce`.
         counts: for each tensor, whether this rank's elements count.
         places: for each tensor, the place of its parameter among those of the model.
         count: how many parameters the model has, the same on every rank.
@@ -77,8 +77,8 @@ def reduce_each(
     here = moved(torch.tensor(list(places), dtype=torch.int64, device="cpu"), norms.device)
     counted = torch.where(_mask(counts, norms), norms, torch.zeros_like(norms))
     mine = norms.new_zeros(count).index_copy(0, here, counted)
-    (group,) = meeting.groups
-    gathered = _gathered(mine, group, meeting.device).index_select(1, here)
+    (group,) = rank_group.groups
+    gathered = _gathered(mine, group, rank_group.device).index_select(1, here)
     largest = gathered.amax(dim=0)
     unit = _unit(largest)
     share = largest if order == math.inf else ((gathered / unit) ** order).sum(dim=0)
@@ -89,7 +89,7 @@ def reduce_each(
 def reduce_apart(
     measurement: Measurement,
     *,
-    meetings: Sequence[Meeting],
+    rank_groups: Sequence[RankGroup],
     ranks: Sequence[tuple[int, ...] | None],
     counts: Sequence[bool],
 ) -> Measurement:
@@ -97,7 +97,7 @@ def reduce_apart(
 
     Args:
         measurement: of the gradients that this rank holds.
-        meetings: the ranks that hold tensors together with this one, in an order that is the same
+        rank_groups: the ranks that hold tensors together with this one, in an order that is the same
             for all of them.
         ranks: for each tensor, over which ranks it lies; None for a plain one, which is this
             rank's own.
@@ -122,34 +122,34 @@ def reduce_apart(
         return _row(chosen, order, own, flag, double=measurement.double)
 
     rows = [row_of(None)]
-    for meeting in meetings:
-        row = row_of(meeting.ranks)
-        for group in meeting.groups:
-            row = _combined(_gathered(row, group, meeting.device), order)
+    for rank_group in rank_groups:
+        row = row_of(rank_group.ranks)
+        for group in rank_group.groups:
+            row = _combined(_gathered(row, group, rank_group.device), order)
         flag = row[_ROW.index("nonfinite")]
         rows.append(row)
     return _whole(measurement, _combined(torch.stack(rows), order))
 
 
-def largest_of_all(numbers: Tensor, meetings: Sequence[Meeting]) -> Tensor:
-    """Each of `numbers`, the largest over the ranks of every meeting; on the device it came from.
+def largest_of_all(numbers: Tensor, rank_groups: Sequence[RankGroup]) -> Tensor:
+    """Each of `numbers`, the largest over the ranks of every rank_group; on the device it came from.
 
     Args:
         numbers: 1-d, this rank's.
-        meetings: in an order that is the same for all of their ranks.
+        rank_groups: in an order that is the same for all of their ranks.
     """
     import torch.distributed as dist
 
     together = numbers.clone()
-    for meeting in meetings:
-        together = moved(together, meeting.device)
-        for group in meeting.groups:
+    for rank_group in rank_groups:
+        together = moved(together, rank_group.device)
+        for group in rank_group.groups:
             dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
     return moved(together, numbers.device)
 
 
 def agreed(
-    peak: Tensor, broken_loss: Tensor, *, meeting: Meeting | None
+    peak: Tensor, broken_loss: Tensor, *, rank_group: RankGroup | None
 ) -> tuple[Tensor, Tensor | None]:
     """The largest magnitude, and whether a loss was not finite, alike on every rank.
 
@@ -159,19 +159,19 @@ def agreed(
     Args:
         peak: 0-d, of this rank's gradients.
         broken_loss: 0-d, 1 if this rank's loss was NaN or Inf.
-        meeting: the ranks that together hold the model; None if each holds all of it.
+        rank_group: the ranks that together hold the model; None if each holds all of it.
     """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return peak, broken_loss
-    if meeting is None:
+    if rank_group is None:
         return peak, None
     # As wide on every rank, whatever its gradients are, if it has any.
     home = wide(peak.device)
-    both = largest_of_all(torch.stack([peak.to(home), broken_loss.to(home)]), [meeting])
+    both = largest_of_all(torch.stack([peak.to(home), broken_loss.to(home)]), [rank_group])
     # Ranks outside hold another copy of the model, and have seen other losses.
-    of_all = len(meeting.ranks) == dist.get_world_size()
+    of_all = len(rank_group.ranks) == dist.get_world_size()
     return both[0], both[1] if of_all else None
 
 

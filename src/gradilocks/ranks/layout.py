@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradilocks._torch import device_kinds, is_flattened
-from gradilocks.values import Meeting
+from gradilocks.values import RankGroup
 
 __all__ = [
     "Layout",
@@ -31,8 +31,8 @@ __all__ = [
     "has_other_ranks",
     "is_distributed",
     "layout_of",
-    "meetings_of",
     "model_ranks_of",
+    "rank_groups_of",
     "refuse_fsdp1_shards",
     "shortened",
 ]
@@ -57,11 +57,11 @@ def has_other_ranks() -> bool:
     return int(dist.get_world_size()) > 1
 
 
-def covers_world(meeting: Meeting) -> bool:
+def covers_world(rank_group: RankGroup) -> bool:
     """Whether all ranks that there are take part."""
     import torch.distributed as dist
 
-    return len(meeting.ranks) == dist.get_world_size()
+    return len(rank_group.ranks) == dist.get_world_size()
 
 
 def is_distributed(tensor: object) -> bool:
@@ -115,7 +115,7 @@ def layout_of(
     return layout
 
 
-def meetings_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[Meeting]:
+def rank_groups_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[RankGroup]:
     """The ranks that hold some of `tensors` together with this one, each on a mesh of its own.
 
     Args:
@@ -123,18 +123,18 @@ def meetings_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[Meeting
         group: ranks that belong together besides, whatever the tensors are.
 
     Returns:
-        The meetings in an order that all of their ranks keep. Meshes of one shape come after each
-        other, so that going through all meetings once reaches every rank of a regular grid.
+        The rank_groups in an order that all of their ranks keep. Meshes of one shape come after each
+        other, so that going through all rank_groups once reaches every rank of a regular grid.
     """
     by_ranks: dict[tuple[int, ...], list[tuple[Any, Tensor]]] = {}
     for mesh, tensor in _meshes_of(tensors):
         if mesh.get_coordinate() is not None:  # Else this rank holds nothing of it.
             by_ranks.setdefault(_ranks_on(mesh), []).append((mesh, tensor))
-    found = {ranks: _meeting(ranks, meshes) for ranks, meshes in by_ranks.items()}
+    found = {ranks: _rank_group(ranks, meshes) for ranks, meshes in by_ranks.items()}
     if group is not None:
         ranks = _ranks_in(group)
         near = found[ranks].device if ranks in found else tensors[0].device
-        found[ranks] = Meeting(ranks, (group,), device_for(group, near.type, near))
+        found[ranks] = RankGroup(ranks, (group,), device_for(group, near.type, near))
     return sorted(found.values(), key=_in_order)
 
 
@@ -142,7 +142,7 @@ def meetings_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[Meeting
 class ModelRanks:
     """The ranks that hold one model together, as far as this rank can know."""
 
-    meeting: Meeting
+    rank_group: RankGroup
     unknown: str | None
     """What this rank does not know, in words, if anything: all ranks have to be told."""
     params: tuple[Tensor, ...]
@@ -234,7 +234,7 @@ def model_ranks_of(
     kind = fitting[0][0].device_type if fitting else near.type
     plain = [p for p in params if not is_distributed(p) and _is_trained(p)] if meshes else []
     return ModelRanks(
-        meeting=Meeting(ranks, (group,), device_for(group, kind, near)),
+        rank_group=RankGroup(ranks, (group,), device_for(group, kind, near)),
         unknown=unknown,
         params=tuple(params),
         plain=tuple(plain),
@@ -276,7 +276,7 @@ def _ranks_in(group: Any) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
-def _meeting(ranks: tuple[int, ...], meshes: Sequence[tuple[Any, Tensor]]) -> Meeting:
+def _rank_group(ranks: tuple[int, ...], meshes: Sequence[tuple[Any, Tensor]]) -> RankGroup:
     """By one process group where torch has one for all of these ranks, else one a dimension."""
     import torch.distributed as dist
 
@@ -286,12 +286,12 @@ def _meeting(ranks: tuple[int, ...], meshes: Sequence[tuple[Any, Tensor]]) -> Me
         kinds = _kinds(None)
         if not kinds or mesh.device_type in kinds:
             groups = (None,)
-    return Meeting(ranks, groups, device_for(groups[0], mesh.device_type, tensor.device))
+    return RankGroup(ranks, groups, device_for(groups[0], mesh.device_type, tensor.device))
 
 
-def _in_order(meeting: Meeting) -> tuple[Any, ...]:
-    first = meeting.ranks[0]
-    return len(meeting.ranks), tuple(rank - first for rank in meeting.ranks), first
+def _in_order(rank_group: RankGroup) -> tuple[Any, ...]:
+    first = rank_group.ranks[0]
+    return len(rank_group.ranks), tuple(rank - first for rank in rank_group.ranks), first
 
 
 def device_for(group: Any, kind: str, near: torch.device) -> torch.device:

@@ -55,8 +55,8 @@ from gradilocks.values import (
     ClipLimit,
     Decision,
     Measurement,
-    Meeting,
     NonFinite,
+    RankGroup,
     ScaleState,
     Scene,
     StepRecord,
@@ -130,7 +130,9 @@ class Engine:
         self.memory: dict[str, Tensor] | None = None
         """What the clip policy remembers."""
         self._memory_of: list[Tensor] = []  # The parameters that it remembers, in order.
-        self._meeting: Meeting | None = None  # The ranks that the latest step was measured over.
+        self._rank_group: RankGroup | None = (
+            None  # The ranks that the latest step was measured over.
+        )
         self._agreement = RankAgreement()
         self.losses = Losses()
         self.table = GradientTable()
@@ -140,7 +142,7 @@ class Engine:
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and what lies on a device for kernels do not travel.
-        left: dict[str, Any] = {"_memory_of": [], "_meeting": None, "_settler": None}
+        left: dict[str, Any] = {"_memory_of": [], "_rank_group": None, "_settler": None}
         return {**self.__dict__, **left}
 
     def use(self, scale: ScalePolicy, clip: ClipPolicy) -> None:
@@ -184,7 +186,7 @@ class Engine:
         *,
         unscaled: bool,
         team: ModelRanks | None = None,
-        meetings: Sequence[Meeting] = (),
+        rank_groups: Sequence[RankGroup] = (),
         rating: Any = None,
         on_device: bool = True,
         moves: bool = True,
@@ -195,7 +197,7 @@ class Engine:
             gradients: as `find` found them.
             unscaled: whether they have lost the scale already.
             team: the ranks that hold the model together; None if each holds all of it.
-            meetings: without a team, the ranks that hold some of the tensors together with this
+            rank_groups: without a team, the ranks that hold some of the tensors together with this
                 one, each on a mesh of its own.
             rating: for a device that settles the step: "adam" or "sgd" and its tables, whose rates
                 are worked out on the way.
@@ -207,7 +209,7 @@ class Engine:
             on_device
             and isinstance(gradients, AddressedGradients)
             and team is None
-            and not meetings
+            and not rank_groups
             and self.settles(gradients)
         ):
             try:
@@ -218,16 +220,16 @@ class Engine:
         order = float(policy.order)
         detail = policy.needs_largest or self.detail or self.scale_policy.needs_largest
         measurement = measure_all(gradients, home=home, order=order, detail=detail)
-        self._meeting = None if team is None else team.meeting
+        self._rank_group = None if team is None else team.rank_group
         scene = self._scene(gradients) if self._asks_for_scene else None
         largest: float | Tensor = gradients.largest_finite
         if team is not None:
             measurement, largest = self._over_ranks(measurement, gradients, scene, team)
-        elif meetings:
+        elif rank_groups:
             layouts = gradients.every_layout()
             measurement = reduce_apart(
                 measurement,
-                meetings=meetings,
+                rank_groups=rank_groups,
                 ranks=[None if layout is None else layout.ranks for layout in layouts],
                 counts=[layout is None or layout.counts for layout in layouts],
             )
@@ -345,7 +347,7 @@ class Engine:
             if verdict.unscaled:
                 peak = peak * self.state.scale
             broken = record.row[ROW.index("loss_nonfinite")]
-            largest, loss = agreed(peak, broken, meeting=self._meeting)
+            largest, loss = agreed(peak, broken, rank_group=self._rank_group)
             policy.advance(self.state, record.skip, largest=largest, loss_nonfinite=loss)
 
     def saved(self) -> dict[str, Any]:
@@ -401,7 +403,7 @@ class Engine:
 
         Raises on all of them if it is not known who holds what.
         """
-        policy, meeting = self.clip_policy, team.meeting
+        policy, rank_group = self.clip_policy, team.rank_group
         apart = self._apart
         params, tensors = gradients.params, gradients.tensors
         layouts = gradients.every_layout()
@@ -449,7 +451,7 @@ class Engine:
             )
         each = reduce_each(
             whole,
-            meeting=meeting,
+            rank_group=rank_group,
             counts=team.counts(layouts),
             places=scene.places,
             count=scene.count,
@@ -476,7 +478,7 @@ class Engine:
             marks = norms.new_zeros(len(FINGERPRINT))
         return reduce(
             mine,
-            meeting=team.meeting,
+            rank_group=team.rank_group,
             counts=team.counts(layouts),
             notes=[*told.unbind(), *marks.unbind()],
         )
