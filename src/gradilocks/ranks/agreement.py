@@ -271,8 +271,8 @@ def _no_copies(ranks: ModelRanks, norms: Sequence[float], names: _Names) -> str:
     return (
         "plain tensors beside DTensors count once if every rank holds the same ones, and here "
         f"their gradients are not the same; their norms are {seen} on ranks "
-        f"{shortened(ranks.rank_group.ranks)}: whether they are parts of the model, such as experts, "
-        "or copies whose gradients were not averaged, is not known. Plain on this rank: "
+        f"{shortened(ranks.rank_group.ranks)}: whether they are parts of the model, such as "
+        "experts, or copies whose gradients were not averaged, is not known. Plain on this rank: "
         f"{shown or 'none'}. Make parts DTensors with Shard(), average the gradients of copies "
         "before step(), and list copies in the same order on every rank."
     )

@@ -97,8 +97,8 @@ def reduce_apart(
 
     Args:
         measurement: of the gradients that this rank holds.
-        rank_groups: the ranks that hold tensors together with this one, in an order that is the same
-            for all of them.
+        rank_groups: the ranks that hold tensors together with this one, in an order that is the
+            same for all of them.
         ranks: for each tensor, over which ranks it lies; None for a plain one, which is this
             rank's own.
         counts: for each tensor, whether this rank's elements count.
@@ -132,7 +132,7 @@ def reduce_apart(
 
 
 def largest_of_all(numbers: Tensor, rank_groups: Sequence[RankGroup]) -> Tensor:
-    """Each of `numbers`, the largest over the ranks of every rank_group; on the device it came from.
+    """Each of `numbers`, the largest over the ranks of every group, on the device it came from.
 
     Args:
         numbers: 1-d, this rank's.

@@ -123,8 +123,8 @@ def rank_groups_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[Rank
         group: ranks that belong together besides, whatever the tensors are.
 
     Returns:
-        The rank_groups in an order that all of their ranks keep. Meshes of one shape come after each
-        other, so that going through all rank_groups once reaches every rank of a regular grid.
+        The groups in an order that all of their ranks keep. Meshes of one shape come after each
+        other, so that going through all groups once reaches every rank of a regular grid.
     """
     by_ranks: dict[tuple[int, ...], list[tuple[Any, Tensor]]] = {}
     for mesh, tensor in _meshes_of(tensors):
