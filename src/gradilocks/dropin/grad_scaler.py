@@ -684,9 +684,9 @@ class GradScaler(torch.amp.GradScaler):
                 flags = {overflow.device: overflow}
                 state["found_inf_per_device"] = flags
                 if engine.scale_policy.needs_largest:
-                    self._agree(
-                        flags, overflow, peak_of(verdict.record), ranks.get("rank_groups", ())
-                    )
+                    team = ranks.get("team")
+                    groups = ranks.get("rank_groups", ()) if team is None else (team.rank_group,)
+                    self._agree(flags, overflow, peak_of(verdict.record), groups)
         self._now.steps[id(optimizer)] = _OptimizerStep(optimizer, verdict=verdict)
         self._outcome = verdict.outcome
         return verdict
