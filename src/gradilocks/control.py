@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -165,10 +166,11 @@ class GradientControl:
         check_scalar_loss(loss)
         before = self._order.scaled
         first = self._begins_anew()
+        losses = copy.copy(self._engine.losses)
         try:
             self._scaled(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
-            self._order.scaled = before
+            self._order.scaled, self._engine.losses = before, losses
             raise
         for listener in self._events.listeners:
             listener.loss_counted(self, loss, first=first)

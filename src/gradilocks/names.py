@@ -191,10 +191,6 @@ class Names:
         self._model = model
         self._optimizers = optimizers
 
-    def of_optimizers(self, optimizers: Sequence[Any]) -> Names:
-        """The same model's names, for the parameters of other optimizers."""
-        return Names(self._model, optimizers)
-
     @property
     def optimizers(self) -> Sequence[Any]:
         """Whose parameters are named."""

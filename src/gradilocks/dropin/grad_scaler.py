@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -301,7 +299,9 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if self._policy is not None or self._clips:
+        unscaled = state["stage"] is OptState.UNSCALED
+        # After `unscale_` nobody looks again, as in torch, unless a clip has to.
+        if self._clips or (self._policy is not None and not unscaled):
             returned = self._step_by_engine(optimizer, state, args, kwargs)
         elif takes_scaler(optimizer):
             returned = self._step_with_scaler(optimizer, args, kwargs)
@@ -611,7 +611,9 @@ class GradScaler(torch.amp.GradScaler):
         engine = self._engines.of(optimizer)
         ranks = self._ranks_of(optimizer, engine)  # Refuses before anything is unscaled.
         takes_all = takes_scaler(optimizer)
-        if takes_all and state["stage"] is OptState.READY:
+        # Who has overridden how gradients are looked at is asked, as by torch's own step.
+        asked = takes_all or self._overrides("unscale_", "_unscale_grads_", "_check_inf_per_device")
+        if asked and state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         unscaled = state["stage"] is OptState.UNSCALED
         inside = takes_decision(optimizer) and not takes_all
@@ -640,6 +642,10 @@ class GradScaler(torch.amp.GradScaler):
         def step() -> float | None:
             if takes_all:
                 return self._step_with_scaler(optimizer, args, kwargs)
+            if not inside and self._overrides("_maybe_opt_step"):
+                skip = verdict.decision.skip
+                told = {**state, "found_inf_per_device": {skip.device: skip}}
+                return self._maybe_opt_step(optimizer, told, *args, **kwargs)
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
 
         kept = own_write_begins(gradients.params)
@@ -672,14 +678,19 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Verdict:
         """The engine's verdict on these gradients, taken down for `outcome` and `update`."""
         engine.follow(self._state())
+        seen = self._now.steps[id(optimizer)].seen
         with torch.no_grad():
-            verdict = engine.decide(gradients, unscaled=unscaled, moves=False, **ranks)
-            decision = verdict.decision
+            flag = None
             if unscaled:  # What `unscale_` found, perhaps on another rank, counts as well.
                 flag = _any_flag(list(state["found_inf_per_device"].values()))
-                skip = torch.maximum(decision.skip, moved(flag, decision.skip.device))
-                verdict = verdict._replace(decision=replace(decision, skip=skip))
-            else:
+            verdict = engine.decide(
+                gradients, unscaled=unscaled, overflow=flag, moves=False, **ranks
+            )
+            decision = verdict.decision
+            if unscaled and seen is not None and len(seen.places) == len(gradients.params):
+                # Who it was, before somebody has perhaps written over it.
+                verdict.outcome.count_by(lambda: _counted(seen, decision.skip.device))
+            elif not unscaled:
                 overflow = decision.skip if decision.overflow is None else decision.overflow
                 flags = {overflow.device: overflow}
                 state["found_inf_per_device"] = flags
@@ -801,6 +812,10 @@ class GradScaler(torch.amp.GradScaler):
         engine.conclude(verdict, moves=False)
         return returned
 
+    def _overrides(self, *names: str) -> bool:
+        """Whether a subclass has put something of its own in the place of one of these methods."""
+        return any(getattr(type(self), name) is not getattr(GradScaler, name) for name in names)
+
     def _tell(self, optimizer: Any, skip: Tensor) -> None:
         """Keeps what this step found, for `outcome`; everything stays on the device."""
         known = self._now.steps.get(id(optimizer))
@@ -809,10 +824,13 @@ class GradScaler(torch.amp.GradScaler):
             if len(known.seen.counted) > 1:
                 params = [params[place] for place in known.seen.places]
             assert known.engine is not None
-            names = known.engine.names, weakref.ref(known.engine.table.roster(params))
             # Made when somebody reads it.
             self._outcome = partial(
-                _outcome_of, skip, self._scale.clone(), tuple(known.seen.counted), *names
+                _outcome_of,
+                skip,
+                self._scale.clone(),
+                tuple(known.seen.counted),
+                known.engine.namer(params),
             )
 
     # The scale and its rule.
@@ -919,24 +937,34 @@ def _outcome_of(
     skip: Tensor,
     scale: Tensor,
     counts: Sequence[Callable[[], NonFinite]],
-    names: Names,
-    roster: Callable[[], Sequence[Tensor] | None],
+    names: Callable[[], Sequence[tuple[int, str]]],
 ) -> ScalerOutcome:
     """What a step without an engine found; it keeps neither gradients nor parameters alive."""
     home = scale.device
-
-    def counted() -> tuple[Tensor, Tensor]:
-        found = [count() for count in counts]
-        nothing = torch.zeros(0, dtype=torch.int64, device=home)
-        nan = torch.cat([nothing, *(moved(each.nan, home) for each in found)])
-        return nan, torch.cat([nothing, *(moved(each.inf, home) for each in found)])
-
     return ScalerOutcome(
         skip=moved(skip, home),
         scale=scale,
-        counted=counted,
-        names=lambda: names.in_backward_order(roster() or ()),
+        counted=lambda: _joined(counts, home),
+        names=names,
     )
+
+
+def _joined(counts: Sequence[Callable[[], NonFinite]], home: torch.device) -> tuple[Tensor, Tensor]:
+    """How many NaN and how many Inf each gradient has, of all devices, on `home`."""
+    found = [count() for count in counts]
+    nothing = torch.zeros(0, dtype=torch.int64, device=home)
+    nan = torch.cat([nothing, *(moved(each.nan, home) for each in found)])
+    return nan, torch.cat([nothing, *(moved(each.inf, home) for each in found)])
+
+
+def _counted(seen: Look, home: torch.device) -> tuple[Tensor, Tensor]:
+    """As `_joined`, in the order of the gradients."""
+    nan, inf = _joined(seen.counted, home)
+    if len(seen.counted) == 1:
+        return nan, inf
+    back = sorted(range(len(seen.places)), key=list(seen.places).__getitem__)
+    order = moved(torch.tensor(back, device="cpu"), home)
+    return nan[order], inf[order]
 
 
 def _largest_flag(flags: Sequence[Tensor]) -> Tensor:

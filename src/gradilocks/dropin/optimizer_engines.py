@@ -81,7 +81,7 @@ class OptimizerEngines:
         names = Names(self._model, _IfAlive(ref))
         engine = Engine(self.scale or NoScale(), self.clip, names=names)
         engine.table, engine.keeps_parameters = GradientTable(refuse_twice=False), False
-        if self._loaded and self.clip.learns:
+        if self._loaded:
             saved = self._place(_signature(optimizer, engine.names))
             if saved is not None:
                 engine.recall(self._loaded[saved]["memory"])
@@ -157,13 +157,14 @@ class OptimizerEngines:
             alike = unnamed or called_alike(mine["names"], state["names"])
             if alike and state["sizes"] == mine["sizes"]:
                 return place
-        _logger.warning(
-            "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that was "
-            "loaded does not know it.",
-            self.clip.policy_name,
-            len(mine["names"]),
-            mine["names"][0],
-        )
+        if self.clip.learns:
+            _logger.warning(
+                "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that "
+                "was loaded does not know it.",
+                self.clip.policy_name,
+                len(mine["names"]),
+                mine["names"][0],
+            )
         return None
 
 

@@ -115,7 +115,7 @@ def _choose(kind: str) -> tuple[Backend, str]:
     if _TABLE.get(kind, "reference") == "reference":
         return plain, f"reference: plain torch serves {kind}"
     try:
-        fused = importlib.import_module("gradilocks.kernels.triton_backend")
+        fused = importlib.import_module(f"gradilocks.kernels.{_TABLE[kind]}")
     except Exception as error:  # A Triton of another time may fail in any way.
         return plain, f"reference: Triton cannot be imported ({error})"
     before = torch.cuda.get_sync_debug_mode() if kind == "cuda" else 0

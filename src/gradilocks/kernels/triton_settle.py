@@ -410,7 +410,7 @@ def _settle(
     norm = tl.where(usable, norm * unit, largest)
     if ORDER == 0:
         norm = largest
-    if DOUBLE == 0:  # Rounded once, as `total.rounded` does it.
+    if DOUBLE == 0:  # Rounded once, as `reference.rounded` does it.
         fits = (norm >= 1.1754943508222875e-38) & (norm <= 3.4028234663852886e38)
         norm = tl.where(fits, norm.to(tl.float32).to(tl.float64), norm)
     norm = tl.where(nan > 0.0, float("nan"), norm)

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from gradilocks import dropin
-from gradilocks._torch import scale_of, scaler_state
+from gradilocks._torch import OptState, scale_of, scaler_state
 from gradilocks.observe.patches import Patches
 from gradilocks.step.events import EVENTS, Step
 from gradilocks.values import moved

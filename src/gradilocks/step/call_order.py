@@ -126,6 +126,8 @@ _numbers = itertools.count()
 _STEPPED = "_gradilocks_stepped"
 """Marks, on the gradient itself, which CallOrder has stepped on it, and at which version. A weak
 reference would do the same, but `torch.utils.swap_tensors` refuses tensors that have one."""
+_UNSCALED = "_gradilocks_unscaled"
+"""Likewise, which UnscaledGuard has seen it unscaled."""
 _lock = threading.Lock()
 
 
@@ -156,13 +158,15 @@ _guards: weakref.WeakSet[UnscaledGuard] = weakref.WeakSet()
 
 
 class UnscaledGuard:
-    """The gradients that have been unscaled since the last `update()`."""
+    """Knows the gradients that a GradScaler has unscaled since its last `update()`.
+
+    They are marked themselves, as a CallOrder marks the one that it has stepped on.
+    """
 
     def __init__(self) -> None:
         self._losses = 0
-        # By the parameter's id. Two dicts, as a tuple a parameter would wake the garbage collector.
-        self._grads: dict[int, weakref.ref[Tensor]] = {}
-        self._versions: dict[int, int] = {}
+        self._number = next(_numbers)
+        self.has_marked = False
         with _lock:
             _guards.add(self)
 
@@ -172,11 +176,11 @@ class UnscaledGuard:
 
     def mark(self, params: Iterable[Tensor]) -> None:
         """The gradients of `params` are unscaled now."""
+        self.has_marked = True
         for param in params:
             grad = param.grad
             if grad is not None:
-                self._grads[id(param)] = weakref.ref(grad)
-                self._versions[id(param)] = version(grad)
+                setattr(grad, _UNSCALED, (self._number, version(grad)))
 
     def refuse_twice(self, params: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
         """Raises if one of them has been unscaled already.
@@ -184,13 +188,14 @@ class UnscaledGuard:
         The same tensor may be unscaled again if somebody has written to it since, other than our
         own clip functions, and there was more than one loss to run backward on.
         """
-        if not self._grads:
+        if not self.has_marked:
             return
         for param in params:
-            done, grad = self._grads.get(id(param)), param.grad
-            if done is None or grad is None or done() is not grad:
+            grad = param.grad
+            number, writes = getattr(grad, _UNSCALED, (None, 0))
+            if grad is None or number != self._number:
                 continue
-            if version(grad) == self._versions[id(param)] or self._losses == 1:
+            if version(grad) == writes or self._losses == 1:
                 raise SharedParameter(
                     f"the gradient of {name(param)} has been unscaled already since the last "
                     "update() and would be divided by the scale twice. Put each parameter into one "
@@ -198,27 +203,29 @@ class UnscaledGuard:
                 )
 
 
-def own_write_begins(params: Sequence[Tensor]) -> list[tuple[UnscaledGuard, Tensor]]:
+def own_write_begins(params: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     """Our own clip is about to write to the gradients of `params`; that makes no new gradients.
 
     Returns:
-        For `own_write_ended`: the parameters whose gradients are still as they were unscaled.
+        For `own_write_ended`: the gradients that are still as they were unscaled.
     """
     with _lock:
         guards = list(_guards)
-    kept = []
     for guard in guards:
-        for param in params if guard._grads else ():
-            done, grad = guard._grads.get(id(param)), param.grad
-            if done is None or grad is None or done() is not grad:
-                continue
-            if guard._versions[id(param)] == version(grad):
-                kept.append((guard, param))
+        if guard.has_marked:
+            break
+    else:
+        return []
+    kept = []
+    for param in params:
+        grad = param.grad
+        number, writes = getattr(grad, _UNSCALED, (None, 0))
+        if grad is not None and number is not None and version(grad) == writes:
+            kept.append((grad, number))
     return kept
 
 
-def own_write_ended(kept: Sequence[tuple[UnscaledGuard, Tensor]]) -> None:
+def own_write_ended(kept: Sequence[tuple[Tensor, int]]) -> None:
     """Our own clip has written."""
-    for guard, param in kept:
-        if param.grad is not None:
-            guard._versions[id(param)] = version(param.grad)
+    for grad, number in kept:
+        setattr(grad, _UNSCALED, (number, version(grad)))

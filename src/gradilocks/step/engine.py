@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -137,7 +136,7 @@ class Engine:
         self.losses = Losses()
         self.table = GradientTable()
         self.keeps_parameters = True
-        """Whether an Outcome may keep the parameters alive; a GradScaler owns none."""
+        """Whether an Outcome may keep the parameters of an optimizer that is gone."""
         self._settler: Any = None  # Settles steps on the device, where kernels serve it.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,6 +184,7 @@ class Engine:
         gradients: Gradients,
         *,
         unscaled: bool,
+        overflow: Tensor | None = None,
         team: ModelRanks | None = None,
         rank_groups: Sequence[RankGroup] = (),
         rating: Any = None,
@@ -196,6 +196,7 @@ class Engine:
         Args:
             gradients: as `find` found them.
             unscaled: whether they have lost the scale already.
+            overflow: 0-d, above 0 if NaN or Inf were found in them before; such a step is skipped.
             team: the ranks that hold the model together; None if each holds all of it.
             rank_groups: without a team, the ranks that hold some of the tensors together with this
                 one, each on a mesh of its own.
@@ -207,6 +208,7 @@ class Engine:
         """
         if (
             on_device
+            and overflow is None
             and isinstance(gradients, AddressedGradients)
             and team is None
             and not rank_groups
@@ -233,6 +235,9 @@ class Engine:
                 ranks=[None if layout is None else layout.ranks for layout in layouts],
                 counts=[layout is None or layout.counts for layout in layouts],
             )
+        if overflow is not None:
+            flag = torch.maximum(measurement.nonfinite, moved(overflow, home))
+            measurement = dataclasses.replace(measurement, nonfinite=flag)
         scale = torch.ones_like(self.state.scale) if unscaled else self.state.scale
         if scene is not None:
             measurement = dataclasses.replace(measurement, scene=scene)
@@ -378,7 +383,7 @@ class Engine:
         self.losses.forget()
 
     def recall(self, saved: Any) -> None:
-        """Goes on with what the clip policy remembered, as `plain` wrote it."""
+        """Goes on with what the clip policy remembered, as `save_memory` wrote it."""
         count = sum(1 for _ in every_parameter(self.names.optimizers))
         self.memory = checkpoint.load_memory(self.clip_policy, saved, count)
         self._memory_of = []
@@ -519,11 +524,11 @@ class Engine:
 
     def namer(self, params: Sequence[Tensor]) -> Callable[[], Sequence[tuple[int, str]]]:
         """What tells the places and names of `params` later, in backward order."""
-        roster, names = self.table.roster(params), self.names
-        if self.keeps_parameters:
-            return lambda: names.in_backward_order(roster)
-        weak = weakref.ref(roster)
-        return lambda: names.in_backward_order(weak() or ())
+        names, optimizers = self.names, self.names.optimizers
+        roster = self.table.roster(params, optimizers)
+        if not self.keeps_parameters and optimizers:
+            roster.weaken_with(optimizers[0])
+        return lambda: names.in_backward_order(roster.living())
 
     def follow(self, state: ScaleState) -> None:
         """Decides under a scale that a GradScaler holds and moves."""

@@ -165,6 +165,10 @@ class Outcome(ScalerOutcome):
         self._counts: dict[str, NonFiniteCount] | None = None
         self._all_bad = False
 
+    def count_by(self, counted: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Takes the counts of NaN and Inf from there, gradient by gradient."""
+        self._counted = counted
+
     @property
     def _numbers(self) -> dict[str, float]:
         # A step that was captured in a CUDA graph happens again at each replay.

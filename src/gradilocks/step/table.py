@@ -193,12 +193,34 @@ class TableGradients(AddressedGradients):
 
 
 class Roster(list[Any]):
-    """Parameters in order, as an Outcome names them: one that was replaced becomes None.
+    """Parameters in order, as an Outcome names them later: one that was replaced becomes None.
 
-    Not weak references: `torch.utils.swap_tensors` refuses tensors that have one.
+    Not weak references: `torch.utils.swap_tensors` refuses tensors that have one. Only when their
+    optimizer is gone are they turned into such, so that an Outcome keeps no parameter alive.
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
+    _owner: Any = None
+
+    def weaken_with(self, optimizer: Any) -> None:
+        """Holds the parameters no longer than `optimizer` lives."""
+        if self._owner is not None:
+            return
+        mine = weakref.ref(self)
+
+        def weaken(_: object) -> None:
+            roster = mine()
+            if roster is not None:
+                roster[:] = [None if each is None else weakref.ref(each) for each in roster]
+
+        try:
+            self._owner = weakref.ref(optimizer, weaken)
+        except TypeError:  # A class with slots and none for references: it is held anyway.
+            self._owner = optimizer
+
+    def living(self) -> list[Tensor | None]:
+        """The parameters that are still there, each at its place."""
+        return [each() if isinstance(each, weakref.ref) else each for each in self]
 
 
 class GradientTable:
@@ -268,14 +290,19 @@ class GradientTable:
         """Looks at everything again next time."""
         self._found = None
 
-    def roster(self, params: Sequence[Tensor]) -> Roster:
-        """`params`, for an Outcome to name later; it keeps no parameter that was replaced."""
+    def roster(self, params: Sequence[Tensor], optimizers: Sequence[Any]) -> Roster:
+        """`params`, for an Outcome to name later; it keeps no parameter that was replaced.
+
+        Args:
+            params: those that have a gradient now.
+            optimizers: whose parameters they are; one that no optimizer lists any more is gone.
+        """
         known = self._roster
         if params is self._roster_of:  # The list of the last step: 2,000 need not be compared.
             return known
         self._roster_of = params
         if len(known) != len(params) or any(map(operator.is_not, known, params)):
-            there = set(map(id, params))
+            there = set(map(id, every_parameter(optimizers)))
             for roster in list(self._rosters):
                 roster[:] = [each if id(each) in there else None for each in roster]
             known = self._roster = Roster(params)
@@ -430,6 +457,7 @@ def _each_once(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def refuse_shared_gradient(params: Sequence[Tensor], tensors: Sequence[Tensor], name: Name) -> None:
+    """Raises if two parameters have one tensor as their gradient."""
     first: dict[int, Tensor] = {}
     for param, tensor in zip(params, tensors, strict=True):
         other = first.setdefault(id(tensor), param)

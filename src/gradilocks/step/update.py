@@ -71,9 +71,9 @@ def update(
     if decision.bound is not None:
         _apply_bound(decision, tensors)
     step = optimizer.step if step is None else step
+    if inside and must_skip_on_host(optimizer, decision.skip, decision.multiplier):
+        return None
     if inside and not _too_small(decision):
-        if must_skip_on_host(optimizer, decision.skip, decision.multiplier):
-            return None
         grad_scale = decision.divisor
         if grad_scale is None:
             grad_scale = _as_divisor(decision.multiplier)
@@ -88,7 +88,10 @@ def update(
     else:
         _multiply(decision, tensors)
     multiplied()
-    return step()
+    if not inside:
+        return step()
+    with handing_over(optimizer, grad_scale=None, found_inf=None, consume=consume):
+        return step()
 
 
 def _too_small(decision: Decision) -> bool:
