@@ -189,12 +189,8 @@ class Names:
                         f"{type(prefix).__name__} to {type(module).__name__}."
                     )
         self._model = model
-        self._optimizers = optimizers
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
+        self.optimizers = optimizers
         """Whose parameters are named."""
-        return self._optimizers
 
     @property
     def has_model(self) -> bool:
@@ -203,7 +199,7 @@ class Names:
 
     def groups(self) -> list[tuple[int, str | None]]:
         """For each parameter the number of its group, counted over all optimizers, and its name."""
-        every = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        every = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return [(g, group.get("name")) for g, group in enumerate(every) for _ in group["params"]]
 
     def every(self) -> list[str]:
@@ -245,8 +241,8 @@ class Names:
         """By parameter: the name that its optimizer was given, or else its place there."""
         known: dict[int, str] = {}
         taken: set[str] = set()
-        for number, optimizer in enumerate(self._optimizers):
-            prefix = f"optimizers[{number}]." if len(self._optimizers) > 1 else ""
+        for number, optimizer in enumerate(self.optimizers):
+            prefix = f"optimizers[{number}]." if len(self.optimizers) > 1 else ""
             for g, group in enumerate(optimizer.param_groups):
                 given = group.get("param_names")
                 for k, param in enumerate(group["params"]):

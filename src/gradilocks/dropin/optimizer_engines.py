@@ -80,7 +80,7 @@ class OptimizerEngines:
             ref = lambda: optimizer  # noqa: E731
         names = Names(self._model, _IfAlive(ref))
         engine = Engine(self.scale or NoScale(), self.clip, names=names)
-        engine.table, engine.keeps_parameters = GradientTable(refuse_twice=False), False
+        engine.table, engine.owner = GradientTable(refuse_twice=False), ref
         if self._loaded:
             saved = self._place(_signature(optimizer, engine.names))
             if saved is not None:

@@ -135,8 +135,8 @@ class Engine:
         self._agreement = RankAgreement()
         self.losses = Losses()
         self.table = GradientTable()
-        self.keeps_parameters = True
-        """Whether an Outcome may keep the parameters of an optimizer that is gone."""
+        self.owner: Callable[[], Any] | None = None
+        """Of a GradScaler, which owns no optimizer: returns this one's as long as it lives."""
         self._settler: Any = None  # Settles steps on the device, where kernels serve it.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -524,10 +524,10 @@ class Engine:
 
     def namer(self, params: Sequence[Tensor]) -> Callable[[], Sequence[tuple[int, str]]]:
         """What tells the places and names of `params` later, in backward order."""
-        names, optimizers = self.names, self.names.optimizers
-        roster = self.table.roster(params, optimizers)
-        if not self.keeps_parameters and optimizers:
-            roster.weaken_with(optimizers[0])
+        names = self.names
+        roster = self.table.roster(params, names.optimizers)
+        if self.owner is not None and roster.owner is None:
+            roster.weaken_with(self.owner())
         return lambda: names.in_backward_order(roster.living())
 
     def follow(self, state: ScaleState) -> None:

@@ -200,12 +200,11 @@ class Roster(list[Any]):
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
-    _owner: Any = None
+    owner: Any = None
+    """A reference to the optimizer that the parameters are held with."""
 
     def weaken_with(self, optimizer: Any) -> None:
         """Holds the parameters no longer than `optimizer` lives."""
-        if self._owner is not None:
-            return
         mine = weakref.ref(self)
 
         def weaken(_: object) -> None:
@@ -214,9 +213,9 @@ class Roster(list[Any]):
                 roster[:] = [None if each is None else weakref.ref(each) for each in roster]
 
         try:
-            self._owner = weakref.ref(optimizer, weaken)
+            self.owner = weakref.ref(optimizer, weaken)
         except TypeError:  # A class with slots and none for references: it is held anyway.
-            self._owner = optimizer
+            self.owner = optimizer
 
     def living(self) -> list[Tensor | None]:
         """The parameters that are still there, each at its place."""
