@@ -28,6 +28,7 @@ from torch.amp.grad_scaler import OptState
 __all__ = [
     "AMP_FLAG",
     "CHECKPOINT_GENERATOR",
+    "CHECKPOINT_WRAPPER",
     "COMPOSABLE_CHECKPOINT",
     "DYNAMO",
     "FOUND_NAMES",
@@ -344,6 +345,10 @@ checkpoint computes again inside `gradilocks.emulate` is not emulated."""
 
 COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 """The module that has the same function under a name of its own."""
+
+CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+"""The module of ActivationWrapper. If it goes, a checkpointed module's parameters are named with
+the wrapper's part."""
 
 # --- optimizers and schedules ---------------------------------------------------------------------
 

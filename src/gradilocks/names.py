@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradilocks._torch import DYNAMO, children_of
+from gradilocks._torch import CHECKPOINT_WRAPPER, DYNAMO, children_of
 
 __all__ = [
     "Names",
@@ -40,9 +40,7 @@ _WRAPPERS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "_orig_mod": ((f"{DYNAMO}.eval_frame", "OptimizedModule"),),
     "_fsdp_wrapped_module": (("torch.distributed.fsdp", "FullyShardedDataParallel"),),
-    "_checkpoint_wrapped_module": (
-        ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"),
-    ),
+    "_checkpoint_wrapped_module": ((CHECKPOINT_WRAPPER, "ActivationWrapper"),),
     "_forward_module": (
         ("lightning.fabric.wrappers", "_FabricModule"),
         ("lightning_fabric.wrappers", "_FabricModule"),
