@@ -352,9 +352,10 @@ def inner():
 def amp_flag():
     """No fallback: torch's GradScaler goes by it too."""
     params = [nn.Parameter(torch.ones(1))]
-    assert _torch.supports_amp(torch.optim.AdamW(params, fused=True)), "torch has another flag"
-    assert not _torch.supports_amp(torch.optim.AdamW(params))
-    assert _torch.supports_amp(gradilocks.optim.AdamW(params))
+    flag = _torch.AMP_FLAG
+    assert getattr(torch.optim.AdamW(params, fused=True), flag, False), "torch has another flag"
+    assert not getattr(torch.optim.AdamW(params), flag, False)
+    assert getattr(gradilocks.optim.AdamW(params), flag, False)
 
 
 def hooks(name):
@@ -404,7 +405,6 @@ INSTANCE = {
     "_opt_called": steps_noted,
     "_optimizer_step_post_hooks": hooks("_optimizer_step_post_hooks"),
     "_optimizer_step_pre_hooks": hooks("_optimizer_step_pre_hooks"),
-    "_parameters": tables("parameters_in", "_parameters"),
     "_post_accumulate_grad_hooks": late_hooks,
     "_schedulers": inner,
     "_step_supports_amp_scaling": amp_flag,
@@ -470,6 +470,12 @@ def test_checkpointing_is_made_by_the_function_that_emulate_stands_in_for():
     """Without it, what a checkpoint computes again inside emulate is not emulated."""
     assert _torch.CHECKPOINT_GENERATOR in _source_of("torch.utils.checkpoint")
     assert _torch.CHECKPOINT_GENERATOR in _source_of(_torch.COMPOSABLE_CHECKPOINT)
+
+
+def test_the_wrapper_of_a_checkpointed_module_is_a_class_of_that_module():
+    """Without it, a checkpointed module's parameters keep the wrapper's part in their names."""
+    assert "class ActivationWrapper" in _source_of(_torch.CHECKPOINT_WRAPPER)
+    assert "_checkpoint_wrapped_module" in _source_of(_torch.CHECKPOINT_WRAPPER)
 
 
 def test_the_compiler_is_a_module_of_that_name():

@@ -61,7 +61,6 @@ __all__ = [
     "new_scaler_state",
     "norms",
     "note_stepped",
-    "parameters_in",
     "post_accumulate_hooks",
     "scale_of",
     "scaler_state",
@@ -72,7 +71,6 @@ __all__ = [
     "sparse_indices",
     "sparse_values",
     "sub_",
-    "supports_amp",
     "tensor_guards",
     "uncompiled",
     "unhooked",
@@ -239,11 +237,6 @@ def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
     return _table(module, "_modules", module.named_children)
 
 
-def parameters_in(module: nn.Module) -> Mapping[str, Tensor | None]:
-    """A module's own parameters by name; none if its constructor has not come that far."""
-    return _table(module, "_parameters", lambda: module.named_parameters(recurse=False))
-
-
 def _table(module: nn.Module, name: str, public: Callable[[], Any]) -> Mapping[str, Any]:
     # By the instance's dictionary: `getattr` asks `__getattr__`, which somebody may have written.
     found: Mapping[str, Any] | None = module.__dict__.get(name)
@@ -355,11 +348,6 @@ the wrapper's part."""
 AMP_FLAG = "_step_supports_amp_scaling"
 """Set on an optimizer that reads `grad_scale` and `found_inf` itself, as torch's fused ones do.
 torch's GradScaler goes by it too, so there is nothing else to go by."""
-
-
-def supports_amp(optimizer: Any) -> bool:
-    """Whether an optimizer says that it takes `grad_scale` and `found_inf`."""
-    return bool(getattr(optimizer, AMP_FLAG, False))
 
 
 def note_stepped(optimizer: Any) -> None:
@@ -605,7 +593,6 @@ INSTANCE_NAMES = (
     "_opt_called",
     "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks",
-    "_parameters",
     "_post_accumulate_grad_hooks",
     "_schedulers",
     "_step_supports_amp_scaling",

@@ -41,7 +41,7 @@ from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
 from gradilocks.step.own_step import is_ours
-from gradilocks.step.table import AddressedGradients, Gradients, every_parameter
+from gradilocks.step.table import Gradients, every_parameter
 from gradilocks.step.update import (
     apply_in_place,
     refuse_unscaling_float16,
@@ -113,7 +113,7 @@ class GradientControl:
         self._on_nonfinite = on_nonfinite
         self._process_group = process_group
         self._engine = Engine(*policies, names=self._names, give_up_after=give_up_after)
-        self._team()  # Refuses, now rather than at the first step, what no rank can know.
+        self._model_ranks()  # Refuses, now rather than at the first step, what no rank can know.
         self._schedulers = Listeners()
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)
@@ -305,15 +305,15 @@ class GradientControl:
             return self._step_with_closure(closure)
         engine = self._engine
         inside = list(map(takes_decision, self._optimizers))
-        gradients, team = self._find(inside)
+        gradients, model_ranks = self._find(inside)
         try:
             rating, direct = None, False
-            if isinstance(gradients, AddressedGradients) and team is None:
-                direct = engine.settles(gradients) and takes_directly(self._optimizers)
+            if model_ranks is None and engine.settles(gradients):
+                direct = takes_directly(self._optimizers)
                 # Work out an optimizer's rates where the step is settled: one launch less.
                 rating = self._optimizers[0].ready(gradients) if direct else None
             verdict = engine.decide(
-                gradients, unscaled=self._order.unscaled, team=team, rating=rating
+                gradients, unscaled=self._order.unscaled, model_ranks=model_ranks, rating=rating
             )
             try:
                 if direct and verdict.settled:
@@ -353,7 +353,7 @@ class GradientControl:
             inside: for each optimizer, whether its own step unscales; else its gradients are
                 unscaled in place, which float16 would not survive.
         """
-        team = self._team() if has_other_ranks() else None
+        model_ranks = self._model_ranks() if has_other_ranks() else None
         try:
             gradients = self._engine.find(self._optimizers)
             if self._engine.scales:
@@ -365,14 +365,14 @@ class GradientControl:
             ):
                 raise no_gradients()
         except Exception:
-            if team is not None:  # Else the other ranks would wait for this one.
-                self._engine.refuse(team)
+            if model_ranks is not None:  # Else the other ranks would wait for this one.
+                self._engine.refuse(model_ranks)
             raise
         if not self._engine.scales:  # No loss was scaled, which would have brought the state there.
             first = next(self._parameters(), None)
             if first is not None:
                 self._engine.move_to(first.device)
-        return gradients, team
+        return gradients, model_ranks
 
     def _refuse_float16(self, gradients: Gradients, inside: Sequence[bool]) -> None:
         for number, optimizer in enumerate(self._optimizers):
@@ -408,9 +408,11 @@ class GradientControl:
 
         def make_true() -> bool:
             nonlocal last
-            gradients, team = self._find([False])
+            gradients, model_ranks = self._find([False])
             unscaled = self._order.unscaled
-            last = self._engine.decide(gradients, unscaled=unscaled, team=team, on_device=False)
+            last = self._engine.decide(
+                gradients, unscaled=unscaled, model_ranks=model_ranks, on_device=False
+            )
             if last.outcome.skipped:
                 return False
             apply_in_place(last.decision, gradients.tensors)
@@ -428,6 +430,6 @@ class GradientControl:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
         return self._conclude(last, list(self._parameters()))
 
-    def _team(self) -> ModelRanks | None:
+    def _model_ranks(self) -> ModelRanks | None:
         """The ranks that hold the model together; raises if they are not known."""
         return model_ranks_of(list(self._parameters()), group=self._process_group, name=self._names)

@@ -15,7 +15,7 @@ from gradilocks import clip_grad_norm_, kernels
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
-from gradilocks.kernels import chunks, triton_backend, triton_launch, triton_settle
+from gradilocks.kernels import chunks, triton_backend, triton_launch, triton_measure, triton_settle
 from gradilocks.step.table import gradients_of
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
@@ -43,12 +43,12 @@ def device(request, monkeypatch):
     monkeypatch.setitem(kernels.BACKENDS, request.param, triton_backend)
     if request.param == "cpu":
         monkeypatch.setattr(chunks, "CHUNK", 256)
-        monkeypatch.setattr(triton_backend, "TILE", 128)
+        monkeypatch.setattr(triton_measure, "TILE", 128)
         monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
-        monkeypatch.setattr(triton_backend, "CHANGE_TILE", 32)
+        monkeypatch.setattr(triton_measure, "CHANGE_TILE", 32)
     triton_settle._spares.clear()
     yield request.param
-    chunks._layouts.clear()
+    chunks._chunkings.clear()
     triton_settle._spares.clear()
 
 
@@ -118,10 +118,10 @@ def test_a_clip_of_another_thread_in_between_changes_nothing(device):
     mine, theirs = (parameters("float32", device, seed=seed) for seed in (1, 2))
     first = gradients_of(mine, name=str)
     second = gradients_of(theirs, name=str)
-    norm, coefficient = triton_settle.limit(first, 1.0, 2.0)
-    other_norm, other = triton_settle.limit(second, 1e-3, 2.0)
-    triton_settle.multiply_(first, coefficient)
-    triton_settle.multiply_(second, other)
+    norm, coefficient = triton_backend.limit(first.addressed, 1.0, 2.0)
+    other_norm, other = triton_backend.limit(second.addressed, 1e-3, 2.0)
+    triton_backend.multiply_(first.addressed, coefficient)
+    triton_backend.multiply_(second.addressed, other)
     for params, bound in ((mine, 1.0), (theirs, 1e-3)):
         length = torch.cat([p.grad.double() for p in params]).norm().item()
         assert length == pytest.approx(bound, rel=1e-5)
@@ -158,10 +158,10 @@ def test_a_strided_gradient_is_measured_tensor_by_tensor(device, monkeypatch):
 
 def test_many_bounds_are_not_kept_for_ever(device):
     params = parameters("one", device)
-    for place in range(chunks._MOST_LAYOUTS + 3):
+    for place in range(chunks._MOST_KEPT + 3):
         clip_grad_norm_(params, 1000.0 + place)
     assert len(triton_settle._spares) == 1
-    assert 0 < len(chunks._rules) <= chunks._MOST_LAYOUTS
+    assert 0 < len(chunks._rules) <= chunks._MOST_KEPT
 
 
 @pytest.mark.gpu

@@ -53,15 +53,15 @@ def _label(name):
 
 def serve(device, monkeypatch):
     """Lets the Triton kernels serve `device`, in small chunks where they are interpreted."""
-    from gradilocks.kernels import chunks, triton_backend, triton_optimizers
+    from gradilocks.kernels import chunks, triton_backend, triton_measure, triton_optimizers
     from gradilocks.optim import fused_optimizer
 
     monkeypatch.setitem(kernels.BACKENDS, device, triton_backend)
     if device == "cpu":
         monkeypatch.setattr(chunks, "CHUNK", 64)
-        monkeypatch.setattr(triton_backend, "TILE", 16)
+        monkeypatch.setattr(triton_measure, "TILE", 16)
         monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
-        monkeypatch.setattr(triton_backend, "CHANGE_TILE", 32)
+        monkeypatch.setattr(triton_measure, "CHANGE_TILE", 32)
         monkeypatch.setattr(fused_optimizer, "CHUNK", 64)
         monkeypatch.setattr(triton_optimizers, "TILE", 32)
     return device

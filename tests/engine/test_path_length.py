@@ -54,15 +54,15 @@ def report(title, found):
         print(f"    {count:3d}  {file:32s} {function}")
 
 
-def small_model():
+def small_model(fused=False):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.ones(2, 8)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), torch.ones(2, 8)
 
 
-def control_step():
+def control_step(fused=False):
     """One `control.step()` in mid-run."""
-    model, optimizer, inputs = small_model()
+    model, optimizer, inputs = small_model(fused)
     control = GradientControl(optimizer, model=model, clip=1.0)
     for _ in range(3):
         control.backward(model(inputs).square().mean())
@@ -71,9 +71,9 @@ def control_step():
     return found
 
 
-def dropin_loop():
+def dropin_loop(fused=False):
     """One iteration with the drop-ins in mid-run: scale, unscale_, clip, step, update."""
-    model, optimizer, inputs = small_model()
+    model, optimizer, inputs = small_model(fused)
     scaler = GradScaler("cpu", model=model)
 
     def iteration():
@@ -98,10 +98,13 @@ def check(title, found, *, calls, files):
 
 def test_a_step_of_a_control_is_a_short_way():
     check("control.step()", control_step(), calls=60, files=10)
+    # A fused optimizer is handed the decision: whose step it is, is asked in one file more.
+    check("control.step(), fused", control_step(fused=True), calls=60, files=11)
 
 
 def test_an_iteration_with_the_drop_ins_is_a_short_way():
     check("the drop-ins' loop", dropin_loop(), calls=80, files=10)
+    check("the drop-ins' loop, fused", dropin_loop(fused=True), calls=80, files=12)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,12 @@ class Model(nn.Module):
     def loss(self):
         return sum(param.square().sum() for param in self.parameters())
 
-    def share(self):
-        self.second.grad = self.first.grad
+    def share(self, how=lambda grad: grad):
+        self.second.grad = how(self.first.grad)
+
+
+SHARING = {"the tensor": lambda grad: grad, "an alias": lambda grad: grad.detach()}
+shared_in_both_ways = pytest.mark.parametrize("how", SHARING.values(), ids=SHARING)
 
 
 def separated(model):
@@ -59,7 +63,8 @@ def separated(model):
 
 @pytest.mark.parametrize("after", [0, 2], ids=["at the first step", "after two steps"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_control_refuses_them_by_name_before_anything_changes(device, name, after):
+@shared_in_both_ways
+def test_a_control_refuses_them_by_name_before_anything_changes(device, how, name, after):
     model = Model(device)
     optimizer = MAKERS[name](model.parameters())
     control = GradientControl(optimizer, model=model, clip=1.0)
@@ -68,7 +73,7 @@ def test_a_control_refuses_them_by_name_before_anything_changes(device, name, af
         control.step()
         control.zero_grad()
     control.backward(model.loss())
-    model.share()
+    model.share(how)
     kept, state = contents(optimizer), control.state_dict()
     gradient = model.first.grad.clone()
     with pytest.raises(SharedParameter, match=SAID):
@@ -93,12 +98,13 @@ POLICIES = {"torch's rule": {}, "clip": {"clip": 1.0}, "policy": {"policy": "dyn
     plain_and_served(MAKERS, served=["SGD", "our AdamW"]),
     indirect=["device"],
 )
-def test_a_scaler_refuses_them_by_name_before_anything_changes(device, name, options, call):
+@shared_in_both_ways
+def test_a_scaler_refuses_them_by_name_before_anything_changes(device, how, name, options, call):
     model = Model(device)
     optimizer = MAKERS[name](model.parameters())
     scaler = GradScaler(device, model=model, **options)
     scaler.scale(model.loss()).backward()
-    model.share()
+    model.share(how)
     kept, gradient = contents(optimizer), model.first.grad.clone()
     with pytest.raises(SharedParameter, match=SAID):
         getattr(scaler, call)(optimizer)
@@ -111,29 +117,31 @@ def test_a_scaler_refuses_them_by_name_before_anything_changes(device, name, opt
     assert scaler.get_scale() == 2.0**16
 
 
-def shared(device):
+def shared(device, how):
     model = Model(device)
     model.first.grad = torch.tensor([3.0, 4.0], device=device)
-    model.share()
+    model.share(how)
     model.third.grad = torch.tensor([1.0], device=device)
     return model
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
-def test_the_clip_functions_count_both_and_multiply_once(device, order):
-    model = shared(device)
+@shared_in_both_ways
+def test_the_clip_functions_count_both_and_multiply_once(device, how, order):
+    model = shared(device, how)
     both = torch.tensor([3.0, 4.0, 3.0, 4.0, 1.0], dtype=torch.float64)
     expected = torch.linalg.vector_norm(both, order).item()
     bound = expected / 2
     assert clip_grad_norm_(model.parameters(), bound, order).item() == pytest.approx(expected)
     # The shared tensor is half of what it was, not a quarter.
     assert model.first.grad.tolist() == pytest.approx([1.5, 2.0])
-    assert model.second.grad is model.first.grad
+    assert model.second.grad.data_ptr() == model.first.grad.data_ptr()
     assert model.third.grad.tolist() == pytest.approx([0.5])
 
 
-def test_a_given_norm_multiplies_a_shared_gradient_once(device):
-    model = shared(device)
+@shared_in_both_ways
+def test_a_given_norm_multiplies_a_shared_gradient_once(device, how):
+    model = shared(device, how)
     tensors = [param.grad for param in model.parameters()]
     norm = get_total_norm(tensors)
     assert norm.item() == pytest.approx(math.sqrt(51.0))
@@ -142,7 +150,17 @@ def test_a_given_norm_multiplies_a_shared_gradient_once(device):
     assert model.third.grad.tolist() == pytest.approx([0.5])
 
 
-def test_bounding_the_elements_of_a_shared_gradient(device):
-    model = shared(device)
+@shared_in_both_ways
+def test_bounding_the_elements_of_a_shared_gradient(device, how):
+    model = shared(device, how)
     clip_grad_value_(model.parameters(), 2.0)
     assert model.first.grad.tolist() == [2.0, 2.0]
+
+
+def test_gradients_without_elements_share_nothing(device):
+    params = [nn.Parameter(torch.zeros(size, device=device)) for size in (0, 2, 0)]
+    control = GradientControl(torch.optim.SGD(params, lr=0.1), clip=1.0, scale=2.0)
+    for _ in range(2):
+        control.backward(sum((param + 1.0).square().sum() for param in params))
+        assert not control.step().skipped
+        control.zero_grad()

@@ -47,16 +47,16 @@ class CheckedTable:
         assert [id(param) for param in found.params] == [id(param) for param in having]
         assert [id(grad) for grad in found.tensors] == [id(param.grad) for param in having]
         grads = [param.grad for param in having]
-        assert found.addresses == [grad.data_ptr() for grad in grads]
+        assert found.at.addresses == [grad.data_ptr() for grad in grads]
         assert found.homes == [param.data_ptr() for param in having]
-        assert found.sizes == tuple(grad.numel() for grad in grads)
+        assert found.at.sizes == tuple(grad.numel() for grad in grads)
         assert found.dtypes == {grad.dtype for grad in grads}
         assert found.device == grads[0].device
-        located = found.located
-        assert located.pointers.tolist() == found.addresses
-        assert located.layout.sizes.tolist() == list(found.sizes)
+        located = found.at.located
+        assert located.pointers.tolist() == found.at.addresses
+        assert located.chunking.sizes.tolist() == list(found.at.sizes)
         assert located.rest == ()
-        kinds = {bucket.kind for bucket in located.layout.buckets}
+        kinds = {bucket.kind for bucket in located.chunking.buckets}
         assert kinds == {
             (grad.dtype, 16 if grad.data_ptr() % 16 == 0 else grad.element_size()) for grad in grads
         }

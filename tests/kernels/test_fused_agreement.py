@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
-from gradilocks.kernels import BACKENDS, chunks, describe, reference, triton_backend
+from gradilocks.kernels import BACKENDS, chunks, describe, reference, triton_backend, triton_measure
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -76,11 +76,11 @@ def small_chunks(monkeypatch, request):
     """So that the interpreter, which is slow, sees tensors of several chunks."""
     if "cpu" in request.node.name:
         monkeypatch.setattr(chunks, "CHUNK", 512)
-        monkeypatch.setattr(triton_backend, "TILE", 128)
+        monkeypatch.setattr(triton_measure, "TILE", 128)
         monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
-        monkeypatch.setattr(triton_backend, "CHANGE_TILE", 32)
+        monkeypatch.setattr(triton_measure, "CHANGE_TILE", 32)
     yield
-    chunks._layouts.clear()
+    chunks._chunkings.clear()
 
 
 @on_each_device
@@ -107,7 +107,8 @@ def test_multiplying_writes_the_reference_s_bits(dtype, factor, device):
     number = torch.full((), factor)
     ours, checked = on(device, tensors), on(device, tensors)
     triton_backend.multiply_(ours, number.to(device))
-    found = triton_backend.multiply_and_check_(checked, number.to(device))
+    flag, count = triton_backend.multiply_and_check_(checked, number.to(device))
+    found = count()
     theirs = [tensor.clone() for tensor in tensors]
     reference.multiply_(theirs, number)
     for mine, also, wanted in zip(ours, checked, theirs, strict=True):
@@ -116,6 +117,7 @@ def test_multiplying_writes_the_reference_s_bits(dtype, factor, device):
     wanted = reference.measure(theirs)
     assert found.nan.tolist() == wanted.nan.tolist()
     assert found.inf.tolist() == wanted.inf.tolist()
+    assert flag.item() == float(bool((wanted.nan + wanted.inf).sum()))
 
 
 @on_each_device
@@ -155,7 +157,7 @@ def test_the_same_gradients_give_the_same_bits(device):
 def test_pointers_are_sent_again_only_when_they_change(device):
     tensors = on(device, [values("plain", 900, torch.float32)])
     triton_backend.measure(tensors)
-    (made,) = chunks._layouts.values()
+    (made,) = chunks._chunkings.values()
     _, sent = made._sent
     triton_backend.measure(tensors)
     assert made._sent[1] is sent
@@ -217,6 +219,8 @@ def test_more_than_two_to_the_31_elements_are_stepped():
 
 @pytest.mark.parametrize("size", [3, 2 * (1 << 15) + 1, 1 << 20])
 def test_there_are_no_more_chunks_than_the_scratch_has_room_for(size):
-    layout = chunks.Layout([size] * 18_000, ["one"] * 18_000, 1 << 15, 36_000, torch.device("cpu"))
+    layout = chunks.Chunking(
+        [size] * 18_000, ["one"] * 18_000, 1 << 15, 36_000, torch.device("cpu")
+    )
     assert 18_000 <= layout.chunks <= 36_000
     assert layout.chunk * int(layout.counts[0]) >= size

@@ -20,6 +20,7 @@ from gradilocks.kernels import chunks
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 triton_backend = importlib.import_module("gradilocks.kernels.triton_backend")
+triton_measure = importlib.import_module("gradilocks.kernels.triton_measure")
 launch = importlib.import_module("gradilocks.kernels.triton_launch")
 launches = importlib.import_module("gradilocks.kernels.triton_optimizers")
 
@@ -51,10 +52,10 @@ MAKERS = {
 
 @pytest.fixture(params=[CPU, pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    chunks._layouts.clear()
+    chunks._chunkings.clear()
     monkeypatch.setitem(kernels.BACKENDS, request.param, triton_backend)
     yield request.param
-    chunks._layouts.clear()
+    chunks._chunkings.clear()
 
 
 @pytest.fixture
@@ -62,12 +63,12 @@ def fail(device, monkeypatch):
     """Lets a kernel fail to compile from here on, by its name."""
 
     def start(name):
-        for layout in chunks._layouts.values():
+        for layout in chunks._chunkings.values():
             layout.launches.clear()
         if device == "cuda":
             odd = {
-                "measure_kernel": (triton_backend, "TILE"),
-                "change_kernel": (triton_backend, "CHANGE_TILE"),
+                "measure_kernel": (triton_measure, "TILE"),
+                "change_kernel": (triton_measure, "CHANGE_TILE"),
             }
             odd |= {"adam_kernel": (launches, "TILE"), "sgd_kernel": (launches, "TILE")}
             odd |= dict.fromkeys(("adam_rates_kernel", "sgd_rates_kernel"), (launches, "_LANES"))

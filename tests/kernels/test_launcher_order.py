@@ -18,9 +18,7 @@ import gradilocks.kernels
 from gradilocks import _torch
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
-launching = importlib.import_module(
-    importlib.import_module("gradilocks.kernels.triton_backend").Launch.__module__
-)
+launching = importlib.import_module("gradilocks.kernels.triton_launch")
 CUDA = torch.device("cuda", 0)
 STREAM, FUNCTION, METADATA = 0x7000, 0x9000, (4, 1, 512)
 HEAD = ("x", "y", "z", "stream", "function", "metadata", "launch_metadata", "enter", "exit")
@@ -340,12 +338,14 @@ def test_on_a_gpu_the_short_way_is_taken():
         control.step()
         control.zero_grad()
     assert launching.takes_addresses(device)
-    launches = {each for layout in _layouts() for many in layout.launches.values() for each in many}
+    launches = {
+        each for chunking in _chunkings() for many in chunking.launches.values() for each in many
+    }
     assert launches
     for launch in launches:
         assert device.index in launch._trusted, launch._kernel.__name__
 
 
-def _layouts():
-    chunks = importlib.import_module(gradilocks.kernels.triton_backend.Layout.__module__)
-    return list(chunks._layouts.values())
+def _chunkings():
+    chunks = importlib.import_module("gradilocks.kernels.chunks")
+    return list(chunks._chunkings.values())

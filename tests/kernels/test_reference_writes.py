@@ -45,12 +45,21 @@ def test_multiplying_rounds_once_in_every_dtype(dtype, factor):
         assert torch.equal(tensor, wanted), tensor.numel()
 
 
+def counted_in(checked):
+    """How many are NaN and Inf in each, of which the flag says whether there are any."""
+    flag, count = checked
+    found = count()
+    assert (flag.dtype, flag.shape) == (torch.float32, ())
+    assert flag.item() == float(bool(sum(found.nan.tolist()) + sum(found.inf.tolist())))
+    return found
+
+
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_multiplying_and_checking_writes_the_bits_that_multiplying_writes(dtype, factor):
     one = [made(size, dtype) for size in SIZES]
     other = [tensor.clone() for tensor in one]
-    found = reference.multiply_and_check_(one, scalar(factor))
+    found = counted_in(reference.multiply_and_check_(one, scalar(factor)))
     reference.multiply_(other, scalar(factor))
     for a, b in zip(one, other, strict=True):
         assert torch.equal(a, b), a.numel()
@@ -67,7 +76,9 @@ def test_checking_finds_what_is_not_finite(bad, factor, size, dtype):
     tensors = [made(size, dtype), made(size, dtype), torch.ones(3)]
     tensors[1][size // 2] = bad
     kept = [t.clone() for t in tensors]
-    found = reference.multiply_and_check_(tensors, None if factor is None else scalar(factor))
+    found = counted_in(
+        reference.multiply_and_check_(tensors, None if factor is None else scalar(factor))
+    )
     assert found.nan.tolist() == [0, int(math.isnan(bad)), 0]
     assert found.inf.tolist() == [0, int(math.isinf(bad)), 0]
     for tensor, before in zip(tensors, kept, strict=True):
@@ -77,10 +88,10 @@ def test_checking_finds_what_is_not_finite(bad, factor, size, dtype):
 @pytest.mark.parametrize("size", [3, 20_000, 200_000])
 def test_a_product_that_overflows_is_found_not_the_factor_before_it(size):
     tensor = torch.full((size,), 3e38)
-    found = reference.multiply_and_check_([tensor], scalar(2.0))
+    found = counted_in(reference.multiply_and_check_([tensor], scalar(2.0)))
     assert found.inf.tolist() == [size]
     tensor = torch.full((size,), INF)
-    found = reference.multiply_and_check_([tensor], scalar(0.5))
+    found = counted_in(reference.multiply_and_check_([tensor], scalar(0.5)))
     assert found.inf.tolist() == [size]
 
 
@@ -154,7 +165,7 @@ def test_any_numbers_are_multiplied_with_one_rounding(numbers, factor, dtype):
     expected = product(tensor, factor)
     other = tensor.clone()
     reference.multiply_([tensor], scalar(factor))
-    found = reference.multiply_and_check_([other], scalar(factor))
+    found = counted_in(reference.multiply_and_check_([other], scalar(factor)))
     # Whether a subnormal product is kept or flushed is the kernel's affair, so both pass as equal.
     close = torch.finfo(dtype).smallest_normal
     torch.testing.assert_close(tensor, expected, rtol=0, atol=close, equal_nan=True)

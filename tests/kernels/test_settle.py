@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradilocks import ClipByNorm, DynamicScale, NoClip, StaticScale, kernels
-from gradilocks.kernels import chunks, triton_backend, triton_settle
+from gradilocks.kernels import chunks, triton_backend, triton_measure, triton_settle
 from gradilocks.kernels.triton_settle import Settler
 from gradilocks.names import Names
 from gradilocks.scale import NoScale
@@ -81,11 +81,13 @@ def by_the_policies(tensors, policy, clip, loss, unscaled, standing):
 
 
 def by_the_kernel(tensors, policy, clip, loss, unscaled, standing, settler):
+    found = gradients_of(tensors)
     return settler.settle(
-        gradients_of(tensors),
+        found.addressed,
         clip.rules(),
         policy.rules(),
         standing.state,
+        largest_finite=found.largest_finite,
         streak=standing.streak,
         steps=standing.steps,
         loss=loss,
@@ -248,7 +250,7 @@ def test_more_tensors_than_one_block_are_all_counted(device, bad, monkeypatch):
         def in_small_blocks(*args, **constants):
             return real(*args, **constants | ({"BLOCK": 8} if "BLOCK" in constants else {}))
 
-        for module in (triton_backend, triton_settle):
+        for module in (triton_backend, triton_measure, triton_settle):
             monkeypatch.setattr(module, "launch_for", in_small_blocks)
     tensors = [torch.ones(0, device=device) for _ in range(count)]
     for place, value in {3: 3.0, 16: 4.0, -1: 12.0, **bad}.items():

@@ -28,16 +28,16 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 def _prepare(way, monkeypatch):
     if way == "interpreted":
-        from gradilocks.kernels import triton_backend, triton_optimizers
+        from gradilocks.kernels import triton_backend, triton_measure, triton_optimizers
 
         monkeypatch.setitem(kernels.BACKENDS, "cpu", triton_backend)
         # So that the interpreter, which is slow, sees tensors of several chunks.
         monkeypatch.setattr(fused_optimizer, "CHUNK", 64)
         monkeypatch.setattr(triton_optimizers, "TILE", 32)
         monkeypatch.setattr(chunks, "CHUNK", 256)
-        monkeypatch.setattr(triton_backend, "TILE", 128)
+        monkeypatch.setattr(triton_measure, "TILE", 128)
         monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
-        monkeypatch.setattr(triton_backend, "CHANGE_TILE", 32)
+        monkeypatch.setattr(triton_measure, "CHANGE_TILE", 32)
     if way == "cuda":
         kernels.BACKENDS["cuda"]  # Tries the kernels out the first time.
         return "cuda"
@@ -48,14 +48,14 @@ def _prepare(way, monkeypatch):
 def device(request, monkeypatch):
     """Wherever the optimizers run."""
     yield _prepare(request.param, monkeypatch)
-    chunks._layouts.clear()
+    chunks._chunkings.clear()
 
 
 @pytest.fixture(params=[INTERPRETED, CUDA])
 def kernel_device(request, monkeypatch):
     """Where our own kernels serve."""
     yield _prepare(request.param, monkeypatch)
-    chunks._layouts.clear()
+    chunks._chunkings.clear()
 
 
 @pytest.fixture

@@ -49,18 +49,18 @@ def test_addresses_that_a_capture_sent_are_sent_again(kernel_device, capture):
     kept = [param.grad for param in params]
     control.step()
     found = optimizer._table._found
-    sent = found.located.pointers
+    sent = found.at.located.pointers
     capture(False)
     for param, grad in zip(params, kept, strict=True):
         param.grad = grad
     control.step()
     assert optimizer._table._found is found
-    assert found.located.pointers is not sent
-    again = found.located.pointers
+    assert found.at.located.pointers is not sent
+    again = found.at.located.pointers
     for param, grad in zip(params, kept, strict=True):
         param.grad = grad
     control.step()
-    assert found.located.pointers is again
+    assert found.at.located.pointers is again
 
 
 def test_plans_settings_rules_and_layouts_made_in_a_capture_serve_it_alone(kernel_device, capture):
@@ -70,12 +70,12 @@ def test_plans_settings_rules_and_layouts_made_in_a_capture_serve_it_alone(kerne
     capture(True)
     stepped(control, params, 0)
     first, rules = optimizer._plan, control._engine._settler._numbers
-    assert not chunks._layouts
+    assert not chunks._chunkings
     capture(False)
     stepped(control, params, 1)
     assert optimizer._plan is not first
     assert control._engine._settler._numbers is not rules
-    assert chunks._layouts
+    assert chunks._chunkings
     second = optimizer._plan
     settings = second.settings
     capture(True)

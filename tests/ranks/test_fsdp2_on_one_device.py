@@ -206,9 +206,9 @@ def test_a_group_for_cuda_alone_is_never_handed_numbers_on_the_cpu(
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         param = nn.Parameter(torch.zeros(2))
-        team = ranks.model_ranks_of([param], group=dist.group.WORLD, name=str)
+        model_ranks = ranks.model_ranks_of([param], group=dist.group.WORLD, name=str)
         (rank_group,) = ranks.rank_groups_of([param], group=dist.group.WORLD)
     finally:
         dist.destroy_process_group()
-    assert team is not None
-    assert team.rank_group.device == rank_group.device == torch.device("cuda:0")
+    assert model_ranks is not None
+    assert model_ranks.rank_group.device == rank_group.device == torch.device("cuda:0")

@@ -27,7 +27,7 @@ from gradilocks.ranks.layout import has_other_ranks, rank_groups_of
 from gradilocks.step.call_order import own_write_begins, own_write_ended, refuse_scaled
 from gradilocks.step.engine import measure_all, multiply_, norm_and_coefficient
 from gradilocks.step.events import EVENTS
-from gradilocks.step.table import AddressedGradients, Gradients, gradients_among, gradients_of
+from gradilocks.step.table import Gradients, gradients_among, gradients_of
 from gradilocks.values import Measurement, moved, wide
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
@@ -79,9 +79,7 @@ def _clip_by_norm(
     refuse_scaled(params)
     order = _order(norm_type)
     gradients = _found(params, foreach)
-    settled = None
-    if isinstance(gradients, AddressedGradients) and not has_other_ranks():
-        settled = norm_and_coefficient(gradients, bound, order)
+    settled = None if has_other_ranks() else norm_and_coefficient(gradients, bound, order)
     if settled is not None:
         norm, coefficient = settled
         double = torch.float64 in gradients.dtypes

@@ -68,7 +68,7 @@ from gradilocks.step.engine import (
 )
 from gradilocks.step.events import EVENTS, Step
 from gradilocks.step.outcome import ScalerOutcome, fetch
-from gradilocks.step.own_step import why_not_itself
+from gradilocks.step.own_step import why_not_inside
 from gradilocks.step.table import Gradients, every_parameter, lists_of
 from gradilocks.step.update import (
     apply_in_place,
@@ -527,7 +527,7 @@ class GradScaler(torch.amp.GradScaler):
                         f"Attempting to unscale FP16 gradients. {engine.names(param)} is float16: "
                         "keep the parameters in float32 and run the forward pass under "
                         "torch.autocast, or use an optimizer with fused=True and let scaler.step() "
-                        f"unscale inside it.{why_not_itself(optimizer)}"
+                        f"unscale inside it.{why_not_inside(optimizer)}"
                     )
         return gradients
 
@@ -695,8 +695,8 @@ class GradScaler(torch.amp.GradScaler):
                 flags = {overflow.device: overflow}
                 state["found_inf_per_device"] = flags
                 if engine.scale_policy.needs_largest:
-                    team = ranks.get("team")
-                    groups = ranks.get("rank_groups", ()) if team is None else (team.rank_group,)
+                    held = ranks.get("model_ranks")
+                    groups = ranks.get("rank_groups", ()) if held is None else (held.rank_group,)
                     self._agree(flags, overflow, peak_of(verdict.record), groups)
         self._now.steps[id(optimizer)] = _OptimizerStep(optimizer, verdict=verdict)
         self._outcome = verdict.outcome
@@ -721,7 +721,9 @@ class GradScaler(torch.amp.GradScaler):
             "norm of all, such as ClipByNorm, which takes each tensor over its own mesh; or use "
             "GradientControl(process_group=)."
         )
-        return {"team": model_ranks_of(params, group=None, name=engine.names, way_out=way_out)}
+        return {
+            "model_ranks": model_ranks_of(params, group=None, name=engine.names, way_out=way_out)
+        }
 
     def _step_with_scaler(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
         """For an optimizer with the older contract, whose step takes the scaler itself."""

@@ -1,6 +1,8 @@
-"""The implementations behind `measure` and `update`, chosen by device in one table.
+"""The back ends behind the engine, chosen by device in one table.
 
-Every implementation is a module with the functions of `reference`, same names and signatures.
+A back end is a module with the functions of `Backend`, as `reference` has them. One that reaches
+tensors by their addresses has those of `SettlingBackend` too. Another one, such as C++ kernels for
+the CPU, is a module more and a line in `_TABLE`.
 """
 
 from __future__ import annotations
@@ -8,23 +10,26 @@ from __future__ import annotations
 import importlib
 import math
 import warnings
-from collections.abc import Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from gradilocks.eager import users_line
 from gradilocks.kernels import reference
+from gradilocks.kernels.chunks import AddressedTensors
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.failure import KernelFailed, report_to
-from gradilocks.values import NonFinite, Statistics
+from gradilocks.values import Decision, NonFinite, ScaleState, Statistics, StepRecord
 
 __all__ = [
     "BACKENDS",
     "ORDERS",
     "Backend",
     "KernelFailed",
+    "Settler",
+    "SettlingBackend",
     "by_device",
     "describe",
     "give_up",
@@ -35,7 +40,7 @@ class Backend(Protocol):
     """What an implementation offers. All tensors of one call lie on one device."""
 
     BY_ADDRESS: bool
-    """Whether it reaches tensors by their addresses, and can settle a step by rules."""
+    """Whether it reaches tensors by their addresses, and is a SettlingBackend."""
 
     def measure(
         self, tensors: Sequence[Tensor], *, order: float = 2.0, detail: bool = False
@@ -50,11 +55,58 @@ class Backend(Protocol):
 
     def multiply_and_check_(
         self, tensors: Sequence[Tensor], multiplier: Tensor | None
-    ) -> NonFinite:
-        """Multiplies every tensor in place and says how much of the result is NaN or Inf."""
+    ) -> tuple[Tensor, Callable[[], NonFinite]]:
+        """Multiplies every tensor in place and says whether the result holds NaN or Inf.
+
+        Returns:
+            float32, 0-d: exactly 1 if an element is NaN or Inf, else exactly 0. And what counts
+            them, tensor by tensor, if somebody asks.
+        """
 
     def clamp_(self, tensors: Sequence[Tensor], bound: Tensor) -> None:
         """Bounds the magnitude of every element in place; NaN stays NaN."""
+
+
+class Settler(Protocol):
+    """Settles the steps of one engine by the rules of its policies, on the device."""
+
+    device: torch.device
+
+    def settle(
+        self,
+        gradients: AddressedTensors,
+        clip: Any,
+        scale: Any,
+        state: ScaleState,
+        *,
+        largest_finite: float,
+        streak: Tensor,
+        steps: Tensor,
+        loss: Tensor | None,
+        unscaled: bool,
+        moves: bool,
+        rating: Any = None,
+    ) -> tuple[Decision, StepRecord]:
+        """Measures, decides, and moves the scale, the streak and the count of steps on."""
+
+    def undo(self, record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
+        """Puts back what `settle` has moved on."""
+
+
+class SettlingBackend(Backend, Protocol):
+    """What a back end offers besides that reaches tensors by their addresses.
+
+    Each raises KernelFailed if a kernel does not compile; nothing has been written then.
+    """
+
+    def settler(self, device: torch.device) -> Settler:
+        """A new Settler on `device`."""
+
+    def limit(self, tensors: AddressedTensors, bound: float, order: float) -> tuple[Tensor, Tensor]:
+        """The norm, 0-d float64, and the coefficient that bounds it; `order` is one of ORDERS."""
+
+    def advance(self, state: ScaleState, skip: Tensor, numbers: tuple[float, ...]) -> None:
+        """Moves a dynamic scale on after a step that was taken or skipped."""
 
 
 ORDERS = frozenset((2.0, 1.0, math.inf))

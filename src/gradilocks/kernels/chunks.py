@@ -7,7 +7,6 @@ if they stay. Sending does not wait.
 
 from __future__ import annotations
 
-import math
 import sys
 from array import array
 from collections.abc import Hashable, Sequence
@@ -23,15 +22,15 @@ from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 __all__ = [
     "CHUNK",
     "DTYPES",
-    "ORDERS",
+    "AddressedTensors",
+    "Addresses",
     "Bucket",
-    "Layout",
+    "Chunking",
     "Located",
     "all_aligned",
+    "chunking_for",
     "kinds_of",
-    "layout_for",
     "locate",
-    "placed",
     "rules_for",
     "send",
     "stream_of",
@@ -44,9 +43,7 @@ MOST_CHUNKS = 36_000
 MOST_TO_CHANGE = 1 << 19
 """Writing needs no scratch, only the table of 8 bytes a chunk."""
 DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
-ORDERS = frozenset((2.0, 1.0, math.inf))
-"""The p of the norms that the kernels can measure."""
-_MOST_LAYOUTS = 32
+_MOST_KEPT = 32
 _STAGED = 1 << 15
 """So many bytes the driver takes over before it returns; more is pinned, or it might wait."""
 
@@ -59,7 +56,7 @@ class Bucket(NamedTuple):
     chunks: int
 
 
-class Layout:
+class Chunking:
     """The chunks of a list of tensors of given sizes and kinds.
 
     A chunk is a run of at most `chunk` elements of one tensor; a kernel gets a program a chunk.
@@ -168,7 +165,7 @@ def rules_for(numbers: tuple[float, ...], device: torch.device) -> Tensor:
         if capturing():  # What a graph sends is there only when it is replayed.
             keep_if_captured(rules)
             return rules
-        if len(_rules) >= _MOST_LAYOUTS:
+        if len(_rules) >= _MOST_KEPT:
             _rules.clear()
         _rules[key] = rules
     return rules
@@ -176,70 +173,122 @@ def rules_for(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 
 _rules: dict[tuple[object, ...], Tensor] = {}
 _latest: dict[tuple[torch.device, int | None], tuple[list[int], Tensor]] = {}
-"""The pointers that were sent last, for the next layout of the same tensors."""
-_layouts: dict[tuple[object, ...], Layout] = {}
+"""The pointers that were sent last, for the next chunking of the same tensors."""
+_chunkings: dict[tuple[object, ...], Chunking] = {}
 
 
-def layout_for(
+def chunking_for(
     sizes: tuple[int, ...],
     kinds: tuple[Hashable, ...],
     chunk: int,
     most: int,
     device: torch.device,
-) -> Layout:
-    """The layout for tensors of these sizes and kinds, made on first use and kept."""
+) -> Chunking:
+    """The chunks for tensors of these sizes and kinds, made on first use and kept."""
     key = (sizes, kinds, chunk, most, device, stream_of(device))
-    layout = _layouts.get(key)
-    if layout is None and capturing():  # What was sent before a capture begins has arrived.
-        known = list(_layouts.items())
-        layout = next((each for there, each in known if there[:-1] == key[:-1]), None)
-    if layout is None:
-        if len(_layouts) >= _MOST_LAYOUTS:
-            _layouts.pop(next(iter(list(_layouts))), None)  # Another thread may be here too.
-        layout = Layout(sizes, kinds, chunk, most, device)
+    chunking = _chunkings.get(key)
+    if chunking is None and capturing():  # What was sent before a capture begins has arrived.
+        known = list(_chunkings.items())
+        chunking = next((each for there, each in known if there[:-1] == key[:-1]), None)
+    if chunking is None:
+        if len(_chunkings) >= _MOST_KEPT:
+            _chunkings.pop(next(iter(list(_chunkings))), None)  # Another thread may be here too.
+        chunking = Chunking(sizes, kinds, chunk, most, device)
         if not capturing():
-            _layouts[key] = layout
-    return layout
+            _chunkings[key] = chunking
+    return chunking
 
 
 class Located(NamedTuple):
     """Where the tensors of one device are."""
 
     device: torch.device
-    layout: Layout
+    chunking: Chunking
     pointers: Tensor
     """int64: the address of each tensor, on the device."""
     rest: tuple[int, ...]
     """The places of those tensors that the kernels cannot take."""
 
 
+class Addresses:
+    """Where tensors of one device lie, all of which the kernels can take.
+
+    What kernels make of that is worked out on first use, and again only as far as it has changed.
+
+    Args:
+        addresses: of each tensor.
+        kinds: dtype and alignment in bytes of each.
+        sizes: elements of each.
+        device: of all of them.
+    """
+
+    def __init__(
+        self,
+        addresses: list[int],
+        kinds: tuple[tuple[torch.dtype, int], ...],
+        sizes: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self.addresses, self.kinds, self.sizes, self.device = addresses, kinds, sizes, device
+        self._located: dict[int | None, Located] = {}
+
+    @property
+    def located(self) -> Located:
+        """The tensors as the kernels that measure see them."""
+        return self.located_in(None)
+
+    def located_in(self, chunk: int | None) -> Located:
+        """The tensors in chunks of so many elements; None for what is best for measuring."""
+        found = self._located.get(chunk)
+        if found is None:
+            found = _placed(self.sizes, self.kinds, self.addresses, self.device, chunk)
+            self._located[chunk] = found
+        keep_if_captured(found)
+        return found
+
+    def change(self, addresses: list[int], numbers: array[int]) -> None:
+        """From here on the tensors lie elsewhere; their sizes and kinds are the same.
+
+        Args:
+            addresses: of each tensor.
+            numbers: the same addresses, to be sent.
+        """
+        self.addresses = addresses
+        known = self._located.get(None)
+        self._located.clear()
+        if known is not None:
+            self._located[None] = known._replace(pointers=send(numbers, self.device))
+
+
+class AddressedTensors(list[Tensor]):
+    """Tensors whose addresses are known: `locate` need not ask each."""
+
+    def __init__(self, tensors: Sequence[Tensor], at: Addresses) -> None:
+        super().__init__(tensors)
+        self.at = at
+
+
 def locate(tensors: Sequence[Tensor], *, chunk: int | None = None) -> Located:
     """Finds the tensors, all on one device, and sends their addresses there; nothing waits."""
+    if isinstance(tensors, AddressedTensors):
+        return tensors.at.located_in(chunk)
     addresses = [tensor.data_ptr() for tensor in tensors]
     sizes = tuple([tensor.numel() for tensor in tensors])
-    kinds = kinds_of(tensors, addresses)
-    return placed(sizes, kinds, addresses, tensors[0].device, chunk=chunk)
+    return _placed(sizes, kinds_of(tensors, addresses), addresses, tensors[0].device, chunk)
 
 
-def placed(
+def _placed(
     sizes: tuple[int, ...],
     kinds: tuple[tuple[torch.dtype, int] | None, ...],
     addresses: list[int],
     device: torch.device,
-    *,
-    chunk: int | None = None,
+    chunk: int | None,
 ) -> Located:
-    """Tensors of these sizes and kinds at these addresses.
-
-    Args:
-        sizes, kinds, addresses: tensor by tensor.
-        device: of all of them.
-        chunk: elements a program; by default what is best for measuring.
-    """
+    """Tensors of these sizes and kinds at these addresses."""
     most = MOST_CHUNKS if chunk is None else MOST_TO_CHANGE
-    layout = layout_for(sizes, kinds, CHUNK if chunk is None else chunk, most, device)
+    chunking = chunking_for(sizes, kinds, CHUNK if chunk is None else chunk, most, device)
     rest = tuple([place for place, kind in enumerate(kinds) if kind is None])
-    return Located(device, layout, layout.point_at(addresses), rest)
+    return Located(device, chunking, chunking.point_at(addresses), rest)
 
 
 # The lowest byte of an address says whether it is aligned to 16 bytes.

@@ -24,7 +24,7 @@ always to the bit, before limit, coefficient and record see it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -142,7 +142,9 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
             tensor.mul_(_factor(tensor, factor))
 
 
-def multiply_and_check_(tensors: Sequence[Tensor], multiplier: Tensor | None) -> NonFinite:
+def multiply_and_check_(
+    tensors: Sequence[Tensor], multiplier: Tensor | None
+) -> tuple[Tensor, Callable[[], NonFinite]]:
     """Multiplies every tensor in place and looks at the result while it is still in the cache.
 
     Args:
@@ -150,13 +152,15 @@ def multiply_and_check_(tensors: Sequence[Tensor], multiplier: Tensor | None) ->
         multiplier: 0-d, on that device; None to look without multiplying.
 
     Returns:
-        How many elements of each are NaN and Inf after the multiplication.
+        float32, 0-d: exactly 1 if an element is NaN or Inf after the multiplication, else exactly
+        0. And what counts them, tensor by tensor.
     """
     if tensors[0].device.type != "cpu":
         if multiplier is not None:
             _multiply_on_device_(tensors, multiplier)
         nan = torch.stack([torch.isnan(tensor).sum() for tensor in tensors])
-        return NonFinite(nan, torch.stack([torch.isinf(tensor).sum() for tensor in tensors]))
+        inf = torch.stack([torch.isinf(tensor).sum() for tensor in tensors])
+        return (nan + inf).any().to(torch.float32), lambda: NonFinite(nan, inf)
     factor = None if multiplier is None else multiplier.item()
     small, _ = _by_size(tensors)
     found: dict[int, tuple[int, int]] = {}
@@ -164,8 +168,8 @@ def multiply_and_check_(tensors: Sequence[Tensor], multiplier: Tensor | None) ->
         fine = _multiply_small_(small, 1.0 if factor is None else factor)
         found = {id(each): (0, 0) if fine else _count_nonfinite(each) for each in small}
     counts = [found.get(id(tensor)) or _multiply_large_(tensor, factor) for tensor in tensors]
-    nan, inf = torch.tensor(counts, dtype=torch.int64, device="cpu").unbind(1)
-    return NonFinite(nan, inf)
+    flag = torch.tensor(float(any(map(any, counts))), **_FLOAT)
+    return flag, lambda: NonFinite(*torch.tensor(counts, dtype=torch.int64, device="cpu").unbind(1))
 
 
 def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:

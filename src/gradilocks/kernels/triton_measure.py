@@ -1,9 +1,10 @@
-"""The kernels themselves: what one program does with one chunk of one tensor.
+"""The kernels that measure and change tensors, and their launches.
 
-A program finds its tensor through a table of pointers (`table`). Offsets are int64; arithmetic is
-float32, or float64 for float64 tensors (WORK); sums are float64, so that a norm does not depend on
-how its elements are spread over chunks. Full chunks are read without a mask, so that 16 bytes are
-loaded at once.
+`measure_located` finds a few numbers in every chunk, `gather_kernel` adds them up tensor by tensor,
+`change_located` multiplies or bounds. A program works on one chunk of one tensor, which it finds
+through a table of pointers. Offsets are int64; arithmetic is float32, or float64 for float64
+tensors (WORK); sums are float64, so that a norm does not depend on how its elements are spread over
+chunks. Full chunks are read without a mask, so that 16 bytes are loaded at once.
 """
 
 # Kernel arguments have no types that a checker knows, and tl.constexpr names are capitals.
@@ -12,12 +13,141 @@ loaded at once.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from gradilocks.kernels.triton_launch import unspecialized
+from gradilocks.kernels.chunks import Chunking, Located
+from gradilocks.kernels.triton_launch import TYPES, Launch, launch_for, unspecialized
+from gradilocks.values import NonFinite, Statistics
 
-__all__ = ["change_kernel", "gather", "gather_kernel", "measure_kernel"]
+__all__ = [
+    "ORDERS",
+    "change_located",
+    "gather",
+    "gather_kernel",
+    "lanes_for",
+    "measure_located",
+    "nonfinite_of",
+    "scratch_for",
+    "statistics_of",
+]
+
+TILE, WARPS = 1024, 8
+"""Reading 1.1 B on an H200, sums in float64: float32 0.98 ms, bfloat16 0.53; with tiles of 2,048
+0.99 and 0.66. Sums in float32 took 0.98 and 0.54."""
+CHANGE_TILE, CHANGE_WARPS = 4096, 16
+LANES = 1024
+"""Tensors or chunks that are added up at a time, at most."""
+ORDERS = {2.0: 2, 1.0: 1, math.inf: 0}
+
+
+def measure_located(
+    located: Located,
+    scratch: tuple[Tensor, Tensor],
+    *,
+    multiplier: Tensor | None = None,
+    order: float = 2.0,
+) -> None:
+    """Measures each chunk of tensors that the kernels can take, into `scratch`.
+
+    Args:
+        located: the tensors.
+        scratch: made by `scratch_for`.
+        multiplier: 0-d; what they are multiplied by first.
+        order: 1, 2 or inf.
+    """
+    chunking, device = located.chunking, located.device
+    key = (order, None if multiplier is None else multiplier.dtype)
+    args = (
+        located.pointers, chunking.sizes, chunking.owner, chunking.index,
+        chunking.sizes if multiplier is None else multiplier, *scratch,
+    )  # fmt: skip
+    launches = chunking.launches.get(key)
+    if launches is None:
+        power = ORDERS[order]
+        launches = [_measuring(b.kind, chunking.chunk, power, multiplier) for b in chunking.buckets]
+        for launch in launches:
+            launch.prepare(device, *args, 0, chunking.chunks)
+        chunking.launches[key] = launches
+    for bucket, launch in zip(chunking.buckets, launches, strict=True):
+        launch(bucket.chunks, device, *args, bucket.first, chunking.chunks)
+
+
+def scratch_for(located: Located) -> tuple[Tensor, Tensor]:
+    """Room for what is found in each chunk: 28 bytes a chunk."""
+    chunks = located.chunking.chunks
+    return (
+        torch.empty(2, chunks, dtype=torch.float64, device=located.device),
+        torch.empty(3, chunks, dtype=torch.int32, device=located.device),
+    )
+
+
+def _measuring(kind: Any, chunk: int, power: int, multiplier: Tensor | None) -> Launch:
+    dtype, align = kind
+    return launch_for(
+        measure_kernel, WARPS, None if multiplier is None else multiplier.dtype,
+        MULTIPLY=multiplier is not None, ORDER=power, DTYPE=TYPES[dtype],
+        WORK=_work_type(dtype), CHUNK=chunk, TILE=min(TILE, chunk), ALIGN=align,
+    )  # fmt: skip
+
+
+def statistics_of(found: Tensor) -> Statistics:
+    """The Statistics in what `gather_kernel` leaves."""
+    counts = found[2:].to(torch.int64)
+    return Statistics(found[0], counts[1], counts[2], largest=found[1], zeros=counts[0])
+
+
+def nonfinite_of(found: Tensor) -> NonFinite:
+    """The counts of NaN and Inf in what `gather_kernel` leaves."""
+    counts = found[3:].to(torch.int64)
+    return NonFinite(counts[0], counts[1])
+
+
+def change_located(located: Located, number: Tensor, *, clamp: bool) -> None:
+    """Multiplies by `number`, or bounds by it, the tensors that the kernels can take.
+
+    Args:
+        located: the tensors.
+        number: 0-d, or 1-d with a number for each.
+        clamp: bound, do not multiply.
+    """
+    chunking, device = located.chunking, located.device
+    args = (located.pointers, chunking.sizes, chunking.owner, chunking.index, number)
+    key = ("change", clamp, number.dtype, number.dim())
+    launches = chunking.launches.get(key)
+    if launches is None:
+        launches = [_changing(b.kind, chunking.chunk, number, clamp) for b in chunking.buckets]
+        for launch in launches:
+            launch.prepare(device, *args, 0)
+        chunking.launches[key] = launches
+    for bucket, launch in zip(chunking.buckets, launches, strict=True):
+        launch(bucket.chunks, device, *args, bucket.first)
+
+
+def _changing(kind: Any, chunk: int, number: Tensor, clamp: bool) -> Launch:
+    dtype, align = kind
+    return launch_for(
+        change_kernel, CHANGE_WARPS, number.dtype, CLAMP=clamp, EACH=number.dim() == 1,
+        DTYPE=TYPES[dtype], WORK=_work_type(dtype), CHUNK=chunk, TILE=min(CHANGE_TILE, chunk),
+        ALIGN=align,
+    )  # fmt: skip
+
+
+def lanes_for(chunking: Chunking) -> int:
+    """As many as a program has to add up at most: the fewer, the sooner a launch is over."""
+    lanes = 128
+    while lanes < min(max(chunking.count, chunking.longest), LANES):
+        lanes *= 2
+    return lanes
+
+
+def _work_type(dtype: torch.dtype) -> Any:
+    return tl.float64 if dtype is torch.float64 else tl.float32
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradilocks.kernels.chunks import Layout
+from gradilocks.kernels.chunks import Chunking
 from gradilocks.kernels.triton_launch import TYPES, Launch, launch_for, unspecialized
 
 __all__ = [
@@ -367,7 +367,7 @@ def launch_rates(
 
 def launch_step(
     kernel: str,
-    layout: Layout,
+    chunking: Chunking,
     places: Tensor,
     gradients: Tensor,
     rates: Tensor,
@@ -378,7 +378,7 @@ def launch_step(
 
     Args:
         kernel: "adam" or "sgd".
-        layout: its kinds are (parameter, gradient, state dtype, master, aligned, flags).
+        chunking: its kinds are (parameter, gradient, state dtype, master, aligned, flags).
         places: addresses of parameters and state, as the kernel wants them.
         gradients: addresses of the gradients.
         rates: as `launch_rates` leaves them.
@@ -387,24 +387,26 @@ def launch_step(
     """
     key = (kernel, skip is None, divisor is None)
     args = (
-        places, gradients, layout.sizes, layout.owner, layout.index, rates,
+        places, gradients, chunking.sizes, chunking.owner, chunking.index, rates,
         rates if skip is None else skip, rates if divisor is None else divisor,
     )  # fmt: skip
-    launches = layout.launches.get(key)
+    launches = chunking.launches.get(key)
     if launches is None:
-        launches = [_stepping(kernel, layout, bucket.kind, *key[1:]) for bucket in layout.buckets]
+        launches = [
+            _stepping(kernel, chunking, bucket.kind, *key[1:]) for bucket in chunking.buckets
+        ]
         for launch in launches:
-            launch.prepare(layout.device, *args, 0, layout.count)
-        layout.launches[key] = launches
-    for bucket, launch in zip(layout.buckets, launches, strict=True):
-        launch(bucket.chunks, layout.device, *args, bucket.first, layout.count)
+            launch.prepare(chunking.device, *args, 0, chunking.count)
+        chunking.launches[key] = launches
+    for bucket, launch in zip(chunking.buckets, launches, strict=True):
+        launch(bucket.chunks, chunking.device, *args, bucket.first, chunking.count)
 
 
-def _stepping(kernel: str, layout: Layout, kind: Any, always: bool, unscaled: bool) -> Launch:
+def _stepping(kernel: str, chunking: Chunking, kind: Any, always: bool, unscaled: bool) -> Launch:
     param, grad, state, master, aligned, flags = kind
     wide = torch.float64 if param is torch.float64 else torch.float32
     return launch_for(
         _KERNELS[kernel], WARPS, PARAM=TYPES[param], GRAD=TYPES[grad], STATE=TYPES[state],
         WIDE=TYPES[wide], MASTER=master, **dict(flags), SCALED=not unscaled, SKIPPABLE=not always,
-        CHUNK=layout.chunk, TILE=min(TILE, layout.chunk), ALIGN=16 if aligned else 2,
+        CHUNK=chunking.chunk, TILE=min(TILE, chunking.chunk), ALIGN=16 if aligned else 2,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 It computes what the policies that everybody uses (`ScaleRules`, `ClipRules`) and the engine compute
 in plain torch, with the same formulas, in one program of a few hundred bytes instead of forty small
-launches. What is measured comes from `triton_backend`; nothing is read back by the host.
+launches. What is measured comes from `triton_measure`; nothing is read back by the host.
 """
 
 # Kernel arguments have no types that a checker knows, and tl.constexpr names are capitals.
@@ -11,47 +11,32 @@ launches. What is measured comes from `triton_backend`; nothing is read back by 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradilocks.kernels.chunks import Located, rules_for, send, stream_of
+from gradilocks.kernels.chunks import AddressedTensors, Located, rules_for, send, stream_of
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
-from gradilocks.kernels.triton_backend import (
-    CHANGE_CHUNK,
+from gradilocks.kernels.triton_launch import launch_for, unspecialized
+from gradilocks.kernels.triton_measure import (
     ORDERS,
-    change_located,
+    gather,
     lanes_for,
     measure_located,
     nonfinite_of,
     scratch_for,
     statistics_of,
 )
-from gradilocks.kernels.triton_launch import launch_for, unspecialized
-from gradilocks.kernels.triton_measure import gather
 from gradilocks.kernels.triton_optimizers import adam_rates, sgd_rates
 from gradilocks.values import Decision, NonFinite, ScaleState, StepRecord
 
-__all__ = ["Settler", "advance", "limit", "look", "multiply_"]
+__all__ = ["Settler", "advance", "limit", "look"]
 
 _LARGEST = torch.finfo(torch.float64).max
-
-
-class _Addressed(Protocol):
-    """Gradients that kernels reach by their addresses, as `step.table` finds them."""
-
-    device: torch.device
-    tensors: list[Tensor]
-
-    @property
-    def located(self) -> Located: ...
-
-    def located_in(self, chunk: int | None) -> Located: ...
 
 
 class Settler:
@@ -74,11 +59,12 @@ class Settler:
 
     def settle(
         self,
-        gradients: Any,
+        gradients: AddressedTensors,
         clip: Any,
         scale: Any,
         state: ScaleState,
         *,
+        largest_finite: float,
         streak: Tensor,
         steps: Tensor,
         loss: Tensor | None,
@@ -92,16 +78,17 @@ class Settler:
             gradients: of this step.
             clip, scale: the ClipRules and the ScaleRules.
             state: of the scale.
+            largest_finite: what the gradients' dtypes hold.
             streak, steps: the counts of non-finite steps in a row and of all steps.
             loss: 0-d; to be looked at for NaN and Inf.
             unscaled: whether the gradients have lost the scale already.
             moves: whether the scale may move on.
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
-        self._prepare(gradients, clip, scale)
-        located, order = gradients.located, clip.order
+        located, order = gradients.at.located, clip.order
+        self._prepare(located, clip, scale, largest_finite)
         measure_located(located, self._scratch, order=order)
-        found = torch.empty(5, located.layout.count, dtype=torch.float64, device=self.device)
+        found = torch.empty(5, located.chunking.count, dtype=torch.float64, device=self.device)
         row = torch.empty(12, dtype=torch.float64, device=self.device)
         if self._state[:2] != (id(state), id(streak)):
             moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
@@ -128,16 +115,15 @@ class Settler:
             tensor.copy_(number)
         steps.sub_(1)
 
-    def _prepare(self, gradients: Any, clip: Any, scale: Any) -> None:
-        # Weak: a number would be taken for the next one's, and the old parameters would be kept.
-        wanted: tuple[object, ...] = (weakref.ref(gradients), clip, scale)
+    def _prepare(self, located: Located, clip: Any, scale: Any, largest_finite: float) -> None:
+        wanted: tuple[object, ...] = (located.chunking, clip, scale, largest_finite)
         if wanted == self._prepared_for:
             return
         numbers = [float("inf") if clip.max_norm is None else clip.max_norm]
-        numbers += [gradients.largest_finite, *scale.numbers()]
+        numbers += [largest_finite, *scale.numbers()]
         host = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self._numbers = send(host, self.device)
-        self._scratch = scratch_for(gradients.located)
+        self._scratch = scratch_for(located)
         self._state = ()
         # What a graph sends is there only when it is replayed.
         self._prepared_for = () if capturing() else wanted
@@ -159,41 +145,37 @@ class _Spare:
 _spares: dict[tuple[torch.device, int | None], _Spare] = {}
 
 
-def look(
-    gradients: _Addressed, multiplier: Tensor | None
-) -> tuple[Tensor, Callable[[], NonFinite]]:
-    """Multiplies the gradients in place and looks at the result, in two launches.
+def look(located: Located, multiplier: Tensor | None) -> tuple[Tensor, Callable[[], NonFinite]]:
+    """Multiplies tensors in place and looks at the result, in two launches.
 
     Args:
-        gradients: at least one.
+        located: at least one tensor, and none that the kernels cannot take.
         multiplier: 0-d, on their device; None to look without multiplying.
 
     Returns:
         float32, 0-d: exactly 1 if an element is NaN or Inf, else exactly 0. And what counts them,
-        gradient by gradient, if somebody asks.
+        tensor by tensor, if somebody asks.
 
     Raises:
         KernelFailed: one of the kernels does not compile; nothing has been done.
     """
-    located, device = gradients.located, gradients.device
-    found = torch.empty(5, located.layout.count, dtype=torch.float64, device=device)
-    skip = torch.empty((), dtype=torch.float32, device=device)
+    chunking = located.chunking
+    found = torch.empty(5, chunking.count, dtype=torch.float64, device=located.device)
+    skip = torch.empty((), dtype=torch.float32, device=located.device)
     scratch = scratch_for(located)
-    if "looked" not in located.layout.launches:  # Nothing is multiplied if that cannot be launched.
+    if "looked" not in chunking.launches:  # Nothing is multiplied if that cannot be launched.
         _settle_spare(located, scratch, found, 2.0, None, skip=skip, prepare_only=True)
-        located.layout.launches["looked"] = []
+        chunking.launches["looked"] = []
     measure_located(located, scratch, multiplier=multiplier)
-    if multiplier is not None:
-        torch.autograd.graph.increment_version(gradients.tensors)
     _settle_spare(located, scratch, found, 2.0, None, skip=skip)
     return skip, lambda: nonfinite_of(found)
 
 
-def limit(gradients: _Addressed, bound: float, order: float) -> tuple[Tensor, Tensor]:
-    """The norm of the gradients, and what they are to be multiplied by, in two launches.
+def limit(tensors: AddressedTensors, bound: float, order: float) -> tuple[Tensor, Tensor]:
+    """The norm of the tensors, and what they are to be multiplied by, in two launches.
 
     Args:
-        gradients: at least one.
+        tensors: at least one.
         bound: the largest norm.
         order: the p of the norm: 1, 2 or inf.
 
@@ -203,21 +185,11 @@ def limit(gradients: _Addressed, bound: float, order: float) -> tuple[Tensor, Te
     Raises:
         KernelFailed: one of the kernels does not compile; nothing has been done.
     """
-    located = gradients.located
-    found = torch.empty(5, located.layout.count, dtype=torch.float64, device=gradients.device)
+    located = tensors.at.located
+    found = torch.empty(5, located.chunking.count, dtype=torch.float64, device=located.device)
     scratch = scratch_for(located)
     measure_located(located, scratch, order=order)
     return _settle_spare(located, scratch, found, order, bound)
-
-
-def multiply_(gradients: _Addressed, coefficient: Tensor) -> None:
-    """Multiplies every gradient in place; reads nothing if the coefficient is 1.
-
-    Raises:
-        KernelFailed: the kernel does not compile; nothing has been written.
-    """
-    change_located(gradients.located_in(CHANGE_CHUNK), coefficient, clamp=False)
-    torch.autograd.graph.increment_version(gradients.tensors)
 
 
 def advance(state: ScaleState, skip: Tensor, numbers: tuple[float, ...]) -> None:
@@ -308,29 +280,29 @@ def launch_settle(
         order, clip, dynamic, unscaled: which rules apply.
         prepare_only: compile it, so that what comes before may be done.
     """
-    layout = located.layout
+    chunking = located.chunking
     key = (
         "settle", order, clip, dynamic, unscaled,
         None if loss is None else loss.dtype, None if rating is None else rating[0],
     )  # fmt: skip
     tables = (row, row, row, row) if rating is None else rating[1]
     args = (
-        layout.begin, layout.counts, *scratch, found,
+        chunking.begin, chunking.counts, *scratch, found,
         *standing.before_loss, row if loss is None else loss, *standing.after_loss, row, *tables,
-        layout.chunks, layout.count,
+        chunking.chunks, chunking.count,
     )  # fmt: skip
-    launches = layout.launches.get(key)
+    launches = chunking.launches.get(key)
     if launches is None:
         launch = launch_for(
             settle_kernel, 4, key[5], ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
-            UNSCALED=unscaled, LOSS=loss is not None, BLOCK=lanes_for(layout),
-            DOUBLE=any(kind[0] is torch.float64 for kind in cast("Any", layout.kinds) if kind),
+            UNSCALED=unscaled, LOSS=loss is not None, BLOCK=lanes_for(chunking),
+            DOUBLE=any(kind[0] is torch.float64 for kind in cast("Any", chunking.kinds) if kind),
             RATES=0 if rating is None else {"adam": 1, "sgd": 2}[rating[0]],
         )  # fmt: skip
         launch.prepare(located.device, *args)
-        launches = layout.launches[key] = [launch]
+        launches = chunking.launches[key] = [launch]
     if not prepare_only:
-        launches[0](layout.count, located.device, *args)
+        launches[0](chunking.count, located.device, *args)
 
 
 @unspecialized

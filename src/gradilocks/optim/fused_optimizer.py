@@ -28,7 +28,7 @@ from gradilocks._torch import (
 )
 from gradilocks.eager import eager
 from gradilocks.kernels import KernelFailed
-from gradilocks.kernels.chunks import layout_for, send
+from gradilocks.kernels.chunks import chunking_for, send
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured, keeping
 from gradilocks.names import Names
 from gradilocks.optim.optimizer_state import (
@@ -110,7 +110,7 @@ class Plan:
         self._rows = [[0 if t is None else t.data_ptr() for t in column] for column in held]
         flags = map(optimizer.flags, groups)
         kinds = tuple(map(self._kind, range(len(params)), mastered, flags))
-        self.layout = layout_for(found.sizes, kinds, CHUNK, MOST_CHUNKS, self.device)
+        self.chunking = chunking_for(found.at.sizes, kinds, CHUNK, MOST_CHUNKS, self.device)
         self.places = send(_flat(self._rows), self.device)
         self.groups = send(torch.tensor(numbers, dtype=torch.int32, device="cpu"), self.device)
         self.rates = torch.empty(len(params), 8, dtype=torch.float64, device=self.device)
@@ -136,11 +136,11 @@ class Plan:
         if place in self._copied:  # Goes through copies, which are aligned.
             addresses = addresses[1:]
         else:
-            addresses.append(found.addresses[place])
+            addresses.append(found.at.addresses[place])
         param = found.params[place].dtype
         aligned = all(address % 16 == 0 for address in addresses)
         stored = param if state is None else state.dtype
-        return (param, found.kinds[place][0], stored, master, aligned, flags)
+        return (param, found.at.kinds[place][0], stored, master, aligned, flags)
 
     def fits(self, optimizer: Any, found: TableGradients) -> bool:
         """Whether parameters, groups and state are still those that this plan was made for."""
@@ -202,9 +202,9 @@ class Plan:
                 with torch.no_grad():
                     self._step_copies(optimizer, skip, divisor)
             else:
-                pointers = self.places, found.located.pointers
+                pointers = self.places, found.at.located.pointers
                 launch = self._kernels.launch_step
-                launch(optimizer.kernel, self.layout, *pointers, self.rates, skip, divisor)
+                launch(optimizer.kernel, self.chunking, *pointers, self.rates, skip, divisor)
         except BaseException:
             if not rated:  # Else whoever has had them worked out takes them back.
                 optimizer.undo_rates(skip)
@@ -218,7 +218,7 @@ class Plan:
     def _step_copies(self, optimizer: Any, skip: Tensor | None, divisor: Tensor | None) -> None:
         """Goes through dense copies of those few that do not lie as their gradient does."""
         found = self.found
-        addresses, rows = list(found.addresses), [list(row) for row in self._rows]
+        addresses, rows = list(found.at.addresses), [list(row) for row in self._rows]
         copies = []
         for place in self._copied:
             param = found.params[place].detach().clone(memory_format=torch.contiguous_format)
@@ -229,7 +229,7 @@ class Plan:
             copies.append((param, grad))
         places, gradients = send(_flat(rows), self.device), send(array("q", addresses), self.device)
         launch = self._kernels.launch_step
-        launch(optimizer.kernel, self.layout, places, gradients, self.rates, skip, divisor)
+        launch(optimizer.kernel, self.chunking, places, gradients, self.rates, skip, divisor)
         for place, (param, _) in zip(self._copied, copies, strict=True):
             found.params[place].copy_(param)
 
@@ -386,7 +386,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if found is not self._looked_at:
             # A parameter that wraps other tensors has no address of its own.
             if found is not None and any(
-                not home and size for home, size in zip(found.homes, found.sizes, strict=True)
+                not home and size for home, size in zip(found.homes, found.at.sizes, strict=True)
             ):
                 return None
             self._looked_at = found

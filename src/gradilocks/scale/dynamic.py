@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -218,14 +218,10 @@ def advance_dynamic(
         tolerance: as DynamicScale's; `state.more` has "since" and "overflows" then.
     """
     device = state.scale.device
-    if (
-        not (delay or tolerance)
-        and kernels.BACKENDS[device.type].BY_ADDRESS
-        and skip.device == device
-    ):
-        settling = importlib.import_module("gradilocks.kernels.triton_settle")
+    backend = kernels.BACKENDS[device.type]
+    if backend.BY_ADDRESS and not (delay or tolerance) and skip.device == device:
         try:
-            settling.advance(state, skip, rules.numbers())
+            cast("kernels.SettlingBackend", backend).advance(state, skip, rules.numbers())
         except kernels.KernelFailed:  # The user has been warned, and nothing has moved.
             pass
         else:

@@ -14,11 +14,10 @@ unscaling), `norm_and_coefficient`, `multiply_`.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -41,10 +40,10 @@ from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, Streak, fetch
 from gradilocks.step.own_step import is_ours
 from gradilocks.step.table import (
-    AddressedGradients,
     Gradients,
     GradientTable,
     TableGradients,
+    addresses_of,
     every_parameter,
     lists_of,
     refuse_shared_gradient,
@@ -137,7 +136,9 @@ class Engine:
         self.table = GradientTable()
         self.owner: Callable[[], Any] | None = None
         """Of a GradScaler, which owns no optimizer: returns this one's as long as it lives."""
-        self._settler: Any = None  # Settles steps on the device, where kernels serve it.
+        self._settler: kernels.Settler | None = (
+            None  # Settles steps on the device, where kernels serve it.
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and what lies on a device for kernels do not travel.
@@ -169,11 +170,14 @@ class Engine:
                 return found
         return self.table.find(lists_of(optimizers), name=self.names)
 
-    def settles(self, gradients: AddressedGradients) -> bool:
+    def settles(self, gradients: Gradients) -> bool:
         """Whether the device can settle a step on these gradients by the policies' rules."""
         clip, scale = self._rules
+        home = self.state.scale.device
         return (
-            gradients.device == self.state.scale.device
+            gradients.addressed is not None
+            and gradients.device == home
+            and kernels.BACKENDS[home.type].BY_ADDRESS  # Unless a kernel has failed just now.
             and clip is not None
             and clip.order in kernels.ORDERS
             and scale is not None
@@ -185,7 +189,7 @@ class Engine:
         *,
         unscaled: bool,
         overflow: Tensor | None = None,
-        team: ModelRanks | None = None,
+        model_ranks: ModelRanks | None = None,
         rank_groups: Sequence[RankGroup] = (),
         rating: Any = None,
         on_device: bool = True,
@@ -197,9 +201,9 @@ class Engine:
             gradients: as `find` found them.
             unscaled: whether they have lost the scale already.
             overflow: 0-d, above 0 if NaN or Inf were found in them before; such a step is skipped.
-            team: the ranks that hold the model together; None if each holds all of it.
-            rank_groups: without a team, the ranks that hold some of the tensors together with this
-                one, each on a mesh of its own.
+            model_ranks: the ranks that hold the model together; None if each holds all of it.
+            rank_groups: without `model_ranks`, the ranks that hold some of the tensors together
+                with this one, each on a mesh of its own.
             rating: for a device that settles the step: "adam" or "sgd" and its tables, whose rates
                 are worked out on the way.
             on_device: whether the device may settle the step, which counts it; not while a closure
@@ -209,8 +213,7 @@ class Engine:
         if (
             on_device
             and overflow is None
-            and isinstance(gradients, AddressedGradients)
-            and team is None
+            and model_ranks is None
             and not rank_groups
             and self.settles(gradients)
         ):
@@ -222,11 +225,11 @@ class Engine:
         order = float(policy.order)
         detail = policy.needs_largest or self.detail or self.scale_policy.needs_largest
         measurement = measure_all(gradients, home=home, order=order, detail=detail)
-        self._rank_group = None if team is None else team.rank_group
+        self._rank_group = None if model_ranks is None else model_ranks.rank_group
         scene = self._scene(gradients) if self._asks_for_scene else None
         largest: float | Tensor = gradients.largest_finite
-        if team is not None:
-            measurement, largest = self._over_ranks(measurement, gradients, scene, team)
+        if model_ranks is not None:
+            measurement, largest = self._over_ranks(measurement, gradients, scene, model_ranks)
         elif rank_groups:
             layouts = gradients.every_layout()
             measurement = reduce_apart(
@@ -272,16 +275,21 @@ class Engine:
         row = torch.stack([number.to(measurement.norm.dtype) for number in numbers])
         return StepRecord(row, overflow, lambda: statistics)
 
-    def _settled(self, gradients: Any, *, unscaled: bool, rating: Any, moves: bool) -> Verdict:
+    def _settled(
+        self, gradients: Gradients, *, unscaled: bool, rating: Any, moves: bool
+    ) -> Verdict:
         """The step as the device settles it, by the policies' rules."""
-        device = gradients.device
+        device, addressed = self.state.scale.device, gradients.addressed
+        assert addressed is not None
         self.streak.move_to(device)
         if self._settler is None or self._settler.device != device:
-            self._settler = _settling().Settler(device)
+            backend = cast("kernels.SettlingBackend", kernels.BACKENDS[device.type])
+            self._settler = backend.settler(device)
         decision, record = self._settler.settle(
-            gradients,
+            addressed,
             *self._rules,
             self.state,
+            largest_finite=gradients.largest_finite,
             streak=self.streak.count,
             steps=self.steps,
             loss=self.losses.as_one(device),
@@ -303,6 +311,7 @@ class Engine:
     def undo(self, verdict: Verdict) -> None:
         """After an update that failed: nothing has been decided."""
         if verdict.settled:
+            assert self._settler is not None
             self._settler.undo(verdict.record, self.state, self.streak.count, self.steps)
 
     def conclude(self, verdict: Verdict, *, moves: bool = True) -> bool:
@@ -388,31 +397,34 @@ class Engine:
         self.memory = checkpoint.load_memory(self.clip_policy, saved, count)
         self._memory_of = []
 
-    def refuse(self, team: ModelRanks) -> None:
+    def refuse(self, model_ranks: ModelRanks) -> None:
         """Tells the other ranks, as long as they listen, that this one refuses the step.
 
         At the first steps the host waits for them anyway. Later nobody waits: a rank that raises
         ends the run, as it does anywhere else.
         """
-        if self._agreement.is_pending(team):
+        if self._agreement.is_pending(model_ranks):
             order = float(self.clip_policy.order)
             nothing = measure((), home=self.state.scale.device, order=order)
             # Whoever does not listen any more skips the step.
             skip = dataclasses.replace(nothing, nonfinite=torch.ones_like(nothing.nonfinite))
-            self._gather(skip, team, layouts=(), refused=True, wide=True)
+            self._gather(skip, model_ranks, layouts=(), refused=True, wide=True)
 
     def _over_ranks(
-        self, mine: Measurement, gradients: Gradients, scene: Scene | None, team: ModelRanks
+        self, mine: Measurement, gradients: Gradients, scene: Scene | None, model_ranks: ModelRanks
     ) -> tuple[Measurement, Tensor]:
         """The measurement of all ranks, and what the gradients of all can hold.
 
         Raises on all of them if it is not known who holds what.
         """
-        policy, rank_group = self.clip_policy, team.rank_group
+        policy, rank_group = self.clip_policy, model_ranks.rank_group
         apart = self._apart
         params, tensors = gradients.params, gradients.tensors
         layouts = gradients.every_layout()
-        waiting, looking = self._agreement.uncompared(team), self._agreement.is_pending(team)
+        waiting, looking = (
+            self._agreement.uncompared(model_ranks),
+            self._agreement.is_pending(model_ranks),
+        )
         plain = [at for at, param in enumerate(params) if id(param) in waiting]
         shown = None
         if plain:
@@ -425,7 +437,7 @@ class Engine:
             )
         whole, every = self._gather(
             mine,
-            team,
+            model_ranks,
             layouts=layouts,
             marks=None if shown is None else shown.numbers,
             wide=all(tensor.dtype is torch.float64 for tensor in tensors),
@@ -437,7 +449,7 @@ class Engine:
             )
             rows, rest = numbers[: every.numel()], numbers[every.numel() :]
             self._agreement.check(
-                team,
+                model_ranks,
                 [rows[at : at + len(REPORT)] for at in range(0, len(rows), len(REPORT))],
                 compared=[params[at] for at, seen in zip(plain, rest, strict=True) if seen],
                 finite=not broken,
@@ -448,7 +460,7 @@ class Engine:
         if not apart:
             return whole, largest
         assert scene is not None
-        if team.plain_are_parts or policy.by_unit:
+        if model_ranks.plain_are_parts or policy.by_unit:
             raise ValueError(
                 f"{apart} bounds gradients apart from each other, and ranks hold parts of them "
                 "here that are not known to belong together. Use ClipByNorm, or another policy "
@@ -457,7 +469,7 @@ class Engine:
         each = reduce_each(
             whole,
             rank_group=rank_group,
-            counts=team.counts(layouts),
+            counts=model_ranks.counts(layouts),
             places=scene.places,
             count=scene.count,
         )
@@ -466,7 +478,7 @@ class Engine:
     def _gather(
         self,
         mine: Measurement,
-        team: ModelRanks,
+        model_ranks: ModelRanks,
         *,
         layouts: Sequence[Layout | None],
         wide: bool,
@@ -476,15 +488,15 @@ class Engine:
         """The measurement of all ranks, and the notes of each."""
         norms = mine.tensors.norms
         notes = self._agreement.report(
-            team, refused=refused, wide=wide, apart=self._apart, names=self.names.of
+            model_ranks, refused=refused, wide=wide, apart=self._apart, names=self.names.of
         )
         told = moved(torch.tensor(notes, dtype=norms.dtype, device="cpu"), norms.device)
         if marks is None:
             marks = norms.new_zeros(len(FINGERPRINT))
         return reduce(
             mine,
-            rank_group=team.rank_group,
-            counts=team.counts(layouts),
+            rank_group=model_ranks.rank_group,
+            counts=model_ranks.counts(layouts),
             notes=[*told.unbind(), *marks.unbind()],
         )
 
@@ -587,72 +599,52 @@ def look(gradients: Gradients, multiplier: Tensor | None) -> Look:
         gradients: may be none.
         multiplier: 0-d; None to look without multiplying.
     """
-    tensors, device = gradients.tensors, gradients.device
-    if isinstance(gradients, AddressedGradients):
-        factor = None if multiplier is None else moved(multiplier, gradients.device)
-        try:
-            flag, counted = _settling().look(gradients, factor)
-        except kernels.KernelFailed:  # The user has been warned, and nothing has been written.
-            pass
-        else:
-            return Look({gradients.device: flag}, range(len(tensors)), [counted])
-    if device is not None and (multiplier is None or multiplier.device == device):
-        found = kernels.BACKENDS[device.type].multiply_and_check_(tensors, multiplier)
-        flag = (found.nan + found.inf).any().to(torch.float32)
-        return Look({device: flag}, range(len(tensors)), [lambda: found])
+    tensors = gradients.tensors
+    if gradients.device is not None and (
+        multiplier is None or multiplier.device == gradients.device
+    ):
+        backend = kernels.BACKENDS[gradients.device.type]
+        flag, count = backend.multiply_and_check_(tensors, multiplier)
+        return Look({gradients.device: flag}, range(len(tensors)), [count])
     flags: dict[torch.device, Tensor] = {}
     every: list[int] = []
     counts: list[Callable[[], NonFinite]] = []
-    for place, here in kernels.by_device(tensors).items():
-        factor = None if multiplier is None else moved(multiplier, place)
-        each = [tensors[at] for at in here]
-        found = kernels.BACKENDS[place.type].multiply_and_check_(each, factor)
-        flags[place] = (found.nan + found.inf).any().to(torch.float32)
-        every += here
-        counts.append(_returning(found))
+    for device, places in kernels.by_device(tensors).items():
+        factor = None if multiplier is None else moved(multiplier, device)
+        here = [tensors[place] for place in places]
+        flags[device], count = kernels.BACKENDS[device.type].multiply_and_check_(here, factor)
+        every += places
+        counts.append(count)
     return Look(flags, every, counts)
 
 
 def norm_and_coefficient(
-    gradients: AddressedGradients, bound: float, order: float
+    gradients: Gradients, bound: float, order: float
 ) -> tuple[Tensor, Tensor] | None:
-    """The norm, and what bounds it, in two launches; None if the kernels cannot do it."""
-    if order not in kernels.ORDERS:
+    """The norm, and what bounds it, in two launches; None if the device cannot settle it."""
+    addressed = gradients.addressed
+    if addressed is None or order not in kernels.ORDERS:
         return None
+    backend = kernels.BACKENDS[addressed.at.device.type]
     try:
-        found: tuple[Tensor, Tensor] = _settling().limit(gradients, bound, order)
+        return cast("kernels.SettlingBackend", backend).limit(addressed, bound, order)
     except kernels.KernelFailed:  # The user has been warned, and nothing has been written.
         return None
-    return found
 
 
 def multiply_(gradients: Gradients, factor: Tensor) -> None:
     """Multiplies every gradient in place, one that several parameters share only once."""
-    if isinstance(gradients, AddressedGradients):
-        try:
-            _settling().multiply_(gradients, moved(factor, gradients.device))
-        except kernels.KernelFailed:  # The user has been warned, and nothing has been written.
-            pass
-        else:
-            return
     tensors = gradients.tensors
-    if len(set(map(id, tensors))) != len(tensors):
-        tensors = list({id(tensor): tensor for tensor in tensors}.values())
+    if gradients.addressed is None:
+        memory = zip(addresses_of(tensors), map(Tensor.numel, tensors), strict=True)
+        once = dict(zip(memory, tensors, strict=True))
+        tensors = tensors if len(once) == len(tensors) else list(once.values())
     if gradients.device is not None and gradients.device == factor.device:
         kernels.BACKENDS[factor.device.type].multiply_(tensors, factor)
         return
     for device, places in kernels.by_device(tensors).items():
         on_device = [tensors[place] for place in places]
         kernels.BACKENDS[device.type].multiply_(on_device, moved(factor, device))
-
-
-def _returning(found: NonFinite) -> Callable[[], NonFinite]:
-    return lambda: found
-
-
-def _settling() -> Any:
-    """The kernels that settle, which only a device with Triton can import."""
-    return importlib.import_module("gradilocks.kernels.triton_settle")
 
 
 def peak_of(record: StepRecord) -> Tensor:

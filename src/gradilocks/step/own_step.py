@@ -21,13 +21,13 @@ from gradilocks._torch import AMP_FLAG
 
 __all__ = [
     "OwnStep",
+    "has_own_amp_flag",
     "inner_optimizers",
     "is_ours",
     "own_step",
     "register_ours",
-    "says_so_itself",
     "weakly",
-    "why_not_itself",
+    "why_not_inside",
 ]
 
 _HANDED_OVER = {"grad_scale", "found_inf"}
@@ -82,7 +82,9 @@ def own_step(optimizer: Any) -> OwnStep | None:
         step = _wrapped_by_scheduler(step, optimizer)
     if not isinstance(step, FunctionType):
         return None
-    by_class = _examined.setdefault(step, weakref.WeakKeyDictionary())
+    by_class = _examined.get(step)
+    if by_class is None:
+        by_class = _examined[step] = weakref.WeakKeyDictionary()
     found = by_class.get(kind)
     if found is None:
         found = by_class[kind] = _examine(step, kind)
@@ -102,7 +104,7 @@ def register_ours(step: Any) -> None:
     _ours.add(_undecorated(step))
 
 
-def says_so_itself(optimizer: Any) -> bool:
+def has_own_amp_flag(optimizer: Any) -> bool:
     """Whether who steps has `_step_supports_amp_scaling` itself, and does not forward it."""
     owner = getattr(optimizer.step, "__self__", optimizer)
     flag = inspect.getattr_static(owner, AMP_FLAG, False)
@@ -123,7 +125,7 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return found
 
 
-def why_not_itself(optimizer: Any) -> str:
+def why_not_inside(optimizer: Any) -> str:
     """For an error message: why an optimizer that could take the decision does not get it.
 
     Begins with a space; empty if the optimizer is none that could.
@@ -180,7 +182,7 @@ def _examine(step: FunctionType, kind: type) -> OwnStep:
 
 def _may_step_another(optimizer: Any, attributes: dict[str, Any]) -> bool:
     """Whether somebody's optimizer may be a wrapper: not all is its own, or one is inside it."""
-    if "param_groups" not in attributes or not says_so_itself(optimizer):
+    if "param_groups" not in attributes or not has_own_amp_flag(optimizer):
         return True
     return bool(inner_optimizers(optimizer))
 

@@ -23,15 +23,15 @@ from torch.nn.parameter import is_lazy
 from gradilocks import kernels
 from gradilocks._torch import TensorBase, sparse_values, tensor_guards
 from gradilocks.errors import SharedParameter
-from gradilocks.kernels.chunks import DTYPES, Located, all_aligned, kinds_of, placed, send
-from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
+from gradilocks.kernels.chunks import DTYPES, AddressedTensors, Addresses, all_aligned, kinds_of
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.ranks.layout import Layout, is_distributed, layout_of
 
 __all__ = [
-    "AddressedGradients",
     "GradientTable",
     "Gradients",
     "TableGradients",
+    "addresses_of",
     "every_parameter",
     "gradients_among",
     "gradients_of",
@@ -86,6 +86,11 @@ class Gradients:
         """The largest number that all of them can hold; half precision is stepped in float32."""
         return _LARGEST_DOUBLE if self.dtypes == _ONLY_DOUBLE else _LARGEST_SINGLE
 
+    @property
+    def addressed(self) -> AddressedTensors | None:
+        """The gradients if kernels reach all of them by their addresses, else None."""
+        return self.tensors if isinstance(self.tensors, AddressedTensors) else None
+
     def of_optimizer(self, number: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The parameters and the gradients of one optimizer."""
         begin, end = (0, *self.ends)[number], self.ends[number]
@@ -100,56 +105,29 @@ class Gradients:
         self.tensors = []
 
 
-class AddressedGradients(Gradients):
-    """Plain gradients on one device, which kernels reach by their addresses.
+class TableGradients(Gradients):
+    """Gradients that kernels reach by their addresses, as a table finds them.
 
     One object serves as long as nothing but the addresses changes from step to step.
     """
 
     device: torch.device
 
-    def __init__(
-        self,
-        params: list[Tensor],
-        tensors: list[Tensor],
-        addresses: list[int],
-        kinds: tuple[tuple[torch.dtype, int], ...],
-        *,
-        ends: list[int],
-        dtypes: Set[torch.dtype],
-    ) -> None:
-        super().__init__(params, tensors, ends=ends, dtypes=dtypes, device=tensors[0].device)
-        self.addresses = addresses
-        self.kinds = kinds
-        """Dtype and alignment in bytes of each."""
-        self.sizes = tuple(map(TensorBase.numel, tensors))
-        self._located: dict[int | None, Located] = {}
-
-    @property
-    def located(self) -> Located:
-        """The gradients as the kernels that measure see them."""
-        return self.located_in(None)
-
-    def located_in(self, chunk: int | None) -> Located:
-        """The gradients in chunks of so many elements; None for what is best for measuring."""
-        found = self._located.get(chunk)
-        if found is None:
-            found = placed(self.sizes, self.kinds, self.addresses, self.device, chunk=chunk)
-            self._located[chunk] = found
-        keep_if_captured(found)
-        return found
-
-
-class TableGradients(AddressedGradients):
-    """Those of a table, which takes the same object again for the next step if it can."""
-
-    def __init__(self, params: list[Tensor], tensors: list[Tensor], *args: Any, **more: Any):
-        super().__init__(params, tensors, *args, **more)
+    def __init__(self, params: list[Tensor], tensors: AddressedTensors, ends: list[int]) -> None:
+        self.at = tensors.at
+        """Where the gradients lie."""
+        super().__init__(
+            params,
+            tensors,
+            ends=ends,
+            dtypes={dtype for dtype, _ in self.at.kinds},
+            device=self.at.device,
+        )
         self.homes = [param.data_ptr() for param in params]
         """The parameters' own addresses."""
         self._make = [_make_of(tensor) for tensor in params + tensors]
         self._guard = tensor_guards(params + tensors)
-        self._aligned = all(alignment == 16 for _, alignment in self.kinds)
+        self._aligned = all(alignment == 16 for _, alignment in self.at.kinds)
         # What a graph sends is there only when it is replayed.
         self._sent_in_a_capture = capturing()
         self.shared = self._may_share = False
@@ -157,28 +135,24 @@ class TableGradients(AddressedGradients):
     def may_share(self, allowed: bool) -> None:
         """Says whether two parameters may have one gradient, and finds out whether they do."""
         self._may_share = allowed
-        self.shared = allowed and len(set(map(id, self.tensors))) != len(self.tensors)
+        self.shared = allowed and _coincide(self.at.addresses)
 
     def renew(self, tensors: list[Tensor], addresses: list[int]) -> bool:
         """Takes this step's gradients if they are of the same make as the last step's."""
         if list(map(_address, self.params)) != self.homes or not self._alike(tensors):
             return False
-        if addresses != self.addresses or self._sent_in_a_capture:
+        if addresses != self.at.addresses or self._sent_in_a_capture:
             if not self._aligned:
                 return False
             numbers = array("q", addresses)
             if not all_aligned(numbers):
                 return False
-            self.shared = len(set(map(id, tensors))) != len(tensors)
+            self.shared = _coincide(addresses)
             if self.shared and not self._may_share:
                 return False
-            self.addresses = addresses
             self._sent_in_a_capture = capturing()
-            known = self._located.get(None)
-            self._located.clear()
-            if known is not None:
-                self._located[None] = known._replace(pointers=send(numbers, self.device))
-        self.tensors = tensors
+            self.at.change(addresses, numbers)
+        self.tensors = AddressedTensors(tensors, self.at)
         return True
 
     def _alike(self, tensors: list[Tensor]) -> bool:
@@ -332,11 +306,11 @@ class GradientTable:
         tensors = cast("list[Tensor]", [param.grad for param in having])
         if len(having) != len(params):
             ends = _ends_among(ends, params)
-        addressed = _addressed(having, tensors, ends, may_share=self._may_share)
+        addressed = _addressed(tensors, may_share=self._may_share)
         # Beside a parameter on another device, or of another shape, no optimizer can step.
         if addressed is None or any(map(torch.is_neg, tensors)):  # Its memory holds the opposite.
             return None
-        if list(map(_device_of, having)) != [addressed.device] * len(having):
+        if list(map(_device_of, having)) != [addressed.at.device] * len(having):
             return None
         if list(map(_shape_of, having)) != list(map(_shape_of, tensors)):
             return None
@@ -349,14 +323,7 @@ class GradientTable:
             for k, param in enumerate(group)
             if is_lazy(param) or param.numel() == 1
         ]
-        found = TableGradients(
-            having,
-            tensors,
-            addressed.addresses,
-            addressed.kinds,
-            ends=ends,
-            dtypes=addressed.dtypes,
-        )
+        found = TableGradients(having, addressed, ends)
         found.may_share(self._may_share)
         return found
 
@@ -373,9 +340,11 @@ def gradients_of(params: Sequence[Tensor], *, name: Name) -> Gradients:
         if len(tensors) != len(having):
             having = [param for param in params if param.grad is not None]
         # None if a gradient is there twice, and so also if a parameter is.
-        found = _addressed(having, tensors, [len(tensors)])
+        found = _addressed(tensors)
         if found is not None:
-            return found
+            dtypes = {dtype for dtype, _ in found.at.kinds}
+            ends = [len(found)]
+            return Gradients(having, found, ends=ends, dtypes=dtypes, device=found.at.device)
     return _walk([[list(params)]], name=name, refuse_twice=False, refuse_shared=False)
 
 
@@ -415,9 +384,10 @@ def _walk(lists: Lists, *, name: Name, refuse_twice: bool, refuse_shared: bool) 
     if len(tensors) != len(params):
         ends = _ends_among(ends, params)
         having = [param for param in params if param.grad is not None]
-    if refuse_shared and len(set(map(id, tensors))) != len(tensors):
-        refuse_shared_gradient(having, tensors, name)
-    return _elements(having, tensors, ends, name)
+    found = _elements(having, tensors, ends, name)
+    if refuse_shared and _coincide(addresses_of(found.tensors)):
+        refuse_shared_gradient(having, found.tensors, name)
+    return found
 
 
 def _flat(lists: Lists, name: Name, *, twice_is_an_error: bool) -> tuple[list[Tensor], list[int]]:
@@ -456,15 +426,23 @@ def _each_once(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def refuse_shared_gradient(params: Sequence[Tensor], tensors: Sequence[Tensor], name: Name) -> None:
-    """Raises if two parameters have one tensor as their gradient."""
+    """Raises if the gradients of two parameters lie in the same memory."""
     first: dict[int, Tensor] = {}
-    for param, tensor in zip(params, tensors, strict=True):
-        other = first.setdefault(id(tensor), param)
+    for param, address in zip(params, addresses_of(tensors), strict=True):
+        other = first.setdefault(address, param) if address else param
         if other is not param:
             raise SharedParameter(
                 f"{name(other)} and {name(param)} have one tensor as their gradient, which would "
                 "be unscaled and clipped twice. Give each its own: param.grad = param.grad.clone()."
             )
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Where each tensor's memory begins, 0 if it has no elements; its id if nobody can say."""
+    try:
+        return list(map(_address, tensors))
+    except RuntimeError:  # A subclass without memory of its own.
+        return [id(tensor) for tensor in tensors]
 
 
 def _ends_among(ends: Sequence[int], params: Sequence[Tensor]) -> list[int]:
@@ -562,9 +540,7 @@ def _sparse_values(param: Tensor, grad: Tensor, name: Name) -> Tensor:
     return sparse_values(grad)
 
 
-def _addressed(
-    params: list[Tensor], tensors: list[Tensor], ends: list[int], *, may_share: bool = False
-) -> AddressedGradients | None:
+def _addressed(tensors: list[Tensor], *, may_share: bool = False) -> AddressedTensors | None:
     """The gradients if kernels can reach all of them, else None.
 
     A few walks in C: 2,000 gradients in 1.2 ms of the host's time, where asking each tensor for its
@@ -578,15 +554,14 @@ def _addressed(
     if device.type != "cuda" and len(set(map(_device_of, tensors))) != 1:  # Numbers tell no kinds.
         return None
     dtypes = list(map(_dtype_of, tensors))
-    different = set(dtypes)
-    if not different <= DTYPES:
-        return None
-    if not may_share and len(set(map(id, tensors))) != len(tensors):
+    if not set(dtypes) <= DTYPES:
         return None
     try:
         addresses = list(map(_address, tensors))
         contiguous = all(map(TensorBase.is_contiguous, tensors))
     except RuntimeError:  # A sparse one has neither.
+        return None
+    if not may_share and _coincide(addresses):
         return None
     if contiguous and all_aligned(array("q", addresses)):
         kinds: Any = tuple([(dtype, 16) for dtype in dtypes])
@@ -594,7 +569,16 @@ def _addressed(
         kinds = kinds_of(tensors, addresses)
         if None in kinds:
             return None
-    return AddressedGradients(params, tensors, addresses, kinds, ends=ends, dtypes=different)
+    sizes = tuple(map(TensorBase.numel, tensors))
+    return AddressedTensors(tensors, Addresses(addresses, kinds, sizes, device))
+
+
+def _coincide(addresses: Sequence[int]) -> bool:
+    """Whether two tensors begin at one address; those without elements have 0."""
+    different = set(addresses)
+    if len(different) == len(addresses):
+        return False
+    return len(different) - (0 in different) != sum(map(bool, addresses))
 
 
 def _make_of(tensor: Tensor) -> tuple[object, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradilocks import kernels
 from gradilocks._torch import AMP_FLAG, note_stepped
-from gradilocks.step.own_step import is_ours, own_step, says_so_itself, why_not_itself
+from gradilocks.step.own_step import has_own_amp_flag, is_ours, own_step, why_not_inside
 from gradilocks.values import Decision, moved
 
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -164,7 +164,7 @@ def refuse_unscaling_float16(
                 "gradient by the scale in float16 would round small values to zero again. Keep the "
                 "parameters in float32 and run the forward pass under torch.autocast; or use an "
                 "optimizer with fused=True, which unscales in float32; or use scale=None."
-                f"{why_not_itself(optimizer)}"
+                f"{why_not_inside(optimizer)}"
             )
 
 
@@ -203,7 +203,7 @@ def takes_scaler(optimizer: Any) -> bool:
     known = _takes_scaler.get(step)
     if known is None:
         known = _takes_scaler[step] = "grad_scaler" in inspect.signature(step).parameters
-    return known and says_so_itself(optimizer)
+    return known and has_own_amp_flag(optimizer)
 
 
 # By function, and only as long as it lives: a step that wraps its optimizer must not keep it alive.
