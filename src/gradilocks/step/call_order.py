@@ -7,6 +7,7 @@ trains on numbers that are wrong by a factor of the scale, and nothing else woul
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -122,7 +123,8 @@ class CallOrder:
 
 
 _alive: weakref.WeakSet[CallOrder] = weakref.WeakSet()
-_numbers = itertools.count()
+# A mark travels with a gradient that is saved: in another process it must be nobody's.
+_numbers = itertools.count(int.from_bytes(os.urandom(6), "big"))
 _STEPPED = "_gradilocks_stepped"
 """Marks, on the gradient itself, which CallOrder has stepped on it, and at which version. A weak
 reference would do the same, but `torch.utils.swap_tensors` refuses tensors that have one."""
