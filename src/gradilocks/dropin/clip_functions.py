@@ -23,7 +23,12 @@ from gradilocks._torch import has_foreach
 from gradilocks.clip import check_max_norm, clip_coefficient
 from gradilocks.eager import eager, users_line
 from gradilocks.ranks.collective import reduce_apart
-from gradilocks.ranks.layout import has_other_ranks, rank_groups_of
+from gradilocks.ranks.layout import (
+    common_mesh,
+    has_other_ranks,
+    is_distributed,
+    rank_groups_of,
+)
 from gradilocks.step.call_order import own_write_begins, own_write_ended, refuse_scaled
 from gradilocks.step.engine import measure_all, multiply_, norm_and_coefficient
 from gradilocks.step.events import EVENTS
@@ -58,14 +63,15 @@ def clip_grad_norm_(
         foreach: taken for compatibility; True on a device that has no foreach raises, as in torch.
 
     Returns:
-        The norm before clipping: float32, or float64 if a gradient is float64.
+        The norm before clipping: float32, or float64 if a gradient is float64. Where all gradients
+        are DTensors on one mesh it is a DTensor too, whole on every rank.
     """
     params = _listed(parameters, warn_if_empty_generator=True)
     clip = EVENTS.begin_clip(params, max_norm, order=norm_type) if EVENTS.listeners else None
-    norm = _clip_by_norm(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm, mesh = _clip_by_norm(params, max_norm, norm_type, error_if_nonfinite, foreach)
     if clip is not None:
         EVENTS.end_clip(clip, norm=norm)
-    return norm
+    return norm if mesh is None else _on_every_rank(norm, mesh)
 
 
 def _clip_by_norm(
@@ -74,7 +80,8 @@ def _clip_by_norm(
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
-) -> Tensor:
+) -> tuple[Tensor, Any]:
+    """The norm before clipping, and the mesh if all gradients are DTensors on one."""
     bound = _bound("max_norm", max_norm)
     refuse_scaled(params)
     order = _order(norm_type)
@@ -92,7 +99,7 @@ def _clip_by_norm(
         kept = own_write_begins(gradients.params)
         multiply_(gradients, coefficient)
         own_write_ended(kept)
-    return returned
+    return returned, common_mesh(gradients.layouts)
 
 
 @eager
@@ -145,7 +152,7 @@ def get_total_norm(
         foreach: as in `clip_grad_norm_`.
 
     Returns:
-        The norm: float32, or float64 if a tensor is float64.
+        The norm: float32, or float64 if a tensor is float64; a DTensor as in `clip_grad_norm_`.
     """
     given = _listed(tensors)
     order = _order(norm_type)
@@ -153,7 +160,9 @@ def get_total_norm(
     if foreach:
         _check_foreach(gradients.tensors)
     measurement = _measured(gradients, given, order)
-    return _checked_norm(measurement.norm, order, measurement.double, error_if_nonfinite)
+    norm = _checked_norm(measurement.norm, order, measurement.double, error_if_nonfinite)
+    mesh = common_mesh(gradients.layouts)
+    return norm if mesh is None else _on_every_rank(norm, mesh)
 
 
 @eager
@@ -207,8 +216,18 @@ def _measured(gradients: Gradients, given: Sequence[Tensor], order: float) -> Me
     )
 
 
+def _on_every_rank(norm: Tensor, mesh: Any) -> Tensor:
+    """The norm as a DTensor, as torch returns it for gradients that are: every rank has all."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [Replicate()] * mesh.ndim
+    return DTensor.from_local(norm, mesh, placements, run_check=False)
+
+
 def _on_device(number: Any, device: torch.device) -> Tensor:
     """A tensor or a Python number as a tensor on `device`; torch.as_tensor would wait."""
+    if is_distributed(number):
+        number = number.full_tensor()
     if isinstance(number, Tensor):
         return moved(number.detach(), device)
     return torch.full((), number, dtype=torch.float32, device=device)

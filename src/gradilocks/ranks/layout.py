@@ -26,6 +26,7 @@ __all__ = [
     "Layout",
     "ModelRanks",
     "any_distributed",
+    "common_mesh",
     "covers_world",
     "device_for",
     "has_other_ranks",
@@ -35,6 +36,7 @@ __all__ = [
     "rank_groups_of",
     "refuse_fsdp1_shards",
     "shortened",
+    "with_sums_reduced",
 ]
 
 _Name = Callable[[Tensor], str]
@@ -47,6 +49,8 @@ class Layout(NamedTuple):
     """The ranks of the mesh, ascending."""
     counts: bool
     """Whether this rank's elements count: of the ranks that hold the same ones, the first's do."""
+    mesh: Any
+    """The DeviceMesh itself."""
 
 
 def has_other_ranks() -> bool:
@@ -84,7 +88,7 @@ def any_distributed(tensors: Iterable[Tensor]) -> bool:
 def layout_of(
     param: Tensor, grad: Tensor, name: _Name, known: dict[tuple[int, Any], Layout]
 ) -> Layout:
-    """How the distributed gradient of `param` lies on its mesh; refuses what has no elements.
+    """How the distributed gradient of `param` lies on its mesh; its ranks hold elements of it.
 
     Args:
         param: the parameter, or whatever holds the gradient in its place.
@@ -104,15 +108,47 @@ def layout_of(
         return known[id(mesh), placements]
     counts, mine = True, mesh.get_coordinate()
     for dim, placement in enumerate(placements):
-        if placement.is_partial():
-            raise ValueError(
-                f"the gradient of {name(param)} is a DTensor with a Partial placement: its ranks "
-                "hold summands, not elements. Redistribute it to Replicate() or Shard() first."
-            )
         if placement.is_replicate() and mine is not None and mine[dim] != 0:
             counts = False
-    layout = known[id(mesh), placements] = Layout(_ranks_on(mesh), counts)
+    layout = known[id(mesh), placements] = Layout(_ranks_on(mesh), counts, mesh)
     return layout
+
+
+def with_sums_reduced(param: Tensor, grad: Tensor) -> Tensor:
+    """The distributed gradient of `param` as elements, where its ranks hold summands (Partial).
+
+    They are added up at the gradient's own size, by all ranks of its mesh, and take the parameter's
+    placement. The parameter gets the result as its gradient: it is what an optimizer needs.
+
+    Args:
+        param: the parameter, or the gradient itself if it belongs to none.
+        grad: a DTensor.
+    """
+    from torch.distributed.tensor import Replicate
+
+    given: Any = grad
+    if not any(placement.is_partial() for placement in given.placements):
+        return grad
+    home: Any = param if param is not grad and is_distributed(param) else None
+    if home is None or len(home.placements) != len(given.placements):
+        wanted = [Replicate()] * len(given.placements)
+    else:
+        wanted = home.placements
+    placements = [
+        new if old.is_partial() else old for old, new in zip(given.placements, wanted, strict=True)
+    ]
+    reduced: Tensor = given.redistribute(placements=placements)
+    if param is not grad:
+        param.grad = reduced
+    return reduced
+
+
+def common_mesh(layouts: Sequence[Layout | None]) -> Any:
+    """The mesh on which all of these gradients lie; None if there is none, or not one."""
+    meshes = [layout.mesh for layout in layouts if layout is not None]
+    if not meshes or len(meshes) != len(layouts) or any(mesh != meshes[0] for mesh in meshes):
+        return None
+    return meshes[0]
 
 
 def rank_groups_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[RankGroup]:

@@ -25,7 +25,7 @@ from gradilocks._torch import TensorBase, sparse_values, tensor_guards
 from gradilocks.errors import SharedParameter
 from gradilocks.kernels.chunks import DTYPES, AddressedTensors, Addresses, all_aligned, kinds_of
 from gradilocks.kernels.cuda_graph import capturing
-from gradilocks.ranks.layout import Layout, is_distributed, layout_of
+from gradilocks.ranks.layout import Layout, is_distributed, layout_of, with_sums_reduced
 
 __all__ = [
     "GradientTable",
@@ -475,6 +475,7 @@ def _elements(params: list[Tensor], grads: list[Tensor], ends: list[int], name: 
         if grad.layout is not torch.strided:
             grad = _sparse_values(param, grad, name)
         elif is_distributed(grad):
+            grad = with_sums_reduced(param, grad)
             layout = layout_of(param, grad, name, known)
             grad = cast("Tensor", cast("Any", grad).to_local())
         if grad.is_meta:
