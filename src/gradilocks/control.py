@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,8 @@ from gradilocks.eager import eager
 from gradilocks.errors import NoGradients
 from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.names import Names
-from gradilocks.ranks.layout import (
-    ModelRanks,
-    any_distributed,
-    has_other_ranks,
-    model_ranks_of,
-)
+from gradilocks.ranks.layout import has_other_ranks
+from gradilocks.ranks.model_ranks import Copies, ModelRanks, checked_options, model_ranks_of
 from gradilocks.record.journal import journal_for, recorder_of
 from gradilocks.scale import resolve_scale
 from gradilocks.step.call_order import CallOrder
@@ -76,9 +73,14 @@ class GradientControl:
         on_nonfinite: "skip" leaves parameters as they were and goes on; "raise" does the same and
             then raises NonFiniteGradient, which waits for the device at every step.
         give_up_after: so many non-finite steps in a row raise NeverFinite; None for never.
-        process_group: the ranks that together hold one whole model, when its plain tensors are
-            parts of it, or when it lies as DTensors on some of the ranks only. Data-parallel
+        process_group: ranks that hold other parts of the model, when its plain tensors are parts
+            of it (FSDP1, pipeline stages), beside what the meshes of DTensors say. Data-parallel
             training needs none; DTensors on all ranks need none.
+        mesh: the DeviceMesh of all ranks that train the model, where DTensors lie on a part of it.
+        distinct: its dimensions along which ranks hold different parameters, such as pipeline
+            stages and experts; along all others they hold the same.
+        copies: how many ranks hold the same elements of a plain parameter: a number, or a function
+            of its name and the parameter.
         record: a path for a run file, a Recorder, or None. It changes no number.
 
     Example:
@@ -99,6 +101,9 @@ class GradientControl:
         on_nonfinite: str = "skip",
         give_up_after: int | None = 100,
         process_group: Any = None,
+        mesh: Any = None,
+        distinct: str | Sequence[str] = (),
+        copies: Copies | None = None,
         record: object = None,
     ) -> None:
         self._optimizers = checked_optimizers((optimizer, *more))
@@ -111,8 +116,13 @@ class GradientControl:
         check_give_up_after(give_up_after)
         refuse_misfits(policies[1], self._names)
         self._on_nonfinite = on_nonfinite
-        self._process_group = process_group
+        self._rank_options = checked_options(
+            process_group=process_group, mesh=mesh, distinct=distinct, copies=copies
+        )
         self._engine = Engine(*policies, names=self._names, give_up_after=give_up_after)
+        # The parameters that `_ranks` is about, and whether each of them was trained.
+        self._ranks_of: tuple[list[Tensor], list[bool]] = [], []
+        self._ranks: ModelRanks | None = None
         self._model_ranks()  # Refuses, now rather than at the first step, what no rank can know.
         self._schedulers = Listeners()
         # Not a method of its own: a control must go as soon as nobody holds it.
@@ -360,9 +370,7 @@ class GradientControl:
                 self._order.check_scaled("step()")
                 if torch.float16 in gradients.dtypes:
                     self._refuse_float16(gradients, inside)
-            if not gradients.params and not (
-                self._process_group is not None or any_distributed(self._parameters())
-            ):
+            if not gradients.params and self._ranks is None:  # Else another rank may have some.
                 raise no_gradients()
         except Exception:
             if model_ranks is not None:  # Else the other ranks would wait for this one.
@@ -432,4 +440,10 @@ class GradientControl:
 
     def _model_ranks(self) -> ModelRanks | None:
         """The ranks that hold the model together; raises if they are not known."""
-        return model_ranks_of(list(self._parameters()), group=self._process_group, name=self._names)
+        params = list(self._parameters())
+        trained = [param.requires_grad for param in params]
+        known, were = self._ranks_of
+        if trained != were or any(map(operator.is_not, params, known)):
+            self._ranks = model_ranks_of(params, name=self._names, options=self._rank_options)
+            self._ranks_of = params, trained
+        return self._ranks

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import gradilocks
 from gradilocks.ranks import layout as ranks
+from gradilocks.ranks.model_ranks import RankOptions, model_ranks_of
 
 STEPS = 5
 OVERFLOW_AT = 2
@@ -206,7 +207,9 @@ def test_a_group_for_cuda_alone_is_never_handed_numbers_on_the_cpu(
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         param = nn.Parameter(torch.zeros(2))
-        model_ranks = ranks.model_ranks_of([param], group=dist.group.WORLD, name=str)
+        model_ranks = model_ranks_of(
+            [param], name=str, options=RankOptions(process_group=dist.group.WORLD)
+        )
         (rank_group,) = ranks.rank_groups_of([param], group=dist.group.WORLD)
     finally:
         dist.destroy_process_group()

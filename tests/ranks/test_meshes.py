@@ -148,11 +148,16 @@ def _local(param: nn.Parameter) -> list[float]:
 def tensor_parallel_inside_data_parallel(rank: int) -> dict[str, Any]:
     from torch.distributed.tensor import Shard
 
-    tp = _mesh((2, 2), ("dp", "tp"))["tp"]
+    mesh = _mesh((2, 2), ("dp", "tp"))
+    tp = mesh["tp"]
     param = _on(tp, [3.0, 4.0], Shard(0))
     found: dict[str, Any] = {"norms": _norms([param])}
     found["refused"] = _refusal(lambda: _control_norm([param]))
-    found["told"] = _control_norm([param], process_group=tp.get_group())
+    found["told"] = [
+        _control_norm([param], process_group=tp.get_group()),
+        _control_norm([param], mesh=mesh),
+        _control_norm([param], mesh=tp),
+    ]
     gradilocks.clip_grad_norm_([param], 1.0)
     found["clipped"] = param.grad.to_local().tolist()  # type: ignore[union-attr]
     return found
@@ -164,7 +169,7 @@ def test_tensor_parallel_ranks_inside_data_parallel_ones_count_their_own_mesh(
     for rank, found in enumerate(returned["tensor_parallel_inside_data_parallel"]):
         assert _close(found["norms"], [3.0, 4.0])
         assert found["clipped"] == pytest.approx([(0.6, 0.8)[rank % 2]], rel=1e-5)
-        assert found["told"] == 5.0
+        assert found["told"] == [5.0] * 3
 
 
 def test_a_control_says_what_it_does_not_know_of_a_mesh_inside_the_world(
@@ -177,7 +182,8 @@ def test_a_control_says_what_it_does_not_know_of_a_mesh_inside_the_world(
             in (found["refused"])
         )
         assert "and 4 ranks run" in found["refused"]
-        assert "process_group=mesh.get_group()" in found["refused"]
+        assert "GradientControl(..., mesh=world_mesh)" in found["refused"]
+        assert 'distinct=("pp",)' in found["refused"]
 
 
 # FSDP2 over tensor parallel, by torch's own functions.
@@ -231,6 +237,7 @@ def a_norm_outside_the_plan(rank: int) -> dict[str, Any]:
                 torch.optim.SGD(parts.parameters(), lr=1.0), model=parts, scale=None, clip=1.0
             ).step()
         ),
+        "told": _control_norm(list(parts.parameters()), mesh=mesh),
     }
 
 
@@ -250,7 +257,8 @@ def test_a_control_refuses_parameters_on_different_ranks(returned: Returned) -> 
         assert "norm.weight is a DTensor on the mesh (dp) of ranks" in found["refused"]
         assert str([rank % 2, rank % 2 + 2]) in found["refused"]
         assert "[0, 1, 2, 3]" in found["refused"]
-        assert "gradilocks.clip_grad_norm_" in found["refused"]
+        assert "GradientControl(..., mesh=world_mesh)" in found["refused"]
+        assert found["told"] == pytest.approx(found["whole"][ORDERS.index(2.0)], rel=1e-6)
 
 
 def a_scaler_over_fsdp2(rank: int) -> list[list[float]]:
@@ -338,6 +346,7 @@ def experts_on_a_mesh_of_their_own(rank: int) -> dict[str, Any]:
     return {
         "norms": _norms([dense, experts]),
         "refused": _refusal(lambda: _control_norm([dense, experts])),
+        "told": _control_norm([dense, experts], mesh=mesh),
     }
 
 
@@ -347,6 +356,7 @@ def test_experts_count_over_their_own_mesh_and_dense_tensors_over_theirs(
     for found in returned["experts_on_a_mesh_of_their_own"]:
         assert _close(found["norms"], [12.0, 3.0, 4.0])
         assert "param_groups[0]['params'][1] is a DTensor on the mesh (ep)" in found["refused"]
+        assert found["told"] == 13.0
 
 
 def experts_on_some_ranks_only(rank: int) -> dict[str, Any]:
@@ -710,59 +720,79 @@ def test_two_controls_on_two_halves_decide_apart(returned: Returned) -> None:
     ]
 
 
-def shards_of_pipeline_stages(rank: int) -> list[str]:
+def shards_of_pipeline_stages(rank: int) -> dict[str, Any]:
     """Stages of 3 and of 4, each sharded over two ranks; the norm of the model is 5."""
     from torch.distributed.tensor import Shard
 
     mesh = _mesh((2, 2), ("pp", "dp"))
     param = _on(mesh["dp"], [3.0, 0.0] if rank < 2 else [4.0, 0.0], Shard(0))
-    return [
-        _refusal(lambda: _control_norm([param])),
-        _refusal(lambda: _control_norm([param], process_group=mesh["pp"].get_group())),
-        _refusal(lambda: _control_norm([param], process_group=dist.group.WORLD)),
-    ]
+    return {
+        "refused": _refusal(lambda: _control_norm([param])),
+        "told": [
+            _control_norm([param], process_group=mesh["pp"].get_group()),
+            _control_norm([param], process_group=dist.group.WORLD),
+            _control_norm([param], mesh=mesh, distinct=("pp",)),
+            _control_norm([param], mesh=mesh, distinct="pp"),
+        ],
+    }
 
 
-def test_pipeline_stages_of_shards_are_refused_whatever_group_is_named(returned: Returned) -> None:
-    for rank, (nothing, stages, world) in enumerate(returned["shards_of_pipeline_stages"]):
+def test_pipeline_stages_of_shards_count_over_both_dimensions(returned: Returned) -> None:
+    for rank, found in enumerate(returned["shards_of_pipeline_stages"]):
         mine = "on the mesh (dp) of ranks " + ("[0, 1]" if rank < 2 else "[2, 3]")
-        assert f"{mine}, and 4 ranks run" in nothing
-        assert "clip_grads_with_norm_" in nothing
-        assert f"{mine}, and process_group= names ranks {[rank % 2, rank % 2 + 2]}" in stages
-        assert f"{mine}, and process_group= names ranks [0, 1, 2, 3]" in world
+        assert f"{mine}, and 4 ranks run" in found["refused"]
+        assert 'mesh=world_mesh, distinct=("pp",)' in found["refused"]
+        assert found["told"] == [5.0] * 4
 
 
-def stages_of_unequal_length(rank: int) -> list[str]:
+def stages_of_unequal_length(rank: int) -> dict[str, Any]:
     """Two tensors in the first stage, one in the second, bounded apart from each other."""
     from torch.distributed.tensor import Shard
 
     mesh = _mesh((2, 2), ("pp", "dp"))
-    told = []
+    count = 2 if rank < 2 else 1
+    found: dict[str, Any] = {"refused": []}
+
+    def sharded() -> list[nn.Parameter]:
+        return [_on(mesh["dp"], [3.0, 4.0], Shard(0)) for _ in range(count)]
+
     for policy in (gradilocks.ClipPerTensor(1.0), gradilocks.AdaGC()):
-        params = [_on(mesh["dp"], [3.0, 1.0], Shard(0)) for _ in range(2 if rank < 2 else 1)]
-        plain = [_plain([3.0]) for _ in range(2 if rank < 2 else 1)]
-        groups = (None, dist.group.WORLD)
-        for mine, group in [(params, groups[0]), (params, groups[1]), (plain, groups[1])]:
-            told.append(_refusal(lambda: _apart(mine, policy, group)))  # noqa: B023
+        plain = [_plain([3.0]) for _ in range(count)]
+        for mine, group in ((sharded(), None), (plain, dist.group.WORLD)):
+            found["refused"].append(_refusal(lambda: _apart(mine, policy, process_group=group)))  # noqa: B023
+    for how, told in {
+        "group": {"process_group": mesh["pp"].get_group()},
+        "mesh": {"mesh": mesh, "distinct": ("pp",)},
+    }.items():
+        params = sharded()
+        _apart(params, gradilocks.ClipPerTensor(1.0), **told)
+        found[how] = [_local(param) for param in params]
+        params = [_plain([3.0 * (1 + rank // 2)]) for _ in range(count)]
+        if how == "mesh":
+            _apart(params, gradilocks.ClipPerTensor(1.0), **told)
+            found["plain"] = [_local(param) for param in params]
     # Two plain tensors here and one there, beside a distributed one: they cannot be copies.
-    beside = [_on(_mesh(), [1.0] * 4, Shard(0)), *(_plain([3.0]) for _ in range(1 + (rank < 2)))]
-    told.append(_refusal(lambda: _apart(beside, gradilocks.ClipPerTensor(1.0), None)))
-    return told
+    beside = [_on(_mesh(), [1.0] * 4, Shard(0)), *(_plain([3.0]) for _ in range(count))]
+    found["beside"] = _refusal(lambda: _apart(beside, gradilocks.ClipPerTensor(1.0)))
+    return found
 
 
-def _apart(params: list[nn.Parameter], policy: Any, group: Any) -> None:
+def _apart(params: list[nn.Parameter], policy: Any, **told: Any) -> None:
     gradilocks.GradientControl(
-        torch.optim.SGD(params, lr=1.0), scale=None, clip=policy, process_group=group
+        torch.optim.SGD(params, lr=1.0), scale=None, clip=policy, **told
     ).step()
 
 
-def test_stages_that_list_different_parameters_are_refused_and_nothing_aborts(
+def test_stages_may_list_different_numbers_of_parameters_and_nothing_aborts(
     returned: Returned,
 ) -> None:
-    for told in returned["stages_of_unequal_length"]:
-        assert len(told) == 7
-        assert all("not known" in each for each in told)
-        assert "the ranks list different parameters" in told[-1]
+    for rank, found in enumerate(returned["stages_of_unequal_length"]):
+        assert all("not known" in each for each in found["refused"])
+        count = 2 if rank < 2 else 1
+        for how in ("group", "mesh"):
+            assert found[how] == [pytest.approx([(-0.6, -0.8)[rank % 2]], rel=1e-5)] * count
+        assert found["plain"] == [pytest.approx([-1.0], rel=1e-5)] * count
+        assert "plain tensors beside DTensors" in found["beside"]
 
 
 def unlike_ranks(rank: int) -> str:
@@ -788,22 +818,31 @@ def a_mesh_of_two_dimensions(rank: int) -> dict[str, Any]:
     """Two dimensions that are a part of the world: the line in the refusal works as it stands."""
     from torch.distributed.tensor import Replicate, Shard
 
-    mesh = _mesh((2, 1, 2), ("dp", "sp", "tp"))["sp", "tp"]
+    world_mesh = _mesh((2, 1, 2), ("dp", "sp", "tp"))
+    mesh = world_mesh["sp", "tp"]
     param = _on(mesh, [3.0, 4.0], Replicate(), Shard(0))
     refused = _refusal(lambda: _control_norm([param]))
-    line = refused.split("process_group=")[1].split(")")[0] + ")"
+    (optimizer,) = [torch.optim.SGD([param], lr=0.0)]
+    line = refused.split("GradientControl(..., ")[1].split(")")[0]
+    control = eval(  # The line that the message shows.
+        f"gradilocks.GradientControl(optimizer, scale=None, {line})",
+        {"gradilocks": gradilocks, "optimizer": optimizer, "world_mesh": world_mesh},
+    )
     return {
         "norms": _norms([param]),
         "line": line,
-        "told": _control_norm([param], process_group=mesh._flatten().get_group()),
+        "told": [
+            control.step().norm,
+            _control_norm([param], process_group=mesh._flatten().get_group()),
+        ],
     }
 
 
 def test_the_line_that_the_refusal_shows_is_the_way_out(returned: Returned) -> None:
     for found in returned["a_mesh_of_two_dimensions"]:
         assert _close(found["norms"], [3.0, 4.0])
-        assert found["line"] == "mesh._flatten()"
-        assert found["told"] == 5.0
+        assert found["line"] == "mesh=world_mesh"
+        assert found["told"] == [5.0, 5.0]
 
 
 def _grid(mesh: Any) -> tuple[list[nn.Parameter], list[float]]:
@@ -1068,9 +1107,9 @@ def test_ranks_with_gradients_of_two_widths_decide_alike(returned: Returned) -> 
 
 def one_rank_refuses(rank: int) -> dict[str, list[str]]:
     """What is wrong on rank 2 alone: it says so itself, and nobody waits for it in vain."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import DTensor, Replicate
 
-    world = dist.group.WORLD
+    world, elsewhere = dist.group.WORLD, _mesh((2, 2), ("dp", "tp"))["tp"]
     found: dict[str, list[str]] = {}
 
     def run(name: str, control: gradilocks.GradientControl, *args: Any) -> None:
@@ -1086,8 +1125,8 @@ def one_rank_refuses(rank: int) -> dict[str, list[str]]:
     run("a stage that scaled no loss", control)
     param = _on(_mesh(), [1.0, 2.0], Replicate())
     if rank == 2:
-        param.grad = DTensor.from_local(torch.ones(2), _mesh(), [Partial()])
-    for name, clip in (("Partial", 1.0), ("Partial, apart", gradilocks.ClipPerTensor(1.0))):
+        param.grad = DTensor.from_local(torch.ones(2), elsewhere, [Replicate()])
+    for name, clip in (("foreign", 1.0), ("foreign, apart", gradilocks.ClipPerTensor(1.0))):
         optimizer = torch.optim.SGD([param], lr=1.0)
         run(name, gradilocks.GradientControl(optimizer, scale=None, clip=clip))
     for name, closes in (("float16", False), ("float16 and a closure", True)):
@@ -1107,7 +1146,7 @@ def one_rank_refuses(rank: int) -> dict[str, list[str]]:
     param = _on(_mesh(), [3.0, 4.0], Replicate())
     gradient = param.grad
     if rank == 2:
-        param.grad = DTensor.from_local(torch.ones(2), _mesh(), [Partial()])
+        param.grad = DTensor.from_local(torch.ones(2), elsewhere, [Replicate()])
     control = gradilocks.GradientControl(torch.optim.SGD([param], lr=0.0), scale=None)
     told = _told(control.step)
     param.grad = gradient
@@ -1126,11 +1165,11 @@ def _told(act: Callable[[], object]) -> str:
 def test_what_one_rank_refuses_at_first_is_refused_by_all(returned: Returned) -> None:
     reasons = {
         "a stage that scaled no loss": "ScaleMisuse",
-        "Partial": "Partial placement",
-        "Partial, apart": "Partial placement",
+        "foreign": "on other ranks than the parameter",
+        "foreign, apart": "on other ranks than the parameter",
         "float16": "Attempting to unscale FP16",
         "float16 and a closure": "Attempting to unscale FP16",
-        "and goes on": "Partial placement",
+        "and goes on": "on other ranks than the parameter",
     }
     for rank, found in enumerate(returned["one_rank_refuses"]):
         assert set(found) == set(reasons)
@@ -1227,20 +1266,21 @@ def the_same_parameters_in_another_order(rank: int) -> dict[str, Any]:
             scale=None,
             clip=1e9 if name == "norm of all" else gradilocks.ClipPerTensor(1.0),
         )
-        found[name] = _refusal(control.step)
-        if name == "norm of all":
-            found["norm"] = control.step().norm
+        found[name] = [control.step().norm, *([*map(_gradient, model.values())])]
     return found
+
+
+def _gradient(param: nn.Parameter) -> list[float]:
+    return param.grad.to_local().tolist()  # type: ignore[union-attr]
 
 
 def test_ranks_that_list_parameters_in_another_order_do_not_mix_them(returned: Returned) -> None:
     for found in returned["the_same_parameters_in_another_order"]:
         for name in ("model", "optimizer"):
-            assert (
-                "the ranks list different parameters, or the same in another order" in found[name]
-            )
-        assert found["norm of all"] == ""
-        assert found["norm"] == pytest.approx(math.sqrt(4 * 9.0 + 4 * 900.0), rel=1e-6)
+            norm, a, b = found[name]
+            assert norm == pytest.approx(math.sqrt(4 * 9.0 + 4 * 900.0), rel=1e-6)
+            assert [*a, *b] == pytest.approx([0.5, 0.5], rel=1e-5)
+        assert found["norm of all"] == [norm, [3.0], [30.0]]
 
 
 def fully_sharded_plain_tensors(rank: int) -> list[dict[str, Any]]:

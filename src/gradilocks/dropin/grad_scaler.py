@@ -40,10 +40,10 @@ from gradilocks.ranks.layout import (
     any_distributed,
     covers_world,
     has_other_ranks,
-    model_ranks_of,
     rank_groups_of,
     refuse_fsdp1_shards,
 )
+from gradilocks.ranks.model_ranks import model_ranks_of
 from gradilocks.scale import (
     LARGEST,
     SMALLEST,
@@ -721,9 +721,7 @@ class GradScaler(torch.amp.GradScaler):
             "norm of all, such as ClipByNorm, which takes each tensor over its own mesh; or use "
             "GradientControl(process_group=)."
         )
-        return {
-            "model_ranks": model_ranks_of(params, group=None, name=engine.names, way_out=way_out)
-        }
+        return {"model_ranks": model_ranks_of(params, name=engine.names, way_out=way_out)}
 
     def _step_with_scaler(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
         """For an optimizer with the older contract, whose step takes the scaler itself."""

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels.reference import total_norm
-from gradilocks.ranks.layout import ModelRanks, shortened
+from gradilocks.ranks.layout import shortened
+from gradilocks.ranks.model_ranks import ModelRanks
 from gradilocks.values import moved, wide
 
 __all__ = ["FINGERPRINT", "REPORT", "Fingerprint", "RankAgreement", "are_copies", "fingerprint"]
@@ -51,13 +52,12 @@ not zero; the square of the rounding that is allowed between copies; and what is
 
 
 REPORT = (
-    *("refused", "unknown", "parts", "shapes", "names", "uncompared", "narrow"),
+    *("refused", "unknown", "parts", "uncompared", "narrow"),
     *FINGERPRINT,
 )
 """What a rank tells of itself: that it refuses the step, that it does not know who holds what, that
-its plain tensors are parts, what its parameters' shapes and names are, how many plain ones have not
-been compared yet, that not all of its gradients are float64, and the fingerprint of the plain
-ones."""
+its plain tensors are parts, how many plain ones have not been compared yet, that not all of its
+gradients are float64, and the fingerprint of the plain ones."""
 
 _Names = Callable[[Sequence[Tensor]], Sequence[str]]
 
@@ -177,25 +177,17 @@ class RankAgreement:
             if id(param) not in self._compared or self._compared[id(param)]() is not param
         }
 
-    def report(
-        self, ranks: ModelRanks, *, refused: bool, wide: bool, apart: str, names: _Names
-    ) -> list[float]:
+    def report(self, ranks: ModelRanks, *, refused: bool, wide: bool) -> list[float]:
         """What the other ranks have to know of this one: REPORT up to the fingerprint.
 
         Args:
             ranks: that hold the model together, as this one knows them.
             refused: whether this rank refuses the step.
             wide: whether all of its gradients are float64, or there are none.
-            apart: as in `check`.
-            names: tells the names of parameters.
         """
-        listed, uncompared = 0, 0
-        if self.is_pending(ranks):
-            uncompared = len(self.uncompared(ranks))
-            if apart:
-                listed = zlib.crc32("\n".join(names(ranks.params)).encode())
-        told = refused, ranks.unknown is not None, ranks.plain_are_parts, ranks.shapes
-        return [float(number) for number in (*told, listed, uncompared, not wide)]
+        uncompared = len(self.uncompared(ranks)) if self.is_pending(ranks) else 0
+        told = refused, ranks.unknown is not None, ranks.plain_are_parts, uncompared, not wide
+        return [float(number) for number in told]
 
     def check(
         self,
@@ -204,7 +196,6 @@ class RankAgreement:
         *,
         compared: Sequence[Tensor],
         finite: bool,
-        apart: str,
         names: _Names,
     ) -> None:
         """Raises, on every rank alike, if the ranks do not hold one model in a way that is known.
@@ -214,7 +205,6 @@ class RankAgreement:
             reports: of each rank, the numbers that REPORT names.
             compared: this rank's plain parameters whose gradients are in its fingerprint.
             finite: whether all gradients are finite on all ranks.
-            apart: the policy that needs the same parameters in the same order everywhere, or "".
             names: tells the names of parameters.
         """
         told = dict(zip(REPORT, zip(*reports, strict=True), strict=True))
@@ -224,13 +214,6 @@ class RankAgreement:
             raise ValueError(ranks.unknown or _ELSEWHERE)
         if len(set(told["parts"])) > 1:
             raise ValueError(_UNLIKE)
-        if apart and len(set(zip(told["shapes"], told["names"], strict=True))) > 1:
-            raise ValueError(
-                f"{apart} bounds gradients apart from each other, and the ranks list different "
-                "parameters, or the same in another order, so which of them belong together is not "
-                "known. List them alike on every rank, or use ClipByNorm, or another policy that "
-                "bounds the norm of all."
-            )
         if any(told["parts"]):
             self._agreed = ranks.shapes
             return

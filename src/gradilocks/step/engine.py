@@ -32,7 +32,7 @@ from gradilocks.kernels.reference import DOUBLE, summarize
 from gradilocks.names import Names
 from gradilocks.ranks.agreement import FINGERPRINT, REPORT, RankAgreement, fingerprint
 from gradilocks.ranks.collective import agreed, reduce, reduce_apart, reduce_each
-from gradilocks.ranks.layout import Layout, ModelRanks
+from gradilocks.ranks.model_ranks import ModelRanks, tell_all
 from gradilocks.scale import NoScale, ScalePolicy, scale_loss
 from gradilocks.state import checkpoint
 from gradilocks.step.diagnose import never_finite
@@ -132,6 +132,8 @@ class Engine:
             None  # The ranks that the latest step was measured over.
         )
         self._agreement = RankAgreement()
+        self._table_of: ModelRanks | None = None  # Whose parameters all ranks know the places of.
+        self._places_among_all: tuple[dict[int, int], int] = {}, 0
         self.losses = Losses()
         self.table = GradientTable()
         self.owner: Callable[[], Any] | None = None
@@ -143,6 +145,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and what lies on a device for kernels do not travel.
         left: dict[str, Any] = {"_memory_of": [], "_rank_group": None, "_settler": None}
+        left |= {"_table_of": None, "_places_among_all": ({}, 0)}
         return {**self.__dict__, **left}
 
     def use(self, scale: ScalePolicy, clip: ClipPolicy) -> None:
@@ -229,7 +232,7 @@ class Engine:
         scene = self._scene(gradients) if self._asks_for_scene else None
         largest: float | Tensor = gradients.largest_finite
         if model_ranks is not None:
-            measurement, largest = self._over_ranks(measurement, gradients, scene, model_ranks)
+            measurement, largest = self._over_ranks(measurement, gradients, model_ranks)
         elif rank_groups:
             layouts = gradients.every_layout()
             measurement = reduce_apart(
@@ -408,10 +411,10 @@ class Engine:
             nothing = measure((), home=self.state.scale.device, order=order)
             # Whoever does not listen any more skips the step.
             skip = dataclasses.replace(nothing, nonfinite=torch.ones_like(nothing.nonfinite))
-            self._gather(skip, model_ranks, layouts=(), refused=True, wide=True)
+            self._gather(skip, model_ranks, counts=(), refused=True, wide=True)
 
     def _over_ranks(
-        self, mine: Measurement, gradients: Gradients, scene: Scene | None, model_ranks: ModelRanks
+        self, mine: Measurement, gradients: Gradients, model_ranks: ModelRanks
     ) -> tuple[Measurement, Tensor]:
         """The measurement of all ranks, and what the gradients of all can hold.
 
@@ -420,11 +423,9 @@ class Engine:
         policy, rank_group = self.clip_policy, model_ranks.rank_group
         apart = self._apart
         params, tensors = gradients.params, gradients.tensors
-        layouts = gradients.every_layout()
-        waiting, looking = (
-            self._agreement.uncompared(model_ranks),
-            self._agreement.is_pending(model_ranks),
-        )
+        counts = model_ranks.counts(params, gradients.every_layout())
+        waiting = self._agreement.uncompared(model_ranks)
+        looking = self._agreement.is_pending(model_ranks)
         plain = [at for at, param in enumerate(params) if id(param) in waiting]
         shown = None
         if plain:
@@ -438,7 +439,7 @@ class Engine:
         whole, every = self._gather(
             mine,
             model_ranks,
-            layouts=layouts,
+            counts=counts,
             marks=None if shown is None else shown.numbers,
             wide=all(tensor.dtype is torch.float64 for tensor in tensors),
         )
@@ -453,50 +454,62 @@ class Engine:
                 [rows[at : at + len(REPORT)] for at in range(0, len(rows), len(REPORT))],
                 compared=[params[at] for at, seen in zip(plain, rest, strict=True) if seen],
                 finite=not broken,
-                apart=apart,
                 names=self.names.of,
             )
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
         if not apart:
             return whole, largest
-        assert scene is not None
-        if model_ranks.plain_are_parts or policy.by_unit:
+        if model_ranks.keys is None or policy.by_unit:
             raise ValueError(
                 f"{apart} bounds gradients apart from each other, and ranks hold parts of them "
                 "here that are not known to belong together. Use ClipByNorm, or another policy "
                 "that bounds the norm of all."
             )
+        places, count = self._places(model_ranks)
         each = reduce_each(
             whole,
             rank_group=rank_group,
-            counts=model_ranks.counts(layouts),
-            places=scene.places,
-            count=scene.count,
+            counts=counts,
+            places=[places[id(param)] for param in params],
+            count=count,
         )
         return each, largest
+
+    def _places(self, model_ranks: ModelRanks) -> tuple[dict[int, int], int]:
+        """Where each parameter stands among those of all ranks, and how many those have.
+
+        The ranks tell each other once, and again when their parameters have changed.
+        """
+        if self._table_of is not model_ranks:
+            assert model_ranks.keys is not None
+            ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
+            every = {key for keys in tell_all(model_ranks.keys, ranks, group) for key in keys}
+            places = {key: place for place, key in enumerate(sorted(every, key=repr))}
+            mine = zip(model_ranks.params, model_ranks.keys, strict=True)
+            self._places_among_all = {id(param): places[key] for param, key in mine}, len(places)
+            self._table_of = model_ranks
+        return self._places_among_all
 
     def _gather(
         self,
         mine: Measurement,
         model_ranks: ModelRanks,
         *,
-        layouts: Sequence[Layout | None],
+        counts: Sequence[bool],
         wide: bool,
         marks: Tensor | None = None,
         refused: bool = False,
     ) -> tuple[Measurement, Tensor]:
         """The measurement of all ranks, and the notes of each."""
         norms = mine.tensors.norms
-        notes = self._agreement.report(
-            model_ranks, refused=refused, wide=wide, apart=self._apart, names=self.names.of
-        )
+        notes = self._agreement.report(model_ranks, refused=refused, wide=wide)
         told = moved(torch.tensor(notes, dtype=norms.dtype, device="cpu"), norms.device)
         if marks is None:
             marks = norms.new_zeros(len(FINGERPRINT))
         return reduce(
             mine,
             rank_group=model_ranks.rank_group,
-            counts=model_ranks.counts(layouts),
+            counts=counts,
             notes=[*told.unbind(), *marks.unbind()],
         )
 

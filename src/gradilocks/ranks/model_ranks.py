@@ -1,0 +1,540 @@
+"""Parameters and what the user has said of the ranks in; who holds the model together out.
+
+A GradientControl makes one decision for one model, so it must know of every parameter over which
+ranks its elements are spread and which ranks hold the same ones. DTensors say it for the ranks of
+their own mesh. What lies outside is either equal (data parallel) or distinct (pipeline stages,
+experts), which the user says by `mesh=` and `distinct=`, of plain tensors also by `copies=`, or by
+`process_group=`, whose ranks hold other parts. What is not known is refused, never guessed.
+
+Who takes part follows from the parameters and from what was said, never from which gradients there
+are. Only `copies=`, and a group beside meshes, need to ask the other ranks, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gradilocks.ranks.layout import (
+    Layout,
+    device_for,
+    flattened_among,
+    is_distributed,
+    meshes_of,
+    ranks_in,
+    ranks_on,
+    refuse_fsdp1_shards,
+    shortened,
+)
+from gradilocks.values import RankGroup
+
+__all__ = [
+    "Copies",
+    "ModelRanks",
+    "RankOptions",
+    "checked_options",
+    "model_ranks_of",
+    "tell_all",
+]
+
+_Name = Callable[[Tensor], str]
+Copies = int | Callable[[str, Tensor], int | None]
+"""How many ranks hold the same elements of a plain parameter: one number, or by its name."""
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """What the user has said of the ranks."""
+
+    process_group: Any = None
+    mesh: Any = None
+    distinct: tuple[str, ...] = ()
+    copies: Copies | None = None
+
+
+NOTHING_SAID = RankOptions()
+
+
+def checked_options(
+    *, process_group: Any, mesh: Any, distinct: object, copies: object
+) -> RankOptions:
+    """What was said of the ranks; raises if it makes no sense, whatever the parameters are."""
+    if isinstance(distinct, str):
+        distinct = (distinct,)
+    named = tuple(cast("Any", distinct))
+    if process_group is not None and mesh is not None:
+        raise ValueError(
+            "mesh= and process_group= were both given. mesh= says of all its ranks who holds what, "
+            "by distinct=; leave process_group= out."
+        )
+    if mesh is None and named:
+        raise ValueError(
+            f"distinct={named!r} names dimensions of mesh=, and there is none. Write "
+            f"GradientControl(..., mesh=world_mesh, distinct={named!r}) with the mesh of all ranks."
+        )
+    if mesh is not None:
+        _check_mesh(mesh, named)
+    number = isinstance(copies, int) and not isinstance(copies, bool) and copies >= 0
+    if not (copies is None or callable(copies) or number):
+        raise TypeError(
+            "copies= is how many ranks hold the same elements of each plain parameter: a number, "
+            f"or a function of its name and the parameter. Got {copies!r}."
+        )
+    return RankOptions(process_group, mesh, named, cast("Copies | None", copies))
+
+
+def _check_mesh(mesh: Any, distinct: Sequence[str]) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            "mesh= takes the DeviceMesh of all ranks that train the model, as init_device_mesh "
+            f"makes it. Got {type(mesh).__name__}."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            "mesh= names ranks of which this one is none. Give it on the ranks of the mesh only."
+        )
+    names = mesh.mesh_dim_names or ()
+    missing = [name for name in distinct if name not in names]
+    if missing:
+        has = f"has {', '.join(names)}" if names else "has no names for its dimensions"
+        raise ValueError(
+            f"distinct= names {', '.join(missing)}, and the mesh {has}. Name the dimensions along "
+            "which ranks hold different parameters, such as pipeline stages and experts."
+        )
+
+
+@dataclass(frozen=True)
+class ModelRanks:
+    """The ranks that hold one model together, as far as this rank can know."""
+
+    rank_group: RankGroup
+    unknown: str | None
+    """What this rank does not know, in words, if anything: all ranks have to be told."""
+    params: tuple[Tensor, ...]
+    """All parameters of this rank."""
+    plain: tuple[Tensor, ...]
+    """Plain parameters beside distributed ones that nobody has said to be copies, though they are
+    taken for such: their gradients are compared until each has shown one."""
+    plain_are_parts: bool
+    """Whether plain tensors are parts of the model, of which nothing more is known."""
+    shapes: int
+    """A number that stands for the shapes of all parameters, in order."""
+    counting: Mapping[int, bool]
+    """By a parameter's id, whether this rank, or the mesh that it lies on, counts it. Of several
+    that hold the same elements the first does."""
+    keys: tuple[Hashable, ...] | None
+    """For each parameter, what tells it from all others on all ranks: two with one key are parts or
+    copies of one tensor. None if that is not known."""
+
+    def counts(self, params: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[bool]:
+        """Whether this rank's elements count, for the gradient of each of `params`."""
+        return [
+            self.counting.get(id(param), True) and (layout is None or layout.counts)
+            for param, layout in zip(params, layouts, strict=True)
+        ]
+
+
+def model_ranks_of(
+    params: Sequence[Tensor],
+    *,
+    name: _Name,
+    options: RankOptions = NOTHING_SAID,
+    way_out: str = "",
+) -> ModelRanks | None:
+    """Which ranks hold one model together; None if each holds all of it.
+
+    Args:
+        params: all parameters of the model on this rank.
+        name: tells a parameter's name.
+        options: what the user has said.
+        way_out: what to do where it cannot be known, in words, if not what a GradientControl needs.
+
+    Raises:
+        ValueError: if it cannot be known and no other rank would wait to hear of it.
+    """
+    group, mesh = options.process_group, options.mesh
+    if group is None and mesh is None:
+        refuse_fsdp1_shards(params, name=name, way_out=way_out or _NAME_THE_GROUP)
+    if mesh is not None:
+        return _by_mesh(params, options, name)
+    if group is not None:
+        return _by_group(params, options, name)
+    return _by_tensors(params, options, name, way_out)
+
+
+def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> ModelRanks:
+    """The user has said which ranks there are, and along which dimensions they differ."""
+    mesh = options.mesh
+    coordinates = _coordinates(mesh)
+    dims = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    equal = [at for at, dim in enumerate(dims) if dim not in options.distinct]
+    apart = [at for at, dim in enumerate(dims) if dim in options.distinct]
+    me = _my_rank()
+    counting: dict[int, bool] = {}
+    keys: list[Hashable] = []
+    for param in params:
+        block = ranks_on(cast("Any", param).device_mesh) if is_distributed(param) else (me,)
+        strangers = [rank for rank in block if rank not in coordinates]
+        if strangers:
+            raise ValueError(
+                f"{name(param)} is a DTensor on {_described(cast('Any', param).device_mesh)}, and "
+                f"mesh= has ranks {shortened(sorted(coordinates))} only. Give the mesh of all "
+                "ranks that hold parts of the model."
+            )
+        # Of blocks that hold the same, the one that has the first rank of each equal dimension.
+        counting[id(param)] = any(all(coordinates[rank][at] == 0 for at in equal) for rank in block)
+        keys.append((name(param), tuple(coordinates[block[0]][at] for at in apart)))
+    ranks = tuple(sorted(coordinates))
+    rank_group = _group_for(ranks, mesh.device_type, params, near=mesh)
+    if options.copies is not None:
+        counting |= _count_copies(params, options.copies, rank_group, name)
+    return ModelRanks(
+        rank_group=rank_group,
+        unknown=None,
+        params=tuple(params),
+        plain=(),
+        plain_are_parts=False,
+        shapes=_shapes(params),
+        counting=counting,
+        keys=tuple(keys),
+    )
+
+
+def _by_group(params: Sequence[Tensor], options: RankOptions, name: _Name) -> ModelRanks:
+    """The user has named ranks that hold other parts of the model, or all of its parts."""
+    group = options.process_group
+    ranks = ranks_in(group)
+    meshes = meshes_of(params)
+    if len(ranks) > 1 and options.copies is None:
+        _refuse_beside_flattened(params, name=name)
+    if any(ranks_on(mesh) != ranks for mesh, _ in meshes):
+        return _by_group_beside_meshes(params, options, name)
+    device = meshes[0][1].device if meshes else params[0].device
+    kind = meshes[0][0].device_type if meshes else device.type
+    rank_group = RankGroup(ranks, (group,), device_for(group, kind, device))
+    counting = {id(param): True for param in params}
+    unproven = _trained_plain(params) if meshes and options.copies is None else []
+    if meshes:
+        counting |= dict.fromkeys(map(id, unproven), _my_rank() == ranks[0])
+    if options.copies is not None:
+        counting |= _count_copies(params, options.copies, rank_group, name)
+    return ModelRanks(
+        rank_group=rank_group,
+        unknown=None,
+        params=tuple(params),
+        plain=tuple(unproven),
+        plain_are_parts=not meshes and options.copies is None,
+        shapes=_shapes(params),
+        counting=counting,
+        keys=tuple(map(name, params)) if meshes or options.copies is not None else None,
+    )
+
+
+def _by_group_beside_meshes(
+    params: Sequence[Tensor], options: RankOptions, name: _Name
+) -> ModelRanks:
+    """A group beside DTensors on other ranks, as of pipeline stages whose layers are sharded.
+
+    The stages' meshes and the group span the model between them: every rank of the group tells its
+    meshes, and all ranks of those take part.
+    """
+    group = options.process_group
+    meshes = meshes_of(params)
+    mine = sorted({rank for mesh, _ in meshes for rank in ranks_on(mesh)} | {_my_rank()})
+    problem = None
+    unlike = [(mesh, param) for mesh, param in meshes if list(ranks_on(mesh)) != mine]
+    plain = _trained_plain(params) if meshes and options.copies is None else []
+    if unlike:
+        problem = _several_meshes(*unlike[0], name, mine)
+    elif plain:
+        problem = _plain_beside_group(plain[0], name)
+    told = tell_all((mine, problem), ranks_in(group), group)
+    raise_for_all(problem, ranks_in(group), [theirs for _, theirs in told])
+    every = tuple(sorted({rank for theirs, _ in told for rank in theirs}))
+    kind = meshes[0][0].device_type if meshes else params[0].device.type
+    rank_group = _group_for(every, kind, params)
+    counting = {id(param): True for param in params}
+    if options.copies is not None:
+        counting |= _count_copies(params, options.copies, rank_group, name)
+    # A stage is known by the first of its ranks: the same names on two stages are two tensors.
+    return ModelRanks(
+        rank_group=rank_group,
+        unknown=None,
+        params=tuple(params),
+        plain=(),
+        plain_are_parts=False,
+        shapes=_shapes(params),
+        counting=counting,
+        keys=tuple((name(param), mine[0]) for param in params),
+    )
+
+
+def _by_tensors(
+    params: Sequence[Tensor], options: RankOptions, name: _Name, way_out: str
+) -> ModelRanks | None:
+    """Nobody has said anything: DTensors on all ranks say enough."""
+    meshes = meshes_of(params)
+    if not meshes and options.copies is None:
+        return None
+    import torch.distributed as dist
+
+    ranks = tuple(range(dist.get_world_size()))
+    fitting = [(mesh, param) for mesh, param in meshes if ranks_on(mesh) == ranks]
+    if meshes and not fitting:
+        raise ValueError(_part_of_the_world(*meshes[0], name, way_out))
+    strangers = [(mesh, param) for mesh, param in meshes if ranks_on(mesh) != ranks]
+    unknown = _other_ranks(*strangers[0], name, ranks, way_out) if strangers else None
+    kind = fitting[0][0].device_type if fitting else params[0].device.type
+    near = fitting[0][1].device if fitting else params[0].device
+    rank_group = RankGroup(ranks, (None,), device_for(None, kind, near))
+    counting = {id(param): True for param in params}
+    plain = _trained_plain(params) if options.copies is None else []
+    counting |= dict.fromkeys(map(id, plain), _my_rank() == 0)
+    if options.copies is not None:
+        counting |= _count_copies(params, options.copies, rank_group, name)
+    return ModelRanks(
+        rank_group=rank_group,
+        unknown=unknown,
+        params=tuple(params),
+        plain=tuple(plain),
+        plain_are_parts=False,
+        shapes=_shapes(params),
+        counting=counting,
+        keys=tuple(map(name, params)),
+    )
+
+
+def _count_copies(
+    params: Sequence[Tensor], copies: Copies, rank_group: RankGroup, name: _Name
+) -> dict[int, bool]:
+    """Of the ranks that hold the same elements of a plain parameter, the first counts.
+
+    Which ranks those are is found by what they hold: all parameters with as many copies are
+    compared together, since one alone may be the same everywhere, as a bias of zeros is.
+
+    Returns:
+        By a parameter's id, whether this rank counts; without those that `copies` leaves to others.
+    """
+    ranks, me = rank_group.ranks, _my_rank()
+    wanted: dict[int, list[Tensor]] = {}
+    problem = None
+    for param in params:
+        number = None
+        if not is_distributed(param):
+            number = copies(name(param), param) if callable(copies) else copies
+        if number is None:
+            continue
+        if type(number) is not int or not 0 <= number <= len(ranks):
+            problem = (
+                f"copies= says {number!r} for {name(param)}: it is the number of ranks that hold "
+                f"the same elements of it, 1 to {len(ranks)} here; 0 if another rank counts them, "
+                "None to go by mesh=."
+            )
+        else:
+            wanted.setdefault(number, []).append(param)
+    mine = {
+        number: [(name(each), tuple(each.shape), checksum(each)) for each in listed]
+        for number, listed in wanted.items()
+        if 1 < number < len(ranks)
+    }
+    (group,) = rank_group.groups
+    told = tell_all((mine, problem), ranks, group)
+    raise_for_all(problem, ranks, [theirs for _, theirs in told])
+    found: dict[int, bool] = {}
+    for number, listed in wanted.items():
+        if number in mine:
+            alike = [
+                rank
+                for rank, (theirs, _) in zip(ranks, told, strict=True)
+                if theirs.get(number) == mine[number]
+            ]
+            if len(alike) != number:
+                raise ValueError(_unlike_copies(listed, name, number, alike))
+            first = me == alike[0]
+        else:
+            first = number == 1 or (number == len(ranks) and me == ranks[0])
+        found |= dict.fromkeys(map(id, listed), first)
+    return found
+
+
+def tell_all(mine: Any, ranks: Sequence[int], group: Any) -> list[Any]:
+    """What every rank has to tell, in the order of `ranks`; the host waits for all of them."""
+    import torch.distributed as dist
+
+    told: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(told, mine, group=group)
+    return told
+
+
+def raise_for_all(mine: str | None, ranks: Sequence[int], problems: Sequence[str | None]) -> None:
+    """Raises on every rank if one of them has a problem: its own, or that of the first that has."""
+    if mine is not None:
+        raise ValueError(mine)
+    for rank, theirs in zip(ranks, problems, strict=True):
+        if theirs is not None:
+            raise ValueError(f"rank {rank} refuses: {theirs}")
+
+
+def _unlike_copies(params: Sequence[Tensor], name: _Name, number: int, alike: Sequence[int]) -> str:
+    return (
+        f"copies= says that {number} ranks hold the same elements of {name(params[0])} and "
+        f"{len(params) - 1} more, and ranks {shortened(alike)} hold the same values of them. Make "
+        "copies equal before the control is made (broadcast them), give different parts different "
+        "values, or say by mesh= and distinct= which ranks hold what."
+    )
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> int:
+    """A number that follows from a tensor's bits, in whole numbers: the same in any order."""
+    total = 0
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    flat = values.reshape(-1).view(bits[values.dtype.itemsize])
+    for begin in range(0, flat.numel(), _PIECE):
+        piece = flat[begin : begin + _PIECE].to(torch.int64)
+        index = torch.arange(begin, begin + piece.numel(), device=piece.device) % 65_521 + 1
+        total = (total + int((piece * index).sum())) & ((1 << 62) - 1)
+    return total
+
+
+_PIECE = 1 << 20  # Elements at a time: a large embedding must not need its size again.
+
+
+def _trained_plain(params: Sequence[Tensor]) -> list[Tensor]:
+    return [param for param in params if not is_distributed(param) and _is_trained(param)]
+
+
+def _is_trained(param: Tensor) -> bool:
+    """Whether a gradient of `param` may count, now or later."""
+    return (param.requires_grad or param.grad is not None) and param.numel() > 0
+
+
+def _shapes(params: Sequence[Tensor]) -> int:
+    return hash(tuple(tuple(param.shape) for param in params)) & 0xFFFFFFFF
+
+
+def _my_rank() -> int:
+    import torch.distributed as dist
+
+    return int(dist.get_rank())
+
+
+def _coordinates(mesh: Any) -> dict[int, tuple[int, ...]]:
+    """Where each rank of a mesh lies on it."""
+    shape = tuple(mesh.mesh.shape)
+    found: dict[int, tuple[int, ...]] = {}
+    for place, rank in enumerate(mesh.mesh.flatten().tolist()):
+        at = []
+        for size in reversed(shape):
+            place, here = divmod(place, size)
+            at.append(here)
+        found[rank] = tuple(reversed(at))
+    return found
+
+
+_made: dict[tuple[int, tuple[int, ...]], Any] = {}
+"""The groups that were made here, by the default group that they belong to, and their ranks."""
+
+
+def _group_for(
+    ranks: tuple[int, ...], kind: str, params: Sequence[Tensor], near: Any = None
+) -> RankGroup:
+    """One process group of these ranks; all of them make it if torch has none.
+
+    Args:
+        ranks: ascending.
+        kind: of the devices that the model is on.
+        params: of this rank.
+        near: a mesh of the same ranks.
+    """
+    import torch.distributed as dist
+
+    if len(ranks) == dist.get_world_size():
+        group = None
+    elif near is not None and near.ndim == 1:
+        group = near.get_group()
+    else:
+        key = id(dist.group.WORLD), ranks
+        if key not in _made:
+            _made[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+        group = _made[key]
+    device = next((p.device for p in params if p.device.type == kind), params[0].device)
+    return RankGroup(ranks, (group,), device_for(group, kind, device))
+
+
+def _refuse_beside_flattened(params: Sequence[Tensor], *, name: _Name) -> None:
+    """Raises if there are trained parameters that FSDP1 was told to leave alone, beside others."""
+    flattened = {id(param) for param in flattened_among(params)}
+    left = [p for p in params if flattened and id(p) not in flattened and _is_trained(p)]
+    if left:
+        raise ValueError(
+            f"{name(left[0])} is a plain tensor beside shards of FullyShardedDataParallel (FSDP1), "
+            "which was told to ignore it. Whether the ranks of process_group= hold copies of it or "
+            "other parts of the model is not known, and the norm depends on it. Say so: "
+            "copies=lambda name, param: 1 for a shard, or the number of ranks that hold the same."
+        )
+
+
+def _described(mesh: Any) -> str:
+    names = mesh.mesh_dim_names
+    dims = "" if names is None else f" ({', '.join(names)})"
+    return f"the mesh{dims} of ranks {shortened(ranks_on(mesh))}"
+
+
+_NAME_THE_GROUP = (
+    "Write GradientControl(..., process_group=model.process_group) with the FSDP model, or "
+    "process_group=torch.distributed.group.WORLD if it is sharded over all ranks. With NO_SHARD "
+    "every rank holds all of it: use DistributedDataParallel."
+)
+
+_SAY_IT = (
+    "Say it with the mesh of all ranks: GradientControl(..., mesh=world_mesh) if ranks outside "
+    'hold copies, GradientControl(..., mesh=world_mesh, distinct=("pp",)) with the names of the '
+    "dimensions along which they hold other parts."
+)
+
+
+def _part_of_the_world(mesh: Any, param: Tensor, name: _Name, way_out: str) -> str:
+    import torch.distributed as dist
+
+    return (
+        f"{name(param)} is a DTensor on {_described(mesh)}, and {dist.get_world_size()} ranks run. "
+        "Whether the others hold copies of the model (data parallel) or other parts of it "
+        f"(pipeline stages, experts) is not known, and the norm depends on it. "
+        f"{way_out or _SAY_IT}"
+    )
+
+
+def _other_ranks(
+    mesh: Any, param: Tensor, name: _Name, ranks: tuple[int, ...], way_out: str
+) -> str:
+    return (
+        f"{name(param)} is a DTensor on {_described(mesh)}, and other parameters lie on ranks "
+        f"{shortened(ranks)}. Whether the ranks of one and not of the other hold copies of it or "
+        f"other parts of the model is not known, and the norm depends on it. {way_out or _SAY_IT}"
+    )
+
+
+def _several_meshes(mesh: Any, param: Tensor, name: _Name, ranks: Sequence[int]) -> str:
+    return (
+        f"{name(param)} is a DTensor on {_described(mesh)}, and other parameters beside it lie on "
+        f"ranks {shortened(ranks)}. Beside process_group= all of a rank's DTensors must lie on the "
+        f"same ranks, or who holds copies is not known. {_SAY_IT}"
+    )
+
+
+def _plain_beside_group(param: Tensor, name: _Name) -> str:
+    return (
+        f"{name(param)} is a plain tensor beside DTensors, and process_group= names other ranks "
+        "than their mesh has. Whether the ranks of the mesh hold copies of it is not known, and "
+        f"the norm depends on it. {_SAY_IT}"
+    )
