@@ -1,0 +1,302 @@
+"""Four real processes whose control is told who holds what: `mesh=`, `distinct=`, `copies=`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradilocks
+from tests.ranks.rank_programs import run_all
+
+Returned = dict[str, list[Any]]
+ORDERS = (1.0, 2.0, 3.0, math.inf)
+
+
+def _programs() -> list[Callable[[int], Any]]:
+    return [
+        copies_of_plain_tensors,
+        copies_of_biases_that_begin_alike,
+        copies_that_cannot_be,
+        summands,
+        what_the_clip_functions_return,
+        settings_that_make_no_sense,
+        pipeline_of_tensor_parallel_stages,
+        a_mesh_that_is_a_part_of_the_world,
+    ]
+
+
+@pytest.fixture(scope="module")
+def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
+    """What each of four ranks returned from every program below."""
+    return run_all(_programs(), tmp_path_factory.mktemp("told"), ranks=4)
+
+
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+class _Model(nn.Module):
+    """Plain parameters by name, each with a value to begin with and a gradient."""
+
+    def __init__(self, **given: tuple[float, float]) -> None:
+        super().__init__()
+        for name, (value, gradient) in given.items():
+            param = nn.Parameter(torch.full((2,), value))
+            param.grad = torch.full((2,), gradient)
+            setattr(self, name, param)
+
+
+def _norms(model: nn.Module, **told: Any) -> list[float]:
+    return [
+        gradilocks.GradientControl(
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            model=model,
+            scale=None,
+            clip=gradilocks.ClipByNorm(1e9, order=order),
+            **told,
+        )
+        .step()
+        .norm
+        for order in ORDERS
+    ]
+
+
+def _expected(values: list[float]) -> list[float]:
+    whole = torch.tensor([value for value in values for _ in range(2)], dtype=torch.float64)
+    return [torch.linalg.vector_norm(whole, order).item() for order in ORDERS]
+
+
+def _refusal(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def copies_of_plain_tensors(rank: int) -> list[list[float]]:
+    """A router on all ranks, an expert on two each, one that is every rank's own."""
+    pair = rank % 2
+    model = _Model(router=(1.0, 12.0), expert=(2.0 + pair, 3.0 + pair), own=(5.0, 1.0 + rank))
+    numbers = {"router": 4, "expert": 2, "own": 1}
+    return [
+        _norms(model, copies=lambda name, param: numbers[name]),
+        _norms(model, copies=lambda name, param: numbers[name], process_group=dist.group.WORLD),
+        _norms(_Model(a=(1.0, 3.0), b=(1.0, 4.0)), copies=4),
+    ]
+
+
+def test_of_copies_one_rank_counts(returned: Returned) -> None:
+    expected = _expected([12.0, 3.0, 4.0, 1.0, 2.0, 3.0, 4.0])
+    for world, group, whole in returned["copies_of_plain_tensors"]:
+        assert world == pytest.approx(expected, rel=1e-7)
+        assert group == world
+        assert whole == pytest.approx(_expected([3.0, 4.0]), rel=1e-7)
+
+
+def copies_of_biases_that_begin_alike(rank: int) -> list[float]:
+    """All biases begin as zeros; the weights beside them tell who holds the same."""
+    half = rank // 2
+    model = _Model(bias=(0.0, 1.0 + half), weight=(1.0 + half, 5.0 + half))
+    return _norms(model, copies=2)
+
+
+def test_copies_are_told_apart_by_all_parameters_together(returned: Returned) -> None:
+    for found in returned["copies_of_biases_that_begin_alike"]:
+        assert found == pytest.approx(_expected([1.0, 5.0, 2.0, 6.0]), rel=1e-7)
+
+
+def copies_that_cannot_be(rank: int) -> dict[str, str]:
+    model = _Model(weight=(1.0 + rank, 1.0))
+    alike = _Model(weight=(1.0, 1.0))
+    return {
+        "unlike": _refusal(lambda: _norms(model, copies=2)),
+        "alike": _refusal(lambda: _norms(alike, copies=2)),
+        "too many": _refusal(lambda: _norms(model, copies=lambda name, param: 4 + rank // 3)),
+        "negative": _refusal(lambda: _norms(model, copies=-1)),
+        "a flag": _refusal(lambda: _norms(model, copies=True)),
+    }
+
+
+def test_copies_that_cannot_be_are_refused_on_every_rank(returned: Returned) -> None:
+    for rank, found in enumerate(returned["copies_that_cannot_be"]):
+        assert "copies= says that 2 ranks hold the same elements of weight" in found["unlike"]
+        assert f"ranks [{rank}] hold the same values" in found["unlike"]
+        assert "ranks [0, 1, 2, 3] hold the same values" in found["alike"]
+        assert "copies= says 5 for weight" in found["too many"]
+        assert ("rank 3 refuses" in found["too many"]) == (rank != 3)
+        for name in ("negative", "a flag"):
+            assert found[name].startswith("TypeError: copies= is how many ranks hold the same")
+
+
+def summands(rank: int) -> dict[str, Any]:
+    """As SequenceParallel leaves the gradient of a norm's weight: every rank has a part of it."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh = _mesh((4,), ("tp",))
+    found: dict[str, Any] = {}
+    acts: dict[str, Callable[[nn.Parameter], Any]] = {
+        "clip": lambda param: gradilocks.clip_grad_norm_([param], 1.0).item(),
+        "total": lambda param: gradilocks.get_total_norm([param.grad]).item(),
+        "control": lambda param: (
+            gradilocks.GradientControl(torch.optim.SGD([param], lr=1.0), scale=None, clip=1.0)
+            .step()
+            .norm
+        ),
+        "scaler": lambda param: _stepped_by_a_scaler(param),
+    }
+    for name, act in acts.items():
+        for placement in (Replicate(), Shard(0)):
+            param = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [placement]))
+            summand = torch.tensor([2.0, 0.0, 0.0, 0.0]) if rank < 2 else torch.zeros(4)
+            param.grad = DTensor.from_local(summand + 0.0, mesh, [Partial()])
+            result = act(param)
+            grad: Any = param.grad
+            found[f"{name}, {placement}"] = (
+                result,
+                grad.full_tensor().tolist(),
+                [str(each) for each in grad.placements],
+                param.full_tensor().tolist(),  # type: ignore[operator]
+            )
+    return found
+
+
+def _stepped_by_a_scaler(param: nn.Parameter) -> float:
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = gradilocks.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    return scaler.get_scale()
+
+
+def test_summands_are_added_up_and_written_back(returned: Returned) -> None:
+    for found in returned["summands"]:
+        for name, (result, grad, placements, param) in found.items():
+            how, placement = name.split(", ")
+            assert result == (2.0 if how == "scaler" else 4.0), name
+            whole = {"clip": 1.0, "scaler": 2.0}.get(how, 4.0)
+            if how == "total":
+                assert placements[0].startswith("P"), name
+                continue
+            assert grad == pytest.approx([whole if how != "control" else grad[0], 0.0, 0.0, 0.0])
+            assert placements == [placement.strip()], name
+            moved = {"clip": 0.0, "scaler": -2.0, "control": -1.0}[how]
+            assert param == pytest.approx([moved, 0.0, 0.0, 0.0], rel=1e-5), name
+
+
+def what_the_clip_functions_return(rank: int) -> dict[str, Any]:
+    """A DTensor where torch returns one, so that `.full_tensor()` of other people's loops works."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = _mesh((2, 2), ("dp", "tp"))
+    params = []
+    for values, placements in (
+        (torch.arange(8.0), [Shard(0), Shard(0)]),
+        (torch.arange(3.0), [Replicate(), Shard(0)]),
+    ):
+        param = nn.Parameter(distribute_tensor(torch.zeros_like(values), mesh, placements))
+        param.grad = distribute_tensor(values, mesh, placements)
+        params.append(param)
+    grads = [param.grad for param in params]
+    other = nn.Parameter(distribute_tensor(torch.zeros(2), mesh["tp"], [Shard(0)]))
+    other.grad = distribute_tensor(torch.ones(2), mesh["tp"], [Shard(0)])
+    plain = nn.Parameter(torch.zeros(1))
+    plain.grad = torch.ones(1)
+    found: dict[str, Any] = {}
+    for order in ORDERS:
+        theirs: Any = torch.nn.utils.get_total_norm(grads, order)  # type: ignore[arg-type]
+        ours: Any = gradilocks.get_total_norm(grads, order)  # type: ignore[arg-type]
+        clipped: Any = gradilocks.clip_grad_norm_(params, math.inf, order)
+        assert isinstance(theirs, DTensor)
+        assert isinstance(ours, DTensor)
+        assert isinstance(clipped, DTensor)
+        found[str(order)] = (
+            theirs.full_tensor().item(),
+            ours.full_tensor().item(),
+            clipped.full_tensor().item(),
+            [str(each) for each in ours.placements],
+        )
+    found["mixed"] = [
+        type(gradilocks.clip_grad_norm_([*params, each], math.inf)).__name__
+        for each in (other, plain)
+    ]
+    theirs = torch.nn.utils.get_total_norm(grads)  # type: ignore[arg-type]
+    gradilocks.clip_grads_with_norm_(params, 1.0, theirs)
+    found["given"] = gradilocks.get_total_norm(grads).item()  # type: ignore[arg-type]
+    return found
+
+
+def test_the_norm_is_a_dtensor_where_torchs_is(returned: Returned) -> None:
+    for found in returned["what_the_clip_functions_return"]:
+        for order in ORDERS:
+            theirs, ours, clipped, placements = found[str(order)]
+            assert ours == clipped == pytest.approx(theirs, rel=1e-6)
+            assert placements == ["R", "R"] or placements == ["Replicate()", "Replicate()"]
+        assert found["mixed"] == ["Tensor", "Tensor"]
+        assert found["given"] == pytest.approx(1.0, rel=1e-5)
+
+
+def settings_that_make_no_sense(rank: int) -> dict[str, str]:
+    mesh, model = _mesh((2, 2), ("dp", "tp")), _Model(weight=(1.0, 1.0))
+
+    def told(**given: Any) -> str:
+        return _refusal(lambda: _norms(model, **given))
+
+    return {
+        "both": told(mesh=mesh, process_group=dist.group.WORLD),
+        "no mesh": told(distinct=("pp",)),
+        "no such dimension": told(mesh=mesh, distinct=("pp", "tp")),
+        "no mesh at all": told(mesh=(2, 2)),
+    }
+
+
+def test_settings_that_make_no_sense_are_refused_with_the_way_out(returned: Returned) -> None:
+    for found in returned["settings_that_make_no_sense"]:
+        assert "leave process_group= out" in found["both"]
+        assert "mesh=world_mesh, distinct=('pp',)" in found["no mesh"]
+        assert "distinct= names pp, and the mesh has dp, tp" in found["no such dimension"]
+        assert "as init_device_mesh makes it. Got tuple." in found["no mesh at all"]
+
+
+def pipeline_of_tensor_parallel_stages(rank: int) -> list[float]:
+    """Each stage has a weight over tp, a norm that tp copies, and names that the other has too."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = _mesh((2, 2), ("pp", "tp"))
+    stage = rank // 2
+    model = _Model(norm=(1.0, 6.0 + stage))
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0]][stage]).repeat_interleave(2)
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(4), mesh["tp"], [Shard(0)]))
+    model.weight.grad = distribute_tensor(values, mesh["tp"], [Shard(0)])
+    return _norms(model, mesh=mesh, distinct=("pp",))
+
+
+def test_stages_of_a_pipeline_are_distinct_and_copies_inside_them_count_once(
+    returned: Returned,
+) -> None:
+    for found in returned["pipeline_of_tensor_parallel_stages"]:
+        assert found == pytest.approx(_expected([6.0, 7.0, 1.0, 2.0, 3.0, 4.0]), rel=1e-7)
+
+
+def a_mesh_that_is_a_part_of_the_world(rank: int) -> list[float] | None:
+    """Two dimensions over three of four ranks: a group is made for them, and one stays away."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [[0, 1, 2]], mesh_dim_names=("dp", "pp"))
+    if rank == 3:
+        return None
+    return _norms(_Model(weight=(1.0, 1.0 + rank)), mesh=mesh, distinct="pp")
+
+
+def test_ranks_outside_the_mesh_are_not_waited_for(returned: Returned) -> None:
+    for found in returned["a_mesh_that_is_a_part_of_the_world"][:3]:
+        assert found == pytest.approx(_expected([1.0, 2.0, 3.0]), rel=1e-7)
