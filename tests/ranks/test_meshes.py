@@ -1376,13 +1376,22 @@ def how_often_ranks_meet(rank: int) -> dict[str, list[str]]:
     optimizer = torch.optim.SGD(params, lr=0.0)
     control = gradilocks.GradientControl(optimizer, scale=None, clip=1.0)
     scaler = gradilocks.GradScaler("cpu", policy=gradilocks.HeadroomScale())
+    other = _on(_mesh(), [1.0] * 4, Shard(0))
+    headroom = gradilocks.GradientControl(
+        torch.optim.SGD([other], lr=0.0), scale=gradilocks.HeadroomScale()
+    )
+    headroom.scale_loss(torch.ones((), requires_grad=True))
     acts = {
         "clip": lambda: gradilocks.clip_grad_norm_(params, 1.0),
         "unscale": lambda: (scaler.scale(torch.ones(())), scaler.unscale_(optimizer)),
         "first step": control.step,
         "second step": control.step,
+        "with a scale policy that asks for peaks": headroom.step,
     }
     found = {}
+    headroom.step()
+    other.grad = other.grad.clone()  # type: ignore[union-attr]
+    headroom.scale_loss(torch.ones((), requires_grad=True))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_object"):
             real = getattr(dist, name)
@@ -1404,8 +1413,9 @@ def test_one_collective_a_decision(returned: Returned) -> None:
         assert found == {
             "clip": ["all_gather"],
             "unscale": ["all_reduce"],
-            "first step": ["all_gather"],
+            "first step": ["all_gather", "all_gather_object"],  # Once: who holds which names.
             "second step": ["all_gather"],
+            "with a scale policy that asks for peaks": ["all_gather"],
         }
 
 

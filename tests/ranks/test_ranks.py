@@ -153,8 +153,7 @@ def test_a_control_decides_the_same_on_every_rank_also_without_gradients(
     for seen in (first, second):
         assert [s[:2] for s in seen[:2]] == [(False, 3.0), (False, 5.0)]
         assert seen[2][0] is True
-    assert first[2][2] == ("param_groups[0]['params'][0]",)
-    assert second[2][2] == ()  # The culprit is on the other rank.
+    assert first[2][2] == second[2][2] == ("param_groups[0]['params'][0] on rank 0",)
     # Step 1 clips 3 to 1 on rank 0; step 2 clips (3, 4) to (0.6, 0.8); step 3 is skipped.
     assert value_0 == pytest.approx(-1.6, rel=1e-5)
     assert value_1 == pytest.approx(-0.8, rel=1e-5)

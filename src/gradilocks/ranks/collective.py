@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels.reference import rounded
-from gradilocks.values import Measurement, RankGroup, moved, wide
+from gradilocks.values import Measurement, RankGroup, moved
 
-__all__ = ["agreed", "largest_of_all", "reduce", "reduce_apart", "reduce_each"]
+__all__ = ["largest_of_all", "reduce", "reduce_apart", "reduce_each"]
 
 _ROW = ("largest", "unit", "share", "nonfinite", "double")
 """What a rank tells of a list of tensors: the largest of their norms, the unit (that norm, or 1
@@ -146,33 +146,6 @@ def largest_of_all(numbers: Tensor, rank_groups: Sequence[RankGroup]) -> Tensor:
         for group in rank_group.groups:
             dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
     return moved(together, numbers.device)
-
-
-def agreed(
-    peak: Tensor, broken_loss: Tensor, *, rank_group: RankGroup | None
-) -> tuple[Tensor, Tensor | None]:
-    """The largest magnitude, and whether a loss was not finite, alike on every rank.
-
-    Where ranks hold parts of the model it takes a small collective. Where each holds all of it the
-    gradients are the same, but a loss is a rank's own: then it is no evidence for anybody.
-
-    Args:
-        peak: 0-d, of this rank's gradients.
-        broken_loss: 0-d, 1 if this rank's loss was NaN or Inf.
-        rank_group: the ranks that together hold the model; None if each holds all of it.
-    """
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return peak, broken_loss
-    if rank_group is None:
-        return peak, None
-    # As wide on every rank, whatever its gradients are, if it has any.
-    home = wide(peak.device)
-    both = largest_of_all(torch.stack([peak.to(home), broken_loss.to(home)]), [rank_group])
-    # Ranks outside hold another copy of the model, and have seen other losses.
-    of_all = len(rank_group.ranks) == dist.get_world_size()
-    return both[0], both[1] if of_all else None
 
 
 def _row(

@@ -35,6 +35,7 @@ __all__ = [
     "refuse_fsdp1_shards",
     "shortened",
     "with_sums_reduced",
+    "world_size",
 ]
 
 _Name = Callable[[Tensor], str]
@@ -57,6 +58,13 @@ def has_other_ranks() -> bool:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return False
     return int(dist.get_world_size()) > 1
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    import torch.distributed as dist
+
+    return int(dist.get_world_size())
 
 
 def covers_world(rank_group: RankGroup) -> bool:

@@ -31,13 +31,14 @@ from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.reference import DOUBLE, summarize
 from gradilocks.names import Names
 from gradilocks.ranks.agreement import FINGERPRINT, REPORT, RankAgreement, fingerprint
-from gradilocks.ranks.collective import agreed, reduce, reduce_apart, reduce_each
+from gradilocks.ranks.collective import reduce, reduce_apart, reduce_each
+from gradilocks.ranks.layout import has_other_ranks, shortened, world_size
 from gradilocks.ranks.model_ranks import ModelRanks, tell_all
 from gradilocks.scale import NoScale, ScalePolicy, scale_loss
 from gradilocks.state import checkpoint
 from gradilocks.step.diagnose import never_finite
 from gradilocks.step.measure import measure
-from gradilocks.step.outcome import Outcome, Streak, fetch
+from gradilocks.step.outcome import NonFiniteCount, Outcome, Streak, fetch
 from gradilocks.step.own_step import is_ours
 from gradilocks.step.table import (
     Gradients,
@@ -57,6 +58,7 @@ from gradilocks.values import (
     RankGroup,
     ScaleState,
     Scene,
+    Statistics,
     StepRecord,
     moved,
 )
@@ -85,6 +87,53 @@ class Lesson(NamedTuple):
     limit: ClipLimit
 
 
+TOLD = ("peak", "loss", "nan", "inf", "bad", "place", "place nan", "place inf")
+"""What a rank tells at every step beside its norm: the largest magnitude, whether its loss was not
+finite, its NaN and Inf, how many of its gradients have some; and of the first of those in backward
+order its place in that order, its NaN and its Inf."""
+
+
+class Together(NamedTuple):
+    """What all ranks have told each other of a step: a row a rank, with the numbers of TOLD."""
+
+    ranks: tuple[int, ...]
+    rows: Tensor
+    names: Sequence[Sequence[str]]
+    """For each rank, its parameters in backward order."""
+
+    def largest(self, what: str) -> Tensor:
+        """The largest of all ranks' numbers of that kind."""
+        return self.rows[:, TOLD.index(what)].amax()
+
+    def total(self, what: str) -> Tensor:
+        """The sum of all ranks' numbers of that kind."""
+        return self.rows[:, TOLD.index(what)].sum()
+
+    def culprits(self) -> dict[str, NonFiniteCount]:
+        """The first culprit of each rank, with the ranks that have it. Waits for the device."""
+        found: dict[str, list[Any]] = {}
+        numbers = fetch(self.rows.flatten())
+        for at, (rank, names) in enumerate(zip(self.ranks, self.names, strict=True)):
+            row = numbers[at * len(TOLD) : (at + 1) * len(TOLD)]
+            told = dict(zip(TOLD, row, strict=True))
+            if told["bad"]:
+                each = found.setdefault(names[int(told["place"])], [[], 0, 0])
+                each[0].append(rank)
+                each[1] += int(told["place nan"])
+                each[2] += int(told["place inf"])
+        return {
+            f"{name} {self._where(where)}": NonFiniteCount(nan, inf)
+            for name, (where, nan, inf) in found.items()
+        }
+
+    def _where(self, ranks: Sequence[int]) -> str:
+        if len(ranks) == 1:
+            return f"on rank {ranks[0]}"
+        if len(ranks) == len(self.ranks):
+            return f"on all {len(ranks)} ranks"
+        return f"on ranks {shortened(ranks)[1:-1]}"
+
+
 class Verdict(NamedTuple):
     """What is to become of a step."""
 
@@ -97,6 +146,19 @@ class Verdict(NamedTuple):
     """What a clip policy that learns is to learn from."""
     unscaled: bool = False
     """Whether the gradients had lost the scale already."""
+    together: Together | None = None
+    """What all ranks have found, if several hold the model."""
+
+
+class _Table(NamedTuple):
+    """The parameters of all ranks."""
+
+    names: Sequence[Sequence[str]]
+    """For each rank, its parameters in backward order."""
+    places: dict[int, int]
+    """By the id of a parameter of this rank, its place among those of all ranks."""
+    total: int
+    """How many parameters all ranks have together."""
 
 
 class Engine:
@@ -132,8 +194,12 @@ class Engine:
             None  # The ranks that the latest step was measured over.
         )
         self._agreement = RankAgreement()
-        self._table_of: ModelRanks | None = None  # Whose parameters all ranks know the places of.
-        self._places_among_all: tuple[dict[int, int], int] = {}, 0
+        # What was worked out for the ranks that hold the model, and for which.
+        self._table_of: ModelRanks | None = None
+        self._known_table = _Table((), {}, 0)
+        self._order_of: ModelRanks | None = None
+        self._order: dict[int, int] = {}
+        self._names_in_order: list[str] = []
         self.losses = Losses()
         self.table = GradientTable()
         self.owner: Callable[[], Any] | None = None
@@ -145,7 +211,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and what lies on a device for kernels do not travel.
         left: dict[str, Any] = {"_memory_of": [], "_rank_group": None, "_settler": None}
-        left |= {"_table_of": None, "_places_among_all": ({}, 0)}
+        left |= {"_table_of": None, "_known_table": _Table((), {}, 0), "_order_of": None}
         return {**self.__dict__, **left}
 
     def use(self, scale: ScalePolicy, clip: ClipPolicy) -> None:
@@ -231,8 +297,9 @@ class Engine:
         self._rank_group = None if model_ranks is None else model_ranks.rank_group
         scene = self._scene(gradients) if self._asks_for_scene else None
         largest: float | Tensor = gradients.largest_finite
+        together: Together | None = None
         if model_ranks is not None:
-            measurement, largest = self._over_ranks(measurement, gradients, model_ranks)
+            measurement, largest, together = self._over_ranks(measurement, gradients, model_ranks)
         elif rank_groups:
             layouts = gradients.every_layout()
             measurement = reduce_apart(
@@ -250,17 +317,23 @@ class Engine:
         memory = self._memory_on(home) if self._learns else None
         limit = policy.limit(measurement, scale, *([] if memory is None else [memory]))
         decision = decide(measurement, scale, limit, largest_finite=largest)
-        record = self._record(measurement, scale, limit, decision)
+        record = self._record(measurement, scale, limit, decision, together)
         outcome = Outcome(
             record,
             self.namer(gradients.params),
             step=None if self._counted is None else self._counted + 1,
+            on_ranks=None if together is None else together.culprits,
         )
         lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
-        return Verdict(decision, outcome, record, False, lesson, unscaled)
+        return Verdict(decision, outcome, record, False, lesson, unscaled, together)
 
     def _record(
-        self, measurement: Measurement, scale: Tensor, limit: ClipLimit, decision: Decision
+        self,
+        measurement: Measurement,
+        scale: Tensor,
+        limit: ClipLimit,
+        decision: Decision,
+        together: Together | None,
     ) -> StepRecord:
         overflow = decision.skip if decision.overflow is None else decision.overflow
         statistics = measurement.tensors
@@ -271,9 +344,15 @@ class Engine:
             limit.limit,
             limit.clipped * (1 - decision.skip),
             self.steps + 1,
-            self.losses.broken(measurement.norm.device),
-            statistics.nan.sum(),
-            statistics.inf.sum(),
+            *(
+                (together.largest("loss"), together.total("nan"), together.total("inf"))
+                if together is not None
+                else (
+                    self.losses.broken(measurement.norm.device),
+                    statistics.nan.sum(),
+                    statistics.inf.sum(),
+                )
+            ),
         ]
         row = torch.stack([number.to(measurement.norm.dtype) for number in numbers])
         return StepRecord(row, overflow, lambda: statistics)
@@ -360,12 +439,15 @@ class Engine:
             if not policy.needs_largest:
                 policy.advance(self.state, record.skip)
                 return
-            peak = peak_of(record)
+            together = verdict.together
+            peak = peak_of(record) if together is None else together.largest("peak")
             if verdict.unscaled:
                 peak = peak * self.state.scale
-            broken = record.row[ROW.index("loss_nonfinite")]
-            largest, loss = agreed(peak, broken, rank_group=self._rank_group)
-            policy.advance(self.state, record.skip, largest=largest, loss_nonfinite=loss)
+            loss: Tensor | None = record.row[ROW.index("loss_nonfinite")]
+            # Ranks that hold another copy of the model have seen other losses, and the same peak.
+            if has_other_ranks() and (together is None or len(together.ranks) != world_size()):
+                loss = None
+            policy.advance(self.state, record.skip, largest=peak, loss_nonfinite=loss)
 
     def saved(self) -> dict[str, Any]:
         """Policies and state as a checkpoint."""
@@ -415,8 +497,8 @@ class Engine:
 
     def _over_ranks(
         self, mine: Measurement, gradients: Gradients, model_ranks: ModelRanks
-    ) -> tuple[Measurement, Tensor]:
-        """The measurement of all ranks, and what the gradients of all can hold.
+    ) -> tuple[Measurement, Tensor, Together]:
+        """The measurement of all ranks, what the gradients of all can hold, and what they found.
 
         Raises on all of them if it is not known who holds what.
         """
@@ -441,54 +523,99 @@ class Engine:
             model_ranks,
             counts=counts,
             marks=None if shown is None else shown.numbers,
+            found=self._told(mine.tensors, params, model_ranks),
             wide=all(tensor.dtype is torch.float64 for tensor in tensors),
         )
+        every, rows = every[:, : len(REPORT)], every[:, len(REPORT) :]
         if looking:
             columns = [whole.nonfinite.reshape(1).to(every.dtype), every.flatten()]
             broken, *numbers = fetch(
                 torch.cat(columns + ([] if shown is None else [shown.compared]))
             )
-            rows, rest = numbers[: every.numel()], numbers[every.numel() :]
+            reports, rest = numbers[: every.numel()], numbers[every.numel() :]
             self._agreement.check(
                 model_ranks,
-                [rows[at : at + len(REPORT)] for at in range(0, len(rows), len(REPORT))],
+                [reports[at : at + len(REPORT)] for at in range(0, len(reports), len(REPORT))],
                 compared=[params[at] for at, seen in zip(plain, rest, strict=True) if seen],
                 finite=not broken,
                 names=self.names.of,
             )
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
+        table = self._table(model_ranks)
+        together = Together(rank_group.ranks, rows, table.names)
         if not apart:
-            return whole, largest
+            return whole, largest, together
         if model_ranks.keys is None or policy.by_unit:
             raise ValueError(
                 f"{apart} bounds gradients apart from each other, and ranks hold parts of them "
                 "here that are not known to belong together. Use ClipByNorm, or another policy "
                 "that bounds the norm of all."
             )
-        places, count = self._places(model_ranks)
         each = reduce_each(
             whole,
             rank_group=rank_group,
             counts=counts,
-            places=[places[id(param)] for param in params],
-            count=count,
+            places=[table.places[id(param)] for param in params],
+            count=table.total,
         )
-        return each, largest
+        return each, largest, together
 
-    def _places(self, model_ranks: ModelRanks) -> tuple[dict[int, int], int]:
-        """Where each parameter stands among those of all ranks, and how many those have.
+    def _told(self, found: Statistics, params: Sequence[Tensor], model_ranks: ModelRanks) -> Tensor:
+        """This rank's numbers of TOLD."""
+        home, dtype = found.norms.device, found.norms.dtype
+        loss = self.losses.broken(home).to(dtype)
+        if not params:
+            nothing = found.norms.new_zeros(len(TOLD))
+            nothing[TOLD.index("loss")] = loss
+            return nothing
+        order = self._backward_order(model_ranks)
+        at = torch.tensor([order[id(param)] for param in params], dtype=dtype, device="cpu")
+        at = moved(at, home)
+        nan, inf = found.nan.to(dtype), found.inf.to(dtype)
+        bad = (nan + inf) > 0
+        first = torch.where(bad, at, math.inf).amin()
+        is_first = (at == first).to(dtype)
+        largest = found.norms if found.largest is None else found.largest
+        numbers = [
+            largest.amax().to(dtype),
+            loss,
+            nan.sum(),
+            inf.sum(),
+            bad.sum().to(dtype),
+            torch.where(torch.isfinite(first), first, 0.0),
+            (nan * is_first).sum(),
+            (inf * is_first).sum(),
+        ]
+        return torch.stack(numbers)
+
+    def _backward_order(self, model_ranks: ModelRanks) -> dict[int, int]:
+        """By a parameter's id, its place in the order in which gradients come."""
+        if self._order_of is not model_ranks:
+            places = self.names.in_backward_order(model_ranks.params)
+            self._order = {id(model_ranks.params[at]): n for n, (at, _) in enumerate(places)}
+            self._names_in_order = [name for _, name in places]
+            self._order_of = model_ranks
+        return self._order
+
+    def _table(self, model_ranks: ModelRanks) -> _Table:
+        """What is known of the parameters of all ranks.
 
         The ranks tell each other once, and again when their parameters have changed.
         """
         if self._table_of is not model_ranks:
-            assert model_ranks.keys is not None
             ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
-            every = {key for keys in tell_all(model_ranks.keys, ranks, group) for key in keys}
+            self._backward_order(model_ranks)
+            told = tell_all((self._names_in_order, model_ranks.keys), ranks, group)
+            every = {key for _, keys in told for key in keys or ()}
             places = {key: place for place, key in enumerate(sorted(every, key=repr))}
-            mine = zip(model_ranks.params, model_ranks.keys, strict=True)
-            self._places_among_all = {id(param): places[key] for param, key in mine}, len(places)
+            mine = zip(model_ranks.params, model_ranks.keys or (), strict=False)
+            self._known_table = _Table(
+                names=[names for names, _ in told],
+                places={id(param): places[key] for param, key in mine},
+                total=len(places),
+            )
             self._table_of = model_ranks
-        return self._places_among_all
+        return self._known_table
 
     def _gather(
         self,
@@ -498,6 +625,7 @@ class Engine:
         counts: Sequence[bool],
         wide: bool,
         marks: Tensor | None = None,
+        found: Tensor | None = None,
         refused: bool = False,
     ) -> tuple[Measurement, Tensor]:
         """The measurement of all ranks, and the notes of each."""
@@ -506,11 +634,13 @@ class Engine:
         told = moved(torch.tensor(notes, dtype=norms.dtype, device="cpu"), norms.device)
         if marks is None:
             marks = norms.new_zeros(len(FINGERPRINT))
+        if found is None:
+            found = norms.new_zeros(len(TOLD))
         return reduce(
             mine,
             rank_group=model_ranks.rank_group,
             counts=counts,
-            notes=[*told.unbind(), *marks.unbind()],
+            notes=[*told.unbind(), *marks.unbind(), *found.unbind()],
         )
 
     @property

@@ -158,8 +158,10 @@ class Outcome(ScalerOutcome):
         *,
         step: int | None = None,
         live: bool = False,
+        on_ranks: Callable[[], dict[str, NonFiniteCount]] | None = None,
     ) -> None:
         self._record, self._names, self._step, self._live = record, names, step, live
+        self._on_ranks = on_ranks
         self._counted = lambda: (record.statistics.nan, record.statistics.inf)
         self._read: dict[str, float] | None = None
         self._counts: dict[str, NonFiniteCount] | None = None
@@ -180,6 +182,19 @@ class Outcome(ScalerOutcome):
     @property
     def _values(self) -> list[float]:
         return [self._numbers["skip"], self._numbers["scale"]]
+
+    @property
+    def counts(self) -> Mapping[str, NonFiniteCount]:
+        """How many NaN and Inf each culprit has, in backward order.
+
+        Where several ranks hold the model, the first culprit of each rank, with the rank: alike on
+        all of them.
+        """
+        if self._on_ranks is None:
+            return super().counts
+        if self._counts is None:
+            self._counts = self._on_ranks() if self.skipped else {}
+        return self._counts
 
     @property
     def _loss_was_bad(self) -> bool:
