@@ -165,6 +165,32 @@ class GradientControl:
         self._order.handed_out = True
         return scaled
 
+    def loss_fn(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A loss function whose gradients carry the scale, for code that runs backward itself.
+
+        Such as a pipeline's schedule: `ScheduleGPipe(stage, n, loss_fn=control.loss_fn(loss_fn))`.
+        It returns the loss as it is; only what flows back from it is multiplied by the scale.
+
+        Args:
+            function: takes whatever it is called with and returns a loss.
+        """
+
+        @functools.wraps(function)
+        def scaled(*args: Any, **kwargs: Any) -> Tensor:
+            loss = function(*args, **kwargs)
+            return self._with_scaled_gradient(loss) if loss.requires_grad else loss
+
+        return scaled
+
+    @eager
+    def _with_scaled_gradient(self, loss: Tensor) -> Tensor:
+        first = self._begins_anew()
+        told = self._scaled(loss, as_it_is=True)
+        for listener in self._events.listeners:
+            listener.loss_counted(self, loss, first=first)
+        self._order.handed_out = True
+        return told
+
     @eager
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Adds the gradients of the scaled loss. Call it as often as gradients are accumulated.
@@ -269,7 +295,7 @@ class GradientControl:
         self._engine.losses.forget()
         return True
 
-    def _scaled(self, loss: Tensor) -> Tensor:
+    def _scaled(self, loss: Tensor, *, as_it_is: bool = False) -> Tensor:
         check_loss(loss)
         if self._engine.scales:
             self._order.check_backward(self._parameters())
@@ -277,7 +303,7 @@ class GradientControl:
         if first is None:
             check_parameters((), self._names)
             raise AssertionError("an optimizer without parameters was not refused")
-        scaled = self._engine.scaled(loss, first.device)
+        scaled = self._engine.scaled(loss, first.device, as_it_is=as_it_is)
         self._order.scaled = True
         for listener in self._events.listeners:
             listener.loss_scaled(self, loss, scaled, self._engine.state.scale)
@@ -367,7 +393,9 @@ class GradientControl:
         try:
             gradients = self._engine.find(self._optimizers)
             if self._engine.scales:
-                self._order.check_scaled("step()")
+                # Of a pipeline's stages only the last has a loss: the ranks ask each other.
+                if model_ranks is None or self._engine.scaled_here:
+                    self._order.check_scaled("step()")
                 if torch.float16 in gradients.dtypes:
                     self._refuse_float16(gradients, inside)
             if not gradients.params and self._ranks is None:  # Else another rank may have some.

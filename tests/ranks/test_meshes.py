@@ -1117,12 +1117,6 @@ def one_rank_refuses(rank: int) -> dict[str, list[str]]:
         values = [value for param in control._parameters() for value in _local(param)]  # type: ignore[arg-type]
         found[name] = [*told, "" if not any(values) else "moved"]
 
-    param = _plain([1.0])
-    control = gradilocks.GradientControl(torch.optim.SGD([param], lr=1.0), process_group=world)
-    if rank != 2:
-        control.scale_loss(torch.ones((), requires_grad=True))
-    param.grad = torch.ones(1)
-    run("a stage that scaled no loss", control)
     param = _on(_mesh(), [1.0, 2.0], Replicate())
     if rank == 2:
         param.grad = DTensor.from_local(torch.ones(2), elsewhere, [Replicate()])
@@ -1164,7 +1158,6 @@ def _told(act: Callable[[], object]) -> str:
 
 def test_what_one_rank_refuses_at_first_is_refused_by_all(returned: Returned) -> None:
     reasons = {
-        "a stage that scaled no loss": "ScaleMisuse",
         "foreign": "on other ranks than the parameter",
         "foreign, apart": "on other ranks than the parameter",
         "float16": "Attempting to unscale FP16",

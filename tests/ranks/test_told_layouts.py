@@ -28,6 +28,8 @@ def _programs() -> list[Callable[[int], Any]]:
         settings_that_make_no_sense,
         pipeline_of_tensor_parallel_stages,
         a_mesh_that_is_a_part_of_the_world,
+        schedules_of_a_pipeline,
+        nobody_scales_a_loss,
     ]
 
 
@@ -300,3 +302,137 @@ def a_mesh_that_is_a_part_of_the_world(rank: int) -> list[float] | None:
 def test_ranks_outside_the_mesh_are_not_waited_for(returned: Returned) -> None:
     for found in returned["a_mesh_that_is_a_part_of_the_world"][:3]:
         assert found == pytest.approx(_expected([1.0, 2.0, 3.0]), rel=1e-7)
+
+
+def _layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+
+
+def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [
+        (torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator))
+        for _ in range(6)
+    ]
+    made[3][0][5, 2] = math.inf  # One step is skipped, on all stages.
+    return made
+
+
+def _mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def schedules_of_a_pipeline(rank: int) -> dict[str, Any]:
+    """Two stages, twice; only the last has a loss, and torch's schedule runs backward."""
+    from torch.distributed import pipelining
+
+    mesh = _mesh((2, 2), ("dp", "pp"))
+    stage_of_rank, found = rank % 2, {}
+    for name in ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"):
+        layers = _layers()
+        interleaved = "Interleaved" in name
+        mine = [[0, 2], [1, 3]][stage_of_rank] if interleaved else [stage_of_rank]
+        parts = (
+            [nn.Sequential(layers[at]) for at in mine]
+            if interleaved
+            else [nn.Sequential(*layers[2 * stage_of_rank : 2 * stage_of_rank + 2])]
+        )
+        stages = [
+            pipelining.PipelineStage(
+                part, at, 4 if interleaved else 2, torch.device("cpu"), group=mesh["pp"].get_group()
+            )
+            for part, at in zip(parts, mine, strict=True)
+        ]
+        model = nn.ModuleList(parts)
+        control = gradilocks.GradientControl(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model=model,
+            scale=gradilocks.DynamicScale(init_scale=64.0, growth_interval=2),
+            clip=0.5,
+            mesh=mesh,
+            distinct="pp",
+        )
+        schedule = getattr(pipelining, name)(
+            stages if interleaved else stages[0], 4, loss_fn=control.loss_fn(_mean_square)
+        )
+        seen, losses = [], []
+        for inputs, targets in _batches():
+            told: list[torch.Tensor] = []
+            last = stage_of_rank == 1
+            schedule.step(
+                *([inputs] if stage_of_rank == 0 else []),
+                **({"target": targets, "losses": told} if last else {}),
+            )
+            outcome = control.step()
+            losses.append([float(each) for each in told])
+            seen.append((outcome.skipped, outcome.norm, control.scale, outcome.culprits))
+            control.zero_grad()
+        values = [param.detach().tolist() for param in model.parameters()]
+        found[name] = seen, losses, values
+    return found
+
+
+def _one_process() -> tuple[list[Any], list[list[float]], list[list[Any]]]:
+    model = nn.Sequential(*_layers())
+    control = gradilocks.GradientControl(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        scale=gradilocks.DynamicScale(init_scale=64.0, growth_interval=2),
+        clip=0.5,
+    )
+    seen, losses = [], []
+    for inputs, targets in _batches():
+        each = []
+        for part, target in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+            loss = _mean_square(model(part), target)
+            control.backward(loss / 4)
+            each.append(loss.item())
+        outcome = control.step()
+        seen.append((outcome.skipped, outcome.norm, control.scale))
+        losses.append(each)
+        control.zero_grad()
+    values = [[p.detach().tolist() for p in layer.parameters()] for layer in model]
+    return seen, losses, values
+
+
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_a_pipeline_trains_as_one_process(returned: Returned, name: str) -> None:
+    expected, expected_losses, layers = _one_process()
+    for rank, every in enumerate(returned["schedules_of_a_pipeline"]):
+        seen, losses, values = every[name]
+        assert [each[0] for each in seen] == [False, False, False, True, False, False]
+        for mine, (skipped, norm, scale) in zip(seen, expected, strict=True):
+            assert (mine[0], mine[2]) == (skipped, scale)
+            assert mine[1] == pytest.approx(norm, rel=1e-5, nan_ok=True)
+        first = returned["schedules_of_a_pipeline"][0][name][0]
+        assert repr(seen) == repr(first)  # Bit for bit on every rank, culprits too.
+        assert "on rank" in seen[3][3][0]
+        interleaved = "Interleaved" in name
+        mine = ([0, 2], [1, 3])[rank % 2] if interleaved else ([0, 1], [2, 3])[rank % 2]
+        wanted = [value for at in mine for value in layers[at]]
+        for a, b in zip(values, wanted, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=1e-7)
+        if rank % 2:  # The losses are told as they are, without the scale.
+            flat = [each for step in losses for each in step]
+            assert flat == pytest.approx(
+                [each for step in expected_losses for each in step], rel=1e-5, nan_ok=True
+            )
+
+
+def nobody_scales_a_loss(rank: int) -> str:
+    model = _Model(weight=(1.0, 1.0))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD(model.parameters(), lr=1.0), process_group=dist.group.WORLD
+    )
+    try:
+        control.step()
+    except gradilocks.errors.ScaleMisuse as error:
+        return f"{error} {model.weight.tolist()}"
+    return ""
+
+
+def test_gradients_without_a_scale_are_refused_on_every_rank(returned: Returned) -> None:
+    for told in returned["nobody_scales_a_loss"]:
+        assert "no rank has scaled a loss since the last step" in told
+        assert "control.loss_fn(loss_fn)" in told
+        assert told.endswith("[1.0, 1.0]")

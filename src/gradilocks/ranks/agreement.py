@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradilocks.errors import ScaleMisuse
 from gradilocks.kernels.reference import total_norm
 from gradilocks.ranks.layout import shortened
 from gradilocks.ranks.model_ranks import ModelRanks
@@ -52,12 +53,13 @@ not zero; the square of the rounding that is allowed between copies; and what is
 
 
 REPORT = (
-    *("refused", "unknown", "parts", "uncompared", "narrow"),
+    *("refused", "unknown", "parts", "uncompared", "narrow", "scaled"),
     *FINGERPRINT,
 )
 """What a rank tells of itself: that it refuses the step, that it does not know who holds what, that
 its plain tensors are parts, how many plain ones have not been compared yet, that not all of its
-gradients are float64, and the fingerprint of the plain ones."""
+gradients are float64, that it has scaled a loss or need not, and the fingerprint of the plain
+ones."""
 
 _Names = Callable[[Sequence[Tensor]], Sequence[str]]
 
@@ -177,16 +179,24 @@ class RankAgreement:
             if id(param) not in self._compared or self._compared[id(param)]() is not param
         }
 
-    def report(self, ranks: ModelRanks, *, refused: bool, wide: bool) -> list[float]:
+    def report(self, ranks: ModelRanks, *, refused: bool, wide: bool, scaled: bool) -> list[float]:
         """What the other ranks have to know of this one: REPORT up to the fingerprint.
 
         Args:
             ranks: that hold the model together, as this one knows them.
             refused: whether this rank refuses the step.
             wide: whether all of its gradients are float64, or there are none.
+            scaled: whether it has scaled a loss, or there is no scale.
         """
         uncompared = len(self.uncompared(ranks)) if self.is_pending(ranks) else 0
-        told = refused, ranks.unknown is not None, ranks.plain_are_parts, uncompared, not wide
+        told = (
+            refused,
+            ranks.unknown is not None,
+            ranks.plain_are_parts,
+            uncompared,
+            not wide,
+            scaled,
+        )
         return [float(number) for number in told]
 
     def check(
@@ -210,6 +220,8 @@ class RankAgreement:
         told = dict(zip(REPORT, zip(*reports, strict=True), strict=True))
         if any(told["refused"]):
             raise ValueError(_refused_by(ranks, told["refused"]))
+        if not any(told["scaled"]):
+            raise ScaleMisuse(_NOT_SCALED)
         if any(told["unknown"]):
             raise ValueError(ranks.unknown or _ELSEWHERE)
         if len(set(told["parts"])) > 1:
@@ -230,6 +242,12 @@ class RankAgreement:
 _ELSEWHERE = (
     "another rank has a DTensor on other ranks than these, and whether those hold copies of it or "
     "other parts of the model is not known: the error on that rank names it, and the way out."
+)
+
+_NOT_SCALED = (
+    "no rank has scaled a loss since the last step, so the gradients do not carry the scale that "
+    "step() would divide by. Call control.backward(loss), or give a pipeline's schedule "
+    "control.loss_fn(loss_fn), on the rank that has the loss."
 )
 
 _UNLIKE = (

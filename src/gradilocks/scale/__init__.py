@@ -9,6 +9,7 @@ from gradilocks.scale.scale_policy import (
     ScalePolicy,
     ScaleRules,
     StaticScale,
+    scale_gradient,
     scale_loss,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "StaticScale",
     "advance_dynamic",
     "resolve_scale",
+    "scale_gradient",
     "scale_loss",
 ]

@@ -28,6 +28,7 @@ __all__ = [
     "check_moving",
     "check_scale",
     "new_state",
+    "scale_gradient",
     "scale_loss",
 ]
 
@@ -174,6 +175,29 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     if loss.dtype is torch.float16:
         loss = loss.float()
     return loss * moved(scale, loss.device)
+
+
+class _GradientTimes(torch.autograd.Function):
+    """The loss as it is; what flows back through it is multiplied by a scale."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return gradients[0] * scale.to(gradients[0].dtype), None
+
+
+def scale_gradient(loss: Tensor, scale: Tensor) -> Tensor:
+    """The loss as it is, whose gradients carry the scale as those of `scale_loss` do."""
+    if loss.dtype is torch.float16:
+        loss = loss.float()
+    apply: Any = _GradientTimes.apply
+    scaled: Tensor = apply(loss, moved(scale, loss.device).clone())
+    return scaled
 
 
 def new_state(

@@ -34,7 +34,7 @@ from gradilocks.ranks.agreement import FINGERPRINT, REPORT, RankAgreement, finge
 from gradilocks.ranks.collective import reduce, reduce_apart, reduce_each
 from gradilocks.ranks.layout import has_other_ranks, shortened, world_size
 from gradilocks.ranks.model_ranks import ModelRanks, tell_all
-from gradilocks.scale import NoScale, ScalePolicy, scale_loss
+from gradilocks.scale import NoScale, ScalePolicy, scale_gradient, scale_loss
 from gradilocks.state import checkpoint
 from gradilocks.step.diagnose import never_finite
 from gradilocks.step.measure import measure
@@ -194,6 +194,8 @@ class Engine:
             None  # The ranks that the latest step was measured over.
         )
         self._agreement = RankAgreement()
+        self.scaled_here = False
+        """Of several ranks that hold the model, whether this one scales losses."""
         # What was worked out for the ranks that hold the model, and for which.
         self._table_of: ModelRanks | None = None
         self._known_table = _Table((), {}, 0)
@@ -222,11 +224,19 @@ class Engine:
         self._asks_for_scene, self._learns = clip.needs_scene, clip.learns
         self._rules = clip.rules(), scale.rules()
 
-    def scaled(self, loss: Tensor, device: torch.device) -> Tensor:
-        """The loss times the scale; takes note of whether it is finite."""
+    def scaled(self, loss: Tensor, device: torch.device, *, as_it_is: bool = False) -> Tensor:
+        """The loss times the scale; takes note of whether it is finite.
+
+        Args:
+            loss: of whatever is to be run backward.
+            device: of the parameters.
+            as_it_is: leave the loss as it is, and multiply what flows back from it.
+        """
         self.move_to(device)
         self.losses.note(loss, self.state.scale.device)
-        return scale_loss(loss, self.state.scale) if self.scales else loss
+        if not self.scales:
+            return loss
+        return (scale_gradient if as_it_is else scale_loss)(loss, self.state.scale)
 
     def find(self, optimizers: Sequence[Any]) -> Gradients:
         """The gradients of all optimizers; raises if one cannot be measured."""
@@ -540,6 +550,7 @@ class Engine:
                 finite=not broken,
                 names=self.names.of,
             )
+            self.scaled_here = self.scales and self.losses.any_noted
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
         table = self._table(model_ranks)
         together = Together(rank_group.ranks, rows, table.names)
@@ -630,7 +641,8 @@ class Engine:
     ) -> tuple[Measurement, Tensor]:
         """The measurement of all ranks, and the notes of each."""
         norms = mine.tensors.norms
-        notes = self._agreement.report(model_ranks, refused=refused, wide=wide)
+        scaled = not self.scales or self.losses.any_noted
+        notes = self._agreement.report(model_ranks, refused=refused, wide=wide, scaled=scaled)
         told = moved(torch.tensor(notes, dtype=norms.dtype, device="cpu"), norms.device)
         if marks is None:
             marks = norms.new_zeros(len(FINGERPRINT))
@@ -875,6 +887,11 @@ class Losses:
     def __init__(self) -> None:
         self._latest: Tensor | None = None
         self._broken: Tensor | None = None
+
+    @property
+    def any_noted(self) -> bool:
+        """Whether a loss was scaled whose gradients are waiting."""
+        return self._latest is not None or self._broken is not None
 
     def note(self, loss: Tensor, home: torch.device) -> None:
         """Another loss is about to be scaled."""
