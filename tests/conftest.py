@@ -48,6 +48,8 @@ def pytest_collection_finish() -> None:
     With torch and all tests imported the collector looks at a million objects each time that it is
     asked for by a test of who holds what: 0.2 s, where the objects of the test take 5 ms.
     """
+    import torch._dynamo  # noqa: F401 - else the first optimizer imports it, later than this.
+
     gc.collect()
     gc.freeze()
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
