@@ -35,6 +35,15 @@ else:
     settings.load_profile("steady")
 
 
+# Folders of tests that take seconds each, because they start processes.
+LONG = ("tests/observe/", "tests/demo/", "tests/cli/", "tests/ranks/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first: where one is the last, the other workers have nothing left to do."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
 @pytest.fixture(scope="session")
 def script_server():
     """Runs scripts in processes of their own, without importing torch for each."""
