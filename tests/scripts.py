@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
+
+from tests import PATIENCE
 
 __all__ = ["ScriptServer", "serving"]
 
@@ -43,12 +46,18 @@ class ScriptServer:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._asked, self._said = (cast(IO[str], it) for it in (process.stdin, process.stdout))
+        self._end = process.kill
 
     def run(self, script: Path, *words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
         """Runs `python -W error SCRIPT WORDS` in the folder `cwd`, with what it printed."""
         command = [str(script), *map(str, words)]
         print(json.dumps([command[0], command[1:], str(cwd)]), file=self._asked, flush=True)
-        status = int(self._said.readline())
+        hung = threading.Timer(PATIENCE, self._end)
+        hung.start()
+        said = self._said.readline()
+        hung.cancel()
+        assert said, f"the server has ended, or {command} took more than {PATIENCE} s"
+        status = int(said)
         printed = []
         for name in (".out", ".err"):
             printed.append((cwd / name).read_text(encoding="utf-8"))

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests import PATIENCE
+
 Program = Callable[[int], Any]
 
 # With what torch itself imports late: an optimizer needs dynamo, a mesh the distributed tensors.
@@ -51,7 +53,9 @@ def _enter(rank: int, programs: list[Program], folder: str, ranks: int) -> None:
         init_method=f"file://{folder}/rank_group",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(minutes=3),  # A rank that is waited for in vain ends the test, not CI.
+        timeout=timedelta(
+            seconds=PATIENCE
+        ),  # A rank that is waited for in vain ends the test, not CI.
     )
     try:
         torch.save({p.__name__: p(rank) for p in programs}, f"{folder}/{rank}.pt")
