@@ -15,6 +15,12 @@ CANDIDATES := python3.11 python3.12 python3.13 python3.10 python3 python
 WORKERS ?= 2
 ARGS ?=
 
+# One thread a worker: torch's own threads would only compete with the other worker for the same
+# cores. A worker that is through takes over tests of the other. Bytecode is kept also where the
+# environment says not to: else each of the processes that tests start compiles the package anew.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+  $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 # ensurepip first: an environment made by another tool may have no pip.
 define INSTALL
 $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null; \
@@ -34,10 +40,9 @@ help: ## list the targets
 demo: $(RUNTIME) ## the Goldilocks experiment: too small, too large, just right; a minute on the CPU
 	@$(BIN)/python -m gradilocks demo $(ARGS)
 
-# pytest comes last so that its closing line is the last line. One thread a worker: torch's own
-# threads would only compete with the other worker for the same cores.
+# pytest comes last so that its closing line is the last line.
 test: lint types ## everything that must hold: lint, format, types, tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 # What needs no process of its own, no browser and no interpreted GPU kernel; a minute on two cores.
 QUICK := tests/stages tests/policies tests/laws tests/runfile tests/formats tests/trace tests/emulate \
@@ -54,7 +59,7 @@ QUICK := tests/stages tests/policies tests/laws tests/runfile tests/formats test
   tests/test_documents.py::test_the_tree_of_files_is_that_of_the_source
 
 quick: lint types ## while working: lint, types and the tests that take under a minute together
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m 'not gpu and not slow' $(QUICK) $(ARGS)
+	@$(PYTEST) -q -m 'not gpu and not slow' $(QUICK) $(ARGS)
 
 lint: $(DEV) ## ruff: rules and format, changing nothing
 	@$(BIN)/python -m ruff check

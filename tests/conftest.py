@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 
+import pytest
 import torch
 
-from tests.interpreter import replace_once_a_launch
+from tests import scripts
+from tests.interpreter import make_fast
 
 if not torch.cuda.is_available():  # Before anything imports Triton, which reads it once.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -32,7 +35,36 @@ else:
     settings.load_profile("steady")
 
 
+# Folders of tests that take seconds each, because they start processes.
+LONG = ("tests/observe/", "tests/demo/", "tests/cli/", "tests/ranks/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first: where one is the last, the other workers have nothing left to do."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+@pytest.fixture(scope="session")
+def script_server():
+    """Runs scripts in processes of their own, without importing torch for each."""
+    with scripts.serving() as server:
+        yield server
+
+
 def pytest_collection_finish() -> None:
-    """The kernels are interpreted where there is no GPU."""
+    """The kernels are interpreted where there is no GPU; modules are no garbage to look through.
+
+    With torch and all tests imported the collector looks at a million objects each time that it is
+    asked for by a test of who holds what: 0.2 s, where the objects of the test take 5 ms.
+    """
+    import torch._dynamo  # noqa: F401 - else the first optimizer imports it, later than this.
+
+    gc.collect()
+    gc.freeze()
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
-        replace_once_a_launch()
+        make_fast()
+
+
+def pytest_unconfigure() -> None:
+    """Python's end takes everything down, modules too."""
+    gc.unfreeze()

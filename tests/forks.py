@@ -15,12 +15,11 @@ def fork() -> int:
     have.
     """
     gc.collect()
-    gc.freeze()
+    gc.disable()
     try:
         child = os.fork()
-    except BaseException:
-        gc.unfreeze()
-        raise
-    if child:
-        gc.unfreeze()
+        if not child:
+            gc.freeze()
+    finally:
+        gc.enable()
     return child

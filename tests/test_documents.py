@@ -6,7 +6,6 @@ either made to run or fenced as something else.
 
 import re
 import shlex
-import subprocess
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+
+from gradilocks.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
@@ -208,14 +209,10 @@ CLI_USES = first_use_of_each_cli_command()
 
 
 @pytest.mark.parametrize(("name", "command"), CLI_USES.items(), ids=list(CLI_USES))
-def test_every_gradilocks_command_in_a_document_exists(name, command):
-    asked = subprocess.run(
-        [sys.executable, "-m", "gradilocks", name, "--help"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert asked.returncode == 0, f"{command.place}\n{asked.stdout}{asked.stderr}"
+def test_every_gradilocks_command_in_a_document_exists(name, command, capsys):
+    status = main([name, "--help"])
+    said = capsys.readouterr()
+    assert status == 0, f"{command.place}\n{said.out}{said.err}"
 
 
 # --- links -------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Every example runs as a reader would run it, and stays short enough to be read."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,14 +21,10 @@ def test_every_example_is_numbered_and_no_number_is_used_twice():
 
 
 @each_example
-def test_an_example_runs_alone_without_a_warning_and_says_something(example, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(example)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_an_example_runs_alone_without_a_warning_and_says_something(
+    example, tmp_path, script_server
+):
+    done = script_server.run(example, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

@@ -7,7 +7,6 @@ angles in the second, and in the third that networks trained side by side are tr
 import importlib
 import itertools
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -33,14 +32,14 @@ def lab():
         sys.modules.pop(name, None)
 
 
-def run_lab(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(FOLDER / f"{name}.py"), *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+@pytest.fixture
+def run_lab(script_server, tmp_path):
+    """Runs a lab as a reader does, in an empty folder."""
+
+    def run(name, *arguments):
+        return script_server.run(FOLDER / f"{name}.py", *arguments, cwd=tmp_path)
+
+    return run
 
 
 def size_of_png(path: Path) -> tuple[int, int]:
@@ -59,8 +58,8 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", LABS)
-def test_a_lab_prints_its_table_and_draws_a_picture_of_its_size(name, tmp_path, lab):
-    done = run_lab(name, "--quick", "--output", "some/where", cwd=tmp_path)
+def test_a_lab_prints_its_table_and_draws_a_picture_of_its_size(name, tmp_path, lab, run_lab):
+    done = run_lab(name, "--quick", "--output", "some/where")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Quick: few steps")
     assert [word for word in HEADS[name] if word not in done.stdout] == []
@@ -76,23 +75,23 @@ def test_a_lab_is_long_enough_to_explain_and_short_enough_to_read(name):
     assert 80 <= len(lines) <= 200
 
 
-def test_the_help_of_a_lab_says_what_one_will_see(tmp_path):
-    done = run_lab("temporal_order", "--help", cwd=tmp_path)
+def test_the_help_of_a_lab_says_what_one_will_see(run_lab):
+    done = run_lab("temporal_order", "--help")
     assert done.returncode == 0
     for word in ("--quick", "--output", "You will see", "Smaller here"):
         assert word in done.stdout
 
 
-def test_without_matplotlib_a_lab_says_how_to_get_it_before_it_computes(tmp_path):
+def test_without_matplotlib_a_lab_says_how_to_get_it_before_it_computes(tmp_path, script_server):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
-    code = (
+    script = tmp_path / "script.py"
+    script.write_text(
         f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}, {str(FOLDER)!r}]\n"
         "sys.argv = ['manual_scaling.py']\n"
-        f"runpy.run_path({str(FOLDER / 'manual_scaling.py')!r}, run_name='__main__')"
+        f"runpy.run_path({str(FOLDER / 'manual_scaling.py')!r}, run_name='__main__')",
+        encoding="utf-8",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = script_server.run(script, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
@@ -100,9 +99,9 @@ def test_without_matplotlib_a_lab_says_how_to_get_it_before_it_computes(tmp_path
     ]
 
 
-def test_an_output_that_is_a_file_is_one_clear_line(tmp_path):
+def test_an_output_that_is_a_file_is_one_clear_line(tmp_path, run_lab):
     (tmp_path / "taken").write_text("", encoding="utf-8")
-    done = run_lab("manual_scaling", "--quick", "--output", "taken", cwd=tmp_path)
+    done = run_lab("manual_scaling", "--quick", "--output", "taken")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith("cannot make this folder: File exists.")
     assert "Traceback" not in done.stderr

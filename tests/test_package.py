@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import gradilocks
+from tests import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -29,7 +30,7 @@ def run_fresh(program: str, cwd: Path) -> str:
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -132,7 +133,7 @@ def test_the_wheel_holds_every_module_the_type_marker_and_the_licence(tmp_path):
         [sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", str(tmp_path), str(tree)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("gradilocks-*.whl")

@@ -432,8 +432,10 @@ _BITS = {
 
 
 # --- drawing programs ------------------------------------------------------------------------
+# A strategy is made once and kept: to make and check one takes longer than to draw from it.
 
 _SPECIAL = st.sampled_from([math.inf, -math.inf, math.nan])
+_UP_TO_TWO, _UP_TO_THREE = st.integers(0, 2), st.integers(0, 3)
 _NEW_SCALE = st.sampled_from([0.25, 1.0, 3.0, 128.0, 2.0**18])
 
 
@@ -444,20 +446,26 @@ def setups(*, half: bool) -> st.SearchStrategy[Setup]:
     if half:
         dtypes += [torch.bfloat16, torch.float16]
 
+    any_kinds = st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3)
+    any_dtype, one_in_ten = st.sampled_from(dtypes), st.integers(0, 9)
+    init_scale = st.sampled_from([1.0, 3.0, 1024.0, 65536.0])
+    growth_factor, backoff_factor = st.sampled_from([2.0, 1.5, 16.0]), st.sampled_from([0.5, 0.3])
+    growth_interval = st.sampled_from([1, 2, 3, 2000])
+
     @st.composite
     def draw_setup(draw: Any) -> Setup:
-        kinds = draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3))
-        large = draw(st.integers(0, 9)) == 7
-        chosen = [torch.float32 if large else draw(st.sampled_from(dtypes)) for _ in kinds]
+        kinds = draw(any_kinds)
+        large = draw(one_in_ten) == 7
+        chosen = [torch.float32 if large else draw(any_dtype) for _ in kinds]
         return Setup(
             kinds=tuple(kinds),
             dtypes=tuple(chosen),
             large=large,
-            enabled=draw(st.integers(0, 9)) != 7,
-            init_scale=draw(st.sampled_from([1.0, 3.0, 1024.0, 65536.0])),
-            growth_factor=draw(st.sampled_from([2.0, 1.5, 16.0])),
-            backoff_factor=draw(st.sampled_from([0.5, 0.3])),
-            growth_interval=draw(st.sampled_from([1, 2, 3, 2000])),
+            enabled=draw(one_in_ten) != 7,
+            init_scale=draw(init_scale),
+            growth_factor=draw(growth_factor),
+            backoff_factor=draw(backoff_factor),
+            growth_interval=draw(growth_interval),
         )
 
     return draw_setup()
@@ -524,29 +532,37 @@ def clip_op(which: st.SearchStrategy[int]) -> st.SearchStrategy[Op]:
     )
 
 
-@st.composite
-def iterations(draw: Any, count: int, norm_clip: bool) -> list[Op]:
+@functools.cache
+def iterations(count: int, norm_clip: bool) -> st.SearchStrategy[list[Op]]:
     """One training iteration that a careful user would write, with or without an overflow."""
-    ops = [Op("backward", count)]
-    for _ in range(draw(st.integers(0, 2))):
-        ops.append(Op("backward", draw(st.integers(0, count)), None, "one"))
-    if draw(st.integers(0, 3)) == (3 if norm_clip else 0):
-        ops.append(Op("plant", draw(st.integers(0, count - 1)), draw(_SPECIAL), 1))
-    for which in range(count):
-        if draw(st.booleans()):
-            ops.append(Op("unscale_", which))
-            if draw(st.integers(0, 4)) == 0:  # After unscale_ nobody looks again.
-                ops.append(Op("plant", which, draw(_SPECIAL), 0))
-            if norm_clip:
-                ops.append(draw(clip_op(st.just(which))))
-            elif draw(st.booleans()):
-                ops.append(Op("clip_value", which, 0.5))
-    if norm_clip and draw(st.booleans()):
-        ops.append(draw(clip_op(st.just(count))))
-    ops += [Op("step", which) for which in draw(st.permutations(range(count)))]
-    ops.append(Op("update"))
-    ops.append(Op("zero_grad", count, None, draw(st.booleans())))
-    return ops
+    one, one_or_all, order = one_of(count), one_of(count + 1), st.permutations(range(count))
+    clips = [clip_op(st.just(which)) for which in range(count + 1)]
+    often, seldom, sometimes = st.booleans(), st.integers(0, 4), st.integers(0, 3)
+
+    @st.composite
+    def draw_iteration(draw: Any) -> list[Op]:
+        ops = [Op("backward", count)]
+        for _ in range(draw(_UP_TO_TWO)):
+            ops.append(Op("backward", draw(one_or_all), None, "one"))
+        if draw(sometimes) == (3 if norm_clip else 0):
+            ops.append(Op("plant", draw(one), draw(_SPECIAL), 1))
+        for which in range(count):
+            if draw(often):
+                ops.append(Op("unscale_", which))
+                if draw(seldom) == 0:  # After unscale_ nobody looks again.
+                    ops.append(Op("plant", which, draw(_SPECIAL), 0))
+                if norm_clip:
+                    ops.append(draw(clips[which]))
+                elif draw(often):
+                    ops.append(Op("clip_value", which, 0.5))
+        if norm_clip and draw(often):
+            ops.append(draw(clips[count]))
+        ops += [Op("step", which) for which in draw(order)]
+        ops.append(Op("update"))
+        ops.append(Op("zero_grad", count, None, draw(often)))
+        return ops
+
+    return draw_iteration()
 
 
 _BETWEEN = st.sampled_from(
@@ -561,25 +577,28 @@ _BETWEEN = st.sampled_from(
 )
 
 
+@functools.cache
+def lists_of_iterations(count: int, norm_clip: bool) -> st.SearchStrategy[list[list[Op]]]:
+    return st.lists(iterations(count, norm_clip), min_size=2, max_size=5)
+
+
 @st.composite
 def careful_programs(draw: Any, *, norm_clip: bool = False) -> tuple[Setup, list[Op]]:
     """Iterations in the right order, with up to three operations put in anywhere."""
     setup = draw(setups(half=not norm_clip))
     count = len(setup.kinds)
     ops = []
-    for ops_of_one in draw(st.lists(iterations(count, norm_clip), min_size=2, max_size=5)):
+    for ops_of_one in draw(lists_of_iterations(count, norm_clip)):
         ops += ops_of_one + draw(_BETWEEN)
-    for _ in range(draw(st.integers(0, 3))):
-        place = draw(st.integers(0, len(ops)))
+    for _ in range(draw(_UP_TO_THREE)):
+        place = draw(one_of(len(ops) + 1))
         ops.insert(place, draw(any_op(count, norm_clip=norm_clip)))
     return setup, ops
 
 
-@st.composite
-def careless_programs(draw: Any) -> tuple[Setup, list[Op]]:
-    """Operations in any order at all, most of them misuse."""
-    setup = draw(setups(half=True))
-    count = len(setup.kinds)
+@functools.cache
+def phrases(count: int) -> st.SearchStrategy[list[list[Op]]]:
+    """Operations alone, and pairs of them that are misuse only together."""
     one = one_of(count)
     usual = st.builds(Op, st.sampled_from(["backward", "unscale_", "step", "step", "update"]), one)
     single = st.one_of(usual, usual, any_op(count, norm_clip=False)).map(lambda op: [op])
@@ -588,8 +607,16 @@ def careless_programs(draw: Any) -> tuple[Setup, list[Op]]:
     )
     pickled_too_early = one.map(lambda which: [Op("unscale_", which), Op("pickle")])
     phrase = st.one_of(single, single, single, single, nothing_to_step_on, pickled_too_early)
-    ops = [] if draw(st.integers(0, 4)) == 4 else [Op("backward", count)]
-    for each in draw(st.lists(phrase, min_size=8, max_size=25)):
+    return st.lists(phrase, min_size=8, max_size=25)
+
+
+@st.composite
+def careless_programs(draw: Any) -> tuple[Setup, list[Op]]:
+    """Operations in any order at all, most of them misuse."""
+    setup = draw(setups(half=True))
+    count = len(setup.kinds)
+    ops = [] if draw(one_of(5)) == 4 else [Op("backward", count)]
+    for each in draw(phrases(count)):
         ops += each
     return setup, ops
 

@@ -7,6 +7,7 @@ a power of two, so dividing inside the step and multiplying before it are the sa
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -73,15 +74,29 @@ def itself(optimizer):
     return optimizer
 
 
+@functools.cache
+def trained_bare(make, scaler, *, between=None):
+    """What every wrapper is held against, trained once."""
+    return trained(make, itself, scaler(), between=between)
+
+
+def ours():
+    return GradScaler("cpu")
+
+
+def torchs():
+    return torch.amp.GradScaler("cpu")
+
+
 @each_maker
 @each_wrapper
 def test_a_wrapped_optimizer_steps_and_skips_as_the_bare_one_under_torchs(make, wrap):
-    got, state = trained(make, wrap, GradScaler("cpu"))
-    expected, theirs = trained(make, itself, GradScaler("cpu"))
+    got, state = trained(make, wrap, ours())
+    expected, theirs = trained_bare(make, ours)
     assert state == theirs
     assert all(same(*pair) for pair in zip(got, expected, strict=True))
     if make is not MAKERS["SGD momentum fused"]:  # torch's first skipped step spoils that one.
-        expected, theirs = trained(make, itself, torch.amp.GradScaler("cpu"))
+        expected, theirs = trained_bare(make, torchs)
         assert state == theirs
         assert all(same(*pair) for pair in zip(got, expected, strict=True))
 
@@ -99,8 +114,8 @@ def unscale_and_clip(scaler, optimizer, params):
 @pytest.mark.parametrize("name", ["SGD fused", "AdamW fused", "our SGD"])
 @pytest.mark.parametrize("between", [unscale, unscale_and_clip])
 def test_unscaling_and_clipping_by_hand_reach_a_wrapped_optimizer(wrap, name, between):
-    got, _ = trained(MAKERS[name], wrap, GradScaler("cpu"), between=between)
-    expected, _ = trained(MAKERS[name], itself, GradScaler("cpu"), between=between)
+    got, _ = trained(MAKERS[name], wrap, ours(), between=between)
+    expected, _ = trained_bare(MAKERS[name], ours, between=between)
     assert all(same(*pair) for pair in zip(got, expected, strict=True))
 
 
@@ -116,7 +131,7 @@ SCALERS = {
 @pytest.mark.parametrize("scaler", SCALERS.values(), ids=SCALERS)
 def test_policies_of_a_scaler_reach_a_wrapped_optimizer(wrap, name, scaler):
     got, state = trained(MAKERS[name], wrap, scaler())
-    expected, theirs = trained(MAKERS[name], itself, scaler())
+    expected, theirs = trained_bare(MAKERS[name], scaler)
     assert {k: v for k, v in state.items() if k != "gradilocks"} == {
         k: v for k, v in theirs.items() if k != "gradilocks"
     }

@@ -13,6 +13,7 @@ import gradilocks
 from gradilocks.errors import MissingPackage
 from gradilocks.integrations.tensorboard import TensorBoardSink
 from gradilocks.record import Sink
+from tests import PATIENCE
 from tests.runfile.run_files import (
     DETAIL,
     END,
@@ -88,7 +89,7 @@ def test_without_the_package_the_error_says_what_to_install(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), source])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.stderr.splitlines()[-1] == (
         f"{MissingPackage.__module__}.MissingPackage: TensorBoard is not installed: "

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gradilocks
+from tests import PATIENCE
 from tests.integrations.wandb_file import history
 
 SOURCE = Path(gradilocks.__file__).parent.parent
@@ -74,7 +75,7 @@ def run(folder: Path, way: str, port: int) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

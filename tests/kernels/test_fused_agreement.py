@@ -77,8 +77,8 @@ def small_chunks(monkeypatch, request):
     if "cpu" in request.node.name:
         monkeypatch.setattr(chunks, "CHUNK", 512)
         monkeypatch.setattr(triton_measure, "TILE", 128)
-        monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
-        monkeypatch.setattr(triton_measure, "CHANGE_TILE", 32)
+        monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 256)
+        monkeypatch.setattr(triton_measure, "CHANGE_TILE", 128)
     yield
     chunks._chunkings.clear()
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from gradilocks import ClipByNorm, ClipByValue, GradientControl
+from tests import PATIENCE
 
 ELEMENTS = 1 << 23
 """32 MiB of float32: many pieces of the size in which gradients are read."""
@@ -110,7 +111,11 @@ print(json.dumps(grown))
 )
 def test_the_peak_memory_of_a_process_grows_by_far_less_than_a_gradient_of_200_megabytes():
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     grown = json.loads(done.stdout)

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradilocks
@@ -26,6 +25,7 @@ from gradilocks import (
 from gradilocks.step.engine import decide
 from gradilocks.step.measure import measure
 from gradilocks.values import Scene
+from tests.laws.examples import each_of
 
 INF, NAN = math.inf, math.nan
 
@@ -107,8 +107,7 @@ def stepped(policy, rows, scale=1.0, fused=False):
 
 
 @every_policy
-@settings(max_examples=40)
-@given(rows=gradient_lists, scale=st.sampled_from([1.0, 1024.0, 2.0**-10]))
+@each_of(40, rows=gradient_lists, scale=st.sampled_from([1.0, 1024.0, 2.0**-10]))
 def test_the_coefficient_lies_between_zero_and_one(name, rows, scale):
     tensors = [torch.tensor(row) * scale for row in rows]
     limit, decision = judged(POLICIES[name], tensors, scale)
@@ -149,8 +148,7 @@ def test_a_limit_of_zero_leaves_exactly_nothing(name, fused, size):
 
 
 @every_norm_policy
-@settings(max_examples=40)
-@given(rows=gradient_lists)
+@each_of(40, rows=gradient_lists)
 def test_the_direction_is_kept(name, rows):
     found, outcome = stepped(POLICIES[name], rows)
     before = torch.cat([torch.tensor(row, dtype=torch.float64) for row in rows])
@@ -163,8 +161,7 @@ def test_the_direction_is_kept(name, rows):
 
 @every_norm_policy
 @pytest.mark.parametrize("scale", [1.0, 65536.0])
-@settings(max_examples=40)
-@given(rows=gradient_lists)
+@each_of(40, rows=gradient_lists)
 def test_the_norm_afterwards_is_at_most_the_limit(name, scale, rows):
     rows = [[x * 2.0**-24 for x in row] for row in rows]
     policy = POLICIES[name]
@@ -174,8 +171,7 @@ def test_the_norm_afterwards_is_at_most_the_limit(name, scale, rows):
 
 
 @every_policy
-@settings(max_examples=30)
-@given(rows=gradient_lists, power=st.integers(-8, 16))
+@each_of(30, rows=gradient_lists, power=st.integers(-8, 16))
 def test_the_loss_scale_does_not_matter(name, rows, power):
     rows = [[x * 2.0**-24 for x in row] for row in rows]
     plain, told = stepped(POLICIES[name], rows)
@@ -187,8 +183,7 @@ def test_the_loss_scale_does_not_matter(name, rows, power):
 
 
 @every_policy
-@settings(max_examples=30)
-@given(rows=gradient_lists)
+@each_of(30, rows=gradient_lists)
 def test_clipped_means_that_the_gradients_changed(name, rows):
     found, outcome = stepped(POLICIES[name], rows)
     changed = any(
@@ -203,8 +198,7 @@ def test_clipped_means_that_the_gradients_changed(name, rows):
 
 
 @every_policy
-@settings(max_examples=20)
-@given(rows=gradient_lists)
+@each_of(20, rows=gradient_lists)
 def test_the_same_gradients_get_the_same_limit(name, rows):
     tensors = [torch.tensor(row) for row in rows]
     one, two = (judged(POLICIES[name], tensors)[0] for _ in range(2))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import gradilocks
 from gradilocks import DynamicScale, GradientControl, HeadroomScale, NoScale, StaticScale
+from tests.laws.examples import each_of
 
 POLICIES = {
     "NoScale": NoScale(),
@@ -68,8 +69,7 @@ def in_float32(value):
 
 
 @every_policy
-@settings(max_examples=30)
-@given(flags=flag_lists)
+@each_of(30, flags=flag_lists)
 def test_the_scale_stays_inside_its_bounds(name, flags):
     policy = POLICIES[name]
     lowest, highest = (in_float32(bound) for bound in policy.bounds())
@@ -78,8 +78,7 @@ def test_the_scale_stays_inside_its_bounds(name, flags):
 
 
 @every_policy
-@settings(max_examples=30)
-@given(flags=flag_lists)
+@each_of(30, flags=flag_lists)
 def test_the_scale_and_its_reciprocal_are_positive_and_finite(name, flags):
     for scale in path(POLICIES[name], flags):
         assert math.isfinite(scale)
@@ -101,8 +100,7 @@ def test_five_hundred_steps_one_way_end_at_a_usable_scale(name, skipped):
 
 
 @every_policy
-@settings(max_examples=30)
-@given(flags=flag_lists)
+@each_of(30, flags=flag_lists)
 def test_a_skip_never_raises_the_scale(name, flags):
     scales = path(POLICIES[name], flags)
     for skipped, before, after in zip(flags, scales, scales[1:], strict=False):
@@ -111,8 +109,7 @@ def test_a_skip_never_raises_the_scale(name, flags):
 
 
 @every_policy
-@settings(max_examples=30)
-@given(flags=flag_lists)
+@each_of(30, flags=flag_lists)
 def test_a_finite_step_never_lowers_the_scale(name, flags):
     scales = path(POLICIES[name], flags)
     for skipped, before, after in zip(flags, scales, scales[1:], strict=False):
@@ -121,8 +118,7 @@ def test_a_finite_step_never_lowers_the_scale(name, flags):
 
 
 @every_policy
-@settings(max_examples=20)
-@given(flags=flag_lists)
+@each_of(20, flags=flag_lists)
 def test_the_same_flags_make_the_same_path(name, flags):
     assert path(POLICIES[name], flags) == path(POLICIES[name], flags)
 
@@ -185,8 +181,7 @@ def drive(p, control, flags):
 
 
 @every_policy
-@settings(max_examples=15)
-@given(flags=st.lists(st.booleans(), max_size=20), at=st.integers(0, 20))
+@each_of(15, flags=st.lists(st.booleans(), max_size=20), at=st.integers(0, 20))
 def test_a_checkpoint_in_between_changes_nothing(name, flags, at):
     whole = drive(*control_with(POLICIES[name]), flags)
     p, control = control_with(POLICIES[name])

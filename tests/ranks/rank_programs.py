@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,34 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests import PATIENCE
+
 Program = Callable[[int], Any]
+
+# With what torch itself imports late: an optimizer needs dynamo, a mesh the distributed tensors.
+_IMPORTED_ONCE = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "tests.ranks.rank_programs",
+    "gradilocks.dropin.grad_scaler",
+]
 
 
 def run_all(programs: list[Program], folder: Path, *, ranks: int = 2) -> dict[str, list[Any]]:
     """Runs every program on every rank, one after another; what each rank returned, by name.
 
-    One set of processes serves all programs, because starting one takes seconds.
+    One set of processes serves all programs, because starting one takes seconds. They are forked
+    from a server that has imported torch once for all of them.
     """
-    mp.spawn(_enter, args=(programs, str(folder), ranks), nprocs=ranks, join=True)
+    set_forkserver_preload(_IMPORTED_ONCE)
+    mp.start_processes(
+        _enter,
+        args=(programs, str(folder), ranks),
+        nprocs=ranks,
+        join=True,
+        start_method="forkserver",
+    )
     by_rank = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     return {p.__name__: [returned[p.__name__] for returned in by_rank] for p in programs}
 
@@ -33,7 +53,9 @@ def _enter(rank: int, programs: list[Program], folder: str, ranks: int) -> None:
         init_method=f"file://{folder}/rank_group",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(minutes=3),  # A rank that is waited for in vain ends the test, not CI.
+        timeout=timedelta(
+            seconds=PATIENCE
+        ),  # A rank that is waited for in vain ends the test, not CI.
     )
     try:
         torch.save({p.__name__: p(rank) for p in programs}, f"{folder}/{rank}.pt")

@@ -97,8 +97,9 @@ def complete_run_file(incomplete: str) -> list[str]:
 def say(message: str) -> None:
     """Says something on standard error, beside a script that has standard output for itself."""
     # Of the process: the script may have put something else in sys.stderr's place, or closed it.
+    # Line and end in one write, also unbuffered: the ranks of torchrun share the stream.
     with suppress(Exception):
-        print(f"gradilocks: {message}", file=sys.__stderr__, flush=True)
+        print(f"gradilocks: {message}\n", end="", file=sys.__stderr__, flush=True)
 
 
 def forgive_encoding() -> None:
