@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.run_command import Module, Output, Quiet, Script, program_of
-from gradilocks.cli.terminal import forgive_encoding, program, say, whole_number
+from gradilocks.cli.options import Module, Output, Quiet, Script, program_of, whole_number
+from gradilocks.cli.terminal import forgive_encoding, program, say
 from gradilocks.errors import BadScript, GradilocksError
 
 if TYPE_CHECKING:
@@ -34,14 +34,10 @@ def audit(
     module: Module = None,
     steps: Annotated[
         int,
-        typer.Option(
-            "-n",
-            "--steps",
-            parser=whole_number(smallest=1),
-            metavar="N",
-            help="Stop the script when an optimizer has stepped N times.",
+        whole_number(
+            "-n", "--steps", help="Stop the script when an optimizer has stepped N times."
         ),
-    ] = "10",  # type: ignore[assignment]
+    ] = 10,
     format: Annotated[
         list[str] | None,
         typer.Option(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.interrupts import held_interrupts
-from gradilocks.cli.terminal import forgive_encoding, printable, read_with_bar, run_file
+from gradilocks.cli.options import flag, run_file
+from gradilocks.cli.terminal import forgive_encoding, held_interrupts, printable, read_with_bar
 from gradilocks.runfile import format_scale
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ NAMES_SHOWN = 5
 def compare(
     paths: Annotated[list[Path], run_file("RUN.jsonl", help="Two run files or more.")],
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print every number as JSON instead of a table.")
+        bool, flag("--json", "Print every number as JSON instead of a table.")
     ] = False,
 ) -> None:
     """Compare runs: how they ran, and what came of it.

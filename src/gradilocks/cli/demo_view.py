@@ -27,8 +27,6 @@ from gradilocks.cli.terminal import program
 from gradilocks.demo import PAGE, SUMMARY, Job, News, Result, Setup, Step
 from gradilocks.report import number, power
 
-__all__ = ["Progress", "conclude", "introduce", "open_console"]
-
 SECONDS_BETWEEN_LINES = 10.0
 BAR = 12
 VERDICTS = {True: "holds", False: "DOES NOT HOLD", None: "not judged"}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradilocks.cli.options import checked, flag
 from gradilocks.cli.terminal import forgive_encoding
 
 if TYPE_CHECKING:
@@ -20,12 +21,12 @@ NUMBERS: dict[str, Any] = {"ignore_unknown_options": True}  # -1e-8 is a number,
 def _number(text: str) -> float:
     try:
         value = _worked_out(text)
+    except OverflowError:
+        value = math.inf
     except (ValueError, ZeroDivisionError):
         raise typer.BadParameter(
             f"expected a number such as 6e-8, 2^-25 or 1/3, got {text!r}."
         ) from None
-    except OverflowError:
-        raise typer.BadParameter(f"expected a finite number, got {text!r}.") from None
     if not math.isfinite(value):
         raise typer.BadParameter(f"expected a finite number, got {text!r}.")
     return value
@@ -42,20 +43,17 @@ def _worked_out(text: str) -> float:
     return float(text)
 
 
-def _scale(text: str) -> float:
-    value = _number(text)
-    if value <= 0:
-        raise typer.BadParameter(f"expected a scale above 0, got {text!r}.")
-    return value
-
-
 def explain(
     value: Annotated[float, typer.Argument(parser=_number, metavar="NUMBER", help="The number.")],
     scale: Annotated[
         float | None,
-        typer.Option(parser=_scale, metavar="SCALE", help="Multiply by this first, as a loss is."),
+        typer.Option(
+            parser=checked(_number, lambda scale: scale > 0, "a scale above 0"),
+            metavar="SCALE",
+            help="Multiply by this first, as a loss is.",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print it as JSON.")] = False,
 ) -> None:
     """Show what a number becomes in each format, bit by bit.
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.terminal import bar, open_in_browser, read_with_bar, run_file
+from gradilocks.cli.options import flag, run_file
+from gradilocks.cli.terminal import bar, open_in_browser, read_with_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,17 +37,13 @@ def report(
         ),
     ] = None,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Overwrite a page of Gradilocks that is about other runs."),
+        bool, flag("--force", "Overwrite a page of Gradilocks that is about other runs.")
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print the findings as JSON, and write a page only if -o is given."
-        ),
+        bool, flag("--json", "Print the findings as JSON, and write a page only if -o is given.")
     ] = False,
     open_page: Annotated[
-        bool, typer.Option("--open", help="Open the page in the browser when it is written.")
+        bool, flag("--open", "Open the page in the browser when it is written.")
     ] = False,
 ) -> None:
     """Say what happened in a run: findings, and plots on one page.

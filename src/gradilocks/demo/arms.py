@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-__all__ = ["ARMS", "MADE_BY", "Arm", "Experiment", "Job", "Result", "Setup", "Step", "arm_named"]
-
 MADE_BY = "gradilocks demo"
 """How the files of the demo say whose they are."""
 LONGEST_WINDOW = 50

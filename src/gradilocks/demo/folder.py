@@ -28,8 +28,6 @@ from gradilocks.demo.verdicts import judge
 from gradilocks.errors import BadRunFile, GradilocksError
 from gradilocks.runfile import read_run, refuse_foreign
 
-__all__ = ["PAGE", "SUMMARY", "prepare", "summarize", "write_all"]
-
 PAGE, SUMMARY = "report.html", "summary.json"
 VERSION = 1
 """Of the summary's format."""
@@ -76,7 +74,15 @@ def write_all(
     experiment: Experiment, results: Sequence[Result], *, started: float, seconds: float
 ) -> dict[str, Any]:
     """Writes the pages and the summary; returns the summary."""
-    from gradilocks.report import Drawn, experiment_page, identity, render, report_on, write
+    from gradilocks.report import (
+        Drawn,
+        experiment_page,
+        identity,
+        render,
+        report_on,
+        write,
+        written_whole,
+    )
 
     drawn, pages, versions = [], {}, {}
     for arm in experiment.arms:
@@ -97,7 +103,10 @@ def write_all(
         identity="",
         force=True,
     )
-    _write_summary(experiment.folder, summary)
+    path = experiment.folder / SUMMARY
+    with written_whole(path, given=path) as unfinished:
+        told = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+        unfinished.write_text(told, encoding="utf-8")
     return summary
 
 
@@ -148,19 +157,6 @@ def _spread(arm: Arm, results: Sequence[Result]) -> dict[str, float | int | None
         "seeds": len(finals),
         "finite": sum(map(math.isfinite, finals)),
     }
-
-
-def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    path = folder / SUMMARY
-    beside = folder / f".{SUMMARY}.{os.getpid()}.part"
-    try:
-        beside.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise GradilocksError(f"{path} cannot be written: {error.strerror or error}.") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _earlier_files(folder: Path) -> Iterator[Path]:

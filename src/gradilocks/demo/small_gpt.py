@@ -17,8 +17,6 @@ from torch.nn import functional as F
 
 from gradilocks.errors import GradilocksError
 
-__all__ = ["GPT", "Batches", "Text", "encode", "python_documentation"]
-
 
 @dataclass(frozen=True)
 class Text:

@@ -14,8 +14,6 @@ from typing import Any
 
 from gradilocks.demo.arms import Result, arm_named
 
-__all__ = ["CLOSE_ENOUGH", "NEAR", "Verdict", "judge"]
-
 CLOSE_ENOUGH = 0.005
 """Just right: the final loss differs from fp32's by no more than this part of it."""
 NEAR = 0.1

@@ -15,8 +15,6 @@ from gradilocks.report.figures import HIGHEST, MOST_LABELS, ROW_HEIGHT, Figure, 
 from gradilocks.report.formatting import clean, count, percent, power, shortened
 from gradilocks.report.series import buckets, unique
 
-__all__ = ["KINDS", "kinds_of", "label_of", "module_figure", "shown_first", "window_figure"]
-
 # Beyond every exponent of a float64: where a window's outer bands end.
 OUTSIDE = 1200
 # An edge of a window so many doublings from the gradients says nothing about them, and would

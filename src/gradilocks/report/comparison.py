@@ -24,17 +24,6 @@ from gradilocks.runfile import (
     origin_of,
 )
 
-__all__ = [
-    "Comparison",
-    "Loss",
-    "Parting",
-    "Spread",
-    "Summary",
-    "compare",
-    "seconds_of",
-    "summarize",
-]
-
 
 @dataclass(frozen=True)
 class Loss:

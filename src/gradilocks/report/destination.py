@@ -17,8 +17,6 @@ from pathlib import Path
 
 from gradilocks.errors import GradilocksError
 
-__all__ = ["GENERATOR", "check", "choose", "labels", "settled", "write"]
-
 GENERATOR = "gradilocks report"
 """What a page says it was made by, unless it is the demo's."""
 
@@ -85,9 +83,8 @@ def write(
         GradilocksError: something else is there, or the place cannot be written.
     """
     target = _free(page, identity, force, what=what, option=option, way_out=way_out)
-    with _beside(target, given=page) as unfinished:
+    with written_whole(target, given=page) as unfinished:
         unfinished.write_text(render(), encoding="utf-8")
-        unfinished.replace(target)
 
 
 def check(page: Path, *, identity: str, what: str, option: str, way_out: str) -> None:
@@ -99,6 +96,18 @@ def check(page: Path, *, identity: str, what: str, option: str, way_out: str) ->
     target = _free(page, identity, False, what=what, option=option, way_out=way_out)
     with _beside(target, given=page):
         pass
+
+
+@contextmanager
+def written_whole(target: Path, *, given: Path) -> Iterator[Path]:
+    """Yields an empty file beside a place; it takes that place at the end, or goes if that fails.
+
+    Raises:
+        GradilocksError: the place, which messages call as it was given, cannot be written.
+    """
+    with _beside(target, given=given) as unfinished:
+        yield unfinished
+        unfinished.replace(target)
 
 
 @contextmanager

@@ -25,8 +25,6 @@ from gradilocks.report.series import (
 )
 from gradilocks.report.tracks import Tensor, Track
 
-__all__ = ["Curve", "Figure", "Section", "curve_figures", "name_axis", "sections", "text"]
-
 Trace = dict[str, Any]
 
 HEIGHT = 300

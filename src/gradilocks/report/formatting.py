@@ -12,21 +12,6 @@ from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
-__all__ = [
-    "clean",
-    "count",
-    "duration",
-    "listed",
-    "number",
-    "numeral",
-    "percent",
-    "power",
-    "prose",
-    "raised",
-    "sentence_case",
-    "shortened",
-]
-
 
 def clean(text: object) -> str:
     r"""Returns a text with every character that cannot be printed as its escape.

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Finding", "Health", "Severity", "Verdict"]
-
 Severity = Literal["problem", "warning", "note"]
 """A problem spoils the training, a warning deserves a look, a note is good to know."""
 

@@ -21,8 +21,6 @@ from gradilocks.report.health import Finding, Health, Verdict
 from gradilocks.report.tracks import Track, nanmedian, tracks
 from gradilocks.runfile import Run
 
-__all__ = ["Reported", "examine", "in_short", "main_numbers", "report_on", "what_ran"]
-
 Pairs = list[tuple[str, str]]
 
 # The loss at an end is the median of so many steps: one batch is too noisy.

@@ -17,21 +17,6 @@ from gradilocks.report.formatting import clean, shortened
 from gradilocks.report.tracks import Tensor, Track
 from gradilocks.runfile import Spoilt, describe_bad
 
-__all__ = [
-    "Heat",
-    "Line",
-    "Marks",
-    "buckets",
-    "clipped_share",
-    "extremes",
-    "heat",
-    "line",
-    "skip_marks",
-    "staircase",
-    "turns",
-    "unique",
-]
-
 # Twice what a wide screen has pixels across: the smallest and the largest of each pixel.
 MOST_POINTS = 3000
 # A mark for every skip, until they would cover each other anyway.

@@ -27,19 +27,6 @@ from gradilocks.runfile import (
     has_bad_gradients,
 )
 
-__all__ = [
-    "ANOTHERS",
-    "OWN",
-    "Tensor",
-    "Track",
-    "came_late",
-    "nanmedian",
-    "nonfinite_losses",
-    "quantile",
-    "spoilt_before",
-    "tracks",
-]
-
 NAN = math.nan
 # Before a step, NaN or Inf had gone into the weights of its optimizer, or only into another's.
 OWN, ANOTHERS = 1, 2
