@@ -17,7 +17,6 @@ from gradilocks.report.health import Finding, Severity
 from gradilocks.report.tracks import ANOTHERS, Track, nanmedian
 from gradilocks.runfile import FORWARD_OR_LOSS, Origin, origin_of
 
-SOUND = " whose weights are finite"
 # A dynamic scale starts too high on purpose: at 2^16 it may take sixteen halvings to settle.
 SETTLING = 50
 # torch's rule tries a doubling every 2,000 steps and loses 0.05 %. Twenty times that is a loss.
@@ -58,17 +57,17 @@ def skipping(track: Track) -> Iterator[Finding]:
         severity = "problem"
     elif unscaled or (share >= FEW and len(late) >= COUNTABLE):
         severity = "warning"
-    first = places[0]
+    first = track.steps[places[0]].step
+    since = f", the first at step {first:,}" if len(places) > 1 else ""
     yield Finding(
         "skipped",
         severity,
         f"{count(len(places), 'step')} skipped: NaN or Inf in the gradients",
-        f"{percent(len(places) / len(track.steps))} of all steps changed nothing"
-        + (f", the first at step {track.steps[first].step:,}" if len(places) > 1 else "")
-        + f". {where_it_arose(track, places)}"
+        f"{percent(len(places) / len(track.steps))} of all steps changed nothing{since}. "
+        f"{where_it_arose(track, places)}"
         + _what_to_do(severity, longest, unscaled=unscaled, recovered=recovered),
         {"skipped": len(places), "after settling": len(late), "longest streak": longest},
-        step=track.steps[first].step,
+        step=first,
         culprit=likely_culprit(track, places),
     )
 
@@ -80,16 +79,14 @@ def far_out(track: Track) -> Iterator[Finding]:
         return
     usual, steps = _usual_loss(track), [track.steps[i].step for i in places]
     least = min(abs(track.loss[i]) for i in places) / usual
-    yield Finding(
-        "skipped-far-out",
-        "warning",
-        f"{count(len(places), 'step')} skipped with a loss far from the usual",
+    title = f"{count(len(places), 'step')} skipped with a loss far from the usual"
+    told = (
         f"At step {listed([f'{step:,}' for step in steps])} the loss was at least {least:,.0f} "
         f"times the usual {usual:.3g}, and the gradients overflowed. No scale can be right for "
-        "both: look at the batches there.",
-        {"steps": len(places)},
-        step=steps[0],
+        "both: look at the batches there."
     )
+    evidence = {"steps": len(places)}
+    yield Finding("skipped-far-out", "warning", title, told, evidence, step=steps[0])
 
 
 def nan_culprits(track: Track) -> Iterator[Finding]:
@@ -132,16 +129,9 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
     step = track.steps[first].step
     bad = {*track.nonfinite, *track.lost}
     again = next((i for i in range(first + 1, len(track.steps)) if i not in bad), None)
-    more = (
-        f" So {'was' if len(places) == 2 else 'were'} {len(places) - 1:,} after it."
-        if places[1:]
-        else ""
-    )
+    more = f" So {'was' if len(places) == 2 else 'were'} {len(places) - 1:,} after it."
     if again is None:
-        # Where its loss was not finite, a step before it may have put NaN into the weights.
-        latest, sound = (
-            ("", "") if track.steps[first].loss is not None else (" at the latest", SOUND)
-        )
+        latest, sound = spoiler_doubt(track, first)
         title = f"The weights are spoilt since step {step:,}{latest}"
         then = "What follows comes from that and tells nothing new. " if places[1:] else ""
         cure = f"Go back to a checkpoint before step {step:,}{sound}. "
@@ -156,7 +146,7 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
         "taken-though-nonfinite",
         "problem",
         title,
-        f"Step {step:,} was taken with NaN or Inf in the gradients.{more} "
+        f"Step {step:,} was taken with NaN or Inf in the gradients.{more if places[1:] else ''} "
         f"{where_it_arose(track, [first])}{then}{cure}"
         "A GradientControl, or a GradScaler, would have skipped it.",
         {"steps": len(places)},
@@ -165,23 +155,27 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
     )
 
 
+def spoiler_doubt(track: Track, place: int) -> tuple[str, str]:
+    """What is to be added where a step is said to have spoilt the weights, and to a way back.
+
+    Where its loss was not finite, a step before it may have put NaN into the weights.
+    """
+    sure = track.steps[place].loss is not None
+    return ("", "") if sure else (" at the latest", " whose weights are finite")
+
+
 def rejected(track: Track) -> Iterator[Finding]:
     """Counts the steps that a clip policy refused."""
     places = [i for i in track.skipped if track.steps[i].reason == "rejected"]
     if not places:
         return
-    share = len(places) / len(track.steps)
+    share, first = len(places) / len(track.steps), track.steps[places[0]].step
     many = share > MANY_REJECTED and len(places) >= COUNTABLE
-    yield Finding(
-        "rejected",
-        "warning" if many else "note",
-        f"{count(len(places), 'step')} skipped by the clip policy",
-        f"It took {percent(share)} of the steps for spikes, the first at step "
-        f"{track.steps[places[0]].step:,}."
-        + (" So many are no spikes: raise its threshold, or clip instead." if many else ""),
-        {"rejected": len(places), "share": share},
-        step=track.steps[places[0]].step,
-    )
+    title = f"{count(len(places), 'step')} skipped by the clip policy"
+    told = f"It took {percent(share)} of the steps for spikes, the first at step {first:,}."
+    told += " So many are no spikes: raise its threshold, or clip instead." if many else ""
+    evidence = {"rejected": len(places), "share": share}
+    yield Finding("rejected", "warning" if many else "note", title, told, evidence, step=first)
 
 
 def scaling(track: Track) -> Iterator[Finding]:
@@ -197,39 +191,36 @@ def scaling(track: Track) -> Iterator[Finding]:
     in_vain = sum(place in lost for place in track.skipped) > len(track.skipped) / 2
     if stuck_low >= STUCK:
         bound = power(max(1.0, lowest or 0.0))
-        yield Finding(
-            "scale-stuck-low",
-            "problem",
-            f"The scale was {bound} or less for {percent(stuck_low)} of the run",
+        title = f"The scale was {bound} or less for {percent(stuck_low)} of the run"
+        told = (
             "It was halved whenever the loss itself was NaN or Inf: mend that, and it recovers."
             if in_vain
             else "Nothing is amplified any more, and still gradients overflow. Something in the "
             "model is too large by itself: lower the learning rate, look at the inputs' size, or "
-            "train in bfloat16.",
-            {"share": stuck_low, "last scale": scale[-1]},
+            "train in bfloat16."
         )
+        evidence = {"share": stuck_low, "last scale": scale[-1]}
+        yield Finding("scale-stuck-low", "problem", title, told, evidence)
         return
     if stuck_high >= STUCK and highest:
-        yield Finding(
-            "scale-stuck-high",
-            "note",
-            f"The scale was at its upper bound for {percent(stuck_high)} of the run",
+        title = f"The scale was at its upper bound for {percent(stuck_high)} of the run"
+        told = (
             f"It may not grow past {power(highest)}. The gradients would bear more; if many "
-            "are zero (see the plot of zeros), raise max_scale.",
-            {"share": stuck_high, "max_scale": highest},
+            "are zero (see the plot of zeros), raise max_scale."
         )
+        evidence = {"share": stuck_high, "max_scale": highest}
+        yield Finding("scale-stuck-high", "note", title, told, evidence)
     quarter = len(scale) // 4
     before, after = nanmedian(scale[:quarter]), nanmedian(scale[-quarter:])
     if before >= FALLEN * after and not in_vain:
-        yield Finding(
-            "scale-falling",
-            "warning",
-            f"The scale fell from {power(before)} to {power(after)}",
+        title = f"The scale fell from {power(before)} to {power(after)}"
+        told = (
             "Gradients, or activations on their way, grow as training goes on. If it goes on "
             "falling the small gradients will be rounded to zero: look for a layer whose norm "
-            "rises in the heat map.",
-            {"first quarter": before, "last quarter": after},
+            "rises in the heat map."
         )
+        evidence = {"first quarter": before, "last quarter": after}
+        yield Finding("scale-falling", "warning", title, told, evidence)
 
 
 def unspoilt(track: Track, places: Sequence[int]) -> list[int]:
