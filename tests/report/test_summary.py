@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_what_a_run_does_not_know_is_none(tmp_path):
     found = summarize(run_of(tmp_path))
     assert (found.steps, found.clip_rate, found.losses, found.norm) == (0, None, {}, None)
     assert (found.steps_per_second, found.status, found.seconds) == (None, "no end", 0.0)
-    json.dumps(found.to_plain(), allow_nan=False)
+    json.dumps(asdict(found), allow_nan=False)
 
 
 def test_the_losses_of_several_optimizers_are_kept_apart(tmp_path):

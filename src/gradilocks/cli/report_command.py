@@ -99,8 +99,7 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
         _print(console, line, width)
         for track in one.tracks:
             numbers = [f"{name} {value}" for name, value in main_numbers(one, track)[:-1]]
-            of = f"{track.label}: " if track.several else ""
-            _print(console, Text(of + ", ".join(numbers), style="dim"), width)
+            _print(console, Text(track.prefix + ", ".join(numbers), style="dim"), width)
         if one.run.audit is not None:
             _print(console, Text(recommendation_as_line(one.run.audit)), width)
         for finding in health.findings:

@@ -11,7 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gradilocks.lab import AuditRecord, FormatFinding, Histogram, ModuleGradients, Shares
-from gradilocks.report.figures import HIGHEST, MOST_LABELS, ROW_HEIGHT, Figure, name_axis, text
+from gradilocks.report.figures import (
+    HIGHEST,
+    MOST_LABELS,
+    ROW_HEIGHT,
+    Figure,
+    heat_trace,
+    name_axis,
+    text,
+)
 from gradilocks.report.formatting import clean, count, percent, power, shortened
 from gradilocks.report.series import buckets, unique
 
@@ -224,25 +232,11 @@ def _heat(
     z: list[list[float | None]] = []
     for made in histograms:
         counts, total = dict(made.bins()), made.values
-        z.append(
-            [
-                float(f"{counts[at] / total:.3g}") if counts.get(at) else None
-                for at in range(low, high)
-            ]
-        )
-    return {
-        "type": "heatmap",
-        "x": list(range(low, high + 1)),
-        "y": [text(name) for name in names],
-        "z": z,
-        "meta": {
-            "scale": "density",
-            "columns": [f"2<sup>{at}</sup> to 2<sup>{at + 1}</sup>" for at in range(low, high)],
-        },
-        "hovertemplate": f"<b>%{{y}}</b><br>%{{text}}<br>%{{customdata:.2%}} of its "
-        f"{KINDS[kind].removeprefix('all ')}"
-        "<extra></extra>",
-    }
+        shares = (counts.get(at, 0) / total if total else 0.0 for at in range(low, high))
+        z.append([float(f"{share:.3g}") if share else None for share in shares])
+    columns = [f"2<sup>{at}</sup> to 2<sup>{at + 1}</sup>" for at in range(low, high)]
+    hover = f"%{{customdata:.2%}} of its {KINDS[kind].removeprefix('all ')}"
+    return heat_trace(list(range(low, high + 1)), names, z, "density", columns, hover)
 
 
 def _over(each: FormatFinding, low: int, high: int) -> dict[str, Any]:

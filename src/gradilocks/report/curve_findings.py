@@ -54,7 +54,7 @@ FAR_ABOVE = 10.0
 
 def loss_not_finite(track: Track) -> Iterator[Finding]:
     """Says where the loss itself was NaN or Inf: for good, or at single steps."""
-    since = track.lost_since
+    since = track.bad.lost_from
     if since is not None:
         yield _never_finite_again(track, since)
     lost = [place for place in track.lost if since is None or place < since]
@@ -87,7 +87,10 @@ def loss_not_finite(track: Track) -> Iterator[Finding]:
 def _never_finite_again(track: Track, since: int) -> Finding:
     """The loss ended as NaN or Inf: the weights are spoilt, or the steps were skipped."""
     step, here = track.steps[since].step, range(since, len(track.steps))
-    gone, spoilt = count(len(here), "step"), track.spoilt_by(since)
+    gone = count(len(here), "step")
+    # What put NaN or Inf into the weights before that step, or first after it.
+    after = next((place for place in track.taken if place >= since), None)
+    spoilt = track.spoilers.get(since, after)
     evidence: dict[str, float] = {"steps": len(here)}
     if since:
         evidence["last loss"] = before = track.loss[since - 1]

@@ -14,15 +14,7 @@ from typing import Any
 
 from gradilocks.report.formatting import power, shortened
 from gradilocks.report.run_report import Reported
-from gradilocks.report.series import (
-    Heat,
-    Line,
-    clipped_share,
-    heat,
-    line,
-    skip_marks,
-    staircase,
-)
+from gradilocks.report.series import Line, clipped_share, heat, line, skip_marks, staircase
 from gradilocks.report.tracks import Tensor, Track
 
 Trace = dict[str, Any]
@@ -73,18 +65,16 @@ class Curve:
 
 def sections(reports: Sequence[Reported]) -> list[Section]:
     """Lays out the plots: a section for each optimizer, in it all runs over each other."""
-    indices = sorted({track.optimizer.index for one in reports for track in one.tracks})
-    maps = 3 * max(1, sum(len(one.tracks) for one in reports))
+    by_index: dict[int, list[Curve]] = {}
+    for number, one in enumerate(reports):
+        for track in one.tracks:
+            curves = by_index.setdefault(track.optimizer.index, [])
+            curves.append(Curve(one.label, number, track))
+    maps = 3 * sum(map(len, by_index.values()))
     made = []
-    for index in indices:
-        curves = [
-            Curve(one.label, number, track)
-            for number, one in enumerate(reports)
-            for track in one.tracks
-            if track.optimizer.index == index
-        ]
+    for index, curves in sorted(by_index.items()):
         figures = (*curve_figures(f"s{index}", curves), *_heats(f"s{index}", curves, maps))
-        made.append(Section(_title(index, curves, alone=len(indices) == 1), figures))
+        made.append(Section(_title(index, curves, alone=len(by_index) == 1), figures))
     return made
 
 
@@ -303,21 +293,10 @@ def _log2(value: float | None) -> float | None:
 # --- heat maps -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Measure:
-    """A number of every tensor that a heat map shows over time."""
-
-    key: str
-    column: Callable[[Tensor], Sequence[float]]
-    title: str
-    reading: str
-    scale: str
-    hover: str
-
-
-_MEASURES = (
-    _Measure(
-        "norms",
+# What is shown of every tensor over time: its column, a title, how to read it, the colours, and
+# what is said where one points at.
+_MEASURES: dict[str, tuple[Callable[[Tensor], Sequence[float]], str, str, str, str]] = {
+    "norms": (
         lambda tensor: tensor.norm,
         "Gradient norm, layer by layer",
         "One row a tensor, in the model's order; bright is large. A row that turns dark is "
@@ -325,8 +304,7 @@ _MEASURES = (
         "log",
         "norm %{customdata:.3g}",
     ),
-    _Measure(
-        "zeros",
+    "zeros": (
         lambda tensor: tensor.zeros,
         "Share of zeros in the gradients, layer by layer",
         "Faint is none, strong orange is all: values that the format rounded away, dead units, or, "
@@ -334,8 +312,7 @@ _MEASURES = (
         "share",
         "%{customdata:.1%} zeros",
     ),
-    _Measure(
-        "updates",
+    "updates": (
         lambda tensor: tensor.update,
         "Update-to-weight ratio, layer by layer",
         "How much a step changes a tensor, as a part of itself. Faint is the usual 0.001, orange "
@@ -343,43 +320,61 @@ _MEASURES = (
         "ratio",
         "changed by %{customdata:.3g} of itself",
     ),
-)
+}
 
 
 def _heats(prefix: str, curves: Sequence[Curve], maps: int) -> Iterator[Figure]:
-    for measure in _MEASURES:
+    for key, (column, title, reading, scale, hover) in _MEASURES.items():
         for curve in curves:
-            made = heat(curve.track, measure.column, maps=maps)
-            if made is not None:
-                of = f", {curve.label}" if len(curves) > 1 else ""
-                yield _heat(f"{prefix}-{measure.key}-{curve.colour}", measure, made, of)
+            made = heat(curve.track, column, maps=maps)
+            if made is None:
+                continue
+            remark = []
+            if made.thinned:
+                steps = f"{made.thinned:,} recorded steps"
+                remark.append(f"Each column shows the largest of several of the {steps}.")
+            if made.folded:
+                tensors = f"{made.folded:,} tensors"
+                remark.append(f"Each row shows the largest of several of the {tensors}.")
+            trace = heat_trace(made.edges, made.rows, made.z, scale, made.columns, hover)
+            axes = {"x": {"title": "step"}, "y": name_axis(made.rows)}
+            yield Figure(
+                f"{prefix}-{key}-{curve.colour}",
+                f"{title}, {curve.label}" if len(curves) > 1 else title,
+                reading,
+                {"traces": [trace], **axes, "heat": True},
+                height=max(LOWEST, min(HIGHEST, 120 + ROW_HEIGHT * len(made.rows))),
+                wide=True,
+                remark=" ".join(remark),
+            )
 
 
-def _heat(key: str, measure: _Measure, made: Heat, of: str) -> Figure:
-    remarks = []
-    if made.thinned:
-        remarks.append(
-            f"Each column shows the largest of several of the {made.thinned:,} recorded steps."
-        )
-    if made.folded:
-        remarks.append(f"Each row shows the largest of several of the {made.folded:,} tensors.")
-    trace = {
+def heat_trace(
+    edges: Sequence[float],
+    rows: Sequence[str],
+    z: Sequence[Sequence[float | None]],
+    scale: str,
+    columns: Sequence[str],
+    hover: str,
+) -> Trace:
+    """A heat map as plotly.js draws it.
+
+    Args:
+        edges: where the columns begin, and where the last one ends.
+        rows: names.
+        z: the numbers, row by row.
+        scale: which colours the page's script gives it.
+        columns: what each column covers, in words.
+        hover: what is said of a number where one points at it.
+    """
+    return {
         "type": "heatmap",
-        "x": made.edges,
-        "y": [text(row) for row in made.rows],
-        "z": made.z,
-        "meta": {"scale": measure.scale, "columns": made.columns},
-        "hovertemplate": f"<b>%{{y}}</b><br>%{{text}}<br>{measure.hover}<extra></extra>",
+        "x": edges,
+        "y": [text(row) for row in rows],
+        "z": z,
+        "meta": {"scale": scale, "columns": columns},
+        "hovertemplate": f"<b>%{{y}}</b><br>%{{text}}<br>{hover}<extra></extra>",
     }
-    return Figure(
-        key,
-        f"{measure.title}{of}",
-        measure.reading,
-        {"traces": [trace], "x": {"title": "step"}, "y": name_axis(made.rows), "heat": True},
-        height=max(LOWEST, min(HIGHEST, 120 + ROW_HEIGHT * len(made.rows))),
-        wide=True,
-        remark=" ".join(remarks),
-    )
 
 
 def name_axis(names: Sequence[str]) -> dict[str, Any]:

@@ -120,6 +120,11 @@ class Track:
         kind = self.optimizer.kind
         return f"optimizer {self.optimizer.index} ({kind})" if self.several else kind
 
+    @property
+    def prefix(self) -> str:
+        """What a sentence about this optimizer begins with, if the run has others too."""
+        return f"{self.label}: " if self.several else ""
+
     def tensor_of_most(self, place: int) -> Tensor | None:
         """The tensor with the largest gradient norm at a step; None if it has no detail."""
         if place not in self._rows:
@@ -130,18 +135,27 @@ class Track:
 
     @cached_property
     def lost(self) -> Sequence[int]:
-        """Places of the steps whose loss was itself NaN or Inf."""
-        return nonfinite_losses(self.steps, self._bad)
+        """Places of the steps whose loss was itself NaN or Inf.
+
+        A run file has nothing in place of a loss that was not finite, and nothing in place of one
+        that nobody knew. Newer files tell which; of older ones `BadSteps` guesses.
+        """
+        guessed = self.bad.guesses_lost
+        return [
+            place
+            for place, step in enumerate(self.steps)
+            if step.loss is None
+            and (
+                guessed and has_bad_gradients(step)
+                if step.loss_nonfinite is None
+                else step.loss_nonfinite
+            )
+        ]
 
     @cached_property
     def taken(self) -> Sequence[int]:
         """Places of the steps that were taken with NaN or Inf among the gradients."""
         return [place for place in self.nonfinite if not self.steps[place].skipped]
-
-    def spoilt_by(self, place: int) -> int | None:
-        """The step that put NaN or Inf into the weights before a place, or first after it."""
-        before = self.spoilers.get(place)
-        return next((i for i in self.taken if i >= place), None) if before is None else before
 
     @cached_property
     def spoilers(self) -> Mapping[int, int]:
@@ -152,18 +166,9 @@ class Track:
                 found[place] = found.get(place - 1, place - 1)
         return found
 
-    @property
-    def lost_since(self) -> int | None:
-        """The place from which on the loss was never finite again; None if it ended well."""
-        return self._bad.lost_from
-
-    @property
-    def ending(self) -> str | None:
-        """How the run ended in NaN or Inf, in words; None if it did not."""
-        return self._bad.ending
-
     @cached_property
-    def _bad(self) -> BadSteps:
+    def bad(self) -> BadSteps:
+        """Since when loss and gradients are NaN or Inf, and how the run ended in it."""
         bad = BadSteps()
         for step in self.steps:
             bad.take(step)
@@ -183,8 +188,8 @@ def tracks(run: Run) -> list[Track]:
     steps: dict[int, list[Step]] = {}
     spoilt: dict[int, bytearray] = {}
     others: dict[int, dict[int, Sequence[Step]]] = {}
-    for step, mark, group in zip(
-        run.steps, spoilt_before(run), backward_groups(run.steps), strict=True
+    for step, (mark, _), group in zip(
+        run.steps, _spoilt_weights(run), backward_groups(run.steps), strict=True
     ):
         mine = steps.setdefault(step.optimizer, [])
         if len(group) > 1 and has_bad_gradients(step):
@@ -204,7 +209,7 @@ def tracks(run: Run) -> list[Track]:
                 spoilt=bytes(spoilt[index]),
                 others=others.get(index, {}),
                 traced=bool(run.header.settings.get("trace")) or bool(run.traces),
-                found=frozenset(_place_at(steps[index], time) for time in in_time),
+                found={_place_at(steps[index], time) for time in in_time},
             )
             for index in sorted(steps)
         ]
@@ -239,49 +244,27 @@ def came_late(run: Run, trace: Trace) -> bool:
     """Whether NaN or Inf was in the weights before a traced step, as far as the file tells."""
     if trace.damaged or "was damaged before this step" in trace.text:
         return True
-    if trace.damaged is not None:  # The trace looked at the weights and found none.
-        return False
-    spoilt, begins = SpoiltWeights(), set(run.begins)
-    for place, step in enumerate(run.steps):
-        if step.time > trace.time:
-            break
-        if place in begins:
-            spoilt.forget()
-        spoilt.take(step)
-    return bool(spoilt)
+    late = False
+    if trace.damaged is None:  # Else the trace looked at the weights and found none.
+        for step, (_, after) in zip(run.steps, _spoilt_weights(run), strict=True):
+            if step.time > trace.time:
+                break
+            late = after
+    return late
 
 
-def spoilt_before(run: Run) -> Iterator[int]:
-    """For each step of a run: `Track.spoilt`. A session that is resumed begins anew."""
-    spoilt, begins = SpoiltWeights(), set(run.begins)
-    for place, step in enumerate(run.steps):
-        if place in begins:
-            spoilt.forget()
-        yield 0 if not spoilt else ANOTHERS if spoilt.of(step.optimizer) is None else OWN
-        spoilt.take(step)
+def _spoilt_weights(run: Run) -> Iterator[tuple[int, bool]]:
+    """For each step of a run `Track.spoilt`, and whether any weights are spoilt after it.
 
-
-def nonfinite_losses(steps: Sequence[Step], bad: BadSteps) -> list[int]:
-    """Returns the places of the steps whose loss was itself NaN or Inf.
-
-    A run file has nothing in place of a loss that was not finite, and nothing in place of one that
-    nobody knew. Newer files tell which; of older ones `BadSteps` guesses.
-
-    Args:
-        steps: of one optimizer.
-        bad: what all of them together show.
+    A session that is resumed begins anew.
     """
-    guessed = bad.guesses_lost
-    return [
-        place
-        for place, step in enumerate(steps)
-        if step.loss is None
-        and (
-            guessed and has_bad_gradients(step)
-            if step.loss_nonfinite is None
-            else step.loss_nonfinite
-        )
-    ]
+    spoilt, begins = SpoiltWeights(), set(run.begins)
+    for place, step in enumerate(run.steps):
+        if place in begins:
+            spoilt.forget()
+        mark = 0 if not spoilt else ANOTHERS if spoilt.of(step.optimizer) is None else OWN
+        spoilt.take(step)
+        yield mark, bool(spoilt)
 
 
 def _place_at(steps: Sequence[Step], time: float) -> int:
