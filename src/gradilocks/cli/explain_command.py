@@ -90,45 +90,37 @@ def _heading(first: Stored) -> str:
 
 def _rows(table: list[Stored]) -> list[str]:
     cells = [("format", "sign exponent mantissa", "stored", "left of it", "")]
-    for each in table:
-        cells.append(
-            (each.format.name, each.bits, f"{each.stored:.6g}", f"{each.back:.6g}", _words(each))
-        )
-    widths = [max(len(row[k]) for row in cells) for k in range(4)]
+    cells += [
+        (each.format.name, each.bits, f"{each.stored:.6g}", f"{each.back:.6g}", _words(each))
+        for each in table
+    ]
+    widths = [*(max(map(len, column)) for column in list(zip(*cells, strict=True))[:4]), 0]
     return [
-        "  " + "  ".join(f"{text:<{widths[k]}}" for k, text in enumerate(row[:4])) + f"  {row[4]}"
+        "  " + "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True))
         for row in cells
     ]
 
 
 def _words(each: Stored) -> str:
-    limits = each.format
-    if each.fate == "exact":
-        return "exact"
-    if each.fate == "overflow":
-        return f"too large: above {limits.largest:g}"
-    if each.fate == "zero":
-        return f"lost: no more than half of {limits.smallest_subnormal:.3g}"
     off = f"off by {100 * each.error:.2g} %"
-    if each.fate == "subnormal":
-        bits = "1 bit" if each.precision == 1 else f"{each.precision} bits"
-        return f"subnormal, {bits}, {off}"
-    return off
+    bits = "1 bit" if each.precision == 1 else f"{each.precision} bits"
+    return {
+        "exact": "exact",
+        "overflow": f"too large: above {each.format.largest:g}",
+        "zero": f"lost: no more than half of {each.format.smallest_subnormal:.3g}",
+        "subnormal": f"subnormal, {bits}, {off}",
+    }.get(each.fate, off)
 
 
 def _conclusion(shown: list[list[Stored]]) -> str:
-    fates = {each.format.name: each for each in shown[-1]}
-    half, before = fates["fp16"], {each.format.name: each for each in shown[0]}["fp16"]
+    before, *scaled = (each for table in shown for each in table if each.format.name == "fp16")
+    first = f"In fp16 it is {_told(before)}."
     if before.fate == "subnormal":
         first = (
             f"Under 6.1e-5 fp16 loses precision, not the number: here it keeps {before.precision} "
             "of 11 bits."
         )
-    else:
-        first = f"In fp16 it is {_told(before)}."
-    if len(shown) == 1:
-        return first
-    return f"{first} With the scale it is {_told(half)}."
+    return " ".join([first, *(f"With the scale it is {_told(each)}." for each in scaled)])
 
 
 def _told(each: Stored) -> str:

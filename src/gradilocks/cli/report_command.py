@@ -89,24 +89,25 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
     width = min(WIDEST, console.width)
     for one in reports:
-        health = one.health
-        line = Text()
-        if len(reports) > 1:
-            line.append(f"{one.label}: ", style="bold")
-        verdict = health.verdict[:1].upper() + health.verdict[1:]
-        line.append(f"{verdict}.", style=VERDICT_STYLES.get(health.verdict, "bold"))
-        line.append(f" {health.sentence}")
-        _print(console, line, width)
+        verdict = one.health.verdict
+        lines = [
+            Text.assemble(
+                (f"{one.label}: " if len(reports) > 1 else "", "bold"),
+                (f"{verdict[:1].upper()}{verdict[1:]}.", VERDICT_STYLES.get(verdict, "bold")),
+                f" {one.health.sentence}",
+            )
+        ]
         for track in one.tracks:
             numbers = [f"{name} {value}" for name, value in main_numbers(one, track)[:-1]]
-            _print(console, Text(track.prefix + ", ".join(numbers), style="dim"), width)
+            lines.append(Text(track.prefix + ", ".join(numbers), style="dim"))
         if one.run.audit is not None:
-            _print(console, Text(recommendation_as_line(one.run.audit)), width)
-        for finding in health.findings:
-            _print(console, Text(""), width)
-            line = Text(f"{finding.severity}: ", style=STYLES[finding.severity])
-            line.append(finding.title, style="bold")
+            lines.append(Text(recommendation_as_line(one.run.audit)))
+        for line in lines:
             _print(console, line, width)
+        for finding in one.health.findings:
+            title = Text(f"{finding.severity}: ", style=STYLES[finding.severity])
+            _print(console, Text(""), width)
+            _print(console, title.append(finding.title, style="bold"), width)
             _print(console, Text(finding.sentence), width, indent=2)
         _print(console, Text(""), width)
     if page is not None:
