@@ -26,13 +26,13 @@ from gradilocks._version import __version__
 from gradilocks.demo.arms import ARMS, MADE_BY, Arm, Experiment, Result
 from gradilocks.demo.verdicts import judge
 from gradilocks.errors import BadRunFile, GradilocksError
+from gradilocks.report import is_page
 from gradilocks.runfile import read_run, refuse_foreign
 
 PAGE, SUMMARY = "report.html", "summary.json"
 VERSION = 1
 """Of the summary's format."""
 _HEAD = 4096
-_GENERATORS = (MADE_BY, "gradilocks report")
 
 
 def prepare(experiment: Experiment, *, force: bool) -> None:
@@ -182,11 +182,10 @@ def _is_replaceable(path: Path) -> bool:
 
 
 def _is_of_demo(path: Path) -> bool:
+    if path.suffix == ".html":
+        return is_page(path)
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            if path.suffix == ".html":
-                head = file.read(_HEAD)
-                return any(f'<meta name="generator" content="{g}">' in head for g in _GENERATORS)
             if path.suffix == ".jsonl":
                 found = json.loads(file.readline(_HEAD)).get("settings")
             else:

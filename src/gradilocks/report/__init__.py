@@ -20,7 +20,7 @@ _HOME = {
         "write_audit_page",
     ),
     "comparison": ("Comparison", "Loss", "Parting", "Spread", "Summary", "compare"),
-    "destination": ("choose", "labels", "settled", "write", "written_whole"),
+    "destination": ("choose", "is_page", "labels", "settled", "write", "written_whole"),
     "experiment": ("Drawn", "experiment_page"),
     "formatting": ("clean", "number", "power"),
     "health": ("Finding", "Health"),
@@ -45,6 +45,7 @@ __all__ = [
     "examine",
     "experiment_page",
     "identity",
+    "is_page",
     "labels",
     "main_numbers",
     "number",
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
         write_audit_page,
     )
     from gradilocks.report.comparison import Comparison, Loss, Parting, Spread, Summary, compare
-    from gradilocks.report.destination import choose, labels, settled, write, written_whole
+    from gradilocks.report.destination import choose, is_page, labels, settled, write, written_whole
     from gradilocks.report.experiment import Drawn, experiment_page
     from gradilocks.report.formatting import clean, number, power
     from gradilocks.report.health import Finding, Health
