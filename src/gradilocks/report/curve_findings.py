@@ -10,7 +10,7 @@ from statistics import median
 
 from gradilocks.report.formatting import clean, count, listed, number, percent
 from gradilocks.report.health import Finding, Severity
-from gradilocks.report.skip_findings import by_trace, spoiler_doubt, where_it_arose
+from gradilocks.report.skip_findings import SOUND, by_trace, where_it_arose
 from gradilocks.report.tracks import Track, nanmedian
 
 # The loss is compared window by window; a median over fewer than this is noise.
@@ -88,9 +88,7 @@ def _never_finite_again(track: Track, since: int) -> Finding:
     """The loss ended as NaN or Inf: the weights are spoilt, or the steps were skipped."""
     step, here = track.steps[since].step, range(since, len(track.steps))
     gone = count(len(here), "step")
-    # What put NaN or Inf into the weights before that step, or first after it.
-    after = next((place for place in track.taken if place >= since), None)
-    spoilt = track.spoilers.get(since, after)
+    spoilt = track.spoilt_at(since)
     evidence: dict[str, float] = {"steps": len(here)}
     if since:
         evidence["last loss"] = before = track.loss[since - 1]
@@ -101,10 +99,10 @@ def _never_finite_again(track: Track, since: int) -> Finding:
         told = f"None of {gone} has a finite loss: look at the inputs and at the weights that "
         told += "training began with. "
     if spoilt is not None:
-        latest, sound = spoiler_doubt(track, spoilt)
+        latest, sound = ("", "") if spoilt.surely else (" at the latest", SOUND)
         told += (
-            f"NaN or Inf went into the weights at step {track.steps[spoilt].step:,}{latest}: go "
-            f"back to a checkpoint before it{sound}. What came after tells nothing more."
+            f"NaN or Inf went into the weights at step {spoilt.step:,}{latest}: go back to a "
+            f"checkpoint before it{sound}. What came after tells nothing more."
         )
     elif all(track.steps[i].skipped for i in here):
         told += (

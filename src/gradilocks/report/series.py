@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from gradilocks.report.formatting import clean, shortened
-from gradilocks.report.tracks import Tensor, Track
-from gradilocks.runfile import Spoilt, describe_bad
+from gradilocks.report.tracks import ANOTHERS, Tensor, Track
+from gradilocks.runfile import describe_bad
 
 # Twice what a wide screen has pixels across: the smallest and the largest of each pixel.
 MOST_POINTS = 3000
@@ -100,14 +100,13 @@ def skip_marks(track: Track) -> Line | None:
 
 
 def _why_skipped(track: Track, place: int, *, lost: bool) -> str:
-    step, spoiler = track.steps[place], track.spoilers.get(place)
+    step, spoilt = track.steps[place], track.spoilt[place]
     if step.reason == "rejected":
         return "rejected by the clip policy"
-    if spoiler is not None:
-        by = track.steps[spoiler]
-        return f"NaN or Inf, and the weights are spoilt {Spoilt(by.step, by.loss is not None)}"
-    if track.spoilt[place]:
+    if spoilt == ANOTHERS:
         return "NaN or Inf, and another optimizer's weights are spoilt"
+    if spoilt:
+        return f"NaN or Inf, and the weights are spoilt {spoilt}"
     short = [c._replace(name=shortened(clean(c.name), LONGEST_NAME)) for c in step.culprits]
     others = track.others.get(place, ())
     shown = step._replace(culprits=tuple(short))

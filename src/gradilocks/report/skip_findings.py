@@ -15,8 +15,10 @@ from itertools import groupby
 from gradilocks.report.formatting import clean, count, listed, percent, power
 from gradilocks.report.health import Finding, Severity
 from gradilocks.report.tracks import ANOTHERS, Track, nanmedian
-from gradilocks.runfile import FORWARD_OR_LOSS, Origin, origin_of
+from gradilocks.runfile import FORWARD_OR_LOSS, Origin, Spoilt, origin_of
 
+# Of a checkpoint, where a step before the first that is known to be bad may have spoilt it.
+SOUND = " whose weights are finite"
 # A dynamic scale starts too high on purpose: at 2^16 it may take sixteen halvings to settle.
 SETTLING = 50
 # torch's rule tries a doubling every 2,000 steps and loses 0.05 %. Twenty times that is a loss.
@@ -131,10 +133,10 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
     again = next((i for i in range(first + 1, len(track.steps)) if i not in bad), None)
     more = f" So {'was' if len(places) == 2 else 'were'} {len(places) - 1:,} after it."
     if again is None:
-        latest, sound = spoiler_doubt(track, first)
-        title = f"The weights are spoilt since step {step:,}{latest}"
+        spoilt = Spoilt(step, track.steps[first].loss is not None)
+        title = f"The weights are spoilt {spoilt}"
         then = "What follows comes from that and tells nothing new. " if places[1:] else ""
-        cure = f"Go back to a checkpoint before step {step:,}{sound}. "
+        cure = f"Go back to a checkpoint before step {step:,}{'' if spoilt.surely else SOUND}. "
     else:
         title = f"{count(len(places), 'step')} taken with NaN or Inf in the gradients"
         then = (
@@ -153,15 +155,6 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
         step=step,
         culprit=likely_culprit(track, [first]),
     )
-
-
-def spoiler_doubt(track: Track, place: int) -> tuple[str, str]:
-    """What is to be added where a step is said to have spoilt the weights, and to a way back.
-
-    Where its loss was not finite, a step before it may have put NaN into the weights.
-    """
-    sure = track.steps[place].loss is not None
-    return ("", "") if sure else (" at the latest", " whose weights are finite")
 
 
 def rejected(track: Track) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from gradilocks.runfile import (
     BadSteps,
     OptimizerInfo,
     Run,
+    Spoilt,
     SpoiltWeights,
     Step,
     Trace,
@@ -28,8 +29,7 @@ from gradilocks.runfile import (
 )
 
 NAN = math.nan
-# Before a step, NaN or Inf had gone into the weights of its optimizer, or only into another's.
-OWN, ANOTHERS = 1, 2
+ANOTHERS = "another optimizer's"
 Column = Sequence[float]
 
 
@@ -70,8 +70,9 @@ class Track:
         steps: as the run file has them.
         scale_policy: the policy of the loss scale, as the run's header writes it, or ''.
         several: whether the run has other optimizers too.
-        spoilt: for each step 0 if no earlier step of its session had put NaN or Inf into any
-            weights; else `OWN` or `ANOTHERS`: what is bad at such a step may come from there.
+        spoilt: for each step None if no earlier step of its session had put NaN or Inf into any
+            weights; else which had put it into its own, or `ANOTHERS` if it is only in those of
+            another optimizer. What is bad at such a step may come from there.
         others: by the place of a step with NaN or Inf, the steps of other optimizers after the same
             backward pass, where there are any.
         traced: whether `gradilocks.trace` was to find the module.
@@ -92,7 +93,7 @@ class Track:
         *,
         scale_policy: str,
         several: bool,
-        spoilt: bytes,
+        spoilt: Sequence[Spoilt | str | None],
         others: Mapping[int, Sequence[Step]],
         traced: bool,
         found: Set[int],
@@ -157,14 +158,13 @@ class Track:
         """Places of the steps that were taken with NaN or Inf among the gradients."""
         return [place for place in self.nonfinite if not self.steps[place].skipped]
 
-    @cached_property
-    def spoilers(self) -> Mapping[int, int]:
-        """By the place of a step whose weights were spoilt: the step that put NaN or Inf there."""
-        found: dict[int, int] = {}
-        for place, mark in enumerate(self.spoilt):
-            if mark == OWN:
-                found[place] = found.get(place - 1, place - 1)
-        return found
+    def spoilt_at(self, place: int) -> Spoilt | None:
+        """What put NaN or Inf into the weights before a step, or first at it or after it."""
+        before = self.spoilt[place]
+        if isinstance(before, Spoilt):
+            return before
+        after = [self.steps[i] for i in self.taken if i >= place]
+        return Spoilt(after[0].step, after[0].loss is not None) if after else None
 
     @cached_property
     def bad(self) -> BadSteps:
@@ -186,9 +186,9 @@ def tracks(run: Run) -> list[Track]:
         BadRunFile: a number in the file is none, or a step's detail does not fit its optimizer.
     """
     steps: dict[int, list[Step]] = {}
-    spoilt: dict[int, bytearray] = {}
+    spoilt: dict[int, list[Spoilt | str | None]] = {}
     others: dict[int, dict[int, Sequence[Step]]] = {}
-    for step, (mark, _), group in zip(
+    for step, (before, _), group in zip(
         run.steps, _spoilt_weights(run), backward_groups(run.steps), strict=True
     ):
         mine = steps.setdefault(step.optimizer, [])
@@ -196,7 +196,7 @@ def tracks(run: Run) -> list[Track]:
             rest = [each for each in group if each is not step]
             others.setdefault(step.optimizer, {})[len(mine)] = rest
         mine.append(step)
-        spoilt.setdefault(step.optimizer, bytearray()).append(mark)
+        spoilt.setdefault(step.optimizer, []).append(before)
     infos = {info.index: info for info in run.optimizers}
     in_time = [t.time for t in run.traces if t.where == "buffers" or not came_late(run, t)]
     try:
@@ -206,7 +206,7 @@ def tracks(run: Run) -> list[Track]:
                 steps[index],
                 scale_policy=str(run.header.settings.get("scale", "")),
                 several=len(steps) > 1,
-                spoilt=bytes(spoilt[index]),
+                spoilt=spoilt[index],
                 others=others.get(index, {}),
                 traced=bool(run.header.settings.get("trace")) or bool(run.traces),
                 found={_place_at(steps[index], time) for time in in_time},
@@ -253,7 +253,7 @@ def came_late(run: Run, trace: Trace) -> bool:
     return late
 
 
-def _spoilt_weights(run: Run) -> Iterator[tuple[int, bool]]:
+def _spoilt_weights(run: Run) -> Iterator[tuple[Spoilt | str | None, bool]]:
     """For each step of a run `Track.spoilt`, and whether any weights are spoilt after it.
 
     A session that is resumed begins anew.
@@ -262,9 +262,9 @@ def _spoilt_weights(run: Run) -> Iterator[tuple[int, bool]]:
     for place, step in enumerate(run.steps):
         if place in begins:
             spoilt.forget()
-        mark = 0 if not spoilt else ANOTHERS if spoilt.of(step.optimizer) is None else OWN
+        before = spoilt.of(step.optimizer) or (ANOTHERS if spoilt else None)
         spoilt.take(step)
-        yield mark, bool(spoilt)
+        yield before, bool(spoilt)
 
 
 def _place_at(steps: Sequence[Step], time: float) -> int:
