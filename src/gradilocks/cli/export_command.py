@@ -19,7 +19,7 @@ import typer
 from gradilocks.cli.options import checked, flag, run_file
 from gradilocks.cli.terminal import bar, forgive_encoding, read_with_bar
 from gradilocks.errors import GradilocksError
-from gradilocks.report import clean
+from gradilocks.report import clean, settled, written_whole
 from gradilocks.runfile import Detail, Run, Step
 
 
@@ -68,8 +68,6 @@ def export(
       gradilocks export runs/a.jsonl --to parquet -o a.parquet --force
       gradilocks export runs/a.jsonl --to tensorboard -o tb && tensorboard --logdir tb
     """
-    from gradilocks.report import settled
-
     forgive_encoding()
     if output is not None:
         settled(output)  # says at once what is wrong with it: reading may take a while
@@ -84,8 +82,6 @@ def export(
 
 
 def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[Path, str]]:
-    from gradilocks.report import settled, written_whole
-
     write: Callable[..., None] = write_csv
     columns_of = csv_columns
     if to is Format.parquet:

@@ -16,17 +16,18 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import gradilocks.report as report
 from gradilocks._version import __version__
 from gradilocks.demo.arms import ARMS, MADE_BY, Arm, Experiment, Result
 from gradilocks.demo.verdicts import judge
 from gradilocks.errors import BadRunFile, GradilocksError
-from gradilocks.report import is_page
 from gradilocks.runfile import read_run, refuse_foreign
 
 PAGE, SUMMARY = "report.html", "summary.json"
@@ -47,14 +48,11 @@ def prepare(experiment: Experiment, *, force: bool) -> None:
         trial = folder / f".{os.getpid()}.part"
         trial.touch()
         trial.unlink()
-    except FileExistsError as error:
-        raise GradilocksError(
-            f"-o {folder} is a file; expected a folder, as {folder.with_name('demo')}."
-        ) from error
     except OSError as error:
-        raise GradilocksError(
-            f"-o {folder} cannot be written: {error.strerror or error}."
-        ) from error
+        why = f"cannot be written: {error.strerror or error}."
+        if isinstance(error, FileExistsError):
+            why = f"is a file; expected a folder, as {folder.with_name('demo')}."
+        raise GradilocksError(f"-o {folder} {why}") from error
     wanted = [folder / PAGE, folder / SUMMARY, *map(experiment.page, experiment.arms)]
     wanted += [Path(job.path) for job in experiment.jobs]
     for path in wanted:
@@ -74,37 +72,27 @@ def write_all(
     experiment: Experiment, results: Sequence[Result], *, started: float, seconds: float
 ) -> dict[str, Any]:
     """Writes the pages and the summary; returns the summary."""
-    from gradilocks.report import (
-        Drawn,
-        experiment_page,
-        identity,
-        render,
-        report_on,
-        write,
-        written_whole,
-    )
-
     drawn, pages, versions = [], {}, {}
     for arm in experiment.arms:
         for seed in experiment.seeds:
             run = read_run(experiment.run_file(arm, seed))
-            reported = report_on(run, arm.title)
-            drawn.append(Drawn(arm.name, seed, reported))
+            reported = report.report_on(run, arm.title)
+            drawn.append(report.Drawn(arm.name, seed, reported))
             if seed == min(experiment.seeds):
                 page = experiment.page(arm)
-                drawing = partial(render, [reported])
-                write(page, drawing, identity=identity([reported]), force=True)
+                drawing = partial(report.render, [reported])
+                report.write(page, drawing, identity=report.identity([reported]), force=True)
                 pages[arm.name] = page.name
                 versions = {"torch": str(run.header.versions.get("torch"))}
     summary = summarize(experiment, results, started=started, seconds=seconds, versions=versions)
-    write(
+    report.write(
         experiment.folder / PAGE,
-        lambda: experiment_page(summary, drawn, pages=pages, generator=MADE_BY),
+        lambda: report.experiment_page(summary, drawn, pages=pages, generator=MADE_BY),
         identity="",
         force=True,
     )
     path = experiment.folder / SUMMARY
-    with written_whole(path, given=path) as unfinished:
+    with report.written_whole(path, given=path) as unfinished:
         told = json.dumps(summary, indent=2, allow_nan=False) + "\n"
         unfinished.write_text(told, encoding="utf-8")
     return summary
@@ -170,20 +158,16 @@ def _earlier_files(folder: Path) -> Iterator[Path]:
 
 def _is_replaceable(path: Path) -> bool:
     """Whether it is a run file or empty; pages of all of Gradilocks' commands count as ours."""
-    if not path.stat().st_size:
-        return True
-    if path.suffix != ".jsonl":
-        return False
-    try:
-        refuse_foreign(path)
-    except BadRunFile:
-        return False
-    return True
+    if path.suffix == ".jsonl":
+        with suppress(BadRunFile):
+            refuse_foreign(path)
+            return True
+    return not path.stat().st_size
 
 
 def _is_of_demo(path: Path) -> bool:
     if path.suffix == ".html":
-        return is_page(path)
+        return report.is_page(path)
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             if path.suffix == ".jsonl":

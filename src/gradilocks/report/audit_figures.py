@@ -20,7 +20,7 @@ from gradilocks.report.figures import (
     name_axis,
     text,
 )
-from gradilocks.report.formatting import clean, count, percent, power, shortened
+from gradilocks.report.formatting import clean, count, percent, power, raised, shortened
 from gradilocks.report.series import buckets, unique
 
 # Beyond every exponent of a float64: where a window's outer bands end.
@@ -132,7 +132,7 @@ def _window(drawn: dict[str, Histogram], each: FormatFinding) -> dict[str, Any]:
     low, high = _shown(drawn.values())
     shifts = [math.log2(scale) for scale in scales]
     left, right = _reaching(low + min(shifts), high + max(shifts), each.format.edges)
-    titles = ["At scale 1", f"At scale {_raised(power(each.scale))}"]
+    titles = ["At scale 1", f"At scale {raised(power(each.scale))}"]
     top = max((max(made.counts) / made.values for made in drawn.values()), default=1.0)
     return {
         "traces": [
@@ -203,7 +203,7 @@ def _moved(drawn: dict[str, Histogram], scale: float) -> dict[str, Any] | None:
         for at, each in made.bins():
             below += each
             if each and below >= half:
-                words = f"× {_raised(power(scale))}"
+                words = f"× {raised(power(scale))}"
                 return {"from": at, "to": _neat(at + math.log2(scale)), "words": words}
     return None
 
@@ -298,11 +298,6 @@ def _initials(name: str) -> str:
     *path, last = name.split(".")
     kept = [part if part.isdigit() else part[:1] for part in path]
     return shortened(".".join([*kept, last]), SHORT_LABEL)
-
-
-def _raised(words: str) -> str:
-    base, _, exponent = words.partition("^")
-    return f"{base}<sup>{exponent}</sup>" if exponent else words
 
 
 def _neat(value: float) -> float:

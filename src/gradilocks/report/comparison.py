@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from gradilocks.report.tracks import Track, quantile, tracks
-from gradilocks.runfile import Header, Run, has_bad_gradients, origin_of
+from gradilocks.runfile import Header, Run, has_bad_gradients
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,12 @@ def summarize(run: Run) -> Summary:
     seconds = seconds_of(run)
     culprits = Counter(culprit.name for step in skipped for culprit in step.culprits)
     followed = tracks(run)
+    likely = Counter(
+        origin.name
+        for track in followed
+        for origin in track.origins(i for i in track.skipped if track.steps[i].culprits)
+        if origin.name
+    )
     losses = {track.optimizer.index: _loss(track) for track in followed}
     endings = {track.optimizer.index: track.bad.ending for track in followed}
     return Summary(
@@ -109,7 +115,7 @@ def summarize(run: Run) -> Summary:
         clipped=clipped,
         clip_rate=clipped / taken if taken else None,
         losses={index: loss for index, loss in losses.items() if loss is not None},
-        likely=dict(Counter(name for track in followed for name in _likely(track)).most_common()),
+        likely=dict(likely.most_common()),
         bad_endings={index: words for index, words in endings.items() if words is not None},
         taken_nonfinite=sum(has_bad_gradients(step) for step in steps if not step.skipped),
         norm=_spread(step.norm for step in steps),
@@ -131,16 +137,6 @@ def seconds_of(run: Run) -> float:
     if run.end is not None:
         at_end = max(at_end, run.end.time)
     return sum(last) + at_end
-
-
-def _likely(track: Track) -> Iterator[str]:
-    """Where the NaN or Inf of skipped steps likely arose, if nothing had spoilt weights before."""
-    for place in track.skipped:
-        step = track.steps[place]
-        if step.culprits and not track.spoilt[place]:
-            origin = origin_of(step, others=track.others.get(place, ()))
-            if origin.name:
-                yield origin.name
 
 
 def _loss(track: Track) -> Loss | None:

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from gradilocks.report.figures import Curve, Section, curve_figures
-from gradilocks.report.formatting import clean, number, percent, power
+from gradilocks.report.formatting import clean, listed, number, percent, power
 from gradilocks.report.page import to_html
 from gradilocks.report.run_report import Reported
 
@@ -137,14 +137,10 @@ def _lead(summary: Plain, names: Sequence[str], *, early: bool) -> str:
     same, other = ["model", "data"], list[str]()
     for key, words in COMPARED.items():
         (same if len({arm[key] for arm in arms}) == 1 else other).append(words)
-    differs = f" What differs is the {_all_of(other)}." if other else ""
+    differs = f" What differs is the {listed(other, most=len(COMPARED))}." if other else ""
     band = " The broad band is fp32." if any(arm["name"] == "fp32" for arm in arms) else ""
     axis = " Steps have a logarithmic axis, so that the first can be told apart." if early else ""
-    return f"The same {_all_of(same)}.{differs}{band}{axis}"
-
-
-def _all_of(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+    return f"The same {listed(same, most=2 + len(COMPARED))}.{differs}{band}{axis}"
 
 
 def _table(arms: Arms, cells: Callable[[Plain], Mapping[str, str]]) -> Rows:

@@ -357,16 +357,7 @@ def heat_trace(
     columns: Sequence[str],
     hover: str,
 ) -> Trace:
-    """A heat map as plotly.js draws it.
-
-    Args:
-        edges: where the columns begin, and where the last one ends.
-        rows: names.
-        z: the numbers, row by row.
-        scale: which colours the page's script gives it.
-        columns: what each column covers, in words.
-        hover: what is said of a number where one points at it.
-    """
+    """A heat map as plotly.js draws it: one more edge than columns, and `hover` in its words."""
     return {
         "type": "heatmap",
         "x": edges,

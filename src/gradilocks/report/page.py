@@ -42,18 +42,9 @@ def to_html(
     generator: str = GENERATOR,
     **shown: Any,
 ) -> str:
-    """Lays a page out.
+    """Lays a page out: a template of `templates/`, what every page has, and what this one shows.
 
-    Args:
-        template: the name of one in `templates/`.
-        title: of the window.
-        kind: what the page is, above its heading.
-        heading: what the page is about.
-        identity: of what the page is about, by which a later page may replace it.
-        sections: plots of runs.
-        panels: audits, as `audit_page.panel` makes them.
-        generator: what the page says it was made by.
-        shown: what the template asks for beside these.
+    A later page may replace one of the same `identity`. `panels` are made by `audit_page.panel`.
     """
     from gradilocks._version import __version__
 

@@ -64,7 +64,22 @@ def report_on(run: Run, label: str) -> Reported:
         BadRunFile: a step holds something else than numbers.
     """
     followed = tracks(run)
-    return Reported(run, clean(label), followed, examine(run, followed))
+    found = [*ending_findings.ending(run), *ending_findings.traced(run)]
+    for track in followed:
+        for rule in STEP_RULES:
+            found += [replace(each, title=track.prefix + each.title) for each in rule(track)]
+    found.sort(key=lambda finding: ORDER[finding.severity])
+    health = Health(*_verdict(run, found, followed), tuple(found))
+    return Reported(run, clean(label), followed, health)
+
+
+def examine(run: Run) -> Health:
+    """Judges a run, as `gradilocks.read_run` returns it: the verdict and its findings.
+
+    Raises:
+        BadRunFile: a step holds something else than numbers.
+    """
+    return report_on(run, "").health
 
 
 def what_ran(run: Run) -> Pairs:
@@ -124,28 +139,6 @@ def main_numbers(reported: Reported, track: Track | None) -> Pairs:
         ("steps/s", number((steps - 1) / seconds) if steps > 1 and seconds > 0 else "–"),
         ("verdict", reported.health.verdict),
     ]
-
-
-def examine(run: Run, followed: Sequence[Track] | None = None) -> Health:
-    """Judges a run.
-
-    Args:
-        run: as `gradilocks.read_run` returns it.
-        followed: its tracks, if they have been made already.
-
-    Returns:
-        The verdict and its findings.
-
-    Raises:
-        BadRunFile: a step holds something else than numbers.
-    """
-    followed = tracks(run) if followed is None else followed
-    found = [*ending_findings.ending(run), *ending_findings.traced(run)]
-    for track in followed:
-        for rule in STEP_RULES:
-            found += [replace(each, title=track.prefix + each.title) for each in rule(track)]
-    found.sort(key=lambda finding: ORDER[finding.severity])
-    return Health(*_verdict(run, found, followed), tuple(found))
 
 
 def _verdict(run: Run, found: Sequence[Finding], followed: Sequence[Track]) -> tuple[Verdict, str]:

@@ -15,7 +15,7 @@ from itertools import groupby
 from gradilocks.report.formatting import clean, count, listed, percent, power
 from gradilocks.report.health import Finding, Severity
 from gradilocks.report.tracks import ANOTHERS, Track, nanmedian
-from gradilocks.runfile import FORWARD_OR_LOSS, Origin, Spoilt, origin_of
+from gradilocks.runfile import FORWARD_OR_LOSS, Origin, Spoilt
 
 # Of a checkpoint, where a step before the first that is known to be bad may have spoilt it.
 SOUND = " whose weights are finite"
@@ -54,7 +54,7 @@ def skipping(track: Track) -> Iterator[Finding]:
     longest = _longest_streak(places)
     unscaled = all(track.scale[i] == 1 for i in places)
     severity: Severity = "note"
-    recovered = any(i not in bad and not track.steps[i].skipped for i in _after(places, track))
+    recovered = any(i not in bad for i in _taken_after(track, places[-1]))
     if (longest >= STREAK and not recovered) or (share >= MANY and len(late) >= COUNTABLE):
         severity = "problem"
     elif unscaled or (share >= FEW and len(late) >= COUNTABLE):
@@ -104,8 +104,7 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
         and not track.scale[i] > 1  # Nor is a scale that is not known, which is NaN.
         and i not in lost
     ]
-    settled = _after(places, track) if places else ()
-    if not places or any(not track.steps[i].skipped and track.scale[i] < 1 for i in settled):
+    if not places or any(track.scale[i] < 1 for i in _taken_after(track, places[-1])):
         return  # None, or a scale smaller still has cured it.
     step = track.steps[places[0]].step
     yield Finding(
@@ -216,14 +215,9 @@ def scaling(track: Track) -> Iterator[Finding]:
         yield Finding("scale-falling", "warning", title, told, evidence)
 
 
-def unspoilt(track: Track, places: Sequence[int]) -> list[int]:
-    """Those of the steps before which no NaN or Inf had gone into any weights."""
-    return [place for place in places if not track.spoilt[place]]
-
-
 def likely_culprit(track: Track, places: Sequence[int]) -> str | None:
     """The parameter at which it likely arose, if the steps agree on one more often than not."""
-    found = _origins(track, places)
+    found = track.origins(places)
     names = Counter(origin.name for origin in found if origin.where == "parameter")
     name, times = names.most_common(1)[0] if names else ("", 0)
     return name if 2 * times > len(found) else None
@@ -233,17 +227,16 @@ def where_it_arose(track: Track, places: Sequence[int]) -> str:
     """One or two sentences, each with a space behind it; '' for no steps."""
     if not places:
         return ""
-    asked = unspoilt(track, places)
-    if not asked:
+    found = track.origins(places)
+    if not found:
         whose = "another optimizer's" if track.spoilt[places[0]] == ANOTHERS else "the"
         return (
             f"NaN or Inf had gone into {whose} weights before, so whether this is a new fault is "
             "not known. "
         )
-    found = _origins(track, asked)
     kinds = Counter(origin.where for origin in found)
     if kinds["forward"] == len(found):
-        whose = FORWARD_OR_LOSS if track.found.isdisjoint(asked) else "see what the trace found"
+        whose = FORWARD_OR_LOSS if track.found.isdisjoint(places) else "see what the trace found"
         return (
             "The loss itself was NaN or Inf, so the gradients do not tell where that arose: "
             f"{whose}. "
@@ -296,14 +289,6 @@ def _by_name(found: Sequence[Origin]) -> str:
     )
 
 
-def _origins(track: Track, places: Sequence[int]) -> list[Origin]:
-    lost = set(track.lost)
-    return [
-        origin_of(track.steps[place], lost=place in lost, others=track.others.get(place, ()))
-        for place in unspoilt(track, places)
-    ]
-
-
 def _usual_loss(track: Track) -> float:
     """The median of the losses of steps that were taken; NaN if none is known."""
     taken = [abs(track.loss[i]) for i, step in enumerate(track.steps) if not step.skipped]
@@ -323,8 +308,8 @@ def _far_out(track: Track) -> list[int]:
     ]
 
 
-def _after(places: Sequence[int], track: Track) -> range:
-    return range(places[-1] + 1, len(track.steps))
+def _taken_after(track: Track, place: int) -> Iterator[int]:
+    return (i for i in range(place + 1, len(track.steps)) if not track.steps[i].skipped)
 
 
 def _longest_streak(places: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ from gradilocks.errors import BadRunFile
 from gradilocks.runfile import (
     BadSteps,
     OptimizerInfo,
+    Origin,
     Run,
     Spoilt,
     SpoiltWeights,
@@ -26,6 +27,7 @@ from gradilocks.runfile import (
     Trace,
     backward_groups,
     has_bad_gradients,
+    origin_of,
 )
 
 NAN = math.nan
@@ -157,6 +159,15 @@ class Track:
     def taken(self) -> Sequence[int]:
         """Places of the steps that were taken with NaN or Inf among the gradients."""
         return [place for place in self.nonfinite if not self.steps[place].skipped]
+
+    def origins(self, places: Iterable[int]) -> list[Origin]:
+        """Where NaN or Inf arose, of those of the steps before which no weights were spoilt."""
+        lost = set(self.lost)
+        return [
+            origin_of(self.steps[place], lost=place in lost, others=self.others.get(place, ()))
+            for place in places
+            if not self.spoilt[place]
+        ]
 
     def spoilt_at(self, place: int) -> Spoilt | None:
         """What put NaN or Inf into the weights before a step, or first at it or after it."""
