@@ -108,7 +108,7 @@ def test_a_quantile_lies_between_its_neighbours(share, value):
 
 def test_a_whole_run_is_plain_data(tmp_path):
     found = summarize(run_of(tmp_path, training(500), end=End(9.0, "finished", 0, None)))
-    plain = json.loads(json.dumps(found.to_plain(), allow_nan=False))
+    plain = json.loads(json.dumps(asdict(found), allow_nan=False))
     assert plain["norm"]["most"] <= 1.5
     assert math.isclose(plain["steps_per_second"], 500 / 9.0)
     assert plain["parameters"] == 4161

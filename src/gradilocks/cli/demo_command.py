@@ -36,13 +36,11 @@ def demo(
     arm: Annotated[
         list[str] | None,
         one_of(
-            NAMES,
-            help=f"Run this arm and no other; may be given again. One of {', '.join(NAMES)}.",
+            NAMES, help=f"Run this arm and no other; may be given again. One of {', '.join(NAMES)}."
         ),
     ] = None,
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="FOLDER", help="Where everything is written."),
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where everything is written.")
     ] = Path("runs/demo"),
     force: Annotated[
         bool, flag("--force", "Replace run files of the same names that are no demo's.")

@@ -134,17 +134,16 @@ def _told(each: Stored) -> str:
 
 
 def _plain(each: Stored) -> dict[str, Any]:
-    def finite(number: float) -> float | None:
-        return number if math.isfinite(number) else None
-
-    return {
+    plain = {
         "format": each.format.name,
         "value": each.value,
         "scale": each.scale,
-        "stored": finite(each.stored),
-        "left": finite(each.back),
+        "stored": each.stored,
+        "left": each.back,
         "bits": each.bits,
         "fate": each.fate,
         "significant_bits": each.precision,
-        "relative_error": finite(each.error),
+        "relative_error": each.error,
     }
+    # JSON knows no Inf.
+    return {k: None if v in (math.inf, -math.inf) or v != v else v for k, v in plain.items()}

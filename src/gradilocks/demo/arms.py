@@ -104,6 +104,11 @@ def arm_named(name: str) -> Arm:
     raise ValueError(f"arm must be one of {known}, got {name!r}.")
 
 
+def finite_or_none(value: Any) -> Any:
+    """Returns what JSON has in place of a value: it knows no NaN and no Inf."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 @dataclass(frozen=True)
 class Job:
     """One arm with one seed."""
@@ -207,10 +212,7 @@ class Result:
 
     def to_plain(self) -> dict[str, Any]:
         """What ``json.dumps`` takes; a number that is not finite becomes None."""
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
-        }
+        return {name: finite_or_none(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_steps(

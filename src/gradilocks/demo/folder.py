@@ -116,11 +116,7 @@ def summarize(
         "command": list(experiment.command),
         "started": started,
         "seconds": round(seconds, 1),
-        "versions": {
-            "gradilocks": __version__,
-            "python": platform.python_version(),
-            **versions,
-        },
+        "versions": {"gradilocks": __version__, "python": platform.python_version(), **versions},
         "setup": {
             **asdict(setup),
             "text": "pydoc_data.topics",

@@ -90,13 +90,7 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        vocabulary: int,
-        length: int,
-        width: int = 64,
-        layers: int = 2,
-        heads: int = 4,
+        self, *, vocabulary: int, length: int, width: int = 64, layers: int = 2, heads: int = 4
     ) -> None:
         super().__init__()
         self.characters = nn.Embedding(vocabulary, width)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from gradilocks.demo.arms import Result, arm_named
+from gradilocks.demo.arms import Result, arm_named, finite_or_none
 
 CLOSE_ENOUGH = 0.005
 """Just right: the final loss differs from fp32's by no more than this part of it."""
@@ -220,11 +220,8 @@ def _on_average(results: Results) -> str:
 
 
 def _by_seed(results: Results, values: Sequence[Any]) -> dict[str, Any]:
-    """JSON knows no NaN and no numbers as keys."""
-    return {
-        str(one.seed): None if isinstance(value, float) and not math.isfinite(value) else value
-        for one, value in zip(results, values, strict=True)
-    }
+    """As JSON has it, whose keys are no numbers."""
+    return {str(one.seed): finite_or_none(v) for one, v in zip(results, values, strict=True)}
 
 
 # --- the words of the sentences ------------------------------------------------------------------

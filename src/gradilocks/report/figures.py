@@ -198,29 +198,25 @@ def _lines(
     shape: Mapping[str, Any] | None = None,
 ) -> tuple[list[Trace], str]:
     """A line for each curve that has values, and a remark if one of them was thinned."""
-    several = len(curves) > 1
-    traces: list[Trace] = []
-    longest = 0
-    for curve in curves:
-        made = make(curve.track)
-        if made is None:
-            continue
-        longest = max(longest, made.thinned)
-        told_apart = f"{name}, {curve.label}" if name == "limit" else curve.label
-        drawn = {
+    several, limit = len(curves) > 1, name == "limit"
+    made = [(curve, drawn) for curve in curves if (drawn := make(curve.track)) is not None]
+    traces = [
+        {
             "type": "scatter",
             "mode": "lines",
-            "name": text(told_apart if several else name),
-            "x": made.x,
-            "y": made.y,
+            "name": text((f"{name}, " if limit else "") + curve.label if several else name),
+            "x": drawn.x,
+            "y": drawn.y,
             "hovertemplate": "%{y:.4g}<extra>%{fullData.name}</extra>",
             "meta": {"run": curve.colour, "role": name},
             **curve.style,
             "line": {**curve.style.get("line", {}), **(shape or {})},
+            # Dashes tell a limit well enough.
+            **({"showlegend": False} if several and limit else {}),
         }
-        if several and name == "limit":
-            drawn["showlegend"] = False  # Dashes tell it well enough.
-        traces.append(drawn)
+        for curve, drawn in made
+    ]
+    longest = max((drawn.thinned for _, drawn in made), default=0)
     remark = (
         f"{longest:,} steps are more than a screen shows: of each group of neighbours the smallest "
         "and the largest are drawn."
