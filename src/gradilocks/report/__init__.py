@@ -19,7 +19,7 @@ _HOME = {
         "recommendation_as_plain",
         "write_audit_page",
     ),
-    "comparison": ("Comparison", "Loss", "Parting", "Spread", "Summary", "compare"),
+    "comparison": ("Comparison", "Loss", "Parting", "Summary", "compare"),
     "destination": ("choose", "is_page", "labels", "settled", "write", "written_whole"),
     "experiment": ("Drawn", "experiment_page"),
     "formatting": ("clean", "number", "power"),
@@ -36,7 +36,6 @@ __all__ = [
     "Loss",
     "Parting",
     "Reported",
-    "Spread",
     "Summary",
     "check_audit_page",
     "choose",
@@ -76,7 +75,7 @@ if TYPE_CHECKING:
         recommendation_as_plain,
         write_audit_page,
     )
-    from gradilocks.report.comparison import Comparison, Loss, Parting, Spread, Summary, compare
+    from gradilocks.report.comparison import Comparison, Loss, Parting, Summary, compare
     from gradilocks.report.destination import choose, is_page, labels, settled, write, written_whole
     from gradilocks.report.experiment import Drawn, experiment_page
     from gradilocks.report.formatting import clean, number, power

@@ -6,7 +6,6 @@ table of modules is in a data block, so that a page carries the numbers and not 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from gradilocks.report.audit_figures import (
     shown_first,
     window_figure,
 )
-from gradilocks.report.destination import check, write
+from gradilocks.report.destination import check, identity_of, write
 from gradilocks.report.formatting import (
     clean,
     count,
@@ -108,9 +107,8 @@ def audit_page(audit: AuditRecord, *, title: str) -> str:
 
 def _place(title: str) -> dict[str, str]:
     """What `destination` must know of a page to tell whether it may take another's place."""
-    named = f"audit {title}".encode("utf-8", "backslashreplace")
     return {
-        "identity": hashlib.sha256(named).hexdigest()[:16],
+        "identity": identity_of(f"audit {title}"),
         "what": f"audit of {clean(title)}",
         "option": "--html",
         "way_out": "choose another name, or remove it first",

@@ -8,6 +8,7 @@ is refused.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -95,6 +96,11 @@ def check(page: Path, *, identity: str, what: str, option: str, way_out: str) ->
     target = _free(page, identity, False, what=what, option=option, way_out=way_out)
     with _beside(target, given=page):
         pass
+
+
+def identity_of(about: str) -> str:
+    """A short name for what a page is about, by which `write` knows one that it may replace."""
+    return hashlib.sha256(about.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def is_page(path: Path) -> bool:

@@ -8,7 +8,6 @@ stands nowhere.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from gradilocks.report.destination import identity_of
 from gradilocks.report.figures import Curve, Section, curve_figures
 from gradilocks.report.formatting import clean, listed, number, percent, power
 from gradilocks.report.page import to_html
@@ -64,7 +64,6 @@ def experiment_page(
         pages: arms → the file of their own report, beside this page.
         generator: what the page says it was made by.
     """
-    told = json.dumps([summary["started"], summary["command"]])
     started = datetime.fromtimestamp(summary["started"], tz=timezone.utc)
     arms, runs = _ran(summary)
     return to_html(
@@ -72,7 +71,7 @@ def experiment_page(
         title="The Goldilocks experiment · Gradilocks",
         kind="Gradilocks demo",
         heading="The Goldilocks experiment",
-        identity=hashlib.sha256(told.encode()).hexdigest()[:16],
+        identity=identity_of(json.dumps([summary["started"], summary["command"]])),
         generator=generator,
         command=clean(shlex.join(summary["command"])),
         started=f"{started:%Y-%m-%d %H:%M} UTC",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 
 from gradilocks.report.audit_page import panel
+from gradilocks.report.destination import identity_of
 from gradilocks.report.figures import sections
 from gradilocks.report.page import to_html
 from gradilocks.report.run_report import Reported, in_short, main_numbers, what_ran
@@ -50,7 +50,7 @@ def identity(reports: Sequence[Reported]) -> str:
         [one.run.header.started, list(one.run.header.command), one.run.header.rank]
         for one in reports
     ]
-    return hashlib.sha256(json.dumps(headers).encode()).hexdigest()[:16]
+    return identity_of(json.dumps(headers))
 
 
 def _main_numbers(reports: Sequence[Reported]) -> list[tuple[str, int, list[str]]]:
