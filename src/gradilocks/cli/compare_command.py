@@ -75,16 +75,18 @@ def show(comparison: Comparison) -> None:
 
 
 def rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """The rows of the table: a title, and one cell a run; a row that no run has is left out."""
+    """The rows of the table: a title, and one cell a run; a number that no run has is left out."""
     found = [
         (name, ["-" if value is None else printable(value) for value in values])
         for name, values in comparison.what_ran.items()
     ]
     for title, cell in _NUMBERS.items():
-        found.append((title, [cell(summary) or "-" for summary in comparison.summaries]))
+        cells = [cell(summary) for summary in comparison.summaries]
+        if any(cells):
+            found.append((title, [each or "-" for each in cells]))
         if title == "clipped":
             found += _loss_rows(comparison.summaries)
-    return [(title, cells) for title, cells in found if set(cells) != {"-"}]
+    return found
 
 
 def sentences(comparison: Comparison, names: Sequence[str]) -> list[str]:

@@ -114,11 +114,13 @@ class Course:
 
     def last_words(self, name: str) -> str:
         """The last value of a number, or since when it is none."""
-        lost = self.lost_since(name)
-        if lost is not None:
-            return f"{'NaN' if self.last.nan else 'Inf'} since step {lost:,}"
         value = self.last_finite.get(name)
-        return format_scale(value) if name == "scale" else _number(value)
+        if name == "scale":
+            return format_scale(value)
+        lost = self.lost_since(name)
+        if lost is None:
+            return _number(value)
+        return f"{'NaN' if self.last.nan else 'Inf'} since step {lost:,}"
 
     @property
     def skipped(self) -> int:
@@ -240,7 +242,7 @@ def plain_status(watched: Watched, optimizers: Iterable[int]) -> Iterator[str]:
             f"step {course.last.step}{watched.of(index)}",
             f"loss {course.last_words('loss')}",
             f"norm {course.last_words('norm')}{limit}",
-            f"scale {format_scale(course.last_finite.get('scale'))}",
+            f"scale {course.last_words('scale')}",
             "" if speed is None else f"{speed:.3g} steps/s",
             f"skipped {course.skipped}",
             f"clipped {course.clip_rate}",

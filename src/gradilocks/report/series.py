@@ -153,8 +153,8 @@ def heat(track: Track, field: Callable[[Tensor], Sequence[float]], *, maps: int)
         ],
         rows=unique([_row_name(track, row) for row in rows]),
         z=[
-            [_largest([field(track.tensors[i]) for i in row], span) for span in spans]
-            for row in rows
+            [_largest(columns, span) for span in spans]
+            for columns in ([field(track.tensors[i]) for i in row] for row in rows)
         ],
         thinned=len(at) if len(spans) < len(at) else 0,
         folded=len(track.tensors) if len(rows) < len(track.tensors) else 0,

@@ -236,10 +236,11 @@ def where_it_arose(track: Track, places: Sequence[int]) -> str:
         )
     kinds = Counter(origin.where for origin in found)
     if kinds["forward"] == len(found):
-        whose = FORWARD_OR_LOSS if track.found.isdisjoint(places) else "see what the trace found"
+        asked = {place for place in places if not track.spoilt[place]}
+        where = "see what the trace found" if asked & track.found else FORWARD_OR_LOSS
         return (
             "The loss itself was NaN or Inf, so the gradients do not tell where that arose: "
-            f"{whose}. "
+            f"{where}. "
         )
     each = " each time" if len(found) > 1 else ""
     if kinds["backward"] == len(found):
