@@ -33,18 +33,20 @@ HUGE = 1e9
 def to_html(
     template: str,
     *,
-    title: str,
-    kind: str,
-    heading: str,
-    identity: str,
     sections: Iterable[Section] = (),
     panels: Iterable[Mapping[str, Any]] = (),
     generator: str = GENERATOR,
     **shown: Any,
 ) -> str:
-    """Lays a page out: a template of `templates/`, what every page has, and what this one shows.
+    """Lays a page out.
 
-    A later page may replace one of the same `identity`. `panels` are made by `audit_page.panel`.
+    Args:
+        template: the name of one in `templates/`.
+        sections: plots of runs.
+        panels: audits, as `audit_page.panel` makes them.
+        generator: what the page says it was made by.
+        shown: what the template asks for; all ask for `title`, `kind`, `heading`, and `identity`,
+            by which a later page may replace this one.
     """
     from gradilocks._version import __version__
 
@@ -53,23 +55,14 @@ def to_html(
     scripts = [_plotly(), *((assets / name).read_text(encoding="utf-8") for name in names)]
     figures = [figure for section in sections for figure in section.figures]
     figures += [figure for panel in panels for figure in panel.get("figures", ())]
-    return (
-        _templates()
-        .get_template(template)
-        .render(
-            shown,
-            title=title,
-            kind=kind,
-            heading=heading,
-            identity=identity,
-            sections=sections,
-            panels=panels,
-            generator=generator,
-            plots={figure.key: figure.plot for figure in figures},
-            version=__version__,
-            scripts=[Markup(script) for script in scripts],
-            hashes=" ".join(map(_hash, scripts)),
-        )
+    shown |= {"sections": sections, "panels": panels, "generator": generator}
+    made = _templates().get_template(template)
+    return made.render(
+        shown,
+        plots={figure.key: figure.plot for figure in figures},
+        version=__version__,
+        scripts=[Markup(script) for script in scripts],
+        hashes=" ".join(map(_hash, scripts)),
     )
 
 
