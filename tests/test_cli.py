@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import gradilocks
-from gradilocks.cli.interrupts import held_interrupts
+from gradilocks.cli.terminal import held_interrupts
 
 ESCAPE = "\x1b"
 COMMAND = [sys.executable, "-m", "gradilocks"]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from gradilocks.cli.app import app
-from gradilocks.cli.terminal import complete_run_file
+from gradilocks.cli.options import complete_run_file
 from tests.cli.cli_process import COMMAND, environment, run
 from tests.runfile.run_files import write_run
 

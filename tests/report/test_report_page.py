@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradilocks.report.figures import sections
-from gradilocks.report.report_page import identity, render, report_page
+from gradilocks.report.report_page import identity, render
 from gradilocks.report.run_report import Reported, main_numbers, report_on, what_ran
 from gradilocks.runfile import Culprit, End, Run
 from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
@@ -87,37 +87,36 @@ def test_main_numbers_are_counted_not_guessed() -> None:
     assert numbers["last scale"] == "2^16"
 
 
-def test_what_stands_on_the_page_of_one_run_is_plain_data() -> None:
-    page = report_page([reported(made_run(), "only")])
-    (run,) = page.runs
-    assert (page.heading, page.kind, run.colour) == ("only", "Gradilocks report", None)
-    ((heading, tiles),) = run.tiles
-    assert heading == ""
-    assert dict(tiles)["steps"] == "300"
-    assert "verdict" not in dict(tiles)
-    assert (page.numbers, page.bears, page.panels, page.settings) == ([], (), [], ())
-    assert page.command == "train.py --lr 1e-3"
-    assert [(label, colour) for label, colour, _ in page.facts] == [("", None)]
+def without_scripts(page: str) -> str:
+    return re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
 
 
-def test_what_stands_on_the_page_of_several_runs_is_plain_data() -> None:
-    page = report_page([reported(made_run(20), label) for label in ("a", "b", "c")])
-    assert (page.heading, page.title) == (
-        "a and b and 1 more",
-        f"{page.heading} · Gradilocks report",
-    )
-    (table,) = page.numbers
-    assert table.heads[:2] == ["run", "steps"]
-    assert [(row.label, row.colour, row.cells[0]) for row in table.rows] == [
-        ("a", 0, "20"),
-        ("b", 1, "20"),
-        ("c", 2, "20"),
-    ]
-    assert [(run.label, run.colour, run.tiles) for run in page.runs] == [
-        ("a", 0, ()),
-        ("b", 1, ()),
-        ("c", 2, ()),
-    ]
+def test_the_page_of_one_run_has_tiles_and_needs_no_colours() -> None:
+    page = without_scripts(render([reported(made_run(), "only")]))
+    assert "<h1>only</h1>" in page
+    assert '<p class="kind">Gradilocks report</p>' in page
+    ((tiles),) = re.findall(r'<dl class="tiles">(.*?)</dl>', page, flags=re.DOTALL)
+    assert "<dt>steps</dt><dd>300</dd>" in tiles
+    assert "verdict" not in tiles
+    assert '<p class="ran-short"><code>train.py --lr 1e-3</code><br>' in page
+    for part in ("<table", "swatch", 'class="bear', 'class="audit"', 'class="run"'):
+        assert part not in page
+    assert page.count('<dl class="facts">') == 1
+
+
+def test_the_page_of_several_runs_has_a_row_and_a_colour_for_each() -> None:
+    page = without_scripts(render([reported(made_run(20), label) for label in ("a", "b", "c")]))
+    assert "<h1>a and b and 1 more</h1>" in page
+    assert "<title>a and b and 1 more · Gradilocks report</title>" in page
+    assert '<p class="kind">Gradilocks report, side by side</p>' in page
+    assert '<thead><tr><th scope="col">run</th><th scope="col">steps</th>' in page
+    for colour, label in enumerate("abc"):
+        swatch = f'<span class="swatch" data-run="{colour}" aria-hidden="true"></span>{label}'
+        assert f'<th scope="row">{swatch}</th><td>20</td>' in page
+        assert re.search(rf'<section class="run">\s*<h2>{re.escape(swatch)}</h2>', page)
+        assert f"<h3>{swatch}</h3>" in page
+    assert 'class="tiles"' not in page
+    assert 'class="ran-short"' not in page
 
 
 def test_several_runs_share_the_plots_and_have_a_table() -> None:
@@ -204,7 +203,15 @@ def test_the_assets_are_in_the_package() -> None:
 
     room = Path(gradilocks.report.__file__).parent
     assert {path.name for path in (room / "assets").iterdir()} == {"audit.js", "page.js"}
-    templates = {"audit.html", "page.html", "parts.html", "style.css"}
+    templates = {
+        "audit.html",
+        "audit_panel.html",
+        "experiment.html",
+        "page.html",
+        "parts.html",
+        "report.html",
+        "style.css",
+    }
     assert {path.name for path in (room / "templates").iterdir()} == templates
 
 

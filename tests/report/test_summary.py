@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_what_a_run_does_not_know_is_none(tmp_path):
     found = summarize(run_of(tmp_path))
     assert (found.steps, found.clip_rate, found.losses, found.norm) == (0, None, {}, None)
     assert (found.steps_per_second, found.status, found.seconds) == (None, "no end", 0.0)
-    json.dumps(found.to_plain(), allow_nan=False)
+    json.dumps(asdict(found), allow_nan=False)
 
 
 def test_the_losses_of_several_optimizers_are_kept_apart(tmp_path):
@@ -107,7 +108,7 @@ def test_a_quantile_lies_between_its_neighbours(share, value):
 
 def test_a_whole_run_is_plain_data(tmp_path):
     found = summarize(run_of(tmp_path, training(500), end=End(9.0, "finished", 0, None)))
-    plain = json.loads(json.dumps(found.to_plain(), allow_nan=False))
+    plain = json.loads(json.dumps(asdict(found), allow_nan=False))
     assert plain["norm"]["most"] <= 1.5
     assert math.isclose(plain["steps_per_second"], 500 / 9.0)
     assert plain["parameters"] == 4161

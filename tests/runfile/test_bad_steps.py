@@ -139,9 +139,9 @@ def test_the_report_says_of_every_end_what_the_closing_line_said(kinds) -> None:
     info = replace(FIRST, names=NAMES)
     (track,) = tracks(Run(Path("a"), HEADER, (info,), steps))
     bad = followed(steps)
-    assert track.ending == bad.ending
+    assert track.bad.ending == bad.ending
     places = {step.step: place for place, step in enumerate(steps)}
-    assert track.lost_since == (None if bad.lost_since is None else places[bad.lost_since])
+    assert track.bad.lost_from == (None if bad.lost_since is None else places[bad.lost_since])
 
 
 @given(st.lists(st.sampled_from([{}, {"loss": None}, {"loss": None, "nan": 1, "norm": None}])))
@@ -149,4 +149,4 @@ def test_an_older_file_ends_alike_for_everybody_too(kinds) -> None:
     steps = [plain_step(n, **kind) for n, kind in enumerate(kinds, start=1)]
     run = Run(Path("a"), HEADER, (replace(FIRST, names=NAMES),), steps)
     for track in tracks(run):
-        assert track.ending == followed(steps).ending == summarize(run).bad_endings.get(0)
+        assert track.bad.ending == followed(steps).ending == summarize(run).bad_endings.get(0)

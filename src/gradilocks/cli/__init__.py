@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from gradilocks.cli.interrupts import Interrupted, held_interrupts
+from gradilocks.cli.terminal import Interrupted, held_interrupts
 from gradilocks.errors import GradilocksError
 from gradilocks.report import clean
 
@@ -63,7 +63,7 @@ def _run(arguments: list[str]) -> int:
         import typer
 
         from gradilocks.cli.app import app, completion
-        from gradilocks.cli.terminal import USAGE_ERROR
+        from gradilocks.cli.options import USAGE_ERROR
 
     try:
         answer = completion(arguments)

@@ -12,8 +12,9 @@ from gradilocks.cli.compare_command import compare
 from gradilocks.cli.demo_command import demo
 from gradilocks.cli.explain_command import NUMBERS, explain
 from gradilocks.cli.export_command import export
+from gradilocks.cli.options import SCRIPT, ScriptCommand, flag
 from gradilocks.cli.report_command import report
-from gradilocks.cli.run_command import SCRIPT, ScriptCommand, run
+from gradilocks.cli.run_command import run
 from gradilocks.cli.watch_command import watch
 from gradilocks.errors import GradilocksError
 
@@ -38,7 +39,7 @@ app.command()(demo)
 @app.callback()
 def gradilocks(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[bool, flag("--version", "Print the version and exit.")] = False,
 ) -> None:
     """Gradient magnitude control for PyTorch: loss scaling and clipping as one step."""
     if version:

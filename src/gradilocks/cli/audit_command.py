@@ -11,14 +11,14 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.run_command import Module, Output, Quiet, Script, program_of
-from gradilocks.cli.terminal import forgive_encoding, program, say, whole_number
+from gradilocks.cli.options import Module, Output, Quiet, Script, program_of, whole_number
+from gradilocks.cli.terminal import forgive_encoding, program, say
 from gradilocks.errors import BadScript, GradilocksError
 
 if TYPE_CHECKING:
@@ -34,14 +34,10 @@ def audit(
     module: Module = None,
     steps: Annotated[
         int,
-        typer.Option(
-            "-n",
-            "--steps",
-            parser=whole_number(smallest=1),
-            metavar="N",
-            help="Stop the script when an optimizer has stepped N times.",
+        whole_number(
+            "-n", "--steps", help="Stop the script when an optimizer has stepped N times."
         ),
-    ] = "10",  # type: ignore[assignment]
+    ] = 10,
     format: Annotated[
         list[str] | None,
         typer.Option(
@@ -107,11 +103,13 @@ def audit(
     here = Path.cwd()  # The script may go elsewhere.
     show = (lambda done, total: None) if quiet else _progress()
     forgive_encoding()
-    with _stdout_to_stderr(json_path == "-") as restore:
+    with ExitStack() as redirected:
+        if json_path == "-" and sys.stdout is not None:
+            redirected.enter_context(_stdout_to_stderr())
 
         def tell(audited: ScriptAudit) -> None:
             show(0, 0)
-            restore()
+            redirected.close()
             if audited.audit is None:
                 return
             with suppress(OSError):  # Paths mean what they meant when they were typed.
@@ -145,53 +143,41 @@ def _raise_unless_audited(audited: ScriptAudit, name: str) -> None:
     if not audited.main:
         return
     if audited.audit is None:
+        why = "did not import torch"
+        if audited.steps:
+            why = "stepped an optimizer, but no gradient reached it"
+        elif audited.torch:
+            why = "stepped no optimizer"
+        elif audited.ending.status == "interrupted":
+            why = "was interrupted before it had imported torch"
+        why += ", so there is nothing to audit."
         if audited.failed:
             why = "could not be audited, for the reason given above."
-        elif audited.steps:
-            why = "stepped an optimizer, but no gradient reached it, so there is nothing to audit."
-        elif audited.torch:
-            why = "stepped no optimizer, so there is nothing to audit."
-        elif audited.ending.status == "interrupted":
-            why = "was interrupted before it had imported torch, so there is nothing to audit."
-        else:
-            why = "did not import torch, so there is nothing to audit."
         if audited.recorded:
             say(f"recorded in {audited.path}")
-        if audited.ending.exit:
-            say(f"{name} {why}")
-            raise SystemExit(audited.ending.exit)
-        raise GradilocksError(f"{name} {why}")
+        if not audited.ending.exit:
+            raise GradilocksError(f"{name} {why}")
+        say(f"{name} {why}")
     if audited.ending.exit:
         raise SystemExit(audited.ending.exit)
 
 
 @contextmanager
-def _stdout_to_stderr(wanted: bool) -> Iterator[Callable[[], None]]:
-    """Inside, whatever writes to standard output writes to standard error, until `restore`."""
-    if not wanted or sys.stdout is None:
-        yield lambda: None
-        return
+def _stdout_to_stderr() -> Iterator[None]:
+    """Inside, whatever writes to standard output writes to standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
-    done = False
-
-    def restore() -> None:
-        nonlocal done
-        if not done:
-            done = True
-            with suppress(Exception):
-                sys.stdout.flush()
-            if sys.__stdout__ is not None:  # The script may have put something in its place.
-                sys.stdout = sys.__stdout__
-                sys.stdout.flush()
-            os.dup2(stdout, 1)
-            os.close(stdout)
-
     try:
-        yield restore
+        yield
     finally:
-        restore()
+        with suppress(Exception):
+            sys.stdout.flush()
+        if sys.__stdout__ is not None:  # The script may have put something in its place.
+            sys.stdout = sys.__stdout__
+            sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _progress() -> Callable[[int, int], None]:
@@ -240,9 +226,7 @@ def _show(audit: Audit, name: str) -> None:
     formats, *modules = map(_table, tables(audit))
     console.print(formats)
     for table in modules:
-        console.print()
-        console.print(table)
-        console.print()
+        console.print("", table, "", sep="\n")
     for line in footnotes(audit):
         console.print(Text(line), style="dim", soft_wrap=wrap)
 

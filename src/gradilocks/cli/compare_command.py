@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.interrupts import held_interrupts
-from gradilocks.cli.terminal import forgive_encoding, printable, read_with_bar, run_file
+from gradilocks.cli.options import flag, run_file
+from gradilocks.cli.terminal import forgive_encoding, held_interrupts, printable, read_with_bar
 from gradilocks.runfile import format_scale
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ NAMES_SHOWN = 5
 def compare(
     paths: Annotated[list[Path], run_file("RUN.jsonl", help="Two run files or more.")],
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print every number as JSON instead of a table.")
+        bool, flag("--json", "Print every number as JSON instead of a table.")
     ] = False,
 ) -> None:
     """Compare runs: how they ran, and what came of it.
@@ -75,15 +75,15 @@ def show(comparison: Comparison) -> None:
 
 
 def rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """The rows of the table: a title, and one cell a run."""
+    """The rows of the table: a title, and one cell a run; a number that no run has is left out."""
     found = [
         (name, ["-" if value is None else printable(value) for value in values])
         for name, values in comparison.what_ran.items()
     ]
     for title, cell in _NUMBERS.items():
         cells = [cell(summary) for summary in comparison.summaries]
-        if any(value != "-" for value in cells):
-            found.append((title, cells))
+        if any(cells):
+            found.append((title, [each or "-" for each in cells]))
         if title == "clipped":
             found += _loss_rows(comparison.summaries)
     return found
@@ -131,11 +131,30 @@ def _apart(loss: float | None, other: float | None) -> str:
     return f"{loss:.{digits}g}"
 
 
-def _norm(part: str) -> Callable[[Summary], str]:
-    def cell(summary: Summary) -> str:
-        return "-" if summary.norm is None else f"{getattr(summary.norm, part):.4g}"
+def _loss_rows(summaries: Sequence[Summary]) -> Iterator[tuple[str, list[str]]]:
+    """Of each optimizer: its last loss and its least, and how often it was not finite."""
+    indices = sorted({index for summary in summaries for index in summary.losses})
+    for index in indices:
+        of = f" of optimizer {index}" if len(indices) > 1 else ""
+        losses = [summary.losses.get(index) for summary in summaries]
+        for title, cell in _LOSSES.items():
+            if title != "NaN or Inf" or any(loss and loss.nonfinite for loss in losses):
+                yield f"loss{of}, {title}", [cell(loss) if loss else "-" for loss in losses]
 
-    return cell
+
+def _last_loss(loss: Loss) -> str:
+    if loss.nonfinite_since is not None:
+        return f"NaN since step {loss.nonfinite_since:,}"
+    return "-" if loss.last is None else f"{loss.last:.5g}"
+
+
+_LOSSES: dict[str, Callable[[Loss], str]] = {
+    "last": _last_loss,
+    "least": lambda loss: (
+        "-" if loss.least is None else f"{loss.least:.5g} at step {loss.least_at:,}"
+    ),
+    "NaN or Inf": lambda loss: f"{loss.nonfinite:,} step{'s' if loss.nonfinite != 1 else ''}",
+}
 
 
 def _ended(summary: Summary) -> str:
@@ -143,72 +162,31 @@ def _ended(summary: Summary) -> str:
     return f"{ended}, in NaN or Inf" if summary.bad_endings else ended
 
 
-def _skipped(summary: Summary) -> str:
-    if not summary.skipped:
-        return "0"
-    return f"{summary.skipped:,} ({summary.skipped / summary.steps:.2%})"
-
-
-def _reasons(summary: Summary) -> str:
-    return ", ".join(f"{why} {n:,}" for why, n in summary.reasons.items()) or "-"
-
-
 def _likely(summary: Summary) -> str:
     for name, count in summary.likely.items():
         return f"{printable(name)} ({count:,} x)"
-    return "not known" if summary.culprits else "-"
-
-
-def _loss_rows(summaries: Sequence[Summary]) -> Iterator[tuple[str, list[str]]]:
-    """Of each optimizer: its last loss and its least, and how often it was not finite."""
-    indices = sorted({index for summary in summaries for index in summary.losses})
-    for index in indices:
-        of = f" of optimizer {index}" if len(indices) > 1 else ""
-        losses = [summary.losses.get(index) for summary in summaries]
-        yield f"loss{of}, last", list(map(_last_loss, losses))
-        yield f"loss{of}, least", list(map(_least_loss, losses))
-        if any(loss is not None and loss.nonfinite for loss in losses):
-            yield f"loss{of}, NaN or Inf", list(map(_lost, losses))
-
-
-def _last_loss(loss: Loss | None) -> str:
-    if loss is not None and loss.nonfinite_since is not None:
-        return f"NaN since step {loss.nonfinite_since:,}"
-    return "-" if loss is None or loss.last is None else f"{loss.last:.5g}"
-
-
-def _least_loss(loss: Loss | None) -> str:
-    if loss is None or loss.least is None:
-        return "-"
-    return f"{loss.least:.5g} at step {loss.least_at:,}"
-
-
-def _lost(loss: Loss | None) -> str:
-    if loss is None:
-        return "-"
-    return f"{loss.nonfinite:,} steps" if loss.nonfinite != 1 else "1 step"
+    return "not known" if summary.culprits else ""
 
 
 def _scales(summary: Summary) -> str:
     scale = summary.scale
-    if scale is None:
-        return "-"
-    low, high = format_scale(scale.least), format_scale(scale.most)
-    return low if low == high else f"{low} to {high}"
+    ends = (scale.least, scale.most) if scale else ()
+    return " to ".join(dict.fromkeys(map(format_scale, ends)))
 
 
+# What stands in the table for each run; '' where it does not know.
 _NUMBERS: dict[str, Callable[[Summary], str]] = {
     "ended": _ended,
     "steps": lambda s: f"{s.steps:,}",
-    "skipped": _skipped,
-    "  why": _reasons,
+    "skipped": lambda s: f"{s.skipped:,} ({s.skipped / s.steps:.2%})" if s.skipped else "0",
+    "  why": lambda s: ", ".join(f"{why} {n:,}" for why, n in s.reasons.items()),
     "  likely from": _likely,
-    "taken with NaN": lambda s: f"{s.taken_nonfinite:,}" if s.taken_nonfinite else "-",
-    "clipped": lambda s: "-" if s.clip_rate is None else f"{s.clip_rate:.2%}",
-    "norm, median": _norm("median"),
-    "norm, 99 %": _norm("p99"),
-    "norm, largest": _norm("most"),
+    "taken with NaN": lambda s: f"{s.taken_nonfinite:,}" if s.taken_nonfinite else "",
+    "clipped": lambda s: "" if s.clip_rate is None else f"{s.clip_rate:.2%}",
+    "norm, median": lambda s: f"{s.norm.median:.4g}" if s.norm else "",
+    "norm, 99 %": lambda s: f"{s.norm.p99:.4g}" if s.norm else "",
+    "norm, largest": lambda s: f"{s.norm.most:.4g}" if s.norm else "",
     "scale": _scales,
-    "steps/s": lambda s: "-" if s.steps_per_second is None else f"{s.steps_per_second:.4g}",
+    "steps/s": lambda s: "" if s.steps_per_second is None else f"{s.steps_per_second:.4g}",
     "parameters": lambda s: f"{s.parameters:,} in {s.tensors:,} tensors",
 }

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from gradilocks.cli.interrupts import Interrupted
-from gradilocks.cli.terminal import one_of, open_in_browser, whole_number
+from gradilocks.cli.options import flag, one_of, whole_number
+from gradilocks.cli.terminal import Interrupted, open_in_browser
 from gradilocks.demo import ARMS, Experiment, Setup
 
 FULL = 3
@@ -24,43 +24,29 @@ LONGEST_FIRST = ("too-small", "just-right", "clipped", "fp32", "too-large")
 
 def demo(
     full: Annotated[
-        bool, typer.Option("--full", help=f"Run {FULL} seeds instead of one: N, N + 1 and N + 2.")
+        bool, flag("--full", f"Run {FULL} seeds instead of one: N, N + 1 and N + 2.")
     ] = False,
     seed: Annotated[
         int,
-        typer.Option(
-            parser=whole_number(smallest=0, largest=LARGEST_SEED),
-            metavar="N",
-            help="Seed of the parameters and of the batches.",
+        whole_number(
+            smallest=0, largest=LARGEST_SEED, help="Seed of the parameters and of the batches."
         ),
     ] = 0,
-    steps: Annotated[
-        int,
-        typer.Option(
-            parser=whole_number(smallest=1), metavar="N", help="How many steps each arm takes."
-        ),
-    ] = Setup.steps,
+    steps: Annotated[int, whole_number(help="How many steps each arm takes.")] = Setup.steps,
     arm: Annotated[
         list[str] | None,
-        typer.Option(
-            parser=one_of(NAMES),
-            metavar="NAME",
-            help=f"Run this arm and no other; may be given again. One of {', '.join(NAMES)}.",
-            autocompletion=lambda: list(NAMES),
+        one_of(
+            NAMES, help=f"Run this arm and no other; may be given again. One of {', '.join(NAMES)}."
         ),
     ] = None,
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="FOLDER", help="Where everything is written."),
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where everything is written.")
     ] = Path("runs/demo"),
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Replace run files of the same names that are no demo's."),
+        bool, flag("--force", "Replace run files of the same names that are no demo's.")
     ] = False,
-    open_page: Annotated[
-        bool, typer.Option("--open", help="Open the page in the browser at the end.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    open_page: Annotated[bool, flag("--open", "Open the page in the browser at the end.")] = False,
+    quiet: Annotated[bool, flag("--quiet", "Print nothing but errors.")] = False,
 ) -> None:
     """Run the Goldilocks experiment: too small, too large, just right.
 

@@ -27,8 +27,6 @@ from gradilocks.cli.terminal import program
 from gradilocks.demo import PAGE, SUMMARY, Job, News, Result, Setup, Step
 from gradilocks.report import number, power
 
-__all__ = ["Progress", "conclude", "introduce", "open_console"]
-
 SECONDS_BETWEEN_LINES = 10.0
 BAR = 12
 VERDICTS = {True: "holds", False: "DOES NOT HOLD", None: "not judged"}
@@ -82,23 +80,38 @@ class Row:
     def cells(self) -> list[RenderableType]:
         """A bar and the numbers of the last step, for a terminal."""
         step, steps = self.step, self.job.setup.steps
-        if step is None:
+        if step is None or self.began is None:
             waits = "starts" if self.began else "waits"
             return [ProgressBar(total=steps, completed=0, width=BAR), Text(waits)]
-        last = Text("done", style="green")
-        if self.result is None and self.began is not None:  # by its own pace
-            left = (time.monotonic() - self.began) / step.number * (steps - step.number)
-            last = Text(clock(left))
-        total = steps if self.result is None else step.number
+        # By its own pace.
+        left = (time.monotonic() - self.began) / step.number * (steps - step.number)
+        done = self.result is not None
         return [
-            ProgressBar(total=total, completed=step.number, width=BAR),
+            ProgressBar(total=step.number if done else steps, completed=step.number, width=BAR),
             Text(f"{step.number}"),
             Text(loss_words(step.loss), style="red" if math.isnan(step.loss) else ""),
             Text(power(step.scale)),
             Text(f"{self.clipped}"),
             Text(f"{self.skipped}", style="red" if self.skipped else ""),
-            last,
+            Text("done", style="green") if done else Text(clock(left)),
         ]
+
+    def line(self, news: News, *, silent: float) -> str:
+        """What a pipe is told: the first step, each tenth of an arm, its end, one after silence."""
+        if news.result is not None:
+            why = f"; stopped: {news.result.stopped}" if news.result.stopped else ""
+            loss = loss_words(news.result.final_loss)
+            return f"done in {news.result.seconds:.1f} s, final loss {loss}{why}"
+        step, steps = news.step, self.job.setup.steps
+        if step is None:
+            return ""
+        tenth = step.number == 1 or step.number % max(1, steps // 10) == 0
+        if not tenth and silent <= SECONDS_BETWEEN_LINES:
+            return ""
+        return (
+            f"step {step.number:>{len(str(steps))}}/{steps}  loss {loss_words(step.loss)}  "
+            f"scale {power(step.scale)}  clipped {self.clipped}  skipped {self.skipped}"
+        )
 
 
 class Progress:
@@ -151,7 +164,7 @@ class Progress:
             row = next(row for row in self.rows if row.job == news.job)
             row.take(news)
             now = time.monotonic()
-            line = "" if terminal else _line(row, news, silent=now - written)
+            line = "" if terminal else row.line(news, silent=now - written)
             if line:
                 console.print(f"{row.name:<{width}}  {line}", soft_wrap=True, markup=False)
                 written = now
@@ -176,31 +189,14 @@ class Progress:
         return Group(table, Text(words, style="dim"))
 
 
-def _line(row: Row, news: News, *, silent: float) -> str:
-    """What a pipe is told: the first step, each tenth of an arm, its end, one after silence."""
-    if news.result is not None:
-        why = f"; stopped: {news.result.stopped}" if news.result.stopped else ""
-        loss = loss_words(news.result.final_loss)
-        return f"done in {news.result.seconds:.1f} s, final loss {loss}{why}"
-    step, steps = news.step, news.job.setup.steps
-    if step is None or not (
-        step.number == 1 or step.number % max(1, steps // 10) == 0 or silent > SECONDS_BETWEEN_LINES
-    ):
-        return ""
-    return (
-        f"step {step.number:>{len(str(steps))}}/{steps}  loss {loss_words(step.loss)}  "
-        f"scale {power(step.scale)}  clipped {row.clipped}  skipped {row.skipped}"
-    )
-
-
 def conclude(console: Console, summary: Plain, folder: Path) -> None:
     """Prints the table, the three verdicts, and where to look next."""
-    heads, *rows = table_rows(summary)
+    rows = table_rows(summary)
     table = _new_table()
-    for place, head in enumerate(heads):
+    for place, head in enumerate(rows[0]):
         table.add_column(head, justify="right" if place else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(Text, row.values()))
     console.print(table)
     console.print(
         Text(
@@ -254,26 +250,22 @@ def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def table_rows(summary: Plain) -> list[tuple[str, ...]]:
-    """Returns the rows of the closing table: the heads first, then an arm each."""
-    several = len(summary["seeds"]) > 1
-    heads = ("arm", "start", "final loss", "skipped", "clipped", "norm", "lost")
-    rows: list[tuple[str, ...]] = [heads]
+def table_rows(summary: Plain) -> list[dict[str, str]]:
+    """Returns the rows of the closing table, an arm each: heads and cells."""
+    rows = []
     for arm in summary["arms"]:
         runs = [run for run in summary["runs"] if run["arm"] == arm["name"]]
-        if not runs:
-            continue
-        rows.append(
-            (
-                arm["title"],
-                _mean(runs, "first_loss", loss_words),
-                _final(arm["final_loss"], several=several),
-                _range(runs, "skipped"),
-                _range(runs, "clipped"),
-                _mean(runs, "norm_largest", number),
-                _mean(runs, "lost", lambda share: f"{share:.1%}", nothing="-"),
-            )
-        )
+        if runs:
+            row = {
+                "arm": arm["title"],
+                "start": _mean(runs, "first_loss", loss_words),
+                "final loss": _final(arm["final_loss"], several=len(summary["seeds"]) > 1),
+                "skipped": _range(runs, "skipped"),
+                "clipped": _range(runs, "clipped"),
+                "norm": _mean(runs, "norm_largest", number),
+                "lost": _mean(runs, "lost", "{:.1%}".format, nothing="-"),
+            }
+            rows.append(row)
     return rows
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradilocks.cli.options import checked, flag
 from gradilocks.cli.terminal import forgive_encoding
 
 if TYPE_CHECKING:
@@ -20,12 +21,12 @@ NUMBERS: dict[str, Any] = {"ignore_unknown_options": True}  # -1e-8 is a number,
 def _number(text: str) -> float:
     try:
         value = _worked_out(text)
+    except OverflowError:
+        value = math.inf
     except (ValueError, ZeroDivisionError):
         raise typer.BadParameter(
             f"expected a number such as 6e-8, 2^-25 or 1/3, got {text!r}."
         ) from None
-    except OverflowError:
-        raise typer.BadParameter(f"expected a finite number, got {text!r}.") from None
     if not math.isfinite(value):
         raise typer.BadParameter(f"expected a finite number, got {text!r}.")
     return value
@@ -42,20 +43,17 @@ def _worked_out(text: str) -> float:
     return float(text)
 
 
-def _scale(text: str) -> float:
-    value = _number(text)
-    if value <= 0:
-        raise typer.BadParameter(f"expected a scale above 0, got {text!r}.")
-    return value
-
-
 def explain(
     value: Annotated[float, typer.Argument(parser=_number, metavar="NUMBER", help="The number.")],
     scale: Annotated[
         float | None,
-        typer.Option(parser=_scale, metavar="SCALE", help="Multiply by this first, as a loss is."),
+        typer.Option(
+            parser=checked(_number, lambda scale: scale > 0, "a scale above 0"),
+            metavar="SCALE",
+            help="Multiply by this first, as a loss is.",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print it as JSON.")] = False,
 ) -> None:
     """Show what a number becomes in each format, bit by bit.
 
@@ -92,45 +90,37 @@ def _heading(first: Stored) -> str:
 
 def _rows(table: list[Stored]) -> list[str]:
     cells = [("format", "sign exponent mantissa", "stored", "left of it", "")]
-    for each in table:
-        cells.append(
-            (each.format.name, each.bits, f"{each.stored:.6g}", f"{each.back:.6g}", _words(each))
-        )
-    widths = [max(len(row[k]) for row in cells) for k in range(4)]
+    cells += [
+        (each.format.name, each.bits, f"{each.stored:.6g}", f"{each.back:.6g}", _words(each))
+        for each in table
+    ]
+    widths = [*(max(map(len, column)) for column in list(zip(*cells, strict=True))[:4]), 0]
     return [
-        "  " + "  ".join(f"{text:<{widths[k]}}" for k, text in enumerate(row[:4])) + f"  {row[4]}"
+        "  " + "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True))
         for row in cells
     ]
 
 
 def _words(each: Stored) -> str:
-    limits = each.format
-    if each.fate == "exact":
-        return "exact"
-    if each.fate == "overflow":
-        return f"too large: above {limits.largest:g}"
-    if each.fate == "zero":
-        return f"lost: no more than half of {limits.smallest_subnormal:.3g}"
     off = f"off by {100 * each.error:.2g} %"
-    if each.fate == "subnormal":
-        bits = "1 bit" if each.precision == 1 else f"{each.precision} bits"
-        return f"subnormal, {bits}, {off}"
-    return off
+    bits = "1 bit" if each.precision == 1 else f"{each.precision} bits"
+    return {
+        "exact": "exact",
+        "overflow": f"too large: above {each.format.largest:g}",
+        "zero": f"lost: no more than half of {each.format.smallest_subnormal:.3g}",
+        "subnormal": f"subnormal, {bits}, {off}",
+    }.get(each.fate, off)
 
 
 def _conclusion(shown: list[list[Stored]]) -> str:
-    fates = {each.format.name: each for each in shown[-1]}
-    half, before = fates["fp16"], {each.format.name: each for each in shown[0]}["fp16"]
+    before, *scaled = (each for table in shown for each in table if each.format.name == "fp16")
+    first = f"In fp16 it is {_told(before)}."
     if before.fate == "subnormal":
         first = (
             f"Under 6.1e-5 fp16 loses precision, not the number: here it keeps {before.precision} "
             "of 11 bits."
         )
-    else:
-        first = f"In fp16 it is {_told(before)}."
-    if len(shown) == 1:
-        return first
-    return f"{first} With the scale it is {_told(half)}."
+    return " ".join([first, *(f"With the scale it is {_told(each)}." for each in scaled)])
 
 
 def _told(each: Stored) -> str:
@@ -144,17 +134,16 @@ def _told(each: Stored) -> str:
 
 
 def _plain(each: Stored) -> dict[str, Any]:
-    def finite(number: float) -> float | None:
-        return number if math.isfinite(number) else None
-
-    return {
+    plain = {
         "format": each.format.name,
         "value": each.value,
         "scale": each.scale,
-        "stored": finite(each.stored),
-        "left": finite(each.back),
+        "stored": each.stored,
+        "left": each.back,
         "bits": each.bits,
         "fate": each.fate,
         "significant_bits": each.precision,
-        "relative_error": finite(each.error),
+        "relative_error": each.error,
     }
+    # JSON knows no Inf.
+    return {k: None if v in (math.inf, -math.inf) or v != v else v for k, v in plain.items()}

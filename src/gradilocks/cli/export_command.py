@@ -1,20 +1,26 @@
-"""``gradilocks export``: a run file enters, a table or a TensorBoard folder leaves."""
+"""``gradilocks export``: a run file enters, a table or a TensorBoard folder leaves.
+
+The steps are wide, as they are in the file; the detail is long, one row for each parameter of each
+step that has detail, so that it can be filtered and grouped.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gradilocks.cli.terminal import bar, forgive_encoding, one_of, read_with_bar, run_file
+from gradilocks.cli.options import checked, flag, run_file
+from gradilocks.cli.terminal import bar, forgive_encoding, read_with_bar
 from gradilocks.errors import GradilocksError
-from gradilocks.report import clean
-from gradilocks.runfile import Run
+from gradilocks.report import clean, settled, written_whole
+from gradilocks.runfile import Detail, Run, Step
 
 
 class Format(str, Enum):
@@ -31,7 +37,7 @@ def export(
         Format,
         typer.Option(
             "--to",
-            parser=lambda text: Format(one_of([each.value for each in Format])(text)),
+            parser=checked(Format, bool, "csv, parquet or tensorboard"),
             autocompletion=lambda: [each.value for each in Format],
             metavar="csv|parquet|tensorboard",
             show_default=False,
@@ -48,7 +54,7 @@ def export(
             "file's name and stands beside it.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an earlier export.")] = False,
+    force: Annotated[bool, flag("--force", "Overwrite an earlier export.")] = False,
 ) -> None:
     """Export a run to CSV, Parquet or TensorBoard.
 
@@ -62,8 +68,6 @@ def export(
       gradilocks export runs/a.jsonl --to parquet -o a.parquet --force
       gradilocks export runs/a.jsonl --to tensorboard -o tb && tensorboard --logdir tb
     """
-    from gradilocks.report import settled
-
     forgive_encoding()
     if output is not None:
         settled(output)  # says at once what is wrong with it: reading may take a while
@@ -78,16 +82,6 @@ def export(
 
 
 def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[Path, str]]:
-    from gradilocks.report import (
-        DETAIL_COLUMNS,
-        STEP_COLUMNS,
-        csv_columns,
-        detail_rows,
-        settled,
-        step_rows,
-        write_csv,
-    )
-
     write: Callable[..., None] = write_csv
     columns_of = csv_columns
     if to is Format.parquet:
@@ -104,7 +98,8 @@ def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[
     for place, columns, *_ in jobs:
         _refuse(run, settled(place), place, columns, columns_of, force=force)
     for place, columns, rows, total in jobs:
-        with bar(f"writing {place}") as show, _written_whole(settled(place)) as unfinished:
+        target = settled(place)
+        with bar(f"writing {place}") as show, written_whole(target, given=target) as unfinished:
             write(unfinished, columns, rows, progress=lambda done, of=total: show(done, of))
     return [(place, f"{total:,} rows") for place, _, _, total in jobs]
 
@@ -171,14 +166,54 @@ def _refuse(
         raise GradilocksError(f"{given} is already there; --force replaces it, -o names another.")
 
 
-@contextmanager
-def _written_whole(place: Path) -> Iterator[Path]:
-    """Yields a name beside `place`; what was written there takes its place at the end, or goes."""
-    unfinished = place.with_name(f".{place.name}.{os.getpid()}.unfinished")
-    try:
-        yield unfinished
-        unfinished.replace(place)
-    except OSError as error:
-        raise GradilocksError(f"{place} cannot be written: {error.strerror or error}.") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+# --- tables ---------------------------------------------------------------------------------------
+
+STEP_COLUMNS = tuple(name for name in Step._fields if name != "detail")
+DETAIL_COLUMNS = ("step", "optimizer", "parameter", *Detail._fields)
+
+
+def step_rows(run: Run) -> Iterator[tuple[Any, ...]]:
+    """A row a step, along `STEP_COLUMNS`."""
+    return map(attrgetter(*STEP_COLUMNS), run.steps)
+
+
+def detail_rows(run: Run) -> Iterator[tuple[Any, ...]]:
+    """A row for each parameter of each step that has detail, along `DETAIL_COLUMNS`."""
+    for step in run.steps:
+        if step.detail is not None:
+            names = run.optimizers[step.optimizer].names
+            for name, *numbers in zip(names, *step.detail, strict=True):
+                yield (step.step, step.optimizer, name, *numbers)
+
+
+def write_csv(
+    path: Path,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    progress: Callable[[int], None],
+) -> None:
+    """Writes rows as CSV: nothing for None, true and false, culprits as JSON."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        for done, row in enumerate(rows, start=1):
+            writer.writerow(map(_cell, row))
+            if done % 1000 == 0:
+                progress(done)
+
+
+def csv_columns(path: Path) -> list[str]:
+    """The first line of a file, split as `write_csv` joins it."""
+    with path.open("rb") as file:
+        first = file.readline(1 << 16)
+    return first.decode("utf-8", "replace").rstrip("\n").split(",")
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        named = [culprit._asdict() for culprit in value]
+        return json.dumps(named, ensure_ascii=False, separators=(",", ":")) if named else None
+    return value

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.terminal import bar, open_in_browser, read_with_bar, run_file
+from gradilocks.cli.options import flag, run_file
+from gradilocks.cli.terminal import bar, open_in_browser, read_with_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,17 +37,13 @@ def report(
         ),
     ] = None,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Overwrite a page of Gradilocks that is about other runs."),
+        bool, flag("--force", "Overwrite a page of Gradilocks that is about other runs.")
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print the findings as JSON, and write a page only if -o is given."
-        ),
+        bool, flag("--json", "Print the findings as JSON, and write a page only if -o is given.")
     ] = False,
     open_page: Annotated[
-        bool, typer.Option("--open", help="Open the page in the browser when it is written.")
+        bool, flag("--open", "Open the page in the browser when it is written.")
     ] = False,
 ) -> None:
     """Say what happened in a run: findings, and plots on one page.
@@ -92,25 +89,25 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
     width = min(WIDEST, console.width)
     for one in reports:
-        health = one.health
-        line = Text()
-        if len(reports) > 1:
-            line.append(f"{one.label}: ", style="bold")
-        verdict = health.verdict[:1].upper() + health.verdict[1:]
-        line.append(f"{verdict}.", style=VERDICT_STYLES.get(health.verdict, "bold"))
-        line.append(f" {health.sentence}")
-        _print(console, line, width)
+        verdict = one.health.verdict
+        lines = [
+            Text.assemble(
+                (f"{one.label}: " if len(reports) > 1 else "", "bold"),
+                (f"{verdict[:1].upper()}{verdict[1:]}.", VERDICT_STYLES.get(verdict, "bold")),
+                f" {one.health.sentence}",
+            )
+        ]
         for track in one.tracks:
             numbers = [f"{name} {value}" for name, value in main_numbers(one, track)[:-1]]
-            of = f"{track.label}: " if track.several else ""
-            _print(console, Text(of + ", ".join(numbers), style="dim"), width)
+            lines.append(Text(track.prefix + ", ".join(numbers), style="dim"))
         if one.run.audit is not None:
-            _print(console, Text(recommendation_as_line(one.run.audit)), width)
-        for finding in health.findings:
-            _print(console, Text(""), width)
-            line = Text(f"{finding.severity}: ", style=STYLES[finding.severity])
-            line.append(finding.title, style="bold")
+            lines.append(Text(recommendation_as_line(one.run.audit)))
+        for line in lines:
             _print(console, line, width)
+        for finding in one.health.findings:
+            title = Text(f"{finding.severity}: ", style=STYLES[finding.severity])
+            _print(console, Text(""), width)
+            _print(console, title.append(finding.title, style="bold"), width)
             _print(console, Text(finding.sentence), width, indent=2)
         _print(console, Text(""), width)
     if page is not None:

@@ -8,134 +8,62 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
-from gradilocks.cli.terminal import USAGE_ERROR, one_of, program, say, whole_number
+from gradilocks.cli.options import (
+    Module,
+    Output,
+    Quiet,
+    Script,
+    flag,
+    one_of,
+    program_of,
+    whole_number,
+)
+from gradilocks.cli.terminal import program, say
 from gradilocks.errors import BadScript
-from gradilocks.observe import Options, Program, Summary, run_script
+from gradilocks.observe import Options, Summary, run_script
 
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
-
-# What follows the script's name belongs to the script, whatever it looks like.
-SCRIPT: dict[str, Any] = {"allow_interspersed_args": False}
-
-# What all commands that run a script take.
-Script = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script and its own arguments."),
-]
-Module = Annotated[
-    str | None,
-    typer.Option(
-        "-m",
-        "--module",
-        metavar="MODULE",
-        help="Run a module instead of a script, as python -m does.",
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "-o", "--output", metavar="FILE", help="The run file. Default: a fresh name under runs/."
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing; errors are still said.")]
-
-
-def program_of(script: list[str] | None, module: str | None, *, command: str) -> Program:
-    """The program that was named: a module, or a script, with its own arguments."""
-    given = tuple(script or ())
-    if module is not None:
-        return Program(module, given, module=True)
-    if not given:
-        raise typer.BadParameter(f"expected a script, as in 'gradilocks {command} train.py'.")
-    return Program(given[0], given[1:])
-
-
-class ScriptCommand(TyperCommand):
-    """A command that runs a script: also what follows the name of a module belongs to it."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Ends the options of gradilocks after ``-m MODULE``."""
-        try:
-            return super().parse_args(ctx, _options_ended(args, self._with_value()))
-        except USAGE_ERROR as error:
-            name = getattr(error, "option_name", None)
-            script = next((word for word in args if word.endswith(".py")), None)
-            if name is None or script is None:
-                raise
-            raise typer.BadParameter(
-                f"{name} is no option of gradilocks {ctx.info_name}. Options of the script come "
-                f"after its name: gradilocks {ctx.info_name} {script} {name} ..."
-            ) from error
-
-    def _with_value(self) -> set[str]:
-        options = [p for p in self.params if p.param_type_name == "option"]
-        return {name for p in options if not getattr(p, "is_flag", False) for name in p.opts}
-
-
-def _options_ended(words: list[str], with_value: set[str]) -> list[str]:
-    place = 0
-    while place < len(words) and words[place].startswith("-") and words[place] != "--":
-        word = words[place]
-        place += 2 if word in with_value else 1
-        if word in ("-m", "--module") or word.startswith(("--module=", "-m")):
-            return [*words[:place], "--", *words[place:]] if len(words) > place else words
-    return words
 
 
 def run(
     script: Script = None,
     module: Module = None,
     output: Output = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Overwrite FILE if it is a run file.")
-    ] = False,
+    force: Annotated[bool, flag("--force", "Overwrite FILE if it is a run file.")] = False,
     append: Annotated[
-        bool, typer.Option("--append", help="Go on in FILE, after a run that was interrupted.")
+        bool, flag("--append", "Go on in FILE, after a run that was interrupted.")
     ] = False,
-    detail_every: Annotated[
-        int,
-        typer.Option(
-            parser=whole_number(smallest=1), metavar="N", help="Record each tensor every N steps."
-        ),
-    ] = "10",  # type: ignore[assignment]
+    detail_every: Annotated[int, whole_number(help="Record each tensor every N steps.")] = 10,
     flush_every: Annotated[
-        int,
-        typer.Option(
-            parser=whole_number(smallest=1),
-            metavar="N",
-            help="Write to the file every N steps, and every 5 seconds.",
-        ),
-    ] = "50",  # type: ignore[assignment]
+        int, whole_number(help="Write to the file every N steps, and every 5 seconds.")
+    ] = 50,
     trace: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--trace",
-            help="After a skipped step with NaN or Inf, find the module in which the next is born.",
+            "After a skipped step with NaN or Inf, find the module in which the next is born.",
         ),
     ] = False,
     swap: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--swap",
-            help="Give the script Gradilocks' GradScaler and clip functions in place of torch's.",
+            "Give the script Gradilocks' GradScaler and clip functions in place of torch's.",
         ),
     ] = False,
     swap_optimizer: Annotated[
         list[str] | None,
-        typer.Option(
-            parser=one_of(OPTIMIZERS),
-            metavar="NAME",
+        one_of(
+            OPTIMIZERS,
             help="Likewise an optimizer: AdamW, Adam or SGD. May be given several times.",
         ),
     ] = None,
     all_ranks: Annotated[
-        bool, typer.Option("--all-ranks", help="Under torchrun, record every rank, not only 0.")
+        bool, flag("--all-ranks", "Under torchrun, record every rank, not only 0.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:

@@ -1,7 +1,8 @@
-"""What the commands share: how they read options and run files, and how they speak.
+"""How the commands speak, and what they do while somebody waits.
 
-Text from the command line enters and a value leaves, or what was expected and what came; a long
-wait gets a bar; a suggested command can be typed as it is shown.
+What is to be said enters and leaves in characters that the terminal has; a suggested command can be
+typed as it is shown; a long wait gets a bar, and Ctrl-C is held back where it would break
+something. typer is not imported here: Ctrl-C must be held back before that is.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import typer
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from gradilocks.errors import GradilocksError
 from gradilocks.runfile import Run, read_run
@@ -24,71 +25,11 @@ from gradilocks.runfile import Run, read_run
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-# The base of every mistake in a command line. typer gives it no public name: older versions take it
-# from click, newer ones carry their own copy.
-USAGE_ERROR: type[Exception] = typer.BadParameter.mro()[1]
 SOON = 0.5
 """Seconds after which there is something to wait for."""
 
 Advance = Callable[[int, int | None], None]
 """Told how much is done, and of how much if that is known."""
-
-
-# --- options and arguments -----------------------------------------------------------------------
-
-
-def whole_number(*, smallest: int, largest: int | None = None) -> Callable[[str], int]:
-    """Returns the parser of a whole number, for ``typer.Option(parser=...)``."""
-    bounds = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = smallest - 1
-        if value < smallest or (largest is not None and value > largest):
-            raise typer.BadParameter(f"expected a whole number {bounds}, got {str(text)!r}.")
-        return value
-
-    return parse
-
-
-def one_of(words: Sequence[str]) -> Callable[[str], str]:
-    """Returns the parser of one of a few words, for ``typer.Option(parser=...)``."""
-
-    def parse(text: str) -> str:
-        if text not in words:
-            expected = f"{', '.join(words[:-1])} or {words[-1]}"
-            raise typer.BadParameter(f"expected {expected}, got {str(text)!r}.")
-        return text
-
-    return parse
-
-
-def run_file(metavar: str, *, help: str) -> Any:
-    """Declares an argument that is a run file: one that shells complete as a path."""
-    return typer.Argument(
-        metavar=metavar, help=help, show_default=False, autocompletion=complete_run_file
-    )
-
-
-def complete_run_file(incomplete: str) -> list[str]:
-    """The run files, and the folders on the way to them, that begin so.
-
-    A folder that is the only one is entered at once: shells put a space after a sole answer.
-    """
-    folder, start = os.path.split(incomplete)
-    found = []
-    with suppress(OSError), os.scandir(os.path.expanduser(folder) or ".") as entries:
-        for entry in entries:
-            if entry.name.startswith(start) and (start or not entry.name.startswith(".")):
-                if entry.is_dir():
-                    found.append(os.path.join(folder, entry.name, ""))
-                elif entry.name.endswith(".jsonl"):
-                    found.append(os.path.join(folder, entry.name))
-    if len(found) == 1 and found[0].endswith(os.sep):
-        return complete_run_file(found[0]) or found
-    return sorted(found)
 
 
 # --- speaking ------------------------------------------------------------------------------------
@@ -181,13 +122,7 @@ def read_with_bar(path: Path) -> Run:
 
 def _new_bar(*, measured: bool) -> Progress:
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     return Progress(
         TextColumn("{task.description}", markup=False),
@@ -196,3 +131,43 @@ def _new_bar(*, measured: bool) -> Progress:
         console=Console(stderr=True),
         transient=True,
     )
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """Raised by a command in place of KeyboardInterrupt, to say what it had done by then."""
+
+
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Remembers a SIGINT and raises its KeyboardInterrupt on leaving the block.
+
+    Some imports do not survive an interrupt: a bare ``except`` in a library goes on as if nothing
+    had been, or the process dies of the signal after all. A second SIGINT is not held back.
+
+    Python's own handler is the only one replaced: who ignores SIGINT or handles it otherwise, as a
+    shell's background job or an application that calls ``main`` does, keeps doing so.
+    """
+    interrupted = False
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    holding = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if holding:
+        try:
+            signal.signal(signal.SIGINT, remember)
+        except ValueError:  # not the main thread, which alone receives signals
+            holding = False
+    try:
+        yield
+    finally:
+        if holding:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupted:
+        raise KeyboardInterrupt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.interrupts import Interrupted, held_interrupts
-from gradilocks.cli.terminal import forgive_encoding, run_file
+from gradilocks.cli.options import checked, flag, run_file
+from gradilocks.cli.terminal import Interrupted, forgive_encoding, held_interrupts
 from gradilocks.report import clean
 from gradilocks.runfile import Step, open_run_file, read_run
 
@@ -22,28 +21,18 @@ if TYPE_CHECKING:
     from gradilocks.cli.watch_view import Watched
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.05 <= value <= 3600:
-        raise typer.BadParameter(f"expected seconds from 0.05 to 3600, got {str(text)!r}.")
-    return value
-
-
 def watch(
     path: Annotated[Path, run_file("RUN.jsonl", help="The run file; it may not exist yet.")],
-    once: Annotated[
-        bool, typer.Option("--once", help="Show the run as it is now, and leave.")
-    ] = False,
+    once: Annotated[bool, flag("--once", "Show the run as it is now, and leave.")] = False,
     no_wait: Annotated[
-        bool, typer.Option("--no-wait", help="If there is no such file, fail instead of waiting.")
+        bool, flag("--no-wait", "If there is no such file, fail instead of waiting.")
     ] = False,
     every: Annotated[
         float,
         typer.Option(
-            parser=_seconds, metavar="SECONDS", help="How often to look for something new."
+            parser=checked(float, lambda s: 0.05 <= s <= 3600, "seconds from 0.05 to 3600"),
+            metavar="SECONDS",
+            help="How often to look for something new.",
         ),
     ] = 1.0,
 ) -> None:
@@ -121,14 +110,14 @@ def _in_place(console: Console, watched: Watched, *, every: float) -> None:
 def _in_lines(watched: Watched, steps: list[Step], *, once: bool, every: float) -> None:
     from gradilocks.cli.watch_view import plain_end, plain_skips, plain_start, plain_status
 
-    print(plain_start(watched.reader), flush=True)
+    print(plain_start(watched), flush=True)
     stepped: set[int] = set()
     while True:
         for line in plain_skips(watched):
             print(line)
         stepped |= {step.optimizer for step in steps}
         if not steps or not (watched.unread or once):
-            for line in plain_status(watched.state, stepped):
+            for line in plain_status(watched, stepped):
                 print(line, flush=True)
             stepped.clear()
             if once or watched.reader.end is not None:

@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-__all__ = ["ARMS", "MADE_BY", "Arm", "Experiment", "Job", "Result", "Setup", "Step", "arm_named"]
-
 MADE_BY = "gradilocks demo"
 """How the files of the demo say whose they are."""
 LONGEST_WINDOW = 50
@@ -104,6 +102,11 @@ def arm_named(name: str) -> Arm:
             return arm
     known = ", ".join(arm.name for arm in ARMS)
     raise ValueError(f"arm must be one of {known}, got {name!r}.")
+
+
+def finite_or_none(value: Any) -> Any:
+    """Returns what JSON has in place of a value: it knows no NaN and no Inf."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -209,10 +212,7 @@ class Result:
 
     def to_plain(self) -> dict[str, Any]:
         """What ``json.dumps`` takes; a number that is not finite becomes None."""
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
-        }
+        return {name: finite_or_none(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_steps(

@@ -16,25 +16,24 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import gradilocks.report as report
 from gradilocks._version import __version__
 from gradilocks.demo.arms import ARMS, MADE_BY, Arm, Experiment, Result
 from gradilocks.demo.verdicts import judge
 from gradilocks.errors import BadRunFile, GradilocksError
 from gradilocks.runfile import read_run, refuse_foreign
 
-__all__ = ["PAGE", "SUMMARY", "prepare", "summarize", "write_all"]
-
 PAGE, SUMMARY = "report.html", "summary.json"
 VERSION = 1
 """Of the summary's format."""
 _HEAD = 4096
-_GENERATORS = (MADE_BY, "gradilocks report")
 
 
 def prepare(experiment: Experiment, *, force: bool) -> None:
@@ -49,14 +48,11 @@ def prepare(experiment: Experiment, *, force: bool) -> None:
         trial = folder / f".{os.getpid()}.part"
         trial.touch()
         trial.unlink()
-    except FileExistsError as error:
-        raise GradilocksError(
-            f"-o {folder} is a file; expected a folder, as {folder.with_name('demo')}."
-        ) from error
     except OSError as error:
-        raise GradilocksError(
-            f"-o {folder} cannot be written: {error.strerror or error}."
-        ) from error
+        why = f"cannot be written: {error.strerror or error}."
+        if isinstance(error, FileExistsError):
+            why = f"is a file; expected a folder, as {folder.with_name('demo')}."
+        raise GradilocksError(f"-o {folder} {why}") from error
     wanted = [folder / PAGE, folder / SUMMARY, *map(experiment.page, experiment.arms)]
     wanted += [Path(job.path) for job in experiment.jobs]
     for path in wanted:
@@ -76,28 +72,29 @@ def write_all(
     experiment: Experiment, results: Sequence[Result], *, started: float, seconds: float
 ) -> dict[str, Any]:
     """Writes the pages and the summary; returns the summary."""
-    from gradilocks.report import Drawn, experiment_page, identity, render, report_on, write
-
     drawn, pages, versions = [], {}, {}
     for arm in experiment.arms:
         for seed in experiment.seeds:
             run = read_run(experiment.run_file(arm, seed))
-            reported = report_on(run, arm.title)
-            drawn.append(Drawn(arm.name, seed, reported))
+            reported = report.report_on(run, arm.title)
+            drawn.append(report.Drawn(arm.name, seed, reported))
             if seed == min(experiment.seeds):
                 page = experiment.page(arm)
-                drawing = partial(render, [reported])
-                write(page, drawing, identity=identity([reported]), force=True)
+                drawing = partial(report.render, [reported])
+                report.write(page, drawing, identity=report.identity([reported]), force=True)
                 pages[arm.name] = page.name
                 versions = {"torch": str(run.header.versions.get("torch"))}
     summary = summarize(experiment, results, started=started, seconds=seconds, versions=versions)
-    write(
+    report.write(
         experiment.folder / PAGE,
-        lambda: experiment_page(summary, drawn, pages=pages, generator=MADE_BY),
+        lambda: report.experiment_page(summary, drawn, pages=pages, generator=MADE_BY),
         identity="",
         force=True,
     )
-    _write_summary(experiment.folder, summary)
+    path = experiment.folder / SUMMARY
+    with report.written_whole(path, given=path) as unfinished:
+        told = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+        unfinished.write_text(told, encoding="utf-8")
     return summary
 
 
@@ -119,11 +116,7 @@ def summarize(
         "command": list(experiment.command),
         "started": started,
         "seconds": round(seconds, 1),
-        "versions": {
-            "gradilocks": __version__,
-            "python": platform.python_version(),
-            **versions,
-        },
+        "versions": {"gradilocks": __version__, "python": platform.python_version(), **versions},
         "setup": {
             **asdict(setup),
             "text": "pydoc_data.topics",
@@ -150,19 +143,6 @@ def _spread(arm: Arm, results: Sequence[Result]) -> dict[str, float | int | None
     }
 
 
-def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    path = folder / SUMMARY
-    beside = folder / f".{SUMMARY}.{os.getpid()}.part"
-    try:
-        beside.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise GradilocksError(f"{path} cannot be written: {error.strerror or error}.") from error
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 def _earlier_files(folder: Path) -> Iterator[Path]:
     """What an earlier demo has left, by name and by content."""
     names = "|".join(re.escape(arm.name) for arm in ARMS)
@@ -174,23 +154,18 @@ def _earlier_files(folder: Path) -> Iterator[Path]:
 
 def _is_replaceable(path: Path) -> bool:
     """Whether it is a run file or empty; pages of all of Gradilocks' commands count as ours."""
-    if not path.stat().st_size:
-        return True
-    if path.suffix != ".jsonl":
-        return False
-    try:
-        refuse_foreign(path)
-    except BadRunFile:
-        return False
-    return True
+    if path.suffix == ".jsonl":
+        with suppress(BadRunFile):
+            refuse_foreign(path)
+            return True
+    return not path.stat().st_size
 
 
 def _is_of_demo(path: Path) -> bool:
+    if path.suffix == ".html":
+        return report.is_page(path)
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            if path.suffix == ".html":
-                head = file.read(_HEAD)
-                return any(f'<meta name="generator" content="{g}">' in head for g in _GENERATORS)
             if path.suffix == ".jsonl":
                 found = json.loads(file.readline(_HEAD)).get("settings")
             else:

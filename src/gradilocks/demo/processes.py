@@ -25,8 +25,6 @@ from typing import Any
 from gradilocks.demo.arms import Job, Result, Step
 from gradilocks.errors import GradilocksError
 
-__all__ = ["News", "work"]
-
 MOST_WORKERS = 2
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_END = 5.0

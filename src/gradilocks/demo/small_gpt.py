@@ -17,8 +17,6 @@ from torch.nn import functional as F
 
 from gradilocks.errors import GradilocksError
 
-__all__ = ["GPT", "Batches", "Text", "encode", "python_documentation"]
-
 
 @dataclass(frozen=True)
 class Text:
@@ -92,13 +90,7 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        vocabulary: int,
-        length: int,
-        width: int = 64,
-        layers: int = 2,
-        heads: int = 4,
+        self, *, vocabulary: int, length: int, width: int = 64, layers: int = 2, heads: int = 4
     ) -> None:
         super().__init__()
         self.characters = nn.Embedding(vocabulary, width)

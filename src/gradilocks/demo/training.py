@@ -23,8 +23,6 @@ from gradilocks.demo.arms import MADE_BY, Job, Result, Setup, Step
 from gradilocks.demo.small_gpt import GPT, Batches, Text, python_documentation
 from gradilocks.errors import NeverFinite
 
-__all__ = ["build_model", "lost_share", "train"]
-
 
 def train(job: Job, on_step: Callable[[Step], None]) -> Result:
     """Trains the small GPT as the arm has it, and writes its run file.

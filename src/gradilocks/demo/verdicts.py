@@ -7,21 +7,21 @@ holds if it holds for every seed that was run.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from gradilocks.demo.arms import Result, arm_named
-
-__all__ = ["CLOSE_ENOUGH", "NEAR", "Verdict", "judge"]
+from gradilocks.demo.arms import Result, arm_named, finite_or_none
 
 CLOSE_ENOUGH = 0.005
 """Just right: the final loss differs from fp32's by no more than this part of it."""
 NEAR = 0.1
 """Too small: the loss ends less than this part of fp32's fall from its start, up or down."""
 
-Pairs = Sequence[tuple[Result, Result]]
+Results = Sequence[Result]
+Found = tuple[bool | None, str, Mapping[str, Any]]
+"""Whether a claim holds, what happened, and on which numbers that rests."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,15 @@ class Verdict:
 
 def judge(results: Sequence[Result]) -> list[Verdict]:
     """Judges the three claims, in the order of the tale."""
-    return [_too_small(results), _too_large(results), _just_right(results)]
+    verdicts = []
+    for name, claim, (arm, other), judged in _CLAIMS:
+        by_seed = {result.seed: result for result in results if result.arm == other}
+        ran = [one for one in results if one.arm == arm and one.seed in by_seed]
+        found: Found = None, f"Not judged: that takes the arms {arm} and {other}.", {}
+        if ran:
+            found = judged(ran, [by_seed[one.seed] for one in ran])
+        verdicts.append(Verdict(name, claim, *found))
+    return verdicts
 
 
 _SMALL = {
@@ -61,41 +69,31 @@ _SMALL = {
 }
 
 
-def _too_small(results: Sequence[Result]) -> Verdict:
-    name = "too small"
-    claim = (
-        f"without a scale the loss ends near its start, less than {NEAR:.0%} of what fp32's falls "
-        "by away from it"
-    )
-    pairs = _pairs(results, "too-small", "fp32")
-    if not pairs:
-        return _not_run(name, claim, "too-small and fp32")
-    moved = {small.seed: _share_of_fall(small, reference) for small, reference in pairs}
-    found = {small.seed: _case(small, reference) for small, reference in pairs}
-    kinds = list(found.values())
-    known = [small.lost for small, _ in pairs if small.lost is not None]
+def _too_small(smalls: Results, references: Results) -> Found:
+    pairs = list(zip(smalls, references, strict=True))
+    kinds = [_case(*pair) for pair in pairs]
+    lost = [small.lost for small in smalls if small.lost is not None]
     rounded = (
-        f"Without a scale fp16 rounds {fmean(known):.1%} of the gradients entering the last layer "
+        f"Without a scale fp16 rounds {fmean(lost):.1%} of the gradients entering the last layer "
         "to zero at the first step, and the loss "
-        if known
+        if lost
         else "Without a scale the loss "
     )
-    told = cases([(words, kinds.count(kind)) for kind, words in _SMALL.items()], len(pairs))
-    return Verdict(
-        name,
-        claim,
-        all(kind == "near" for kind in kinds),
-        f"{rounded}{told.rstrip(',')}: {losses([small.first_loss for small, _ in pairs])} at the "
-        f"first step, {losses([small.least_loss for small, _ in pairs])} at best, "
-        f"{losses([small.final_loss for small, _ in pairs])} at the end; fp32 goes from "
-        f"{losses([reference.first_loss for _, reference in pairs])} to "
-        f"{losses([reference.final_loss for _, reference in pairs])}{_on_average(pairs)}.",
+    told = cases([(words, kinds.count(kind)) for kind, words in _SMALL.items()], len(smalls))
+    return (
+        set(kinds) == {"near"},
+        f"{rounded}{told.rstrip(',')}: {losses(smalls, 'first_loss')} at the first step, "
+        f"{losses(smalls, 'least_loss')} at best, {losses(smalls, 'final_loss')} at the end; fp32 "
+        f"goes from {losses(references, 'first_loss')} to {losses(references, 'final_loss')}"
+        f"{_on_average(smalls)}.",
         {
-            "fell, as a part of what fp32's fell": _by_seed(moved),
+            "fell, as a part of what fp32's fell": _by_seed(
+                smalls, [_share_of_fall(*pair) for pair in pairs]
+            ),
             "claimed less than, up or down": NEAR,
-            "the loss": {str(seed): _SMALL[kind].rstrip(",") for seed, kind in found.items()},
-            "least loss": _by_seed({small.seed: small.least_loss for small, _ in pairs}),
-            "rounded to zero": _by_seed({small.seed: small.lost for small, _ in pairs}),
+            "the loss": _by_seed(smalls, [_SMALL[kind].rstrip(",") for kind in kinds]),
+            "least loss": _by_seed(smalls, [small.least_loss for small in smalls]),
+            "rounded to zero": _by_seed(smalls, [small.lost for small in smalls]),
         },
     )
 
@@ -117,131 +115,113 @@ def _share_of_fall(small: Result, reference: Result) -> float:
     return (small.first_loss - small.final_loss) / whole
 
 
-def _too_large(results: Sequence[Result]) -> Verdict:
-    name = "too large"
-    claim = "without a clip the loss ends above its start, or as NaN; clipped it falls"
-    pairs = _pairs(results, "too-large", "clipped")
-    if not pairs:
-        return _not_run(name, claim, "too-large and clipped")
-    larges, tamed = ([pair[side] for pair in pairs] for side in (0, 1))
-    diverged = [one for one in larges if one.diverged]
-    learned = [one for one in tamed if one.learned]
-    idle = len(tamed) - len(learned)
-    clipped = (
-        f"goes from {losses([one.first_loss for one in tamed])} to "
-        f"{losses([one.final_loss for one in tamed])}"
-    )
+def _too_large(larges: Results, tamed: Results) -> Found:
+    diverged = [one.diverged for one in larges]
+    idle = sum(not one.learned for one in tamed)
+    clipped = f"goes from {losses(tamed, 'first_loss')} to {losses(tamed, 'final_loss')}"
     if idle:
         clipped += f", and does not fall{counted(idle, len(tamed))}"
-    return Verdict(
-        name,
-        claim,
-        len(diverged) == len(learned) == len(pairs),
-        "Without a clip the gradient norm "
-        f"{norms([one.norm_first for one in larges], [one.norm_largest for one in larges])} and "
-        f"the loss {_how_it_ends(larges)}; clipped at {arm_named('clipped').clip:g} the loss of "
-        f"the same training {clipped}{_on_average(pairs)}.",
+    return (
+        all(diverged) and not idle,
+        f"Without a clip the gradient norm {norms(larges)} and the loss {_how_it_ends(larges)}; "
+        f"clipped at {arm_named('clipped').clip:g} the loss of the same training {clipped}"
+        f"{_on_average(larges)}.",
         {
-            "diverged": _by_seed({one.seed: one.diverged for one in larges}),
+            "diverged": _by_seed(larges, diverged),
             "first loss that is not finite, at step": _by_seed(
-                {one.seed: one.first_nonfinite for one in larges}
+                larges, [one.first_nonfinite for one in larges]
             ),
-            "final loss without a clip": _by_seed({one.seed: one.final_loss for one in larges}),
-            "final loss, clipped": _by_seed({one.seed: one.final_loss for one in tamed}),
+            "final loss without a clip": _by_seed(larges, [one.final_loss for one in larges]),
+            "final loss, clipped": _by_seed(tamed, [one.final_loss for one in tamed]),
         },
     )
 
 
-def _how_it_ends(larges: Sequence[Result]) -> str:
+def _how_it_ends(larges: Results) -> str:
     lost = [one for one in larges if math.isnan(one.final_loss)]
     for_good = [one for one in lost if one.lost_for_good]
     returning = [one for one in lost if not one.lost_for_good]
     finite = [one for one in larges if math.isfinite(one.final_loss)]
-    above = [one.final_loss for one in finite if one.diverged]
-    below = [one.final_loss for one in finite if not one.diverged]
-    return cases(
-        [
-            (f"is not finite from {_steps(for_good)} on", len(for_good)),
-            (
-                f"is first not finite at {_steps(returning)}, though not from there on, and its "
-                "final mean is NaN",
-                len(returning),
-            ),
-            (f"ends at {losses(above)}, above its start,", len(above)),
-            (f"ends at {losses(below)}, no higher than its start,", len(below)),
-        ],
-        len(larges),
-    ).rstrip(",")
+    above = [one for one in finite if one.diverged]
+    below = [one for one in finite if not one.diverged]
+    told = [
+        (f"is not finite from {_steps(for_good)} on", len(for_good)),
+        (
+            f"is first not finite at {_steps(returning)}, though not from there on, and its final "
+            "mean is NaN",
+            len(returning),
+        ),
+        (f"ends at {losses(above, 'final_loss')}, above its start,", len(above)),
+        (f"ends at {losses(below, 'final_loss')}, no higher than its start,", len(below)),
+    ]
+    return cases(told, len(larges)).rstrip(",")
 
 
-def _steps(results: Sequence[Result]) -> str:
+def _steps(results: Results) -> str:
     """The steps at which the losses were first not finite."""
     found = sorted({one.first_nonfinite for one in results if one.first_nonfinite is not None})
     before = ", ".join(map(str, found[:-1]))
     return "step " + " or ".join(filter(None, [before, *map(str, found[-1:])]))
 
 
-def _just_right(results: Sequence[Result]) -> Verdict:
-    name = "just right"
-    claim = f"scaled and clipped, fp16 ends within {CLOSE_ENOUGH:.1%} of fp32's final loss"
-    pairs = _pairs(results, "just-right", "fp32")
-    if not pairs:
-        return _not_run(name, claim, "just-right and fp32")
-    apart = {
-        right.seed: abs(right.final_loss - fp32.final_loss) / (fp32.final_loss or math.nan)
-        for right, fp32 in pairs
-    }
-    parts = [part for part in apart.values() if math.isfinite(part)]
-    holds = all(part <= CLOSE_ENOUGH for part in apart.values())
+def _just_right(rights: Results, references: Results) -> Found:
+    apart = [
+        abs(right.final_loss - fp32.final_loss) / (fp32.final_loss or math.nan)
+        for right, fp32 in zip(rights, references, strict=True)
+    ]
+    parts = [part for part in apart if math.isfinite(part)]
     told = []
     if parts:
         most = "" if len(parts) == 1 else "at most "
         within = "within" if max(parts) <= CLOSE_ENOUGH else "more than"
         told.append(f"{most}{share(max(parts))} apart, {within} the {CLOSE_ENOUGH:.1%} claimed")
-    if len(parts) < len(pairs):
-        lost = len(pairs) - len(parts)
-        told.append(f"a loss that is not finite has no distance{counted(lost, len(pairs))}")
-    idle = [reference for _, reference in pairs if not reference.learned]
-    if idle:
-        told.append(f"fp32 itself did not learn{counted(len(idle), len(pairs))}")
-    return Verdict(
-        name,
-        claim,
-        holds,
-        f"Scaled and clipped, fp16 ends at {losses([right.final_loss for right, _ in pairs], 4)}, "
-        f"fp32 at {losses([reference.final_loss for _, reference in pairs], 4)}"
-        f"{_on_average(pairs)}: {'; '.join(told)}.",
+    if len(parts) < len(apart):
+        lost = counted(len(apart) - len(parts), len(apart))
+        told.append(f"a loss that is not finite has no distance{lost}")
+    if idle := sum(not reference.learned for reference in references):
+        told.append(f"fp32 itself did not learn{counted(idle, len(apart))}")
+    return (
+        all(part <= CLOSE_ENOUGH for part in apart),
+        f"Scaled and clipped, fp16 ends at {losses(rights, 'final_loss', 4)}, fp32 at "
+        f"{losses(references, 'final_loss', 4)}{_on_average(rights)}: {'; '.join(told)}.",
         {
-            "apart from fp32, as a part of it": _by_seed(apart),
+            "apart from fp32, as a part of it": _by_seed(rights, apart),
             "claimed at most": CLOSE_ENOUGH,
         },
     )
 
 
-def _pairs(results: Sequence[Result], one: str, other: str) -> list[tuple[Result, Result]]:
-    """The results of two arms, seed by seed, of the seeds that both were run with."""
-    others = {result.seed: result for result in results if result.arm == other}
-    return [
-        (result, others[result.seed])
-        for result in results
-        if result.arm == one and result.seed in others
-    ]
+# Names, claims, the arm that each is about and the one that it is compared with, seed by seed.
+_CLAIMS: tuple[tuple[str, str, tuple[str, str], Callable[[Results, Results], Found]], ...] = (
+    (
+        "too small",
+        f"without a scale the loss ends near its start, less than {NEAR:.0%} of what fp32's falls "
+        "by away from it",
+        ("too-small", "fp32"),
+        _too_small,
+    ),
+    (
+        "too large",
+        "without a clip the loss ends above its start, or as NaN; clipped it falls",
+        ("too-large", "clipped"),
+        _too_large,
+    ),
+    (
+        "just right",
+        f"scaled and clipped, fp16 ends within {CLOSE_ENOUGH:.1%} of fp32's final loss",
+        ("just-right", "fp32"),
+        _just_right,
+    ),
+)
 
 
-def _not_run(name: str, claim: str, arms: str) -> Verdict:
-    return Verdict(name, claim, None, f"Not judged: that takes the arms {arms}.")
+def _on_average(results: Results) -> str:
+    return "" if len(results) == 1 else f" (means of {len(results)} seeds)"
 
 
-def _on_average(pairs: Pairs) -> str:
-    return "" if len(pairs) == 1 else f" (means of {len(pairs)} seeds)"
-
-
-def _by_seed(values: Mapping[int, Any]) -> dict[str, Any]:
-    """JSON knows no NaN and no numbers as keys."""
-    return {
-        str(seed): None if isinstance(value, float) and not math.isfinite(value) else value
-        for seed, value in values.items()
-    }
+def _by_seed(results: Results, values: Sequence[Any]) -> dict[str, Any]:
+    """As JSON has it, whose keys are no numbers."""
+    return {str(one.seed): finite_or_none(v) for one, v in zip(results, values, strict=True)}
 
 
 # --- the words of the sentences ------------------------------------------------------------------
@@ -249,13 +229,9 @@ def _by_seed(values: Mapping[int, Any]) -> dict[str, Any]:
 # One seed is told as it is; of several, means over what is finite, and how many were not.
 
 
-def losses(values: Sequence[float], digits: int = 3) -> str:
-    """The mean of several losses, and how many of them were not finite.
-
-    Example:
-        >>> losses([2.0, 3.0]), losses([2.0, math.nan, math.nan])
-        ('2.500', 'NaN in 2 of 3 seeds and 2.000 in the rest')
-    """
+def losses(results: Results, name: str, digits: int = 3) -> str:
+    """The mean of a loss of several results, and in how many of them it was not finite."""
+    values = [getattr(one, name) for one in results]
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return "NaN"
@@ -286,29 +262,21 @@ def cases(told: Sequence[tuple[str, int]], of: int) -> str:
     return " and ".join(f"{words}{counted(some, of)}" for words, some in told if some)
 
 
-def norm(value: float) -> str:
-    """A gradient norm.
-
-    Example:
-        >>> norm(0.926), norm(385.26)
-        ('0.93', '385')
-    """
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
-
-
-def norms(first: Sequence[float], largest: Sequence[float]) -> str:
-    """What the gradient norm does from the first step to its largest value.
-
-    Example:
-        >>> norms([0.9], [385.0]), norms([math.nan], [math.nan])
-        ('goes from 0.90 to 385', 'is never finite')
-    """
-    first, largest = ([each for each in side if math.isfinite(each)] for side in (first, largest))
+def norms(results: Results) -> str:
+    """What the gradient norm does from the first step to its largest value."""
+    first, largest = (
+        [norm for one in results if math.isfinite(norm := getattr(one, name))]
+        for name in ("norm_first", "norm_largest")
+    )
     if not largest:
         return "is never finite"
+    start, most = (
+        f"{m:,.0f}" if m >= 100 else f"{m:.2f}"
+        for m in (fmean(first or [math.nan]), fmean(largest))
+    )
     if not first:
-        return f"is not finite at the first step, {norm(fmean(largest))} at most after it"
-    return f"goes from {norm(fmean(first))} to {norm(fmean(largest))}"
+        return f"is not finite at the first step, {most} at most after it"
+    return f"goes from {start} to {most}"
 
 
 def share(value: float) -> str:

@@ -3,8 +3,8 @@
 `tracks.py` turns a Run into columns, the four `*_findings.py` judge them, and `run_report.py`
 collects what is to be said. `series.py` makes of columns what a plot shows, `figures.py` the plots,
 `page.py` the HTML, by the templates in `templates/`, for a report, an audit and the demo.
-`comparison.py` makes the numbers of runs beside each other, `tables.py` rows to export. The names
-here are loaded on first use: whoever formats a number need not wait for the plots.
+`comparison.py` makes the numbers of runs beside each other. The names here are loaded on first use:
+whoever formats a number need not wait for the plots.
 """
 
 from __future__ import annotations
@@ -19,29 +19,16 @@ _HOME = {
         "recommendation_as_plain",
         "write_audit_page",
     ),
-    "comparison": ("Comparison", "Loss", "Parting", "Spread", "Summary", "compare"),
-    "destination": ("choose", "labels", "settled", "write"),
+    "comparison": ("Comparison", "Loss", "Parting", "Summary", "compare"),
+    "destination": ("choose", "is_page", "labels", "settled", "write", "written_whole"),
     "experiment": ("Drawn", "experiment_page"),
     "formatting": ("clean", "number", "power"),
     "health": ("Finding", "Health"),
     "report_page": ("identity", "render"),
     "run_report": ("Reported", "examine", "main_numbers", "report_on"),
-    "sparklines": ("BARS", "PLAIN_BARS", "Trail", "mean", "sparkline"),
-    "tables": (
-        "DETAIL_COLUMNS",
-        "STEP_COLUMNS",
-        "csv_columns",
-        "detail_rows",
-        "step_rows",
-        "write_csv",
-    ),
 }
 
 __all__ = [
-    "BARS",
-    "DETAIL_COLUMNS",
-    "PLAIN_BARS",
-    "STEP_COLUMNS",
     "Comparison",
     "Drawn",
     "Finding",
@@ -49,21 +36,17 @@ __all__ = [
     "Loss",
     "Parting",
     "Reported",
-    "Spread",
     "Summary",
-    "Trail",
     "check_audit_page",
     "choose",
     "clean",
     "compare",
-    "csv_columns",
-    "detail_rows",
     "examine",
     "experiment_page",
     "identity",
+    "is_page",
     "labels",
     "main_numbers",
-    "mean",
     "number",
     "power",
     "recommendation_as_line",
@@ -71,11 +54,9 @@ __all__ = [
     "render",
     "report_on",
     "settled",
-    "sparkline",
-    "step_rows",
     "write",
     "write_audit_page",
-    "write_csv",
+    "written_whole",
 ]
 
 
@@ -94,19 +75,10 @@ if TYPE_CHECKING:
         recommendation_as_plain,
         write_audit_page,
     )
-    from gradilocks.report.comparison import Comparison, Loss, Parting, Spread, Summary, compare
-    from gradilocks.report.destination import choose, labels, settled, write
+    from gradilocks.report.comparison import Comparison, Loss, Parting, Summary, compare
+    from gradilocks.report.destination import choose, is_page, labels, settled, write, written_whole
     from gradilocks.report.experiment import Drawn, experiment_page
     from gradilocks.report.formatting import clean, number, power
     from gradilocks.report.health import Finding, Health
     from gradilocks.report.report_page import identity, render
     from gradilocks.report.run_report import Reported, examine, main_numbers, report_on
-    from gradilocks.report.sparklines import BARS, PLAIN_BARS, Trail, mean, sparkline
-    from gradilocks.report.tables import (
-        DETAIL_COLUMNS,
-        STEP_COLUMNS,
-        csv_columns,
-        detail_rows,
-        step_rows,
-        write_csv,
-    )

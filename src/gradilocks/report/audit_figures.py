@@ -11,11 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gradilocks.lab import AuditRecord, FormatFinding, Histogram, ModuleGradients, Shares
-from gradilocks.report.figures import HIGHEST, MOST_LABELS, ROW_HEIGHT, Figure, name_axis, text
-from gradilocks.report.formatting import clean, count, percent, power, shortened
+from gradilocks.report.figures import (
+    HIGHEST,
+    MOST_LABELS,
+    ROW_HEIGHT,
+    Figure,
+    heat_trace,
+    name_axis,
+    text,
+)
+from gradilocks.report.formatting import clean, count, percent, power, raised, shortened
 from gradilocks.report.series import buckets, unique
-
-__all__ = ["KINDS", "kinds_of", "label_of", "module_figure", "shown_first", "window_figure"]
 
 # Beyond every exponent of a float64: where a window's outer bands end.
 OUTSIDE = 1200
@@ -126,7 +132,7 @@ def _window(drawn: dict[str, Histogram], each: FormatFinding) -> dict[str, Any]:
     low, high = _shown(drawn.values())
     shifts = [math.log2(scale) for scale in scales]
     left, right = _reaching(low + min(shifts), high + max(shifts), each.format.edges)
-    titles = ["At scale 1", f"At scale {_raised(power(each.scale))}"]
+    titles = ["At scale 1", f"At scale {raised(power(each.scale))}"]
     top = max((max(made.counts) / made.values for made in drawn.values()), default=1.0)
     return {
         "traces": [
@@ -197,7 +203,7 @@ def _moved(drawn: dict[str, Histogram], scale: float) -> dict[str, Any] | None:
         for at, each in made.bins():
             below += each
             if each and below >= half:
-                words = f"× {_raised(power(scale))}"
+                words = f"× {raised(power(scale))}"
                 return {"from": at, "to": _neat(at + math.log2(scale)), "words": words}
     return None
 
@@ -226,25 +232,11 @@ def _heat(
     z: list[list[float | None]] = []
     for made in histograms:
         counts, total = dict(made.bins()), made.values
-        z.append(
-            [
-                float(f"{counts[at] / total:.3g}") if counts.get(at) else None
-                for at in range(low, high)
-            ]
-        )
-    return {
-        "type": "heatmap",
-        "x": list(range(low, high + 1)),
-        "y": [text(name) for name in names],
-        "z": z,
-        "meta": {
-            "scale": "density",
-            "columns": [f"2<sup>{at}</sup> to 2<sup>{at + 1}</sup>" for at in range(low, high)],
-        },
-        "hovertemplate": f"<b>%{{y}}</b><br>%{{text}}<br>%{{customdata:.2%}} of its "
-        f"{KINDS[kind].removeprefix('all ')}"
-        "<extra></extra>",
-    }
+        shares = (counts.get(at, 0) / total if total else 0.0 for at in range(low, high))
+        z.append([float(f"{share:.3g}") if share else None for share in shares])
+    columns = [f"2<sup>{at}</sup> to 2<sup>{at + 1}</sup>" for at in range(low, high)]
+    hover = f"%{{customdata:.2%}} of its {KINDS[kind].removeprefix('all ')}"
+    return heat_trace(list(range(low, high + 1)), names, z, "density", columns, hover)
 
 
 def _over(each: FormatFinding, low: int, high: int) -> dict[str, Any]:
@@ -306,11 +298,6 @@ def _initials(name: str) -> str:
     *path, last = name.split(".")
     kept = [part if part.isdigit() else part[:1] for part in path]
     return shortened(".".join([*kept, last]), SHORT_LABEL)
-
-
-def _raised(words: str) -> str:
-    base, _, exponent = words.partition("^")
-    return f"{base}<sup>{exponent}</sup>" if exponent else words
 
 
 def _neat(value: float) -> float:

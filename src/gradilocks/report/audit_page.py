@@ -6,13 +6,12 @@ table of modules is in a data block, so that a page carries the numbers and not 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradilocks.lab import AuditRecord, Fate, Shares, UnreadableAudit
+from gradilocks.lab import AuditRecord, Fate, FormatFinding, Shares, UnreadableAudit
 from gradilocks.report.audit_figures import (
     KINDS,
     kinds_of,
@@ -21,7 +20,7 @@ from gradilocks.report.audit_figures import (
     shown_first,
     window_figure,
 )
-from gradilocks.report.destination import check, write
+from gradilocks.report.destination import check, identity_of, write
 from gradilocks.report.formatting import (
     clean,
     count,
@@ -32,16 +31,7 @@ from gradilocks.report.formatting import (
     prose,
     raised,
 )
-from gradilocks.report.page import FormatRow, Page, Pairs, Panel, to_html
-
-__all__ = [
-    "audit_page",
-    "check_audit_page",
-    "panel",
-    "recommendation_as_line",
-    "recommendation_as_plain",
-    "write_audit_page",
-]
+from gradilocks.report.page import to_html
 
 UNREADABLE = "The audit in the run file could not be shown:"
 COLUMNS = ("lost", "subnormal", "overflow", "headroom")
@@ -106,21 +96,19 @@ def check_audit_page(path: Path, *, title: str) -> None:
 def audit_page(audit: AuditRecord, *, title: str) -> str:
     """Returns the page."""
     return to_html(
-        Page(
-            title=f"{clean(title)} · Gradilocks audit",
-            kind="Gradilocks audit",
-            heading=clean(title),
-            identity=_place(title)["identity"],
-            panels=[_panel(audit, key="a0")],
-        )
+        "audit.html",
+        title=f"{clean(title)} · Gradilocks audit",
+        kind="Gradilocks audit",
+        heading=clean(title),
+        identity=_place(title)["identity"],
+        panels=[_panel(audit, key="a0")],
     )
 
 
 def _place(title: str) -> dict[str, str]:
     """What `destination` must know of a page to tell whether it may take another's place."""
-    named = f"audit {title}".encode("utf-8", "backslashreplace")
     return {
-        "identity": hashlib.sha256(named).hexdigest()[:16],
+        "identity": identity_of(f"audit {title}"),
         "what": f"audit of {clean(title)}",
         "option": "--html",
         "way_out": "choose another name, or remove it first",
@@ -130,50 +118,42 @@ def _place(title: str) -> dict[str, str]:
 # --- a panel -------------------------------------------------------------------------------------
 
 
-def panel(data: Mapping[str, Any], **place: Any) -> Panel:
+def panel(data: Mapping[str, Any], **place: Any) -> dict[str, Any]:
     """The panel of a report; an audit that cannot be read becomes a sentence that says so.
 
     Args:
         data: as the run file's line holds it.
-        place: `key`, `label` and `colour` of the Panel.
+        place: `key`, which the ids on the page begin with, and if the page is about several runs
+            `label` and `colour` of the one that was audited.
     """
     try:
-        return _panel(AuditRecord.from_plain(data), on_report=True, **place)
+        return {"on_report": True, **place, **_panel(AuditRecord.from_plain(data), **place)}
     except UnreadableAudit as error:
-        return Panel(on_report=True, unreadable=f"{UNREADABLE} {error.reason}.", **place)
+        return {"on_report": True, **place, "unreadable": f"{UNREADABLE} {error.reason}."}
 
 
-def _panel(audit: AuditRecord, *, key: str, **place: Any) -> Panel:
+def _panel(audit: AuditRecord, *, key: str, **_: Any) -> dict[str, Any]:
+    """What `audit_panel.html` shows: the audit itself, what is made of it, and its pictures."""
     chosen = audit.recommended
     nonfinite = audit.parameters.nonfinite or audit.activations.nonfinite
     good = chosen is not None and chosen.holds and not nonfinite
     modules = module_figure(f"{key}-modules", audit)
-    return Panel(
-        key,
-        **place,
-        kind="good" if good else "warning",
-        words=[clean(each) for each in audit.recommendation.words] or [f"{_in_short(audit)}."],
-        tiles=_tiles(audit),
-        first=shown_first(audit).name,
-        formats=[
-            FormatRow(
-                each.name,
-                power(each.scale),
-                _cells(each.fate),
-                each.holds,
-                each.keep,
-                recommended=each is chosen,
-            )
-            for each in audit.formats
-        ],
-        kinds=[(f"of {kind}", KINDS[kind]) for kind in kinds_of(audit)],
-        figures=[window_figure(f"{key}-window", audit), *([modules] if modules else [])],
-        modules=[(label_of(module), clean(module.kind)) for module in audit.modules],
-        by_format=_by_format(audit),
-    )
+    return {
+        "key": key,
+        "audit": audit,
+        "kind": "good" if good else "warning",
+        "words": [clean(each) for each in audit.recommendation.words] or [f"{_in_short(audit)}."],
+        "tiles": _tiles(audit),
+        "first": shown_first(audit).name,
+        "kinds": [(f"of {kind}", KINDS[kind]) for kind in kinds_of(audit)],
+        "figures": [window_figure(f"{key}-window", audit), *([modules] if modules else [])],
+        "modules": [(label_of(module), clean(module.kind)) for module in audit.modules],
+        "cells": _cells,
+        "by_format": {each.name: _of_format(audit, each) for each in audit.formats},
+    }
 
 
-def _tiles(audit: AuditRecord) -> Pairs:
+def _tiles(audit: AuditRecord) -> list[tuple[str, str]]:
     first, said = shown_first(audit), audit.recommendation
     lost, *_, headroom = _numbers(first.scaled)
     values = sum(h.values + h.zeros + h.nonfinite for h in (audit.parameters, audit.activations))
@@ -192,18 +172,16 @@ def _tiles(audit: AuditRecord) -> Pairs:
     return [(name, value.replace(" %", "\u00a0%")) for name, value in pairs]
 
 
-def _by_format(audit: AuditRecord) -> dict[str, Any]:
-    """What the switch needs: by format its words, its scale, what to keep, and of every module
+def _of_format(audit: AuditRecord, each: FormatFinding) -> dict[str, Any]:
+    """What the switch needs of a format: its words, its scale, what to keep, and of every module
     the numbers, to sort by, and how they are written."""
+    fates = [module.fates[each.name] for module in audit.modules]
     return {
-        each.name: {
-            "words": raised(prose(clean(each.words))),
-            "scale": numeral(power(each.scale)),
-            "keep": [i for i, module in enumerate(audit.modules) if module.name in each.keep],
-            "rows": [_row(module.fates[each.name]) for module in audit.modules],
-            "cells": [_cells(module.fates[each.name]) for module in audit.modules],
-        }
-        for each in audit.formats
+        "words": raised(prose(clean(each.words))),
+        "scale": numeral(power(each.scale)),
+        "keep": [i for i, module in enumerate(audit.modules) if module.name in each.keep],
+        "rows": [_row(fate) for fate in fates],
+        "cells": [_cells(fate) for fate in fates],
     }
 
 

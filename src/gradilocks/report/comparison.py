@@ -13,27 +13,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from gradilocks.report.tracks import nonfinite_losses, quantile, spoilt_before
-from gradilocks.runfile import (
-    BadSteps,
-    Header,
-    Run,
-    Step,
-    backward_groups,
-    has_bad_gradients,
-    origin_of,
-)
-
-__all__ = [
-    "Comparison",
-    "Loss",
-    "Parting",
-    "Spread",
-    "Summary",
-    "compare",
-    "seconds_of",
-    "summarize",
-]
+from gradilocks.report.tracks import Track, quantile, tracks
+from gradilocks.runfile import Header, Run, has_bad_gradients
 
 
 @dataclass(frozen=True)
@@ -105,10 +86,6 @@ class Summary:
     sessions: int
     torn: int
 
-    def to_plain(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
-        return asdict(self)
-
 
 def summarize(run: Run) -> Summary:
     """The numbers of one run."""
@@ -118,11 +95,15 @@ def summarize(run: Run) -> Summary:
     taken = len(steps) - len(skipped)
     seconds = seconds_of(run)
     culprits = Counter(culprit.name for step in skipped for culprit in step.culprits)
-    by_optimizer: dict[int, list[Step]] = {}
-    bad: dict[int, BadSteps] = {}
-    for step in steps:
-        by_optimizer.setdefault(step.optimizer, []).append(step)
-        bad.setdefault(step.optimizer, BadSteps()).take(step)
+    followed = tracks(run)
+    likely = Counter(
+        origin.name
+        for track in followed
+        for origin in track.origins(i for i in track.skipped if track.steps[i].culprits)
+        if origin.name
+    )
+    losses = {track.optimizer.index: _loss(track) for track in followed}
+    endings = {track.optimizer.index: track.bad.ending for track in followed}
     return Summary(
         path=str(run.path),
         status="no end" if run.end is None else run.end.status,
@@ -133,15 +114,9 @@ def summarize(run: Run) -> Summary:
         culprits=dict(culprits.most_common()),
         clipped=clipped,
         clip_rate=clipped / taken if taken else None,
-        losses={
-            index: loss
-            for index in sorted(bad)
-            if (loss := _loss(by_optimizer[index], bad[index])) is not None
-        },
-        likely=dict(_likely(run).most_common()),
-        bad_endings={
-            index: each.ending for index, each in sorted(bad.items()) if each.ending is not None
-        },
+        losses={index: loss for index, loss in losses.items() if loss is not None},
+        likely=dict(likely.most_common()),
+        bad_endings={index: words for index, words in endings.items() if words is not None},
         taken_nonfinite=sum(has_bad_gradients(step) for step in steps if not step.skipped),
         norm=_spread(step.norm for step in steps),
         scale=_spread(step.scale for step in steps),
@@ -164,28 +139,13 @@ def seconds_of(run: Run) -> float:
     return sum(last) + at_end
 
 
-def _likely(run: Run) -> Counter[str]:
-    """Where the NaN or Inf of skipped steps likely arose, if nothing had spoilt weights before."""
-    return Counter(
-        origin.name
-        for step, mark, group in zip(
-            run.steps, spoilt_before(run), backward_groups(run.steps), strict=True
-        )
-        if step.skipped
-        and step.culprits
-        and not mark
-        and (origin := origin_of(step, others=[each for each in group if each is not step])).name
-    )
-
-
-def _loss(steps: Sequence[Step], bad: BadSteps) -> Loss | None:
-    known = [(step.loss, step.step) for step in steps if step.loss is not None]
-    lost = nonfinite_losses(steps, bad)
-    if not known and not lost:
+def _loss(track: Track) -> Loss | None:
+    known = [(step.loss, step.step) for step in track.steps if step.loss is not None]
+    if not known and not track.lost:
         return None
     window = max(1, min(50, len(known) // 10))
     # A step that was skipped taught nothing, and its loss may be why it was.
-    taken = [step.loss for step in steps if step.loss is not None and not step.skipped]
+    taken = [step.loss for step in track.steps if step.loss is not None and not step.skipped]
     tail = (taken or [loss for loss, _ in known])[-window:]
     least, least_at = min(known, default=(None, None))
     return Loss(
@@ -194,8 +154,8 @@ def _loss(steps: Sequence[Step], bad: BadSteps) -> Loss | None:
         window=window,
         least=least,
         least_at=least_at,
-        nonfinite=len(lost),
-        nonfinite_since=bad.lost_since,
+        nonfinite=len(track.lost),
+        nonfinite_since=track.bad.lost_since,
     )
 
 
@@ -237,12 +197,8 @@ class Comparison:
 
     def to_plain(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""
-        return {
-            "runs": [summary.to_plain() for summary in self.summaries],
-            "what_ran": {name: list(values) for name, values in self.what_ran.items()},
-            "partings": [asdict(parting) for parting in self.partings],
-            "missing": [list(names) for names in self.missing],
-        }
+        plain = asdict(self)
+        return {"runs": plain.pop("summaries"), **plain}
 
 
 def compare(runs: Sequence[Run]) -> Comparison:

@@ -54,86 +54,62 @@ FAR_ABOVE = 10.0
 
 def loss_not_finite(track: Track) -> Iterator[Finding]:
     """Says where the loss itself was NaN or Inf: for good, or at single steps."""
-    lost, since = set(track.lost), track.lost_since
+    since = track.bad.lost_from
     if since is not None:
         yield _never_finite_again(track, since)
-        lost -= set(range(since, len(track.steps)))
-    taken = [place for place in sorted(lost) if not track.steps[place].skipped]
+    lost = [place for place in track.lost if since is None or place < since]
+    taken = [place for place in lost if not track.steps[place].skipped]
     if taken and since is None:
-        yield _not_finite_and_taken(track, taken)
-    skipped = [place for place in sorted(lost) if track.steps[place].skipped]
+        first, at = track.steps[taken[0]].step, count(len(taken), "step")
+        # Gradients that were finite all the same have spoilt nothing.
+        spoilt = [track.steps[i].step for i in sorted({*taken} & {*track.taken})]
+        title = f"The loss was NaN or Inf at {at}"
+        told = "The gradients were finite all the same, so the weights are not spoilt by it."
+        if spoilt:
+            title += " that went into the weights"
+            told = f"Go back to a checkpoint before step {spoilt[0]:,} whose weights are finite."
+        told = f"The first was step {first:,}. {told}"
+        yield Finding("loss-not-finite", "problem", title, told, {"steps": len(taken)}, step=first)
+    skipped = [place for place in lost if track.steps[place].skipped]
     if skipped:
-        yield _not_finite_and_skipped(track, skipped)
-
-
-def _not_finite_and_taken(track: Track, places: Sequence[int]) -> Finding:
-    first = track.steps[places[0]].step
-    # Gradients that were finite all the same have spoilt nothing.
-    taken = set(track.taken)
-    spoilt = [track.steps[i].step for i in places if i in taken]
-    return Finding(
-        "loss-not-finite",
-        "problem",
-        f"The loss was NaN or Inf at {count(len(places), 'step')} that went into the weights"
-        if spoilt
-        else f"The loss was NaN or Inf at {count(len(places), 'step')}",
-        f"The first was step {first:,}. "
-        + (
-            f"Go back to a checkpoint before step {spoilt[0]:,} whose weights are finite."
-            if spoilt
-            else "The gradients were finite all the same, so the weights are not spoilt by it."
-        ),
-        {"steps": len(places)},
-        step=first,
-    )
-
-
-def _not_finite_and_skipped(track: Track, places: Sequence[int]) -> Finding:
-    first = track.steps[places[0]].step
-    return Finding(
-        "loss-nonfinite-steps",
-        "warning",
-        f"The loss itself was NaN or Inf at {count(len(places), 'step')}",
-        f"First at step {first:,}; {'it was' if len(places) == 1 else 'they were'} skipped and "
-        f"changed no weight. {where_it_arose(track, places)}"
-        "No scale can cure that: look at the batches there, and at what the loss divides by or "
-        f"takes the logarithm of. {by_trace(track, places)}",
-        {"steps": len(places), "share": len(places) / len(track.steps)},
-        step=first,
-    )
+        first = track.steps[skipped[0]].step
+        title = f"The loss itself was NaN or Inf at {count(len(skipped), 'step')}"
+        told = (
+            f"First at step {first:,}; {'it was' if len(skipped) == 1 else 'they were'} skipped "
+            f"and changed no weight. {where_it_arose(track, skipped)}"
+            "No scale can cure that: look at the batches there, and at what the loss divides by or "
+            f"takes the logarithm of. {by_trace(track, skipped)}"
+        )
+        evidence = {"steps": len(skipped), "share": len(skipped) / len(track.steps)}
+        yield Finding("loss-nonfinite-steps", "warning", title, told, evidence, step=first)
 
 
 def _never_finite_again(track: Track, since: int) -> Finding:
     """The loss ended as NaN or Inf: the weights are spoilt, or the steps were skipped."""
-    step = track.steps[since].step
-    here = range(since, len(track.steps))
-    gone = len(here)
-    spoilt = track.spoilt_by(since)
+    step, here = track.steps[since].step, range(since, len(track.steps))
+    gone = count(len(here), "step")
+    spoilt = track.spoilt_at(since)
+    evidence: dict[str, float] = {"steps": len(here)}
     if since:
-        before = track.loss[since - 1]
+        evidence["last loss"] = before = track.loss[since - 1]
         title = f"The loss is not finite from step {step:,} on"
-        told = f"It was {number(before)} just before and has been NaN or Inf for "
-        told += f"{count(gone, 'step')}. "
-        evidence: dict[str, float | int | str] = {"steps": gone, "last loss": before}
+        told = f"It was {number(before)} just before and has been NaN or Inf for {gone}. "
     else:
         title = "The loss was never finite"
-        told = f"None of {count(gone, 'step')} has a finite loss: look at the inputs and at the "
-        told += "weights that training began with. "
-        evidence = {"steps": gone}
+        told = f"None of {gone} has a finite loss: look at the inputs and at the weights that "
+        told += "training began with. "
     if spoilt is not None:
-        first = track.steps[spoilt]
-        # Where its loss was not finite, a step before it may have put NaN into the weights.
-        latest, sound = ("", "") if first.loss is not None else (" at the latest", SOUND)
+        latest, sound = ("", "") if spoilt.surely else (" at the latest", SOUND)
         told += (
-            f"NaN or Inf went into the weights at step {first.step:,}{latest}: go back to a "
+            f"NaN or Inf went into the weights at step {spoilt.step:,}{latest}: go back to a "
             f"checkpoint before it{sound}. What came after tells nothing more."
         )
     elif all(track.steps[i].skipped for i in here):
         told += (
             "All of these steps were skipped and changed no weight. "
-            f"{where_it_arose(track, list(here))}No scale can cure that: look at the batches, at "
-            "what the loss divides by or takes the logarithm of, and at whether a weight is itself "
-            f"NaN or Inf. {by_trace(track, here)}"
+            f"{where_it_arose(track, here)}No scale can cure that: look at the batches, at what "
+            "the loss divides by or takes the logarithm of, and at whether a weight is itself NaN "
+            f"or Inf. {by_trace(track, here)}"
         )
     elif not any(place >= since for place in track.nonfinite):
         told += "The gradients stayed finite, so the weights are not spoilt by it" + (
@@ -161,12 +137,12 @@ def divergence(track: Track) -> Iterator[Finding]:
     # Not a ratio of losses: they may be zero or negative.
     factor = (last - start) / max(abs(start), start - best, 1e-30)
     blown = factor >= (BLOWN_UP_AMONG_SEVERAL if track.several else BLOWN_UP)
-    severity: Severity = "problem" if blown and grown >= NORM_GREW else "note"
+    diverged = blown and grown >= NORM_GREW
     told = (
         f"It began at {number(start)}, was lowest ({number(best)}) around step {step:,}, and ended "
         f"at {number(last)}. "
     )
-    if severity == "problem":
+    if diverged:
         title = "The loss diverged"
         told += (
             f"The norm grew {number(grown)} times. A lower learning rate, a longer warm-up or a "
@@ -178,6 +154,7 @@ def divergence(track: Track) -> Iterator[Finding]:
             "That is usual where targets move or networks play against each other; elsewhere look "
             "at what the norm did after that step."
         )
+    severity: Severity = "problem" if diverged else "note"
     evidence = {"first": start, "lowest": best, "last": last}
     yield Finding("loss-diverged", severity, title, told, evidence, step=step)
 
@@ -208,14 +185,13 @@ def spikes(track: Track) -> Iterator[Finding]:
     if not found:
         return
     unguarded = [i for i, _ in found if not track.clipped[i] and not track.steps[i].skipped]
-    worst = sorted(found, key=lambda spike: -spike[1])[:NAMED]
+    worst = sorted(sorted(found, key=lambda spike: -spike[1])[:NAMED])
+    most = [track.tensor_of_most(i) for i, _ in worst]
     told = [
         f"step {track.steps[i].step:,} ({number(track.norm[i])}, {number(factor)} times the usual"
-        f"{_by(track, i)})"
-        for i, factor in sorted(worst)
+        + (f", most of it in {clean(tensor.name)})" if tensor else ")")
+        for (i, factor), tensor in zip(worst, most, strict=True)
     ]
-    first = min(worst)[0]
-    most = track.tensor_of_most(first)
     what = (
         f"{'It was' if len(found) == 1 else 'All were'} clipped or skipped: the weights are safe."
         if not unguarded
@@ -227,9 +203,9 @@ def spikes(track: Track) -> Iterator[Finding]:
         "warning" if unguarded else "note",
         f"{count(len(found), 'spike')} of the gradient norm",
         f"{'The largest: ' if len(found) > NAMED else 'At '}{listed(told, most=NAMED)}. {what}",
-        {"spikes": len(found), "unguarded": len(unguarded), "largest factor": max(worst)[1]},
-        step=track.steps[first].step,
-        culprit=most.name if most else None,
+        {"spikes": len(found), "unguarded": len(unguarded), "largest factor": worst[-1][1]},
+        step=track.steps[worst[0][0]].step,
+        culprit=most[0].name if most[0] else None,
     )
 
 
@@ -238,14 +214,12 @@ def silence(track: Track) -> Iterator[Finding]:
     taken = [value for value in track.norm if not math.isnan(value)]
     zero = sum(value == 0 for value in taken) / max(1, len(taken))
     if len(taken) >= FEWEST_NORMS and zero >= SILENT:
-        yield Finding(
-            "no-gradient",
-            "problem",
-            f"All gradients were zero at {percent(zero)} of the steps",
+        title = f"All gradients were zero at {percent(zero)} of the steps"
+        told = (
             "Nothing can be learned from them. They may have been rounded to zero (use a loss "
-            "scale), or the loss does not depend on the parameters.",
-            {"share": zero},
+            "scale), or the loss does not depend on the parameters."
         )
+        yield Finding("no-gradient", "problem", title, told, {"share": zero})
 
 
 def _spikes(norm: Sequence[float]) -> list[tuple[int, float]]:
@@ -273,16 +247,12 @@ def _spikes(norm: Sequence[float]) -> list[tuple[int, float]]:
     return found
 
 
-def _by(track: Track, place: int) -> str:
-    most = track.tensor_of_most(place)
-    return f", most of it in {clean(most.name)}" if most else ""
-
-
 def clipping(track: Track) -> Iterator[Finding]:
     """Judges the share of clipped steps among those that were taken under a limit."""
-    skipped = set(track.skipped)
     limited = [
-        i for i, limit in enumerate(track.limit) if not math.isnan(limit) and i not in skipped
+        i
+        for i, step in enumerate(track.steps)
+        if not math.isnan(track.limit[i]) and not step.skipped
     ]
     if len(limited) < ENOUGH_FOR_A_RATE:
         return
@@ -290,26 +260,24 @@ def clipping(track: Track) -> Iterator[Finding]:
     share = sum(track.clipped[i] for i in late) / max(1, len(late))
     typical = nanmedian(track.norm[i] for i in late)
     limit = nanmedian(track.limit[i] for i in late)
+    norms = [track.norm[i] for i in limited if not math.isnan(track.norm[i])]
+    # A limit that adapts is right to keep its distance.
+    fixed = len({track.limit[i] for i in limited}) == 1
+    never = not any(track.clipped[i] for i in limited) and len(limited) >= NEVER_IN
     if share >= NEARLY_ALWAYS:
-        yield Finding(
-            "clipped-nearly-always",
-            "warning" if typical > FAR_ABOVE * limit else "note",
-            f"{percent(share)} of the steps were clipped",
+        told = (
             f"The norm is usually {number(typical)}, the limit {number(limit)}: the limit sets the "
             "length of nearly every step, so it works as a second learning rate. Raise it to where "
-            "only outliers reach it, or keep it if that is what you want.",
-            {"share": share, "median norm": typical, "limit": limit},
+            "only outliers reach it, or keep it if that is what you want."
         )
-    elif not any(track.clipped[i] for i in limited) and len(limited) >= NEVER_IN:
-        norms = [track.norm[i] for i in limited if not math.isnan(track.norm[i])]
-        if not norms or len({track.limit[i] for i in limited}) > 1:
-            return  # A limit that adapts is right to keep its distance.
-        largest = max(norms)
-        yield Finding(
-            "never-clipped",
-            "note",
-            "The limit was never reached",
-            f"In {count(len(limited), 'step')} the largest norm was {number(largest)}, the limit "
-            f"{number(limit)}. It guards against spikes only; nothing is wrong with that.",
-            {"largest norm": largest, "limit": limit},
+        severity: Severity = "warning" if typical > FAR_ABOVE * limit else "note"
+        title = f"{percent(share)} of the steps were clipped"
+        evidence = {"share": share, "median norm": typical, "limit": limit}
+        yield Finding("clipped-nearly-always", severity, title, told, evidence)
+    elif never and norms and fixed:
+        told = (
+            f"In {count(len(limited), 'step')} the largest norm was {number(max(norms))}, the "
+            f"limit {number(limit)}. It guards against spikes only; nothing is wrong with that."
         )
+        evidence = {"largest norm": max(norms), "limit": limit}
+        yield Finding("never-clipped", "note", "The limit was never reached", told, evidence)

@@ -8,16 +8,14 @@ is refused.
 
 from __future__ import annotations
 
+import hashlib
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from gradilocks.errors import GradilocksError
-
-__all__ = ["GENERATOR", "check", "choose", "labels", "settled", "write"]
 
 GENERATOR = "gradilocks report"
 """What a page says it was made by, unless it is the demo's."""
@@ -85,9 +83,8 @@ def write(
         GradilocksError: something else is there, or the place cannot be written.
     """
     target = _free(page, identity, force, what=what, option=option, way_out=way_out)
-    with _beside(target, given=page) as unfinished:
+    with written_whole(target, given=page) as unfinished:
         unfinished.write_text(render(), encoding="utf-8")
-        unfinished.replace(target)
 
 
 def check(page: Path, *, identity: str, what: str, option: str, way_out: str) -> None:
@@ -99,6 +96,28 @@ def check(page: Path, *, identity: str, what: str, option: str, way_out: str) ->
     target = _free(page, identity, False, what=what, option=option, way_out=way_out)
     with _beside(target, given=page):
         pass
+
+
+def identity_of(about: str) -> str:
+    """A short name for what a page is about, by which `write` knows one that it may replace."""
+    return hashlib.sha256(about.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is a page of Gradilocks'."""
+    return any(mark in _head(path) for mark in _MARKS)
+
+
+@contextmanager
+def written_whole(target: Path, *, given: Path) -> Iterator[Path]:
+    """Yields an empty file beside a place; it takes that place at the end, or goes if that fails.
+
+    Raises:
+        GradilocksError: the place, which messages call as it was given, cannot be written.
+    """
+    with _beside(target, given=given) as unfinished:
+        yield unfinished
+        unfinished.replace(target)
 
 
 @contextmanager
@@ -121,12 +140,13 @@ def _free(page: Path, identity: str, force: bool, *, what: str, option: str, way
     if not page.exists():
         return page
     head = _head(page)
-    if head.strip() and not any(mark in head for mark in _MARKS):
+    if head.strip() and not is_page(page):
         raise GradilocksError(
             f"{page} is already there and is no {what}, nor another page of gradilocks, so it is "
             f"never overwritten; give another path with {option}, or remove it first."
         )
-    if not force and not _own(head, identity):
+    own = f'<meta name="gradilocks-runs" content="{identity}">'
+    if not force and not (_MARKS[0] in head and own in head):
         raise GradilocksError(f"{page} is already there and is no {what}; {way_out}.")
     return page
 
@@ -137,11 +157,6 @@ def _head(page: Path) -> str:
             return file.read(HEAD_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise GradilocksError(f"{page} cannot be read: {error.strerror or error}.") from error
-
-
-def _own(head: str, identity: str) -> bool:
-    about = re.search(r'<meta name="gradilocks-runs" content="(\w+)">', head)
-    return _MARKS[0] in head and about is not None and about[1] == identity
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -162,11 +177,12 @@ def settled(place: Path, *, option: str = "-o") -> Path:
             f"{option} - would be standard output; a file is written whole or not at all, so name "
             "one."
         )
+    target = place
     try:
         target = place.resolve() if place.is_symlink() else place
         kind = stat.S_IFMT(target.stat().st_mode)
     except FileNotFoundError:
-        return place.resolve() if place.is_symlink() else place
+        return target
     except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a long name
         why = getattr(error, "strerror", None) or error
         raise GradilocksError(f"{place} cannot be written: {why}.") from error

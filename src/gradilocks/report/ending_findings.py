@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from gradilocks.report.formatting import clean, count, duration
 from gradilocks.report.health import Finding
 from gradilocks.report.tracks import came_late
-from gradilocks.runfile import Run, Trace, is_bad
+from gradilocks.runfile import Run, Trace, has_bad_gradients, is_bad
 
 MOST_TRACES = 3  # More of them tell less and less.
 
@@ -17,44 +17,24 @@ def ending(run: Run) -> Iterator[Finding]:
     end = run.end
     if end is None:
         torn = f" {count(run.torn, 'torn line')} left out." if run.torn else ""
-        yield Finding(
-            "no-end",
-            "note",
-            "The run file has no end",
-            f"The run was killed, or it is still going: this report shows what was written.{torn}",
-        )
+        told = "The run was killed, or it is still going: this report shows what was written."
+        yield Finding("no-end", "note", "The run file has no end", f"{told}{torn}")
     elif end.status == "error":
         what = clean(end.error) if end.error else "an error without a message"
-        yield Finding(
-            "ended-in-error",
-            "problem",
-            "The run ended in an error",
-            f"After {duration(end.time)}: {what}",
-            {"exit": end.exit},
-        )
+        told, title = f"After {duration(end.time)}: {what}", "The run ended in an error"
+        yield Finding("ended-in-error", "problem", title, told, {"exit": end.exit})
     elif end.status == "interrupted":
-        yield Finding(
-            "interrupted",
-            "note",
-            "The run was interrupted",
-            f"Somebody stopped it after {duration(end.time)}.",
-        )
+        told = f"Somebody stopped it after {duration(end.time)}."
+        yield Finding("interrupted", "note", "The run was interrupted", told)
     elif end.status != "finished":
-        yield Finding(
-            "exit-status",
-            "warning",
-            f"The run exited with status {end.exit}",
-            f"It ended itself after {duration(end.time)} and said that something was wrong.",
-            {"exit": end.exit},
-        )
+        title = f"The run exited with status {end.exit}"
+        told = f"It ended itself after {duration(end.time)} and said that something was wrong."
+        yield Finding("exit-status", "warning", title, told, {"exit": end.exit})
     if run.resumed:
-        yield Finding(
-            "resumed",
-            "note",
-            f"The file holds {count(len(run.resumed) + 1, 'session')}",
-            "The run was resumed into the same file; the plots show one session after another.",
-            {"sessions": len(run.resumed) + 1},
-        )
+        sessions = len(run.resumed) + 1
+        title = f"The file holds {count(sessions, 'session')}"
+        told = "The run was resumed into the same file; the plots show one session after another."
+        yield Finding("resumed", "note", title, told, {"sessions": sessions})
 
 
 # What a trace has found, by its `where`: a title without the step.
@@ -94,7 +74,7 @@ def traced(run: Run) -> Iterator[Finding]:
             "traced",
             "warning",
             f"At step {first.step:,} {title}",
-            f"{clean(first.text).rstrip('.')}.{_again(traces)}{_what_came_before(run, first)}",
+            f"{_told(traces)}{_what_came_before(run, first)}",
             {"phase": clean(first.phase), "class": clean(first.kind), "times": len(traces)},
             step=first.step,
             culprit=(first.module or None) if first.where == "module" else None,
@@ -105,22 +85,26 @@ def traced(run: Run) -> Iterator[Finding]:
         yield _too_late(run, late)
 
 
-def _again(traces: Sequence[Trace]) -> str:
-    if not traces[1:]:
-        return ""
-    return f" Found {count(len(traces), 'time')}, up to step {traces[-1].step:,}."
+def _told(traces: Sequence[Trace]) -> str:
+    """What the first of alike traces found, and how often it was found again."""
+    again = f" Found {count(len(traces), 'time')}, up to step {traces[-1].step:,}."
+    return f"{clean(traces[0].text).rstrip('.')}.{again if traces[1:] else ''}"
 
 
 def _buffers(found: Sequence[Trace]) -> Finding:
     first = found[0]
     who = clean(first.module) or "the model"
+    title = f"Buffers of {who} held {clean(first.what)} before step {first.step:,} used them"
+    told = (
+        f"{_told(found)} A skip keeps what is bad out of the weights, and not out of what forward "
+        "itself writes, such as the running statistics of a BatchNorm. Write them anew "
+        "(`reset_running_stats()`), or load them from a checkpoint."
+    )
     return Finding(
         "buffers-not-finite",
         "problem",
-        f"Buffers of {who} held {clean(first.what)} before step {first.step:,} used them",
-        f"{clean(first.text).rstrip('.')}.{_again(found)} A skip keeps what is bad out of the "
-        "weights, and not out of what forward itself writes, such as the running statistics of a "
-        "BatchNorm. Write them anew (`reset_running_stats()`), or load them from a checkpoint.",
+        title,
+        told,
         {"class": clean(first.kind), "times": len(found)},
         step=first.step,
     )
@@ -128,35 +112,23 @@ def _buffers(found: Sequence[Trace]) -> Finding:
 
 def _too_late(run: Run, late: Sequence[Trace]) -> Finding:
     first = late[0]
-    seen = (
-        f"{clean(first.text).rstrip('.')}."
-        if first.damaged
-        else f"At step {first.step:,} they were so already: what it saw there is no origin."
-    )
-    by_a_step = any(
-        step.nan + step.inf > 0 and not step.skipped and step.time <= first.time
-        for step in run.steps
-    )
-    if by_a_step:
-        return Finding(
-            "traced-too-late",
-            "note",
-            "The trace began after the weights were spoilt",
+    seen = f"At step {first.step:,} they were so already: what it saw there is no origin."
+    seen = _told(late[:1]) if first.damaged else seen
+    evidence = {"times": len(late)}
+    if any(has_bad_gradients(s) and not s.skipped and s.time <= first.time for s in run.steps):
+        title = "The trace began after the weights were spoilt"
+        told = (
             f"{seen} A trace follows the step after a bad one, so that one must have been skipped: "
             "train under a scaler or a GradientControl, or arm a trace by hand before the first "
-            "bad step (docs/finding-the-culprit.md).",
-            {"times": len(late)},
-            step=first.step,
+            "bad step (docs/finding-the-culprit.md)."
         )
-    return Finding(
-        "weights-not-finite",
-        "problem",
-        "Weights were NaN or Inf, and no bad step had put it there",
+        return Finding("traced-too-late", "note", title, told, evidence, step=first.step)
+    title = "Weights were NaN or Inf, and no bad step had put it there"
+    told = (
         f"{seen} No step with NaN or Inf in its gradients was taken before: the script wrote it, "
-        "it was loaded, or a step with finite gradients overflowed. Go on from finite weights.",
-        {"times": len(late)},
-        step=first.step,
+        "it was loaded, or a step with finite gradients overflowed. Go on from finite weights."
     )
+    return Finding("weights-not-finite", "problem", title, told, evidence, step=first.step)
 
 
 def _what_came_before(run: Run, trace: Trace) -> str:

@@ -8,7 +8,6 @@ stands nowhere.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +15,18 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from gradilocks.report.destination import identity_of
 from gradilocks.report.figures import Curve, Section, curve_figures
-from gradilocks.report.formatting import clean, duration, number, percent, power
-from gradilocks.report.page import Bear, Page, Row, RunPart, Table, to_html
+from gradilocks.report.formatting import clean, listed, number, percent, power
+from gradilocks.report.page import to_html
 from gradilocks.report.run_report import Reported
 
-__all__ = ["Drawn", "comparisons", "experiment_page"]
-
 Plain = Mapping[str, Any]
+Arms = Sequence[Plain]
+Runs = Mapping[str, Sequence[Plain]]
+"""By the name of an arm, its runs."""
+Rows = list[tuple[str, int, Sequence[str]]]
+"""Of a table: the heads, then an arm each with its colour and its cells."""
 
 # Each arm has a colour of its own, whatever arms are there.
 COLOURS = {"fp32": 0, "too-small": 1, "just-right": 2, "too-large": 3, "clipped": 4}
@@ -31,17 +34,6 @@ COLOURS = {"fp32": 0, "too-small": 1, "just-right": 2, "too-large": 3, "clipped"
 COMPARISONS = {
     "Scaling": (("fp32", "too-small", "just-right"), False),
     "Clipping": (("too-large", "clipped"), True),
-}
-# The three bears: how large they are, in pixels, and the arm whose colour they have.
-BEARS = {
-    "too small": (34, "too-small"),
-    "too large": (64, "too-large"),
-    "just right": (48, "just-right"),
-}
-OUTCOMES = {
-    True: ("good", "✓ Claim holds"),
-    False: ("problem", "✕ Claim does not hold"),
-    None: ("note", "Not judged"),
 }
 COMPARED = {
     "format": "format that products are stored in",
@@ -72,38 +64,30 @@ def experiment_page(
         pages: arms → the file of their own report, beside this page.
         generator: what the page says it was made by.
     """
-    seeds = summary["seeds"]
-    seed = "" if len(seeds) == 1 else f" with seed {min(seeds)}"
-    told = json.dumps([summary["started"], summary["command"]])
+    started = datetime.fromtimestamp(summary["started"], tz=timezone.utc)
+    arms, runs = _ran(summary)
     return to_html(
-        Page(
-            title="The Goldilocks experiment · Gradilocks",
-            kind="Gradilocks demo",
-            heading="The Goldilocks experiment",
-            identity=hashlib.sha256(told.encode()).hexdigest()[:16],
-            generator=generator,
-            command=clean(shlex.join(summary["command"])),
-            about=_about(summary),
-            bears=[_bear(verdict) for verdict in summary["verdicts"]],
-            numbers=[_final_losses(summary)],
-            sections=comparisons(summary, drawn),
-            runs=[
-                RunPart(
-                    one.reported.label,
-                    one.reported.health,
-                    COLOURS[one.arm],
-                    link=pages.get(one.arm, ""),
-                    files=[clean(run["path"]) for run in _runs_of(summary, one.arm)],
-                )
-                for one in drawn
-                if one.seed == min(seeds)
-            ],
-            runs_lead=f"What was found{seed}. A name leads to the arm's own report, with the plots "
-            "of every layer; `gradilocks report RUN.jsonl` makes that of another run.",
-            settings=[_settings(summary)],
-            facts=[("", None, [(name, clean(value)) for name, value in _facts(summary)])],
-            facts_title="Exactly what was computed",
-        )
+        "experiment.html",
+        title="The Goldilocks experiment · Gradilocks",
+        kind="Gradilocks demo",
+        heading="The Goldilocks experiment",
+        identity=identity_of(json.dumps([summary["started"], summary["command"]])),
+        generator=generator,
+        command=clean(shlex.join(summary["command"])),
+        started=f"{started:%Y-%m-%d %H:%M} UTC",
+        sections=comparisons(summary, drawn),
+        summary=summary,
+        arms=arms,
+        runs=runs,
+        drawn=drawn,
+        pages=pages,
+        colours=COLOURS,
+        losses=_table(arms, lambda arm: _final_losses(summary, arm, runs[arm["name"]])),
+        settings=_table(arms, lambda arm: _settings(arm, runs[arm["name"]])),
+        facts=[
+            *{f"{a['optimizer']} at {number(a['rate'])}": a["source"] for a in arms}.items(),
+            *(("ended early", words) for words in _ended_early(arms, runs)),
+        ],
     )
 
 
@@ -112,12 +96,7 @@ def comparisons(summary: Plain, drawn: Sequence[Drawn]) -> list[Section]:
     made = []
     for title, (names, early) in COMPARISONS.items():
         curves = [
-            Curve(
-                one.reported.label,
-                COLOURS[one.arm],
-                track,
-                _style(one, summary["seeds"], broad=one.arm == "fp32"),
-            )
+            Curve(one.reported.label, COLOURS[one.arm], track, _style(one, summary["seeds"]))
             for one in drawn
             if one.arm in names
             for track in one.reported.tracks
@@ -128,10 +107,18 @@ def comparisons(summary: Plain, drawn: Sequence[Drawn]) -> list[Section]:
     return made
 
 
-def _style(one: Drawn, seeds: Sequence[int], *, broad: bool) -> dict[str, Any]:
+def _ran(summary: Plain) -> tuple[Arms, Runs]:
+    """The arms that were run, and the runs of each."""
+    runs: dict[str, list[Plain]] = {}
+    for run in summary["runs"]:
+        runs.setdefault(run["arm"], []).append(run)
+    return [arm for arm in summary["arms"] if arm["name"] in runs], runs
+
+
+def _style(one: Drawn, seeds: Sequence[int]) -> dict[str, Any]:
     """One line in the legend for all seeds; fp32 is a band, so that what lies on it is seen too."""
     seed = "" if len(seeds) == 1 else f", seed {one.seed}"
-    first = one.seed == min(seeds)
+    first, broad = one.seed == min(seeds), one.arm == "fp32"
     return {
         "legendgroup": one.arm,
         "showlegend": first,
@@ -143,157 +130,79 @@ def _style(one: Drawn, seeds: Sequence[int], *, broad: bool) -> dict[str, Any]:
 
 def _lead(summary: Plain, names: Sequence[str], *, early: bool) -> str:
     """What the arms of a comparison have in common, and what they differ in, of those that ran."""
-    arms = [arm for arm in _arms(summary) if arm["name"] in names]
+    arms = [arm for arm in _ran(summary)[0] if arm["name"] in names]
     if len(arms) == 1:
         return f"One arm, {arms[0]['title']}: there is nothing to compare it with."
     same, other = ["model", "data"], list[str]()
     for key, words in COMPARED.items():
         (same if len({arm[key] for arm in arms}) == 1 else other).append(words)
-    differs = f" What differs is the {_all_of(other)}." if other else ""
+    differs = f" What differs is the {listed(other, most=len(COMPARED))}." if other else ""
     band = " The broad band is fp32." if any(arm["name"] == "fp32" for arm in arms) else ""
     axis = " Steps have a logarithmic axis, so that the first can be told apart." if early else ""
-    return f"The same {_all_of(same)}.{differs}{band}{axis}"
+    return f"The same {listed(same, most=2 + len(COMPARED))}.{differs}{band}{axis}"
 
 
-def _all_of(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+def _table(arms: Arms, cells: Callable[[Plain], Mapping[str, str]]) -> Rows:
+    rows = [(arm["title"], COLOURS[arm["name"]], cells(arm)) for arm in arms]
+    heads = ("arm", 0, [*rows[0][2]])
+    return [heads, *((title, colour, [*row.values()]) for title, colour, row in rows)]
 
 
-def _about(summary: Plain) -> str:
-    moment = datetime.fromtimestamp(summary["started"], tz=timezone.utc)
-    seeds = summary["seeds"]
-    return " · ".join(
-        [
-            f"{moment:%Y-%m-%d %H:%M} UTC",
-            f"took {duration(summary['seconds'])}",
-            f"{summary['setup']['steps']:,} steps",
-            f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}",
-            *(f"{clean(name)} {clean(version)}" for name, version in summary["versions"].items()),
-        ]
-    )
+def _final_losses(summary: Plain, arm: Plain, runs: Sequence[Plain]) -> dict[str, str]:
+    """What an arm ended with, seed by seed."""
+    finals = {run["seed"]: run["final_loss"] for run in runs}
+    row = {"first loss": _range(runs, "first_loss", "{:.2f}".format)}
+    for seed in summary["seeds"]:
+        final = finals.get(seed)
+        unknown = "NaN" if seed in finals else "–"
+        row[f"final, seed {seed}"] = unknown if final is None else f"{final:.4f}"
+    if len(summary["seeds"]) > 1:
+        for name in ("mean", "deviation"):
+            value = arm["final_loss"][name]
+            row[name] = "–" if value is None else f"{value:.4f}"
+    for name in ("steps", "skipped", "clipped"):
+        row[name] = _range(runs, name, "{:,}".format)
+    row["last scale"] = _range(runs, "scale_last", power)
+    row["largest norm"] = _range(runs, "norm_largest", number)
+    if any(run["lost"] is not None for run in summary["runs"]):
+        row["lost at first"] = _range(runs, "lost", percent)
+    return row
 
 
-def _bear(verdict: Plain) -> Bear:
-    size, arm = BEARS[verdict["name"]]
-    kind, outcome = OUTCOMES[verdict["holds"]]
-    return Bear(
-        verdict["name"], size, COLOURS[arm], kind, outcome, verdict["claim"], verdict["sentence"]
-    )
-
-
-def _arms(summary: Plain) -> list[Plain]:
-    """The arms that were run."""
-    return [arm for arm in summary["arms"] if _runs_of(summary, arm["name"])]
-
-
-def _runs_of(summary: Plain, arm: str) -> list[Plain]:
-    return [run for run in summary["runs"] if run["arm"] == arm]
-
-
-def _final_losses(summary: Plain) -> Table:
-    """What every arm ended with, seed by seed."""
-    several = len(summary["seeds"]) > 1
-    heads = ["arm", "first loss", *(f"final, seed {seed}" for seed in summary["seeds"])]
-    heads += ["mean", "deviation"] if several else []
-    heads += ["steps", "skipped", "clipped", "last scale", "largest norm"]
-    rounds = any(run["lost"] is not None for run in summary["runs"])
-    heads += ["lost at first"] if rounds else []
-    rows = []
-    for arm in _arms(summary):
-        runs = _runs_of(summary, arm["name"])
-        finals = {
-            run["seed"]: "NaN" if run["final_loss"] is None else f"{run['final_loss']:.4f}"
-            for run in runs
-        }
-        cells = [_range(runs, "first_loss", "{:.2f}".format)]
-        cells += [finals.get(seed, "–") for seed in summary["seeds"]]
-        if several:
-            spread = [arm["final_loss"][key] for key in ("mean", "deviation")]
-            cells += ["–" if value is None else f"{value:.4f}" for value in spread]
-        cells += [_range(runs, name, "{:,}".format) for name in ("steps", "skipped", "clipped")]
-        cells.append(_range(runs, "scale_last", power))
-        cells.append(_range(runs, "norm_largest", number))
-        cells += [_range(runs, "lost", percent)] if rounds else []
-        rows.append(Row(arm["title"], COLOURS[arm["name"]], cells))
-    window = max((run["window"] for run in summary["runs"]), default=0)
-    return Table(
-        "Final losses",
-        heads,
-        rows,
-        f"The mean of the last {window} steps, or of a sixth of them if that is less. NaN if one "
-        "of those losses was not finite."
-        + (
-            " Lost at first: of the non-zero gradients that enter the last layer at the first "
-            "step, those that fp16 rounds to zero."
-            if rounds
-            else ""
-        ),
-        unbroken=True,
-    )
-
-
-def _settings(summary: Plain) -> Table:
+def _settings(arm: Plain, runs: Sequence[Plain]) -> dict[str, str]:
     """What the arms differ in."""
-    heads = ["arm", "stored in", "loss scale", "limit", "optimizer", "learning rate", "warm-up"]
-    rows = []
-    for arm in _arms(summary):
-        runs = _runs_of(summary, arm["name"])
-        least = min(run["rate_least"] for run in runs)
-        largest = max(run["rate_largest"] for run in runs)
-        # A warm-up is there if the first step had a smaller rate than a later one.
-        first = min(run["rate_first"] for run in runs)
-        warm = any(run["rate_first"] != run["rate_largest"] for run in runs)
-        cells = [
-            arm["format"] if arm["format"] == "fp32" else f"{arm['format']} (emulated)",
-            f"dynamic, from {_range(runs, 'scale_first', power)}" if arm["scaled"] else "none",
-            "none" if arm["clip"] is None else number(arm["clip"]),
-            arm["optimizer"],
-            number(largest) if least == largest else f"{number(least)} – {number(largest)}",
-            f"from {number(first)}" if warm else "none",
-        ]
-        rows.append(Row(arm["title"], COLOURS[arm["name"]], cells))
-    hint = "What the arms differ in is in this table, and nothing else."
-    return Table("Settings", heads, rows, hint, unbroken=True)
+    # A warm-up is there if the first step had a smaller rate than a later one.
+    warm = any(run["rate_first"] != run["rate_largest"] for run in runs)
+    rates = [run[name] for run in runs for name in ("rate_least", "rate_largest")]
+    return {
+        "stored in": arm["format"] if arm["format"] == "fp32" else f"{arm['format']} (emulated)",
+        "loss scale": f"dynamic, from {_range(runs, 'scale_first', power)}"
+        if arm["scaled"]
+        else "none",
+        "limit": "none" if arm["clip"] is None else number(arm["clip"]),
+        "optimizer": arm["optimizer"],
+        "learning rate": _span(rates, number),
+        "warm-up": f"from {number(min(run['rate_first'] for run in runs))}" if warm else "none",
+    }
 
 
 def _range(runs: Sequence[Plain], name: str, words: Callable[[Any], str]) -> str:
-    """One number, or the least and the most of several seeds."""
-    known = sorted(run[name] for run in runs if run[name] is not None)
-    if not known:
-        return "–"
-    least, most = words(known[0]), words(known[-1])
-    return least if least == most else f"{least} – {most}"
+    known = [run[name] for run in runs if run[name] is not None]
+    return _span(known, words) if known else "–"
 
 
-def _facts(summary: Plain) -> Iterator[tuple[str, str]]:
-    setup, arms = summary["setup"], _arms(summary)
-    parameters = max((run["parameters"] for run in summary["runs"]), default=0)
-    yield (
-        "model",
-        f"GPT, {setup['layers']} layers, width {setup['width']}, {setup['heads']} heads, "
-        f"{setup['length']} positions, {parameters:,} parameters, all in float32.",
-    )
-    yield "text", f"Python's own documentation, {setup['text']}, character by character."
-    yield "batch", setup["computed"]
-    if any(arm["format"] == "fp16" for arm in arms):
-        yield (
-            "fp16",
-            "gradilocks.emulate(torch.float16): matrix products and attention store what goes in, "
-            "what comes out and their gradients in fp16, and compute in fp32, as a tensor core "
-            "does.",
-        )
-    dynamic = " and of DynamicScale" if any(arm["scaled"] for arm in arms) else ""
-    yield (
-        "the same",
-        "seed by seed, in all arms: the model, its first parameters and the batches. All defaults "
-        f"of torch's optimizers{dynamic}, but for what the table says.",
-    )
-    yield from {f"{a['optimizer']} at {number(a['rate'])}": a["source"] for a in arms}.items()
+def _span(values: Sequence[Any], words: Callable[[Any], str]) -> str:
+    """One number, or the least and the most of several."""
+    return " – ".join(dict.fromkeys(map(words, (min(values), max(values)))))
+
+
+def _ended_early(arms: Arms, runs: Runs) -> Iterator[str]:
+    """Which seeds of an arm ended before their last step, and why."""
     for arm in arms:
         ended: dict[str, list[str]] = {}
-        for run in _runs_of(summary, arm["name"]):
+        for run in runs[arm["name"]]:
             if run["stopped"] is not None:
                 where = f"seed {run['seed']} after step {run['steps']:,}"
                 ended.setdefault(run["stopped"], []).append(where)
         for why, seeds in ended.items():
-            yield "ended early", f"{arm['title']}, {', '.join(seeds)}: {why}"
+            yield f"{arm['title']}, {', '.join(seeds)}: {why}"

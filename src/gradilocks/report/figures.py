@@ -14,18 +14,8 @@ from typing import Any
 
 from gradilocks.report.formatting import power, shortened
 from gradilocks.report.run_report import Reported
-from gradilocks.report.series import (
-    Heat,
-    Line,
-    clipped_share,
-    heat,
-    line,
-    skip_marks,
-    staircase,
-)
+from gradilocks.report.series import Line, clipped_share, heat, line, skip_marks, staircase
 from gradilocks.report.tracks import Tensor, Track
-
-__all__ = ["Curve", "Figure", "Section", "curve_figures", "name_axis", "sections", "text"]
 
 Trace = dict[str, Any]
 
@@ -75,18 +65,16 @@ class Curve:
 
 def sections(reports: Sequence[Reported]) -> list[Section]:
     """Lays out the plots: a section for each optimizer, in it all runs over each other."""
-    indices = sorted({track.optimizer.index for one in reports for track in one.tracks})
-    maps = 3 * max(1, sum(len(one.tracks) for one in reports))
+    by_index: dict[int, list[Curve]] = {}
+    for number, one in enumerate(reports):
+        for track in one.tracks:
+            curves = by_index.setdefault(track.optimizer.index, [])
+            curves.append(Curve(one.label, number, track))
+    maps = 3 * sum(map(len, by_index.values()))
     made = []
-    for index in indices:
-        curves = [
-            Curve(one.label, number, track)
-            for number, one in enumerate(reports)
-            for track in one.tracks
-            if track.optimizer.index == index
-        ]
+    for index, curves in sorted(by_index.items()):
         figures = (*curve_figures(f"s{index}", curves), *_heats(f"s{index}", curves, maps))
-        made.append(Section(_title(index, curves, alone=len(indices) == 1), figures))
+        made.append(Section(_title(index, curves, alone=len(by_index) == 1), figures))
     return made
 
 
@@ -210,29 +198,25 @@ def _lines(
     shape: Mapping[str, Any] | None = None,
 ) -> tuple[list[Trace], str]:
     """A line for each curve that has values, and a remark if one of them was thinned."""
-    several = len(curves) > 1
-    traces: list[Trace] = []
-    longest = 0
-    for curve in curves:
-        made = make(curve.track)
-        if made is None:
-            continue
-        longest = max(longest, made.thinned)
-        told_apart = f"{name}, {curve.label}" if name == "limit" else curve.label
-        drawn = {
+    several, limit = len(curves) > 1, name == "limit"
+    made = [(curve, drawn) for curve in curves if (drawn := make(curve.track)) is not None]
+    traces = [
+        {
             "type": "scatter",
             "mode": "lines",
-            "name": text(told_apart if several else name),
-            "x": made.x,
-            "y": made.y,
+            "name": text((f"{name}, " if limit else "") + curve.label if several else name),
+            "x": drawn.x,
+            "y": drawn.y,
             "hovertemplate": "%{y:.4g}<extra>%{fullData.name}</extra>",
             "meta": {"run": curve.colour, "role": name},
             **curve.style,
             "line": {**curve.style.get("line", {}), **(shape or {})},
+            # Dashes tell a limit well enough.
+            **({"showlegend": False} if several and limit else {}),
         }
-        if several and name == "limit":
-            drawn["showlegend"] = False  # Dashes tell it well enough.
-        traces.append(drawn)
+        for curve, drawn in made
+    ]
+    longest = max((drawn.thinned for _, drawn in made), default=0)
     remark = (
         f"{longest:,} steps are more than a screen shows: of each group of neighbours the smallest "
         "and the largest are drawn."
@@ -305,21 +289,10 @@ def _log2(value: float | None) -> float | None:
 # --- heat maps -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Measure:
-    """A number of every tensor that a heat map shows over time."""
-
-    key: str
-    column: Callable[[Tensor], Sequence[float]]
-    title: str
-    reading: str
-    scale: str
-    hover: str
-
-
-_MEASURES = (
-    _Measure(
-        "norms",
+# What is shown of every tensor over time: its column, a title, how to read it, the colours, and
+# what is said where one points at.
+_MEASURES: dict[str, tuple[Callable[[Tensor], Sequence[float]], str, str, str, str]] = {
+    "norms": (
         lambda tensor: tensor.norm,
         "Gradient norm, layer by layer",
         "One row a tensor, in the model's order; bright is large. A row that turns dark is "
@@ -327,8 +300,7 @@ _MEASURES = (
         "log",
         "norm %{customdata:.3g}",
     ),
-    _Measure(
-        "zeros",
+    "zeros": (
         lambda tensor: tensor.zeros,
         "Share of zeros in the gradients, layer by layer",
         "Faint is none, strong orange is all: values that the format rounded away, dead units, or, "
@@ -336,8 +308,7 @@ _MEASURES = (
         "share",
         "%{customdata:.1%} zeros",
     ),
-    _Measure(
-        "updates",
+    "updates": (
         lambda tensor: tensor.update,
         "Update-to-weight ratio, layer by layer",
         "How much a step changes a tensor, as a part of itself. Faint is the usual 0.001, orange "
@@ -345,43 +316,52 @@ _MEASURES = (
         "ratio",
         "changed by %{customdata:.3g} of itself",
     ),
-)
+}
 
 
 def _heats(prefix: str, curves: Sequence[Curve], maps: int) -> Iterator[Figure]:
-    for measure in _MEASURES:
+    for key, (column, title, reading, scale, hover) in _MEASURES.items():
         for curve in curves:
-            made = heat(curve.track, measure.column, maps=maps)
-            if made is not None:
-                of = f", {curve.label}" if len(curves) > 1 else ""
-                yield _heat(f"{prefix}-{measure.key}-{curve.colour}", measure, made, of)
+            made = heat(curve.track, column, maps=maps)
+            if made is None:
+                continue
+            remark = []
+            if made.thinned:
+                steps = f"{made.thinned:,} recorded steps"
+                remark.append(f"Each column shows the largest of several of the {steps}.")
+            if made.folded:
+                tensors = f"{made.folded:,} tensors"
+                remark.append(f"Each row shows the largest of several of the {tensors}.")
+            trace = heat_trace(made.edges, made.rows, made.z, scale, made.columns, hover)
+            axes = {"x": {"title": "step"}, "y": name_axis(made.rows)}
+            yield Figure(
+                f"{prefix}-{key}-{curve.colour}",
+                f"{title}, {curve.label}" if len(curves) > 1 else title,
+                reading,
+                {"traces": [trace], **axes, "heat": True},
+                height=max(LOWEST, min(HIGHEST, 120 + ROW_HEIGHT * len(made.rows))),
+                wide=True,
+                remark=" ".join(remark),
+            )
 
 
-def _heat(key: str, measure: _Measure, made: Heat, of: str) -> Figure:
-    remarks = []
-    if made.thinned:
-        remarks.append(
-            f"Each column shows the largest of several of the {made.thinned:,} recorded steps."
-        )
-    if made.folded:
-        remarks.append(f"Each row shows the largest of several of the {made.folded:,} tensors.")
-    trace = {
+def heat_trace(
+    edges: Sequence[float],
+    rows: Sequence[str],
+    z: Sequence[Sequence[float | None]],
+    scale: str,
+    columns: Sequence[str],
+    hover: str,
+) -> Trace:
+    """A heat map as plotly.js draws it: one more edge than columns, and `hover` in its words."""
+    return {
         "type": "heatmap",
-        "x": made.edges,
-        "y": [text(row) for row in made.rows],
-        "z": made.z,
-        "meta": {"scale": measure.scale, "columns": made.columns},
-        "hovertemplate": f"<b>%{{y}}</b><br>%{{text}}<br>{measure.hover}<extra></extra>",
+        "x": edges,
+        "y": [text(row) for row in rows],
+        "z": z,
+        "meta": {"scale": scale, "columns": columns},
+        "hovertemplate": f"<b>%{{y}}</b><br>%{{text}}<br>{hover}<extra></extra>",
     }
-    return Figure(
-        key,
-        f"{measure.title}{of}",
-        measure.reading,
-        {"traces": [trace], "x": {"title": "step"}, "y": name_axis(made.rows), "heat": True},
-        height=max(LOWEST, min(HIGHEST, 120 + ROW_HEIGHT * len(made.rows))),
-        wide=True,
-        remark=" ".join(remarks),
-    )
 
 
 def name_axis(names: Sequence[str]) -> dict[str, Any]:

@@ -12,21 +12,6 @@ from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
-__all__ = [
-    "clean",
-    "count",
-    "duration",
-    "listed",
-    "number",
-    "numeral",
-    "percent",
-    "power",
-    "prose",
-    "raised",
-    "sentence_case",
-    "shortened",
-]
-
 
 def clean(text: object) -> str:
     r"""Returns a text with every character that cannot be printed as its escape.
@@ -94,14 +79,14 @@ def percent(share: float) -> str:
     return f"{float(f'{share * 100:.2g}') if share < 0.1 else round(share * 100, 1):g} %"
 
 
-def count(how_many: int, noun: str, plural: str | None = None) -> str:
+def count(how_many: int, noun: str) -> str:
     """Returns a number with its noun.
 
     Example:
         >>> count(1, "step"), count(12000, "step")
         ('1 step', '12,000 steps')
     """
-    return f"{how_many:,} {noun if how_many == 1 else plural or noun + 's'}"
+    return f"{how_many:,} {noun}{'' if how_many == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

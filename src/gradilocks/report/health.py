@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
-
-__all__ = ["Finding", "Health", "Severity", "Verdict"]
 
 Severity = Literal["problem", "warning", "note"]
 """A problem spoils the training, a warning deserves a look, a note is good to know."""
@@ -35,15 +33,9 @@ class Finding:
 
     def to_plain(self) -> dict[str, object]:
         """The finding as JSON has it."""
-        return {
-            "rule": self.rule,
-            "severity": self.severity,
-            "title": self.title,
-            "sentence": self.sentence,
-            "step": self.step,
-            "culprit": self.culprit,
-            "evidence": dict(self.evidence),
-        }
+        plain = asdict(self)
+        evidence = plain.pop("evidence")
+        return {**plain, "evidence": evidence}
 
 
 @dataclass(frozen=True)

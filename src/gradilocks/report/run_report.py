@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -20,8 +20,6 @@ from gradilocks.report.formatting import clean, count, duration, number, percent
 from gradilocks.report.health import Finding, Health, Verdict
 from gradilocks.report.tracks import Track, nanmedian, tracks
 from gradilocks.runfile import Run
-
-__all__ = ["Reported", "examine", "in_short", "main_numbers", "report_on", "what_ran"]
 
 Pairs = list[tuple[str, str]]
 
@@ -66,7 +64,22 @@ def report_on(run: Run, label: str) -> Reported:
         BadRunFile: a step holds something else than numbers.
     """
     followed = tracks(run)
-    return Reported(run, clean(label), followed, examine(run, followed))
+    found = [*ending_findings.ending(run), *ending_findings.traced(run)]
+    for track in followed:
+        for rule in STEP_RULES:
+            found += [replace(each, title=track.prefix + each.title) for each in rule(track)]
+    found.sort(key=lambda finding: ORDER[finding.severity])
+    health = Health(*_verdict(run, found, followed), tuple(found))
+    return Reported(run, clean(label), followed, health)
+
+
+def examine(run: Run) -> Health:
+    """Judges a run, as `gradilocks.read_run` returns it: the verdict and its findings.
+
+    Raises:
+        BadRunFile: a step holds something else than numbers.
+    """
+    return report_on(run, "").health
 
 
 def what_ran(run: Run) -> Pairs:
@@ -110,65 +123,44 @@ def main_numbers(reported: Reported, track: Track | None) -> Pairs:
     """The few numbers by which runs are compared, of one optimizer of a run."""
     if track is None:
         return [("steps", "0")]
-    steps = len(track.steps)
-    taken = max(1, steps - len(track.skipped))
-    limited = any(track.clipped) or not all(map(math.isnan, track.limit))
+    steps, skipped, clipped = len(track.steps), len(track.skipped), sum(track.clipped)
+    limited = clipped or not all(map(math.isnan, track.limit))
     seconds = track.time[-1] - track.time[0]
+    norm, unknown = nanmedian(track.norm), "NaN" if track.nonfinite else "–"
+    scale = next((value for value in reversed(track.scale) if not math.isnan(value)), None)
     return [
         ("steps", f"{steps:,}"),
-        ("skipped", _share_of(len(track.skipped), steps)),
-        ("clipped", _share_of(sum(track.clipped), taken) if limited else "no limit"),
+        ("skipped", _share_of(skipped, steps)),
+        ("clipped", _share_of(clipped, max(1, steps - skipped)) if limited else "no limit"),
         ("loss", _loss(track)),
-        ("median norm", _norm(track)),
-        ("last scale", _or_dash(_last(track.scale), power)),
+        ("median norm", number(norm) if not math.isnan(norm) else unknown),
+        ("last scale", "–" if scale is None else power(scale)),
         ("lasted", duration(track.time[-1]) if track.time[-1] > 0 else "–"),
         ("steps/s", number((steps - 1) / seconds) if steps > 1 and seconds > 0 else "–"),
         ("verdict", reported.health.verdict),
     ]
 
 
-def examine(run: Run, followed: Sequence[Track] | None = None) -> Health:
-    """Judges a run.
-
-    Args:
-        run: as `gradilocks.read_run` returns it.
-        followed: its tracks, if they have been made already.
-
-    Returns:
-        The verdict and its findings.
-
-    Raises:
-        BadRunFile: a step holds something else than numbers.
-    """
-    followed = tracks(run) if followed is None else followed
-    found = [*ending_findings.ending(run), *ending_findings.traced(run)]
-    for track in followed:
-        of = f"{track.label}: " if track.several else ""
-        for rule in STEP_RULES:
-            found += [replace(finding, title=of + finding.title) for finding in rule(track)]
-    found.sort(key=lambda finding: ORDER[finding.severity])
-    return Health(*_verdict(run, found, followed), tuple(found))
-
-
 def _verdict(run: Run, found: Sequence[Finding], followed: Sequence[Track]) -> tuple[Verdict, str]:
     if not run.steps:
         return "no steps", "The run file has a header but no steps: nothing was recorded yet."
-    problems = sum(finding.severity == "problem" for finding in found)
-    warnings = sum(finding.severity == "warning" for finding in found)
+    problems, warnings = (
+        sum(finding.severity == severity for finding in found)
+        for severity in ("problem", "warning")
+    )
     seen = count(len(run.steps), "step")
     if problems:
         more = f" and {count(warnings, 'warning')}" if warnings else ""
         ended = "".join(
-            f"It ended in NaN or Inf: {f'{track.label}: ' if track.several else ''}{track.ending}. "
+            f"It ended in NaN or Inf: {track.prefix}{track.bad.ending}. "
             for track in followed
-            if track.ending is not None
+            if track.bad.ending is not None
         )
         return "in trouble", f"{ended}{count(problems, 'problem')}{more} in {seen}."
     if warnings:
         return "needs a look", f"{count(warnings, 'warning')} in {seen}, no problem."
-    if len(run.steps) < FEW_STEPS:
-        return "healthy", f"Nothing wrong in {seen}, but so few prove little."
-    return "healthy", f"Nothing wrong in {seen}."
+    few = ", but so few prove little" if len(run.steps) < FEW_STEPS else ""
+    return "healthy", f"Nothing wrong in {seen}{few}."
 
 
 def _loss(track: Track) -> str:
@@ -177,25 +169,12 @@ def _loss(track: Track) -> str:
     if not known:
         return "NaN" if track.lost else "–"
     ends = max(1, min(ENDS, len(known) // 4))
-    last = number(nanmedian(known[-ends:])) if track.lost_since is None else "NaN"
+    last = number(nanmedian(known[-ends:])) if track.bad.lost_from is None else "NaN"
     return f"{number(nanmedian(known[:ends]))} → {last}"
-
-
-def _norm(track: Track) -> str:
-    usual = nanmedian(track.norm)
-    return "NaN" if math.isnan(usual) and track.nonfinite else _or_dash(usual)
 
 
 def _share_of(some: int, all_of_them: int) -> str:
     return f"{some:,} ({percent(some / all_of_them)})" if some else "0"
-
-
-def _or_dash(value: float, written: Callable[[float], str] = number) -> str:
-    return "–" if math.isnan(value) else written(value)
-
-
-def _last(values: Sequence[float]) -> float:
-    return next((value for value in reversed(values) if not math.isnan(value)), math.nan)
 
 
 def _moment(seconds: float) -> str:

@@ -14,23 +14,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from gradilocks.report.formatting import clean, shortened
-from gradilocks.report.tracks import Tensor, Track
-from gradilocks.runfile import Spoilt, describe_bad
-
-__all__ = [
-    "Heat",
-    "Line",
-    "Marks",
-    "buckets",
-    "clipped_share",
-    "extremes",
-    "heat",
-    "line",
-    "skip_marks",
-    "staircase",
-    "turns",
-    "unique",
-]
+from gradilocks.report.tracks import ANOTHERS, Tensor, Track
+from gradilocks.runfile import describe_bad
 
 # Twice what a wide screen has pixels across: the smallest and the largest of each pixel.
 MOST_POINTS = 3000
@@ -52,21 +37,13 @@ Number = float | None
 
 @dataclass(frozen=True)
 class Line:
-    """Points to be joined; `thinned` from how many, 0 if they are all there."""
+    """Points, to be joined or marked; `thinned` from how many, 0 if they are all there."""
 
     x: list[int]
     y: list[Number]
     thinned: int = 0
-
-
-@dataclass(frozen=True)
-class Marks:
-    """Single points, each with what to say about it."""
-
-    x: list[int]
-    y: list[Number]
-    words: list[str]
-    thinned: int = 0
+    words: Sequence[str] = ()
+    """What to say about each, if they are marks."""
 
 
 @dataclass(frozen=True)
@@ -89,47 +66,47 @@ def line(track: Track, values: Sequence[float]) -> Line | None:
     """A column that wanders: loss, norm. None if it has no value at all."""
     if all(map(math.isnan, values)):
         return None
-    return _line(track, values, extremes(values, most=MOST_POINTS))
+    places = extremes(values, most=MOST_POINTS)
+    thinned = len(values) if len(places) < len(values) else 0
+    return Line([track.at[i] for i in places], [_rounded(values[i], 5) for i in places], thinned)
 
 
 def staircase(track: Track, values: Sequence[float]) -> Line | None:
     """A column that stays and jumps: scale, limit. Only its jumps are kept, if that is less."""
-    if all(map(math.isnan, values)):
-        return None
     places = turns(values)
-    if len(places) > MOST_POINTS:
-        return _line(track, values, extremes(values, most=MOST_POINTS))
+    if len(places) > MOST_POINTS or all(map(math.isnan, values)):
+        return line(track, values)
     return Line([track.at[i] for i in places], [_rounded(values[i], 6) for i in places])
 
 
-def skip_marks(track: Track) -> Marks | None:
+def skip_marks(track: Track) -> Line | None:
     """The skipped steps, at the scale they were skipped at, with reason and culprits."""
     if not track.skipped:
         return None
     groups = list(buckets(len(track.skipped), MOST_MARKS))
-    x: list[int] = []
-    y: list[Number] = []
-    words = []
-    lost, spoilers = set(track.lost), track.spoilers
-    for group in groups:
-        place = track.skipped[group.start]
-        why = _why_skipped(track, place, lost=place in lost, spoiler=spoilers.get(place))
-        also = f", and {len(group) - 1:,} more until the next mark" if len(group) > 1 else ""
-        x.append(track.at[place])
-        y.append(_rounded(track.scale[place], 6))
-        words.append(f"{why}{also}")
-    return Marks(x, y, words, len(track.skipped) if len(groups) < len(track.skipped) else 0)
+    places = [track.skipped[group.start] for group in groups]
+    lost = set(track.lost)
+    words = [
+        _why_skipped(track, place, lost=place in lost)
+        + (f", and {len(group) - 1:,} more until the next mark" if len(group) > 1 else "")
+        for place, group in zip(places, groups, strict=True)
+    ]
+    return Line(
+        [track.at[place] for place in places],
+        [_rounded(track.scale[place], 6) for place in places],
+        len(track.skipped) if len(groups) < len(track.skipped) else 0,
+        words,
+    )
 
 
-def _why_skipped(track: Track, place: int, *, lost: bool, spoiler: int | None) -> str:
-    step = track.steps[place]
+def _why_skipped(track: Track, place: int, *, lost: bool) -> str:
+    step, spoilt = track.steps[place], track.spoilt[place]
     if step.reason == "rejected":
         return "rejected by the clip policy"
-    if spoiler is not None:
-        by = track.steps[spoiler]
-        return f"NaN or Inf, and the weights are spoilt {Spoilt(by.step, by.loss is not None)}"
-    if track.spoilt[place]:
+    if spoilt == ANOTHERS:
         return "NaN or Inf, and another optimizer's weights are spoilt"
+    if spoilt:
+        return f"NaN or Inf, and the weights are spoilt {spoilt}"
     short = [c._replace(name=shortened(clean(c.name), LONGEST_NAME)) for c in step.culprits]
     others = track.others.get(place, ())
     shown = step._replace(culprits=tuple(short))
@@ -140,20 +117,15 @@ def clipped_share(track: Track) -> Line | None:
     """The share of clipped steps among those taken, window by window; None without a limit."""
     if all(map(math.isnan, track.limit)) and not any(track.clipped):
         return None
-    skipped = bytearray(len(track.steps))
-    for place in track.skipped:
-        skipped[place] = 1
-    windows = min(MOST_SHARES, max(1, len(track.steps) // SHARE_OVER))
     x: list[int] = []
     y: list[Number] = []
+    windows = min(MOST_SHARES, max(1, len(track.steps) // SHARE_OVER))
     for window in buckets(len(track.steps), windows):
-        taken = len(window) - sum(skipped[window.start : window.stop])
-        x.append(track.at[window.start])
+        taken = sum(not track.steps[place].skipped for place in window)
         clipped = sum(track.clipped[window.start : window.stop])
+        x.append(track.at[window.start])
         y.append(_rounded(clipped / taken, 4) if taken else None)
-    x.append(track.at[-1])
-    y.append(y[-1])
-    return Line(x, y)
+    return Line([*x, track.at[-1]], [*y, y[-1]])
 
 
 def heat(track: Track, field: Callable[[Tensor], Sequence[float]], *, maps: int) -> Heat | None:
@@ -169,25 +141,23 @@ def heat(track: Track, field: Callable[[Tensor], Sequence[float]], *, maps: int)
     rows = list(buckets(len(track.tensors), MOST_ROWS))
     room = CELLS // (maps * len(rows))
     spans = list(buckets(len(track.detailed), max(FEWEST_COLUMNS, min(MOST_COLUMNS, room))))
-    z = []
-    for row in rows:
-        columns = [field(track.tensors[i]) for i in row]
-        z.append([_largest(columns, span) for span in spans])
+    # Where the columns begin; the last one is as wide as the detail steps are apart.
+    at = [track.at[place] for place in track.detailed]
+    gap = at[-1] - at[-2] if len(at) > 1 else 1
+    reach = [(at[span.start], at[span.stop - 1]) for span in spans]
     return Heat(
-        edges=_edges(track, spans),
-        columns=[_covers(track, span) for span in spans],
+        edges=[*(float(first) for first, _ in reach), float(at[-1] + gap)],
+        columns=[
+            f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+            for first, last in reach
+        ],
         rows=unique([_row_name(track, row) for row in rows]),
-        z=z,
-        thinned=len(track.detailed) if len(spans) < len(track.detailed) else 0,
+        z=[
+            [_largest(columns, span) for span in spans]
+            for columns in ([field(track.tensors[i]) for i in row] for row in rows)
+        ],
+        thinned=len(at) if len(spans) < len(at) else 0,
         folded=len(track.tensors) if len(rows) < len(track.tensors) else 0,
-    )
-
-
-def _line(track: Track, values: Sequence[float], places: Sequence[int]) -> Line:
-    return Line(
-        [track.at[i] for i in places],
-        [_rounded(values[i], 5) for i in places],
-        len(values) if len(places) < len(values) else 0,
     )
 
 
@@ -199,19 +169,6 @@ def _largest(columns: Sequence[Sequence[float]], span: range) -> Number:
         if value == value  # not NaN; a call to math.isnan would take twice as long
     ]
     return _rounded(max(present), 3) if present else None
-
-
-def _edges(track: Track, spans: Sequence[range]) -> list[float]:
-    starts = [float(track.at[track.detailed[span.start]]) for span in spans]
-    last = track.at[track.detailed[-1]]
-    # The last column is as wide as the detail steps are apart.
-    gap = last - track.at[track.detailed[-2]] if len(track.detailed) > 1 else 1
-    return [*starts, float(last + gap)]
-
-
-def _covers(track: Track, span: range) -> str:
-    first, last = (track.at[track.detailed[i]] for i in (span.start, span.stop - 1))
-    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 def _row_name(track: Track, row: range) -> str:

@@ -15,8 +15,9 @@ from itertools import groupby
 from gradilocks.report.formatting import clean, count, listed, percent, power
 from gradilocks.report.health import Finding, Severity
 from gradilocks.report.tracks import ANOTHERS, Track, nanmedian
-from gradilocks.runfile import FORWARD_OR_LOSS, Origin, origin_of
+from gradilocks.runfile import FORWARD_OR_LOSS, Origin, Spoilt
 
+# Of a checkpoint, where a step before the first that is known to be bad may have spoilt it.
 SOUND = " whose weights are finite"
 # A dynamic scale starts too high on purpose: at 2^16 it may take sixteen halvings to settle.
 SETTLING = 50
@@ -53,22 +54,22 @@ def skipping(track: Track) -> Iterator[Finding]:
     longest = _longest_streak(places)
     unscaled = all(track.scale[i] == 1 for i in places)
     severity: Severity = "note"
-    recovered = any(i not in bad and not track.steps[i].skipped for i in _after(places, track))
+    recovered = any(i not in bad for i in _taken_after(track, places[-1]))
     if (longest >= STREAK and not recovered) or (share >= MANY and len(late) >= COUNTABLE):
         severity = "problem"
     elif unscaled or (share >= FEW and len(late) >= COUNTABLE):
         severity = "warning"
-    first = places[0]
+    first = track.steps[places[0]].step
+    since = f", the first at step {first:,}" if len(places) > 1 else ""
     yield Finding(
         "skipped",
         severity,
         f"{count(len(places), 'step')} skipped: NaN or Inf in the gradients",
-        f"{percent(len(places) / len(track.steps))} of all steps changed nothing"
-        + (f", the first at step {track.steps[first].step:,}" if len(places) > 1 else "")
-        + f". {where_it_arose(track, places)}"
+        f"{percent(len(places) / len(track.steps))} of all steps changed nothing{since}. "
+        f"{where_it_arose(track, places)}"
         + _what_to_do(severity, longest, unscaled=unscaled, recovered=recovered),
         {"skipped": len(places), "after settling": len(late), "longest streak": longest},
-        step=track.steps[first].step,
+        step=first,
         culprit=likely_culprit(track, places),
     )
 
@@ -80,16 +81,14 @@ def far_out(track: Track) -> Iterator[Finding]:
         return
     usual, steps = _usual_loss(track), [track.steps[i].step for i in places]
     least = min(abs(track.loss[i]) for i in places) / usual
-    yield Finding(
-        "skipped-far-out",
-        "warning",
-        f"{count(len(places), 'step')} skipped with a loss far from the usual",
+    title = f"{count(len(places), 'step')} skipped with a loss far from the usual"
+    told = (
         f"At step {listed([f'{step:,}' for step in steps])} the loss was at least {least:,.0f} "
         f"times the usual {usual:.3g}, and the gradients overflowed. No scale can be right for "
-        "both: look at the batches there.",
-        {"steps": len(places)},
-        step=steps[0],
+        "both: look at the batches there."
     )
+    evidence = {"steps": len(places)}
+    yield Finding("skipped-far-out", "warning", title, told, evidence, step=steps[0])
 
 
 def nan_culprits(track: Track) -> Iterator[Finding]:
@@ -105,8 +104,7 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
         and not track.scale[i] > 1  # Nor is a scale that is not known, which is NaN.
         and i not in lost
     ]
-    settled = _after(places, track) if places else ()
-    if not places or any(not track.steps[i].skipped and track.scale[i] < 1 for i in settled):
+    if not places or any(track.scale[i] < 1 for i in _taken_after(track, places[-1])):
         return  # None, or a scale smaller still has cured it.
     step = track.steps[places[0]].step
     yield Finding(
@@ -132,19 +130,12 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
     step = track.steps[first].step
     bad = {*track.nonfinite, *track.lost}
     again = next((i for i in range(first + 1, len(track.steps)) if i not in bad), None)
-    more = (
-        f" So {'was' if len(places) == 2 else 'were'} {len(places) - 1:,} after it."
-        if places[1:]
-        else ""
-    )
+    more = f" So {'was' if len(places) == 2 else 'were'} {len(places) - 1:,} after it."
     if again is None:
-        # Where its loss was not finite, a step before it may have put NaN into the weights.
-        latest, sound = (
-            ("", "") if track.steps[first].loss is not None else (" at the latest", SOUND)
-        )
-        title = f"The weights are spoilt since step {step:,}{latest}"
+        spoilt = Spoilt(step, track.steps[first].loss is not None)
+        title = f"The weights are spoilt {spoilt}"
         then = "What follows comes from that and tells nothing new. " if places[1:] else ""
-        cure = f"Go back to a checkpoint before step {step:,}{sound}. "
+        cure = f"Go back to a checkpoint before step {step:,}{'' if spoilt.surely else SOUND}. "
     else:
         title = f"{count(len(places), 'step')} taken with NaN or Inf in the gradients"
         then = (
@@ -156,7 +147,7 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
         "taken-though-nonfinite",
         "problem",
         title,
-        f"Step {step:,} was taken with NaN or Inf in the gradients.{more} "
+        f"Step {step:,} was taken with NaN or Inf in the gradients.{more if places[1:] else ''} "
         f"{where_it_arose(track, [first])}{then}{cure}"
         "A GradientControl, or a GradScaler, would have skipped it.",
         {"steps": len(places)},
@@ -170,18 +161,13 @@ def rejected(track: Track) -> Iterator[Finding]:
     places = [i for i in track.skipped if track.steps[i].reason == "rejected"]
     if not places:
         return
-    share = len(places) / len(track.steps)
+    share, first = len(places) / len(track.steps), track.steps[places[0]].step
     many = share > MANY_REJECTED and len(places) >= COUNTABLE
-    yield Finding(
-        "rejected",
-        "warning" if many else "note",
-        f"{count(len(places), 'step')} skipped by the clip policy",
-        f"It took {percent(share)} of the steps for spikes, the first at step "
-        f"{track.steps[places[0]].step:,}."
-        + (" So many are no spikes: raise its threshold, or clip instead." if many else ""),
-        {"rejected": len(places), "share": share},
-        step=track.steps[places[0]].step,
-    )
+    title = f"{count(len(places), 'step')} skipped by the clip policy"
+    told = f"It took {percent(share)} of the steps for spikes, the first at step {first:,}."
+    told += " So many are no spikes: raise its threshold, or clip instead." if many else ""
+    evidence = {"rejected": len(places), "share": share}
+    yield Finding("rejected", "warning" if many else "note", title, told, evidence, step=first)
 
 
 def scaling(track: Track) -> Iterator[Finding]:
@@ -197,49 +183,41 @@ def scaling(track: Track) -> Iterator[Finding]:
     in_vain = sum(place in lost for place in track.skipped) > len(track.skipped) / 2
     if stuck_low >= STUCK:
         bound = power(max(1.0, lowest or 0.0))
-        yield Finding(
-            "scale-stuck-low",
-            "problem",
-            f"The scale was {bound} or less for {percent(stuck_low)} of the run",
+        title = f"The scale was {bound} or less for {percent(stuck_low)} of the run"
+        told = (
             "It was halved whenever the loss itself was NaN or Inf: mend that, and it recovers."
             if in_vain
             else "Nothing is amplified any more, and still gradients overflow. Something in the "
             "model is too large by itself: lower the learning rate, look at the inputs' size, or "
-            "train in bfloat16.",
-            {"share": stuck_low, "last scale": scale[-1]},
+            "train in bfloat16."
         )
+        evidence = {"share": stuck_low, "last scale": scale[-1]}
+        yield Finding("scale-stuck-low", "problem", title, told, evidence)
         return
     if stuck_high >= STUCK and highest:
-        yield Finding(
-            "scale-stuck-high",
-            "note",
-            f"The scale was at its upper bound for {percent(stuck_high)} of the run",
+        title = f"The scale was at its upper bound for {percent(stuck_high)} of the run"
+        told = (
             f"It may not grow past {power(highest)}. The gradients would bear more; if many "
-            "are zero (see the plot of zeros), raise max_scale.",
-            {"share": stuck_high, "max_scale": highest},
+            "are zero (see the plot of zeros), raise max_scale."
         )
+        evidence = {"share": stuck_high, "max_scale": highest}
+        yield Finding("scale-stuck-high", "note", title, told, evidence)
     quarter = len(scale) // 4
     before, after = nanmedian(scale[:quarter]), nanmedian(scale[-quarter:])
     if before >= FALLEN * after and not in_vain:
-        yield Finding(
-            "scale-falling",
-            "warning",
-            f"The scale fell from {power(before)} to {power(after)}",
+        title = f"The scale fell from {power(before)} to {power(after)}"
+        told = (
             "Gradients, or activations on their way, grow as training goes on. If it goes on "
             "falling the small gradients will be rounded to zero: look for a layer whose norm "
-            "rises in the heat map.",
-            {"first quarter": before, "last quarter": after},
+            "rises in the heat map."
         )
-
-
-def unspoilt(track: Track, places: Sequence[int]) -> list[int]:
-    """Those of the steps before which no NaN or Inf had gone into any weights."""
-    return [place for place in places if not track.spoilt[place]]
+        evidence = {"first quarter": before, "last quarter": after}
+        yield Finding("scale-falling", "warning", title, told, evidence)
 
 
 def likely_culprit(track: Track, places: Sequence[int]) -> str | None:
     """The parameter at which it likely arose, if the steps agree on one more often than not."""
-    found = _origins(track, places)
+    found = track.origins(places)
     names = Counter(origin.name for origin in found if origin.where == "parameter")
     name, times = names.most_common(1)[0] if names else ("", 0)
     return name if 2 * times > len(found) else None
@@ -249,20 +227,20 @@ def where_it_arose(track: Track, places: Sequence[int]) -> str:
     """One or two sentences, each with a space behind it; '' for no steps."""
     if not places:
         return ""
-    asked = unspoilt(track, places)
-    if not asked:
+    found = track.origins(places)
+    if not found:
         whose = "another optimizer's" if track.spoilt[places[0]] == ANOTHERS else "the"
         return (
             f"NaN or Inf had gone into {whose} weights before, so whether this is a new fault is "
             "not known. "
         )
-    found = _origins(track, asked)
     kinds = Counter(origin.where for origin in found)
     if kinds["forward"] == len(found):
-        whose = FORWARD_OR_LOSS if track.found.isdisjoint(asked) else "see what the trace found"
+        asked = {place for place in places if not track.spoilt[place]}
+        where = "see what the trace found" if asked & track.found else FORWARD_OR_LOSS
         return (
             "The loss itself was NaN or Inf, so the gradients do not tell where that arose: "
-            f"{whose}. "
+            f"{where}. "
         )
     each = " each time" if len(found) > 1 else ""
     if kinds["backward"] == len(found):
@@ -312,14 +290,6 @@ def _by_name(found: Sequence[Origin]) -> str:
     )
 
 
-def _origins(track: Track, places: Sequence[int]) -> list[Origin]:
-    lost = set(track.lost)
-    return [
-        origin_of(track.steps[place], lost=place in lost, others=track.others.get(place, ()))
-        for place in unspoilt(track, places)
-    ]
-
-
 def _usual_loss(track: Track) -> float:
     """The median of the losses of steps that were taken; NaN if none is known."""
     taken = [abs(track.loss[i]) for i, step in enumerate(track.steps) if not step.skipped]
@@ -339,8 +309,8 @@ def _far_out(track: Track) -> list[int]:
     ]
 
 
-def _after(places: Sequence[int], track: Track) -> range:
-    return range(places[-1] + 1, len(track.steps))
+def _taken_after(track: Track, place: int) -> Iterator[int]:
+    return (i for i in range(place + 1, len(track.steps)) if not track.steps[i].skipped)
 
 
 def _longest_streak(places: Sequence[int]) -> int:

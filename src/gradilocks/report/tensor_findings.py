@@ -45,15 +45,13 @@ def gradientless(track: Track) -> Iterator[Finding]:
         if math.isnan(tensor.usual_norm) and _never_measured(track, row)
     ]
     if never:
-        yield Finding(
-            "without-gradient",
-            "note",
-            f"{count(len(never), 'parameter')} never had a gradient",
+        title = f"{count(len(never), 'parameter')} never had a gradient"
+        told = (
             f"The loss does not depend on {listed(never)}: unused, or frozen without leaving the "
-            "optimizer.",
-            {"parameters": len(never)},
-            culprit=never[0],
+            "optimizer."
         )
+        evidence = {"parameters": len(never)}
+        yield Finding("without-gradient", "note", title, told, evidence, culprit=never[0])
 
 
 def vanishing(track: Track) -> Iterator[Finding]:
@@ -65,25 +63,25 @@ def vanishing(track: Track) -> Iterator[Finding]:
         tensor
         for tensor in seen
         if tensor.usual_norm == 0
-        or (tensor.usual_zeros >= ZEROS and not _named(tensor, SPARSE_BY_NATURE))
+        or (tensor.usual_zeros >= ZEROS and not _is_sparse_by_nature(tensor))
     ]
     if zero:
         worst = max(zero, key=lambda tensor: tensor.usual_zeros)
+        told = (
+            f"{_names(zero)}: usually {percent(worst.usual_zeros)} of the values of "
+            f"{clean(worst.name)} are exactly zero. "
+        )
+        cause = "the format rounds them to zero, which a larger loss scale cures, or the units are "
+        cause += "dead."
         sparse = len(zero) <= EMBEDDINGS and all(_like_an_embedding(t, seen) for t in zero)
+        if sparse:
+            told += "That is usual in an embedding, where rows that no input asked for have none. "
+        told += f"In another layer {cause}" if sparse else f"Either {cause}"
         yield Finding(
             "vanishing-zeros",
             "note" if sparse else "warning",
             f"The gradients of {count(len(zero), 'tensor')} are mostly zero",
-            f"{listed([tensor.name for tensor in zero])}: usually {percent(worst.usual_zeros)} of "
-            f"the values of {clean(worst.name)} are exactly zero. "
-            + (
-                "That is usual in an embedding, where rows that no input asked for have none. In "
-                "another layer the format rounds them to zero, which a larger loss scale cures, or "
-                "the units are dead."
-                if sparse
-                else "Either the format rounds them to zero, which a larger loss scale cures, or "
-                "the units are dead."
-            ),
+            told,
             {"tensors": len(zero), "zeros": worst.usual_zeros},
             culprit=worst.name,
         )
@@ -99,17 +97,14 @@ def vanishing(track: Track) -> Iterator[Finding]:
     if faint:
         faintest = min(faint, key=_typical_value)
         part = _typical_value(faintest) / usual
-        yield Finding(
-            "vanishing-norm",
-            "warning",
-            f"The gradients of {count(len(faint), 'tensor')} vanish",
-            f"{listed([tensor.name for tensor in faint])}: a value of {clean(faintest.name)} is "
-            f"usually {number(part)} times one of a tensor with large gradients. These layers "
-            "learn next to nothing with SGD; normalization, residual connections or another "
-            "initialization help.",
-            {"tensors": len(faint), "part of the usual": part},
-            culprit=faintest.name,
+        title = f"The gradients of {count(len(faint), 'tensor')} vanish"
+        told = (
+            f"{_names(faint)}: a value of {clean(faintest.name)} is usually {number(part)} times "
+            "one of a tensor with large gradients. These layers learn next to nothing with SGD; "
+            "normalization, residual connections or another initialization help."
         )
+        evidence = {"tensors": len(faint), "part of the usual": part}
+        yield Finding("vanishing-norm", "warning", title, told, evidence, culprit=faintest.name)
 
 
 def dominating(track: Track) -> Iterator[Finding]:
@@ -121,21 +116,17 @@ def dominating(track: Track) -> Iterator[Finding]:
         for row in zip(*(tensor.norm for tensor in track.tensors), strict=True)
     ]
     for tensor in track.tensors:
-        share = nanmedian(
-            value * value / total
-            for value, total in zip(tensor.norm, totals, strict=True)
-            if total > 0
-        )
+        pairs = zip(tensor.norm, totals, strict=True)
+        share = nanmedian(value * value / total for value, total in pairs if total > 0)
         if share >= DOMINATING:
-            yield Finding(
-                "dominating",
-                "warning",
-                f"{clean(tensor.name)} dominates the gradients",
+            title = f"{clean(tensor.name)} dominates the gradients"
+            told = (
                 f"It usually has {percent(share)} of the squared norm of all "
                 f"{len(track.tensors):,} tensors, so it alone decides when everything is clipped. "
-                "ClipPerTensor or AdaptiveClip bound each tensor by itself.",
-                {"share": share},
-                culprit=tensor.name,
+                "ClipPerTensor or AdaptiveClip bound each tensor by itself."
+            )
+            yield Finding(
+                "dominating", "warning", title, told, {"share": share}, culprit=tensor.name
             )
 
 
@@ -154,16 +145,11 @@ def moving(track: Track) -> Iterator[Finding]:
     little = [t for t in weights if t.usual_update < MOVING_LITTLE and t.usual_norm > 0]
     if much:
         most = max(much, key=lambda tensor: tensor.usual_update)
-        yield Finding(
-            "update-large",
-            "warning",
-            f"A step changes {count(len(much), 'tensor')} by more than {percent(MOVING_MUCH)}",
-            f"{listed([tensor.name for tensor in much])}: {clean(most.name)} usually changes by "
-            f"{number(most.usual_update)} of itself a step; about 0.001 is usual. Lower the "
-            "learning rate, or check the initialization of these layers.",
-            {"tensors": len(much), "largest": most.usual_update},
-            culprit=most.name,
-        )
+        title = f"A step changes {count(len(much), 'tensor')} by more than {percent(MOVING_MUCH)}"
+        told = f"{_change(much, most)} Lower the learning rate, or check the initialization of "
+        told += "these layers."
+        evidence = {"tensors": len(much), "largest": most.usual_update}
+        yield Finding("update-large", "warning", title, told, evidence, culprit=most.name)
     if little:
         least = min(little, key=lambda tensor: tensor.usual_update)
         done = converged(track)
@@ -171,8 +157,7 @@ def moving(track: Track) -> Iterator[Finding]:
             "update-small",
             "note" if done else "warning",
             f"A step hardly changes {count(len(little), 'tensor')}",
-            f"{listed([tensor.name for tensor in little])}: {clean(least.name)} usually changes by "
-            f"{number(least.usual_update)} of itself a step; about 0.001 is usual. "
+            f"{_change(little, least)} "
             + (
                 "Loss and norm have fallen to next to nothing, so there is little left to change."
                 if done
@@ -181,6 +166,17 @@ def moving(track: Track) -> Iterator[Finding]:
             {"tensors": len(little), "smallest": least.usual_update},
             culprit=least.name,
         )
+
+
+def _names(tensors: Sequence[Tensor]) -> str:
+    return listed([tensor.name for tensor in tensors])
+
+
+def _change(tensors: Sequence[Tensor], one: Tensor) -> str:
+    return (
+        f"{_names(tensors)}: {clean(one.name)} usually changes by {number(one.usual_update)} of "
+        "itself a step; about 0.001 is usual."
+    )
 
 
 def _never_measured(track: Track, row: int) -> bool:
@@ -204,6 +200,5 @@ def _like_an_embedding(tensor: Tensor, seen: Sequence[Tensor]) -> bool:
     )
 
 
-def _named(tensor: Tensor, parts: tuple[str, ...]) -> bool:
-    name = tensor.name.lower()
-    return any(part in name for part in parts)
+def _is_sparse_by_nature(tensor: Tensor) -> bool:
+    return any(part in tensor.name.lower() for part in SPARSE_BY_NATURE)

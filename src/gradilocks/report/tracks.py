@@ -19,30 +19,19 @@ from gradilocks.errors import BadRunFile
 from gradilocks.runfile import (
     BadSteps,
     OptimizerInfo,
+    Origin,
     Run,
+    Spoilt,
     SpoiltWeights,
     Step,
     Trace,
     backward_groups,
     has_bad_gradients,
+    origin_of,
 )
 
-__all__ = [
-    "ANOTHERS",
-    "OWN",
-    "Tensor",
-    "Track",
-    "came_late",
-    "nanmedian",
-    "nonfinite_losses",
-    "quantile",
-    "spoilt_before",
-    "tracks",
-]
-
 NAN = math.nan
-# Before a step, NaN or Inf had gone into the weights of its optimizer, or only into another's.
-OWN, ANOTHERS = 1, 2
+ANOTHERS = "another optimizer's"
 Column = Sequence[float]
 
 
@@ -83,8 +72,9 @@ class Track:
         steps: as the run file has them.
         scale_policy: the policy of the loss scale, as the run's header writes it, or ''.
         several: whether the run has other optimizers too.
-        spoilt: for each step 0 if no earlier step of its session had put NaN or Inf into any
-            weights; else `OWN` or `ANOTHERS`: what is bad at such a step may come from there.
+        spoilt: for each step None if no earlier step of its session had put NaN or Inf into any
+            weights; else which had put it into its own, or `ANOTHERS` if it is only in those of
+            another optimizer. What is bad at such a step may come from there.
         others: by the place of a step with NaN or Inf, the steps of other optimizers after the same
             backward pass, where there are any.
         traced: whether `gradilocks.trace` was to find the module.
@@ -105,7 +95,7 @@ class Track:
         *,
         scale_policy: str,
         several: bool,
-        spoilt: bytes,
+        spoilt: Sequence[Spoilt | str | None],
         others: Mapping[int, Sequence[Step]],
         traced: bool,
         found: Set[int],
@@ -133,6 +123,11 @@ class Track:
         kind = self.optimizer.kind
         return f"optimizer {self.optimizer.index} ({kind})" if self.several else kind
 
+    @property
+    def prefix(self) -> str:
+        """What a sentence about this optimizer begins with, if the run has others too."""
+        return f"{self.label}: " if self.several else ""
+
     def tensor_of_most(self, place: int) -> Tensor | None:
         """The tensor with the largest gradient norm at a step; None if it has no detail."""
         if place not in self._rows:
@@ -143,40 +138,48 @@ class Track:
 
     @cached_property
     def lost(self) -> Sequence[int]:
-        """Places of the steps whose loss was itself NaN or Inf."""
-        return nonfinite_losses(self.steps, self._bad)
+        """Places of the steps whose loss was itself NaN or Inf.
+
+        A run file has nothing in place of a loss that was not finite, and nothing in place of one
+        that nobody knew. Newer files tell which; of older ones `BadSteps` guesses.
+        """
+        guessed = self.bad.guesses_lost
+        return [
+            place
+            for place, step in enumerate(self.steps)
+            if step.loss is None
+            and (
+                guessed and has_bad_gradients(step)
+                if step.loss_nonfinite is None
+                else step.loss_nonfinite
+            )
+        ]
 
     @cached_property
     def taken(self) -> Sequence[int]:
         """Places of the steps that were taken with NaN or Inf among the gradients."""
         return [place for place in self.nonfinite if not self.steps[place].skipped]
 
-    def spoilt_by(self, place: int) -> int | None:
-        """The step that put NaN or Inf into the weights before a place, or first after it."""
-        before = self.spoilers.get(place)
-        return next((i for i in self.taken if i >= place), None) if before is None else before
+    def origins(self, places: Iterable[int]) -> list[Origin]:
+        """Where NaN or Inf arose, of those of the steps before which no weights were spoilt."""
+        lost = set(self.lost)
+        return [
+            origin_of(self.steps[place], lost=place in lost, others=self.others.get(place, ()))
+            for place in places
+            if not self.spoilt[place]
+        ]
+
+    def spoilt_at(self, place: int) -> Spoilt | None:
+        """What put NaN or Inf into the weights before a step, or first at it or after it."""
+        before = self.spoilt[place]
+        if isinstance(before, Spoilt):
+            return before
+        after = [self.steps[i] for i in self.taken if i >= place]
+        return Spoilt(after[0].step, after[0].loss is not None) if after else None
 
     @cached_property
-    def spoilers(self) -> Mapping[int, int]:
-        """By the place of a step whose weights were spoilt: the step that put NaN or Inf there."""
-        found: dict[int, int] = {}
-        for place, mark in enumerate(self.spoilt):
-            if mark == OWN:
-                found[place] = found.get(place - 1, place - 1)
-        return found
-
-    @property
-    def lost_since(self) -> int | None:
-        """The place from which on the loss was never finite again; None if it ended well."""
-        return self._bad.lost_from
-
-    @property
-    def ending(self) -> str | None:
-        """How the run ended in NaN or Inf, in words; None if it did not."""
-        return self._bad.ending
-
-    @cached_property
-    def _bad(self) -> BadSteps:
+    def bad(self) -> BadSteps:
+        """Since when loss and gradients are NaN or Inf, and how the run ended in it."""
         bad = BadSteps()
         for step in self.steps:
             bad.take(step)
@@ -194,17 +197,17 @@ def tracks(run: Run) -> list[Track]:
         BadRunFile: a number in the file is none, or a step's detail does not fit its optimizer.
     """
     steps: dict[int, list[Step]] = {}
-    spoilt: dict[int, bytearray] = {}
+    spoilt: dict[int, list[Spoilt | str | None]] = {}
     others: dict[int, dict[int, Sequence[Step]]] = {}
-    for step, mark, group in zip(
-        run.steps, spoilt_before(run), backward_groups(run.steps), strict=True
+    for step, (before, _), group in zip(
+        run.steps, _spoilt_weights(run), backward_groups(run.steps), strict=True
     ):
         mine = steps.setdefault(step.optimizer, [])
         if len(group) > 1 and has_bad_gradients(step):
             rest = [each for each in group if each is not step]
             others.setdefault(step.optimizer, {})[len(mine)] = rest
         mine.append(step)
-        spoilt.setdefault(step.optimizer, bytearray()).append(mark)
+        spoilt.setdefault(step.optimizer, []).append(before)
     infos = {info.index: info for info in run.optimizers}
     in_time = [t.time for t in run.traces if t.where == "buffers" or not came_late(run, t)]
     try:
@@ -214,10 +217,10 @@ def tracks(run: Run) -> list[Track]:
                 steps[index],
                 scale_policy=str(run.header.settings.get("scale", "")),
                 several=len(steps) > 1,
-                spoilt=bytes(spoilt[index]),
+                spoilt=spoilt[index],
                 others=others.get(index, {}),
                 traced=bool(run.header.settings.get("trace")) or bool(run.traces),
-                found=frozenset(_place_at(steps[index], time) for time in in_time),
+                found={_place_at(steps[index], time) for time in in_time},
             )
             for index in sorted(steps)
         ]
@@ -252,49 +255,27 @@ def came_late(run: Run, trace: Trace) -> bool:
     """Whether NaN or Inf was in the weights before a traced step, as far as the file tells."""
     if trace.damaged or "was damaged before this step" in trace.text:
         return True
-    if trace.damaged is not None:  # The trace looked at the weights and found none.
-        return False
-    spoilt, begins = SpoiltWeights(), set(run.begins)
-    for place, step in enumerate(run.steps):
-        if step.time > trace.time:
-            break
-        if place in begins:
-            spoilt.forget()
-        spoilt.take(step)
-    return bool(spoilt)
+    late = False
+    if trace.damaged is None:  # Else the trace looked at the weights and found none.
+        for step, (_, after) in zip(run.steps, _spoilt_weights(run), strict=True):
+            if step.time > trace.time:
+                break
+            late = after
+    return late
 
 
-def spoilt_before(run: Run) -> Iterator[int]:
-    """For each step of a run: `Track.spoilt`. A session that is resumed begins anew."""
-    spoilt, begins = SpoiltWeights(), set(run.begins)
-    for place, step in enumerate(run.steps):
-        if place in begins:
-            spoilt.forget()
-        yield 0 if not spoilt else ANOTHERS if spoilt.of(step.optimizer) is None else OWN
-        spoilt.take(step)
+def _spoilt_weights(run: Run) -> Iterator[tuple[Spoilt | str | None, bool]]:
+    """For each step of a run `Track.spoilt`, and whether any weights are spoilt after it.
 
-
-def nonfinite_losses(steps: Sequence[Step], bad: BadSteps) -> list[int]:
-    """Returns the places of the steps whose loss was itself NaN or Inf.
-
-    A run file has nothing in place of a loss that was not finite, and nothing in place of one that
-    nobody knew. Newer files tell which; of older ones `BadSteps` guesses.
-
-    Args:
-        steps: of one optimizer.
-        bad: what all of them together show.
+    A session that is resumed begins anew.
     """
-    guessed = bad.guesses_lost
-    return [
-        place
-        for place, step in enumerate(steps)
-        if step.loss is None
-        and (
-            guessed and has_bad_gradients(step)
-            if step.loss_nonfinite is None
-            else step.loss_nonfinite
-        )
-    ]
+    spoilt, begins = SpoiltWeights(), set(run.begins)
+    for place, step in enumerate(run.steps):
+        if place in begins:
+            spoilt.forget()
+        before = spoilt.of(step.optimizer) or (ANOTHERS if spoilt else None)
+        spoilt.take(step)
+        yield before, bool(spoilt)
 
 
 def _place_at(steps: Sequence[Step], time: float) -> int:

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradilocks.report.sparklines import BARS, PLAIN_BARS, Trail, mean, sparkline
+from gradilocks.cli.sparklines import BARS, PLAIN_BARS, Trail, mean, sparkline
 
 numbers = st.none() | st.floats(allow_nan=False, allow_infinity=False)
 

@@ -1,0 +1,155 @@
+"""What the commands take: their options and arguments, read with a word on what was expected.
+
+Text from the command line enters and a value leaves, or what was expected and what came. Here is
+also how a command that runs a script tells its own options from the script's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperCommand
+
+from gradilocks.observe import Program
+
+_Value = TypeVar("_Value")
+
+# The base of every mistake in a command line. typer gives it no public name: older versions take it
+# from click, newer ones carry their own copy.
+USAGE_ERROR: type[Exception] = typer.BadParameter.mro()[1]
+
+
+def checked(
+    read: Callable[[str], _Value], holds: Callable[[_Value], bool], expected: str
+) -> Callable[[str], _Value]:
+    """Returns the parser of an option, for ``typer.Option(parser=...)``."""
+
+    def parse(text: str) -> _Value:
+        with suppress(ValueError):
+            value = read(text)
+            if holds(value):
+                return value
+        raise typer.BadParameter(f"expected {expected}, got {str(text)!r}.")
+
+    return parse
+
+
+def flag(name: str, help: str) -> Any:
+    """Declares an option that is given or not."""
+    return typer.Option(name, help=help)
+
+
+def whole_number(*names: str, help: str, smallest: int = 1, largest: int | None = None) -> Any:
+    """Declares an option that is a whole number within bounds."""
+    bounds = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
+    parser = checked(
+        int,
+        lambda value: smallest <= value and (largest is None or value <= largest),
+        f"a whole number {bounds}",
+    )
+    return typer.Option(*names, parser=parser, metavar="N", help=help)
+
+
+def one_of(words: Sequence[str], *, help: str) -> Any:
+    """Declares an option that is one of a few words, which shells complete."""
+    parser = checked(str, words.__contains__, f"{', '.join(words[:-1])} or {words[-1]}")
+    return typer.Option(
+        parser=parser, metavar="NAME", help=help, autocompletion=lambda: list(words)
+    )
+
+
+def run_file(metavar: str, *, help: str) -> Any:
+    """Declares an argument that is a run file: one that shells complete as a path."""
+    return typer.Argument(
+        metavar=metavar, help=help, show_default=False, autocompletion=complete_run_file
+    )
+
+
+def complete_run_file(incomplete: str) -> list[str]:
+    """The run files, and the folders on the way to them, that begin so.
+
+    A folder that is the only one is entered at once: shells put a space after a sole answer.
+    """
+    folder, start = os.path.split(incomplete)
+    found = []
+    with suppress(OSError), os.scandir(os.path.expanduser(folder) or ".") as entries:
+        for entry in entries:
+            if entry.name.startswith(start) and (start or not entry.name.startswith(".")):
+                if entry.is_dir():
+                    found.append(os.path.join(folder, entry.name, ""))
+                elif entry.name.endswith(".jsonl"):
+                    found.append(os.path.join(folder, entry.name))
+    if len(found) == 1 and found[0].endswith(os.sep):
+        return complete_run_file(found[0]) or found
+    return sorted(found)
+
+
+# --- commands that run a script ------------------------------------------------------------------
+
+# What follows the script's name belongs to the script, whatever it looks like.
+SCRIPT: dict[str, Any] = {"allow_interspersed_args": False}
+
+Script = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script and its own arguments."),
+]
+Module = Annotated[
+    str | None,
+    typer.Option(
+        "-m",
+        "--module",
+        metavar="MODULE",
+        help="Run a module instead of a script, as python -m does.",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", metavar="FILE", help="The run file. Default: a fresh name under runs/."
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing; errors are still said.")]
+
+
+def program_of(script: list[str] | None, module: str | None, *, command: str) -> Program:
+    """The program that was named: a module, or a script, with its own arguments."""
+    given = tuple(script or ())
+    if module is not None:
+        return Program(module, given, module=True)
+    if not given:
+        raise typer.BadParameter(f"expected a script, as in 'gradilocks {command} train.py'.")
+    return Program(given[0], given[1:])
+
+
+class ScriptCommand(TyperCommand):
+    """A command that runs a script: also what follows the name of a module belongs to it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Ends the options of gradilocks after ``-m MODULE``."""
+        try:
+            return super().parse_args(ctx, self._options_ended(args))
+        except USAGE_ERROR as error:
+            name = getattr(error, "option_name", None)
+            script = next((word for word in args if word.endswith(".py")), None)
+            if name is None or script is None:
+                raise
+            raise typer.BadParameter(
+                f"{name} is no option of gradilocks {ctx.info_name}. Options of the script come "
+                f"after its name: gradilocks {ctx.info_name} {script} {name} ..."
+            ) from error
+
+    def _options_ended(self, words: list[str]) -> list[str]:
+        options = [p for p in self.params if p.param_type_name == "option"]
+        with_value = {n for p in options if not getattr(p, "is_flag", False) for n in p.opts}
+        place = 0
+        while place < len(words) and words[place].startswith("-") and words[place] != "--":
+            word = words[place]
+            place += 2 if word in with_value else 1
+            if word in ("-m", "--module") or word.startswith(("--module=", "-m")):
+                return [*words[:place], "--", *words[place:]] if len(words) > place else words
+        return words
