@@ -27,7 +27,7 @@ from gradilocks.eager import eager
 from gradilocks.errors import NoGradients
 from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.names import Names
-from gradilocks.ranks.layout import has_other_ranks
+from gradilocks.ranks.layout import has_other_ranks, replicas_of
 from gradilocks.ranks.model_ranks import Copies, ModelRanks, checked_options, model_ranks_of
 from gradilocks.record.journal import journal_for, recorder_of
 from gradilocks.scale import resolve_scale
@@ -123,6 +123,8 @@ class GradientControl:
         # The parameters that `_ranks` is about, and whether each of them was trained.
         self._ranks_of: tuple[list[Tensor], list[bool]] = [], []
         self._ranks: ModelRanks | None = None
+        # Of DistributedDataParallel: its ranks have equal gradients and compare settings once.
+        self._replicas = replicas_of(model) if has_other_ranks() else None
         self._model_ranks()  # Refuses, now rather than at the first step, what no rank can know.
         self._schedulers = Listeners()
         # Not a method of its own: a control must go as soon as nobody holds it.
@@ -390,6 +392,9 @@ class GradientControl:
                 unscaled in place, which float16 would not survive.
         """
         model_ranks = self._model_ranks() if has_other_ranks() else None
+        if self._replicas is not None:
+            replicas, self._replicas = self._replicas, None
+            self._engine.compare_settings(replicas)
         try:
             gradients = self._engine.find(self._optimizers)
             if self._engine.scales:

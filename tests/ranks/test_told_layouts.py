@@ -30,6 +30,7 @@ def _programs() -> list[Callable[[int], Any]]:
         a_mesh_that_is_a_part_of_the_world,
         schedules_of_a_pipeline,
         nobody_scales_a_loss,
+        different_settings,
     ]
 
 
@@ -436,3 +437,51 @@ def test_gradients_without_a_scale_are_refused_on_every_rank(returned: Returned)
         assert "no rank has scaled a loss since the last step" in told
         assert "control.loss_fn(loss_fn)" in told
         assert told.endswith("[1.0, 1.0]")
+
+
+def different_settings(rank: int) -> dict[str, str]:
+    """One rank has another scale, or another clip: no rank steps, and all say the same."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    odd = rank == 3
+    given: dict[str, dict[str, Any]] = {
+        "scale": {"scale": 64.0 if odd else 32.0},
+        "clip": {"scale": 2.0, "clip": 2.0 if odd else 1.0},
+        "resumed": {"scale": gradilocks.DynamicScale(init_scale=8.0)},
+    }
+    found = {}
+    for name, settings in given.items():
+        for kind in ("parts", "replicas"):
+            model: Any = nn.Linear(2, 1)
+            if kind == "replicas":
+                model = DistributedDataParallel(model)
+                told: dict[str, Any] = {"model": model}
+            else:
+                told = {"process_group": dist.group.WORLD}
+            control = gradilocks.GradientControl(
+                torch.optim.SGD(model.parameters(), lr=1.0), **told, **settings
+            )
+            if name == "resumed" and odd:
+                state = control.state_dict()
+                state["scale"] = 16.0
+                control.load_state_dict(state)
+            before = [param.detach().clone() for param in model.parameters()]
+            control.backward(model(torch.ones(1, 2)).sum())
+            said = _refusal(control.step)
+            same = all(map(torch.equal, before, model.parameters()))
+            found[f"{name}, {kind}"] = said if same else f"moved: {said}"
+    return found
+
+
+def test_ranks_with_different_settings_refuse_together(returned: Returned) -> None:
+    expected = {
+        "scale": "scale= is StaticScale(scale=32.0) on rank 0 and StaticScale(scale=64.0) on rank",
+        "clip": "on rank 0 and ClipByNorm(max_norm=2.0",
+        "resumed": "the current scale is 8.0 on rank 0 and 16.0 on rank 3",
+    }
+    first = returned["different_settings"][0]
+    for found in returned["different_settings"]:
+        assert found == first
+    for name, said in first.items():
+        assert said.startswith("ValueError: the ranks train one model and decide alike"), name
+        assert expected[name.split(",")[0]] in said, name

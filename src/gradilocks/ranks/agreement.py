@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,15 @@ from gradilocks.ranks.layout import shortened
 from gradilocks.ranks.model_ranks import ModelRanks
 from gradilocks.values import moved, wide
 
-__all__ = ["FINGERPRINT", "REPORT", "Fingerprint", "RankAgreement", "are_copies", "fingerprint"]
+__all__ = [
+    "FINGERPRINT",
+    "REPORT",
+    "Fingerprint",
+    "RankAgreement",
+    "are_copies",
+    "fingerprint",
+    "refuse_different",
+]
 
 _DIRECTIONS = 4
 _PIECE = 1 << 18  # Elements at a time: a large embedding must not need its size again in float64.
@@ -237,6 +245,23 @@ class RankAgreement:
         left = told["uncompared"]
         settled = left == told["compared"] if finite else not any(left)
         self._agreed = ranks.shapes if settled else None
+
+
+def refuse_different(ranks: Sequence[int], settings: Sequence[Mapping[str, object]]) -> None:
+    """Raises if the ranks have not the same settings, which all of them then do.
+
+    Args:
+        ranks: in the order of `settings`.
+        settings: of each rank, by name.
+    """
+    for name, first in settings[0].items():
+        for rank, theirs in zip(ranks, settings, strict=True):
+            if theirs[name] != first:
+                raise ValueError(
+                    f"the ranks train one model and decide alike only with the same settings: "
+                    f"{name} is {first} on rank {ranks[0]} and {theirs[name]} on rank {rank}. Make "
+                    "the control, and load its state, in the same way on every rank."
+                )
 
 
 _ELSEWHERE = (

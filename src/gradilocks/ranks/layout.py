@@ -33,6 +33,7 @@ __all__ = [
     "ranks_in",
     "ranks_on",
     "refuse_fsdp1_shards",
+    "replicas_of",
     "shortened",
     "with_sums_reduced",
     "world_size",
@@ -58,6 +59,14 @@ def has_other_ranks() -> bool:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return False
     return int(dist.get_world_size()) > 1
+
+
+def replicas_of(model: object) -> Any:
+    """The process group of a DistributedDataParallel model; None for any other."""
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    if module is None or not isinstance(model, module.DistributedDataParallel):
+        return None
+    return cast("Any", model).process_group
 
 
 def world_size() -> int:

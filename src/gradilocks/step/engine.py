@@ -30,9 +30,15 @@ from gradilocks.errors import NeverFinite
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.reference import DOUBLE, summarize
 from gradilocks.names import Names
-from gradilocks.ranks.agreement import FINGERPRINT, REPORT, RankAgreement, fingerprint
+from gradilocks.ranks.agreement import (
+    FINGERPRINT,
+    REPORT,
+    RankAgreement,
+    fingerprint,
+    refuse_different,
+)
 from gradilocks.ranks.collective import reduce, reduce_apart, reduce_each
-from gradilocks.ranks.layout import has_other_ranks, shortened, world_size
+from gradilocks.ranks.layout import has_other_ranks, ranks_in, shortened, world_size
 from gradilocks.ranks.model_ranks import ModelRanks, tell_all
 from gradilocks.scale import NoScale, ScalePolicy, scale_gradient, scale_loss
 from gradilocks.state import checkpoint
@@ -608,6 +614,21 @@ class Engine:
             self._order_of = model_ranks
         return self._order
 
+    def settings(self) -> dict[str, object]:
+        """What must be alike on all ranks that train one model, by name. Waits for the device."""
+        return {
+            "scale=": repr(self.scale_policy),
+            "clip=": repr(self.clip_policy),
+            "give_up_after=": self.streak.limit,
+            "the current scale": fetch(self.state.scale)[0],
+            "the number of steps": int(fetch(self.steps)[0]),
+        }
+
+    def compare_settings(self, group: Any) -> None:
+        """Raises, on every rank of `group` alike, if their settings or scales are not the same."""
+        ranks = ranks_in(group)
+        refuse_different(ranks, tell_all(self.settings(), ranks, group))
+
     def _table(self, model_ranks: ModelRanks) -> _Table:
         """What is known of the parameters of all ranks.
 
@@ -616,12 +637,14 @@ class Engine:
         if self._table_of is not model_ranks:
             ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
             self._backward_order(model_ranks)
-            told = tell_all((self._names_in_order, model_ranks.keys), ranks, group)
-            every = {key for _, keys in told for key in keys or ()}
+            mine_told = self._names_in_order, model_ranks.keys, self.settings()
+            told = tell_all(mine_told, ranks, group)
+            refuse_different(ranks, [settings for *_, settings in told])
+            every = {key for _, keys, _ in told for key in keys or ()}
             places = {key: place for place, key in enumerate(sorted(every, key=repr))}
             mine = zip(model_ranks.params, model_ranks.keys or (), strict=False)
             self._known_table = _Table(
-                names=[names for names, _ in told],
+                names=[names for names, *_ in told],
                 places={id(param): places[key] for param, key in mine},
                 total=len(places),
             )
