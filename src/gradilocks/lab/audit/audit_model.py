@@ -100,6 +100,7 @@ def audit(
         try:
             listener.follow(model.modules())
             for batch in islice(batches, steps):
+                listener.hook_parameters()
                 loss = loss_fn(model, batch)
                 check_scalar_loss(loss)
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ both have to be kept out.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import is_functorch_tensor
+from gradilocks._torch import drop_empty_hooks, is_functorch_tensor
 from gradilocks.lab.audit.counting import Tally, read, values_of
 from gradilocks.lab.audit.result import Audit
 from gradilocks.lab.audit_record import Histogram, ModuleGradients, Outputs
 from gradilocks.lab.emulate import emulated_format
 from gradilocks.lab.formats import Format
-from gradilocks.lab.tensors import tensors_in
+from gradilocks.lab.tensors import anchor, tensors_in
 from gradilocks.names import name_modules
 
 __all__ = ["Listener", "gather", "is_unit"]
@@ -57,15 +58,23 @@ class _Unit:
 class Listener:
     """Counts the gradients of the modules and parameters that it is told of.
 
+    Parameters have hooks only while a backward pass runs, and what is known of one is kept by its
+    module and name: `torch.utils.swap_tensors` refuses a tensor that has a weak reference, and
+    leaves the tensor's hooks behind.
+
     Attributes:
         units: by the id of a module, in the order in which they first returned.
-        parameters: by the id of a parameter: its gradients.
+        loose: parameters of no module that was seen, with their gradients.
         scale: what the gradients of the coming backward passes are to be divided by.
     """
 
     def __init__(self) -> None:
         self.units: dict[int, _Unit] = {}
-        self.parameters: dict[int, tuple[weakref.ref[Tensor], Tally]] = {}
+        self.loose: dict[Tensor, Tally] = {}
+        self._owners: dict[int, tuple[weakref.ref[nn.Module], dict[str, Tally]]] = {}
+        """By the id of a module: the gradients of its own parameters, by their names."""
+        self._hooked: dict[int, Tally] = {}
+        """By the id of a parameter that had a hook in the last backward pass: its gradients."""
         self.scale: Tensor | float = 1.0
         self.divided: Tensor | float = 1.0
         """The last scale other than 1 that gradients carried."""
@@ -77,50 +86,90 @@ class Listener:
         """Of the gradients that came."""
         self.guard: Callable[[Callable[[], None]], None] = lambda act: act()
         """Does our own work inside a backward pass."""
-        self._makers: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}
+        self._makers: dict[int, tuple[weakref.ref[Any], set[int]]] = {}
         """By the id of a tensor, the ids of the units that returned it."""
         self._handles: list[Any] = []
+        self._parameter_handles: list[Any] = []
         self._done = False
 
     def follow(self, modules: Iterable[nn.Module]) -> None:
-        """Puts hooks on modules and their parameters."""
+        """Puts hooks on modules; their parameters will be counted."""
         for module in modules:
+            self.meet(module)
             if is_unit(module) and not isinstance(module, torch.jit.ScriptModule):
                 # One by one: if the second cannot be put on, the first is removed.
                 before = module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
                 self._handles.append(before)
                 self._handles.append(module.register_forward_hook(self.after_forward))
-            self.follow_parameters(module.parameters(recurse=False))
 
-    def follow_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Puts hooks on those that have none yet, and returns them."""
-        fresh = [p for p in parameters if p.requires_grad and not self.knows(p)]
-        for parameter in fresh:
-            tally = Tally()
-            self.parameters[id(parameter)] = weakref.ref(parameter), tally
-            if parameter.is_leaf:
+    def meet(self, module: nn.Module) -> bool:
+        """Counts the gradients of a module's own parameters from here on; False if it does so."""
+        known = self._owners.get(id(module))
+        if known is not None and known[0]() is module:
+            return False
+        self._owners[id(module)] = weakref.ref(module), {}
+        return True
+
+    def hook_parameters(self) -> None:
+        """A backward pass begins: puts hooks on the parameters of every module that was met."""
+        self.unhook_parameters()
+        self._hooked = {}
+        for tallies, name, param in self._own_parameters():
+            if param.requires_grad:
+                tally = tallies.get(name) or self._hooked.get(id(param)) or Tally()
+                tallies[name] = self._hook(param, tally)
+        for param, tally in self.loose.items():
+            self._hook(param, tally)
+
+    def unhook_parameters(self) -> None:
+        """A backward pass is over, or there will be none."""
+        for handle in self._parameter_handles:
+            handle.remove()
+        if self._parameter_handles:
+            for param in itertools.chain((p for _, _, p in self._own_parameters()), self.loose):
+                drop_empty_hooks(param)
+        self._parameter_handles = []
+
+    def _own_parameters(self) -> Iterator[tuple[dict[str, Tally], str, Tensor]]:
+        for ref, tallies in list(self._owners.values()):
+            module = ref()
+            for name, param in () if module is None else module.named_parameters(recurse=False):
+                yield tallies, name, param
+
+    def _hook(self, param: Tensor, tally: Tally) -> Tally:
+        """Has a parameter's gradients counted in `tally`, or where they are counted already."""
+        if id(param) not in self._hooked:
+            self._hooked[id(param)] = tally
+            if param.is_leaf:
                 hook = self._counts(tally)
-                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
-        return fresh
+                self._parameter_handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+        return self._hooked[id(param)]
 
     def carry(self, scale: Tensor | float) -> None:
         """The gradients of the coming backward passes carry this scale."""
         self.scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
         self.divided = self.scale
 
-    def count(self, parameter: Tensor, *, scale: Tensor | float) -> None:
-        """Counts the gradient that a parameter has, for one that had no hook in time."""
-        if parameter.grad is not None:
-            self._add(self.parameters[id(parameter)][1], parameter.grad, scale)
+    def count_unhooked(self, params: Iterable[Tensor], *, scale: Tensor | float) -> None:
+        """Counts the gradients of those that had no hook in the last backward pass, as they are."""
+        for param in params:
+            if param.requires_grad and id(param) not in self._hooked:
+                tally = self.loose.setdefault(param, Tally())
+                if param.grad is not None:
+                    self._add(tally, param.grad, scale)
 
-    def knows(self, parameter: Tensor) -> bool:
-        """Whether this parameter has a hook."""
-        known = self.parameters.get(id(parameter))
-        return known is not None and known[0]() is parameter
+    def tally_of(
+        self, param: Tensor, module: nn.Module | None = None, name: str = ""
+    ) -> Tally | None:
+        """What was counted of a parameter, which is that of a module or of none."""
+        ref, tallies = (None, {}) if module is None else self._owners.get(id(module), (None, {}))
+        found = tallies.get(name) if ref is not None and ref() is module else None
+        return found or self.loose.get(param)
 
     def remove(self) -> None:
-        """Takes every hook away; those on tensors do nothing from here on."""
+        """Takes every hook away; those on outputs do nothing from here on."""
         self._done = True
+        self.unhook_parameters()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -188,11 +237,11 @@ class Listener:
 
     def _makers_of(self, tensor: Tensor) -> set[int]:
         ref, makers = self._makers.get(id(tensor), (None, set()))
-        return makers if ref is not None and ref() is tensor else set()
+        return makers if ref is not None and ref() is anchor(tensor) else set()
 
     def _remember(self, tensor: Tensor, makers: set[int]) -> None:
         key, made = id(tensor), self._makers
-        made[key] = weakref.ref(tensor, lambda _: made.pop(key, None)), makers
+        made[key] = weakref.ref(anchor(tensor), lambda _: made.pop(key, None)), makers
         node: Any = tensor.grad_fn
         if node is not None:
             node.metadata[_MARK] = makers
@@ -293,13 +342,15 @@ def gather(
     owned: dict[int, list[Tally]] = {}
     seen: set[int] = set()
     for key, module in parts.items():
-        for param in module.parameters(recurse=False):
-            if id(param) not in seen and listener.knows(param):
-                seen.add(id(param))
-                owned.setdefault(homes[key], []).append(listener.parameters[id(param)][1])
+        for name, param in module.named_parameters(recurse=False):
+            tally = listener.tally_of(param, module, name)
+            if tally is not None and id(tally) not in seen:
+                seen.add(id(tally))
+                owned.setdefault(homes[key], []).append(tally)
     for other, name in (others or {}).items():
-        if id(other) not in seen and listener.knows(other):
-            owned.setdefault(id(other), []).append(listener.parameters[id(other)][1])
+        tally = listener.tally_of(other)
+        if tally is not None and id(tally) not in seen:
+            owned.setdefault(id(other), []).append(tally)
             names[id(other)] = name
     counted = iter(read([*outputs.values(), *(one for many in owned.values() for one in many)]))
     activations = {key: next(counted) for key in outputs}

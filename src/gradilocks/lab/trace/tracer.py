@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradilocks._torch import in_backward
+from gradilocks._torch import drop_empty_hooks, in_backward
 from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.tensors import tensors_in
 from gradilocks.lab.trace.finding import (
@@ -246,10 +246,19 @@ def _number(step: int | Tensor) -> int:
     return int(fetch(step)[0]) if isinstance(step, Tensor) else step
 
 
+_Reference = Callable[[], "Tensor | None"]
+
+
+def _reference(tensor: Tensor) -> _Reference:
+    """Keeps no activation alive. A parameter is held, for the length of a step, as its module is:
+    `torch.utils.swap_tensors` would refuse it if it had a weak reference."""
+    return (lambda: tensor) if isinstance(tensor, nn.Parameter) else weakref.ref(tensor)
+
+
 class _BadInput(NamedTuple):
     """A tensor that was not finite when a module was given it."""
 
-    tensor: weakref.ref[Tensor]
+    tensor: _Reference
     mask: bool
     """Whether -inf is all that is not finite in it."""
 
@@ -257,7 +266,7 @@ class _BadInput(NamedTuple):
     def of(tensor: Tensor) -> _BadInput:
         values = tensor.detach()
         other = torch.isnan(values).any() | (values == math.inf).any()
-        return _BadInput(weakref.ref(tensor), not bool(other) and not values.is_complex())
+        return _BadInput(_reference(tensor), not bool(other) and not values.is_complex())
 
 
 @dataclass
@@ -289,7 +298,7 @@ class _Call:
 class _Passed:
     """A tensor that passed between modules, and whose gradient will come."""
 
-    tensor: weakref.ref[Tensor]
+    tensor: _Reference
     made_by: list[tuple[_Call, str]] = field(default_factory=list)
     """Innermost first."""
     used_by: list[tuple[_Call, str]] = field(default_factory=list)
@@ -374,7 +383,9 @@ class _StepTrace:
         self._passed: dict[int, _Passed] = {}
         self._suspect: Finding | None = None
         self._source: _BadInput | None = None  # What a module was given that makes the suspect.
-        self._harmless: dict[int, weakref.ref[Tensor]] = {}  # What modules have made nothing of.
+        self._harmless: dict[
+            int, Callable[[], Tensor | None]
+        ] = {}  # What modules have made nothing of.
         self.is_done = False
         """Whether something was found."""
         self.forwards = 0
@@ -389,10 +400,9 @@ class _StepTrace:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             after = _Hook(self._after, name)
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
-            for key, param in module.named_parameters(recurse=False):
-                if param.requires_grad and param.is_leaf:
-                    hook = _Hook(self._parameter, name, weakref.ref(module), key)
-                    self._handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+        self._model = weakref.ref(model)
+        self._parameter_handles: list[Any] = []
+        self._hook_parameters()
         _BACKWARD.add(self._backward)
 
     def remove(self) -> None:
@@ -400,8 +410,25 @@ class _StepTrace:
         for handle in self._handles:
             handle.remove()
         _BACKWARD.discard(self._backward)
+        self._unhook_parameters()
         self._handles, self._passed, self._stack = [], {}, []
         self.is_done = True
+
+    def _hook_parameters(self) -> None:
+        model = self._model()
+        for name, module in () if model is None else named_modules(model):
+            for key, param in module.named_parameters(recurse=False):
+                if param.requires_grad and param.is_leaf and not is_wrapper(module):
+                    hook = _Hook(self._parameter, name, weakref.ref(module), key)
+                    self._parameter_handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _unhook_parameters(self) -> None:
+        for handle in self._parameter_handles:
+            handle.remove()
+        self._parameter_handles = []
+        model = self._model()
+        for param in () if model is None else model.parameters():
+            drop_empty_hooks(param)
 
     def settle(self) -> None:
         """The step is over: what looked suspicious in forward is all there is."""
@@ -488,7 +515,7 @@ class _StepTrace:
                 self._harmless[id(tensor)] = bad.tensor
         source = self._source
         given = source is not None and any(
-            bad.tensor is source.tensor or (bad.mask and source.mask) for bad in call.taken
+            bad.tensor() is source.tensor() or (bad.mask and source.mask) for bad in call.taken
         )
         if given or not call.suspected:  # All that was suspicious came up in this call.
             self._suspect = self._source = None
@@ -498,7 +525,7 @@ class _StepTrace:
         known = self._passed.get(id(tensor))
         if known is not None and known.tensor() is tensor:
             return known
-        known = self._passed[id(tensor)] = _Passed(weakref.ref(tensor))
+        known = self._passed[id(tensor)] = _Passed(_reference(tensor))
         if tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
             tensor.register_hook(_Hook(self._gradient, known))  # type: ignore[no-untyped-call]
         return known
@@ -508,6 +535,9 @@ class _StepTrace:
     def _backward(self, tensors: Any) -> None:
         """`tensors`, the loss most often, are about to be run backward."""
         if not self.is_done:
+            if not _in_backward():  # The model may have been swapped since its hooks were put on.
+                self._unhook_parameters()
+                self._hook_parameters()
             found = [magnitude(tensor, "") for _, tensor in tensors_in(tensors, "")]
             known = [seen.finite for seen in found if seen is not None]
             self._loss_is_bad = not all(known) if known else None
