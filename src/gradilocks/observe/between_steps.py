@@ -139,7 +139,7 @@ class Losses(StepListener):
 class _GradientState:
     """A gradient at one moment: by it is seen whether a backward pass has changed it since."""
 
-    storage: weakref.ref[torch.UntypedStorage] | None
+    storage: weakref.ref[Any] | None
     version: int
 
     @staticmethod

@@ -13,6 +13,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +46,7 @@ class Reading:
 class ClippedGradients:
     """Gradients that were clipped together, measured before it and after."""
 
-    storages: list[weakref.ref[torch.UntypedStorage]]
+    storages: list[weakref.ref[Any]]
     before: Statistics
     after: Statistics | None = None
 
@@ -89,7 +91,8 @@ class GradientReader:
         """The clip is done: measures what it has left."""
         places, tensors = measurable_gradients(params)
         now = [storage_of(gradient) for gradient in _gradients(params, places)]
-        if now and now == [ref() for ref in clipped.storages]:
+        then = [ref() for ref in clipped.storages]
+        if len(now) == len(then) and all(map(is_, now, then)):
             clipped.after = _measured(tensors, detail=False)
 
     def read(self, params: Sequence[Tensor], *, detail: bool) -> Reading:

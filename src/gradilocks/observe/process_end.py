@@ -85,10 +85,6 @@ class ProcessEnd:
         self._done = True
         self._restore()
 
-    def finish(self) -> None:
-        """Concludes now, and not at the end of the process."""
-        self._finish()
-
     def note(self, ending: Ending) -> None:
         """How the script ended, for when its time comes."""
         self.ending = ending
@@ -96,24 +92,25 @@ class ProcessEnd:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
-        self._finish()
+        self.finish()
         if self.ending.signal is not None:
             _die(self.ending.signal)
 
     def _leave(self, status: int) -> Any:
         if os.getpid() == self._pid:
             self.ending = Ending.of_exit(status)
-            self._finish()
+            self.finish()
         self._exit(status)
 
     def _killed(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             name = signal.Signals(number).name
             self.ending = Ending("interrupted", 128 + number, name, number)
-            self._finish()
+            self.finish()
         _die(number)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Concludes, unless that has been done."""
         if not self._done:
             self._done = True
             self._restore()

@@ -82,8 +82,7 @@ def _climb(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Mo
 class ScriptTracer(StepListener):
     """Traces the models of every optimizer after a step with NaN or Inf: `gradilocks run --trace`.
 
-    Args:
-        make_recorder: called when there is something to trace; findings are written there.
+    `make_recorder` is called when there is something to trace; findings are written there.
     """
 
     def __init__(self, make_recorder: Callable[[], Recorder]) -> None:

@@ -136,9 +136,7 @@ class _Attempt:
 class StepRecorder(StepListener):
     """Records every optimizer of this process.
 
-    Args:
-        make_recorder: called at the first step.
-        warn: told in words if weights cannot be recorded.
+    `make_recorder` is called at the first step, and `warn` told if weights cannot be recorded.
 
     Attributes:
         losses: listens by itself to what is run backward.

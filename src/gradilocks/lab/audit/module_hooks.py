@@ -18,12 +18,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from gradilocks._torch import drop_empty_hooks, is_functorch_tensor
-from gradilocks.lab.audit.counting import Tally, read, values_of
+from gradilocks.lab.audit.counting import Tally, read, rows_read, values_of
 from gradilocks.lab.audit.result import Audit
 from gradilocks.lab.audit_record import Histogram, ModuleGradients, Outputs
 from gradilocks.lab.emulate import emulated_format
@@ -71,8 +72,8 @@ class Listener:
     def __init__(self) -> None:
         self.units: dict[int, _Unit] = {}
         self.loose: dict[Tensor, Tally] = {}
-        self._owners: dict[int, tuple[weakref.ref[nn.Module], dict[str, Tally]]] = {}
-        """By the id of a module: the gradients of its own parameters, by their names."""
+        self._owned: WeakKeyDictionary[nn.Module, dict[str, Tally]] = WeakKeyDictionary()
+        """The gradients of a module's own parameters, by their names."""
         self._hooked: dict[int, Tally] = {}
         """By the id of a parameter that had a hook in the last backward pass: its gradients."""
         self.scale: Tensor | float = 1.0
@@ -98,17 +99,14 @@ class Listener:
             self.meet(module)
             if is_unit(module) and not isinstance(module, torch.jit.ScriptModule):
                 # One by one: if the second cannot be put on, the first is removed.
-                before = module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+                before = module.register_forward_pre_hook(self.before_forward, with_kwargs=True)
                 self._handles.append(before)
                 self._handles.append(module.register_forward_hook(self.after_forward))
 
     def meet(self, module: nn.Module) -> bool:
         """Counts the gradients of a module's own parameters from here on; False if it does so."""
-        known = self._owners.get(id(module))
-        if known is not None and known[0]() is module:
-            return False
-        self._owners[id(module)] = weakref.ref(module), {}
-        return True
+        fresh: dict[str, Tally] = {}
+        return self._owned.setdefault(module, fresh) is fresh
 
     def hook_parameters(self) -> None:
         """A backward pass begins: puts hooks on the parameters of every module that was met."""
@@ -116,8 +114,7 @@ class Listener:
         self._hooked = {}
         for tallies, name, param in self._own_parameters():
             if param.requires_grad:
-                tally = tallies.get(name) or self._hooked.get(id(param)) or Tally()
-                tallies[name] = self._hook(param, tally)
+                tallies[name] = self._hook(param, tallies.get(name) or Tally())
         for param, tally in self.loose.items():
             self._hook(param, tally)
 
@@ -131,9 +128,8 @@ class Listener:
         self._parameter_handles = []
 
     def _own_parameters(self) -> Iterator[tuple[dict[str, Tally], str, Tensor]]:
-        for ref, tallies in list(self._owners.values()):
-            module = ref()
-            for name, param in () if module is None else module.named_parameters(recurse=False):
+        for module, tallies in list(self._owned.items()):
+            for name, param in module.named_parameters(recurse=False):
                 yield tallies, name, param
 
     def _hook(self, param: Tensor, tally: Tally) -> Tally:
@@ -158,13 +154,9 @@ class Listener:
                 if param.grad is not None:
                     self._add(tally, param.grad, scale)
 
-    def tally_of(
-        self, param: Tensor, module: nn.Module | None = None, name: str = ""
-    ) -> Tally | None:
-        """What was counted of a parameter, which is that of a module or of none."""
-        ref, tallies = (None, {}) if module is None else self._owners.get(id(module), (None, {}))
-        found = tallies.get(name) if ref is not None and ref() is module else None
-        return found or self.loose.get(param)
+    def tally_of(self, param: Tensor, module: nn.Module, name: str) -> Tally | None:
+        """What was counted of a parameter of a module."""
+        return self._owned.get(module, {}).get(name) or self.loose.get(param)
 
     def remove(self) -> None:
         """Takes every hook away; those on outputs do nothing from here on."""
@@ -183,18 +175,16 @@ class Listener:
             return f"{' and '.join(sorted(self.emulated))}, emulated"
         return _joined(self.dtypes) or "float32"
 
-    def before_forward(self, module: nn.Module, given: Any) -> None:
+    def before_forward(self, module: nn.Module, *given: Any) -> None:
         """A unit is called: it takes what others have returned."""
         if self._done or torch.compiler.is_compiling():
             return
         for tensor in _tensors(given):
             makers = self._makers_of(tensor)
-            for unit in self._seen(makers or _makers_behind(tensor.grad_fn)):
-                if makers or not unit.takers:
+            for key in makers or _makers_behind(tensor.grad_fn):
+                unit = self.units.get(key)
+                if unit is not None and (makers or not unit.takers):
                     unit.takers[id(module)] = None
-
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.before_forward(module, (args, kwargs))
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """A unit has returned: the gradients of its tensors will be counted."""
@@ -246,9 +236,6 @@ class Listener:
         if node is not None:
             node.metadata[_MARK] = makers
 
-    def _seen(self, keys: Iterable[int]) -> Iterator[_Unit]:
-        return (self.units[key] for key in keys if key in self.units)
-
 
 @torch.no_grad()
 def _measure(unit: _Unit, tensor: Tensor) -> None:
@@ -291,8 +278,8 @@ def _makers_behind(node: Any) -> Iterable[int]:
     return found
 
 
-def _tensors(things: Any) -> Iterator[Tensor]:
-    yield from {id(tensor): tensor for _, tensor in tensors_in(things, "")}.values()
+def _tensors(things: Any) -> Iterable[Tensor]:
+    return {id(tensor): tensor for _, tensor in tensors_in(things, "")}.values()
 
 
 def _joined(dtypes: set[torch.dtype]) -> str:
@@ -325,18 +312,14 @@ def gather(
     Args:
         listener: with its hooks taken away.
         models: the outermost modules; what is in none of them is left out.
-        steps: how many steps were seen.
-        formats: to be judged.
+        steps, formats: how many steps were seen, and what to judge.
         others: parameters that are in no module, with their names.
         reachable: whether the one model's `get_submodule` must take the names.
     """
     parts = {id(part): part for model in models for part in model.modules()}
     names = _names(models, reachable=reachable)
-    units = {
-        key: unit
-        for key, unit in listener.units.items()
-        if key in parts and unit.module() is parts[key]
-    }
+    # Of a module that is gone, the id may be another's by now.
+    units = {k: u for k, u in listener.units.items() if k in parts and u.module() is parts[k]}
     outputs = {key: unit.gradients for key, unit in units.items() if unit.gradients is not None}
     homes = _homes(models)
     owned: dict[int, list[Tally]] = {}
@@ -348,7 +331,7 @@ def gather(
                 seen.add(id(tally))
                 owned.setdefault(homes[key], []).append(tally)
     for other, name in (others or {}).items():
-        tally = listener.tally_of(other)
+        tally = listener.loose.get(other)
         if tally is not None and id(tally) not in seen:
             owned.setdefault(id(other), []).append(tally)
             names[id(other)] = name
@@ -424,15 +407,12 @@ def _homes(models: Sequence[nn.Module]) -> dict[int, int]:
 def _returned(
     units: Mapping[int, _Unit], parts: Mapping[int, nn.Module], names: Mapping[int, str]
 ) -> dict[int, Outputs]:
-    """What the units have returned; the numbers are read once from each device."""
-    sizes: dict[int, list[tuple[float, float]]] = {}
-    for device in {device for unit in units.values() for device in unit.sizes}:
-        there = [key for key, unit in units.items() if device in unit.sizes]
-        rows = torch.stack([units[key].sizes[device] for key in there]).tolist()
-        for key, row in zip(there, rows, strict=True):
-            sizes.setdefault(key, []).append(row)
+    """What the units have returned."""
     found: dict[int, Outputs] = {}
-    for key, rows in sizes.items():
+    sizes = rows_read([unit.sizes for unit in units.values()])
+    for key, rows in zip(units, sizes, strict=True):
+        if not rows:
+            continue
         takers = [one for one in units[key].takers if one in parts and one != key]
         # A module that hands its input on to a part of its own does not compute with it.
         nearest = [

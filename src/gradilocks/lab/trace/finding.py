@@ -55,10 +55,6 @@ class Magnitude(NamedTuple):
         """'NaN', 'Inf' or 'NaN and Inf'."""
         return " and ".join(word for word, n in (("NaN", self.nan), ("Inf", self.inf)) if n)
 
-    def named(self, name: str) -> Magnitude:
-        """The same under another name."""
-        return self._replace(name=name)
-
 
 @torch.no_grad()
 def magnitude(tensor: Tensor, name: str) -> Magnitude | None:
@@ -100,8 +96,8 @@ class Finding:
         """As a record of the run file, without step and time."""
         origin = _ORIGINS.get(self.where, "module")
         if origin == "module":
-            own = self.module.named_parameters(recurse=False)  # They go into it as well.
-            weights = _magnitudes(own)
+            # Its parameters go into it as well.
+            weights = _magnitudes(self.module.named_parameters(recurse=False))
             damaged = [each for each in weights if not each.finite]
             if damaged or self.buffers:
                 return self._too_late(damaged)
@@ -109,10 +105,12 @@ class Finding:
         else:
             entered = [*self.inputs] if self.where == "loss" else [self.seen]
         entered = entered[:_MOST_INPUTS]
+        in_backward = self.where in ("backward", "inside", "parameter")
+        in_backward = in_backward or (self.where == "loss" and not self.loss_is_bad)
         return Trace(
             step=0,
             time=0.0,
-            phase=self._phase(),
+            phase="backward" if in_backward else "forward",
             module=self.name,
             kind=type(self.module).__name__,
             what=self.seen.what,
@@ -121,14 +119,9 @@ class Finding:
             where=origin,
         )
 
-    def _phase(self) -> str:
-        if self.where == "loss":
-            return "forward" if self.loss_is_bad else "backward"
-        return "backward" if self.where in ("backward", "inside", "parameter") else "forward"
-
     def _too_late(self, damaged: Sequence[Magnitude]) -> Trace:
         prefix = f"{self.name}." if self.name else ""
-        held = [each.named(prefix + each.name) for each in damaged or self.buffers]
+        held = [each._replace(name=prefix + each.name) for each in damaged or self.buffers]
         kind = type(self.module).__name__
         if damaged:
             return _damaged_trace(held, kind, "not trained")
@@ -181,11 +174,8 @@ def damaged_parameters(model: nn.Module, when: str) -> Trace | None:
     """The parameters that the model trains and that hold NaN or Inf; None if all are finite.
 
     Whatever is traced after that tells nothing. Parameters that it does not train are looked at
-    only in the module that a trace names: a mask of -Inf may be one. Waits for the device.
-
-    Args:
-        model: the model.
-        when: when this is looked at, in words.
+    only in the module that a trace names: a mask of -Inf may be one. Waits for the device. `when`
+    says in words when this is looked at.
     """
     trained = ((name, param) for name, param in named_parameters(model) if param.requires_grad)
     damaged = [each for each in _magnitudes(trained) if not each.finite]

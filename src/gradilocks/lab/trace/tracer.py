@@ -15,8 +15,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradilocks._torch import drop_empty_hooks, in_backward
 from gradilocks.eager import UNCOMPILED
-from gradilocks.lab.tensors import tensors_in
+from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.trace.finding import (
     Finding,
     Magnitude,
@@ -149,7 +148,11 @@ class Tracer(StepListener):
         self._latest_step = step
         if self._closed:
             return
-        self._flags.append((Flag(row), step, self._in_no_module()))
+        # What the gradients hold after a step in which nothing was found, if it was followed.
+        found_nothing, self._found_nothing = self._found_nothing, False
+        model = self._model() if found_nothing else None
+        gradients = None if model is None else damaged_gradients(unwrapped(model))
+        self._flags.append((Flag(row), step, gradients))
         bad = False
         while self._flags and (told := self._flags[0][0].overflowed()) is not None:
             _, number, in_no_module = self._flags.pop(0)
@@ -182,12 +185,6 @@ class Tracer(StepListener):
         damaged = None if model is None else damaged_parameters(unwrapped(model), when)
         self._tell(damaged or finding.trace(), step=_number(self._latest_step) + 1)
         self.disarm()
-
-    def _in_no_module(self) -> Trace | None:
-        """What the gradients hold after a step in which nothing was found, if it was followed."""
-        found_nothing, self._found_nothing = self._found_nothing, False
-        model = self._model()
-        return damaged_gradients(unwrapped(model)) if model is not None and found_nothing else None
 
     def _tell(self, found: Trace, *, step: int) -> None:
         now = time.perf_counter() - self._began
@@ -309,20 +306,6 @@ class _Passed:
     """Of the model's output: which elements are not finite, if any."""
 
 
-class _Hook:
-    """A hook that stays behind when the model is copied or pickled: the copy's does nothing."""
-
-    def __init__(self, act: Callable[..., None], *first: Any) -> None:
-        self._act, self._first = act, first
-
-    def __call__(self, *args: Any) -> None:
-        self._act(*self._first, *args)
-
-    def __reduce__(self) -> Any:
-        # Takes anything, returns None, and is there wherever the pickle is read.
-        return getattr, (nullcontext(), "__exit__")
-
-
 class _BackwardCalls:
     """What torch runs backward, for as long as somebody listens.
 
@@ -396,9 +379,9 @@ class _StepTrace:
         for name, module in named_modules(model):
             if is_wrapper(module):
                 continue  # What it wraps is there too.
-            before = _Hook(self._before, name)
+            before = Hook(self._before, name)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            after = _Hook(self._after, name)
+            after = Hook(self._after, name)
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
         self._model = weakref.ref(model)
         self._parameter_handles: list[Any] = []
@@ -419,7 +402,7 @@ class _StepTrace:
         for name, module in () if model is None else named_modules(model):
             for key, param in module.named_parameters(recurse=False):
                 if param.requires_grad and param.is_leaf and not is_wrapper(module):
-                    hook = _Hook(self._parameter, name, weakref.ref(module), key)
+                    hook = Hook(self._parameter, name, weakref.ref(module), key)
                     self._parameter_handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def _unhook_parameters(self) -> None:
@@ -441,10 +424,10 @@ class _StepTrace:
         if self.is_done or torch.compiler.is_compiling():
             return
         call = _Call(name, module, buffers=nan_buffers(module))
-        if id(module) == self._root and not _in_backward():
+        if id(module) == self._root and not in_backward():
             self.settle()
             self._stack, self._passed, self._harmless = [], {}, {}
-        if not self._stack and not _in_backward():
+        if not self._stack and not in_backward():
             self.forwards += 1
             if len(self._passed) > _MANY:  # The model itself is never called, only its parts.
                 self._passed = {k: s for k, s in self._passed.items() if s.tensor() is not None}
@@ -501,7 +484,8 @@ class _StepTrace:
             watched.inside = above
             if not seen.finite and id(module) == self._root:
                 watched.broken = torch.logical_not(torch.isfinite(tensor.detach()))
-        if finite and any_output and not _in_backward():
+        # Not in a checkpoint's forward that is run again for the gradients.
+        if finite and any_output and not in_backward():
             self._clear(call)
 
     def _clear(self, call: _Call) -> None:
@@ -527,7 +511,7 @@ class _StepTrace:
             return known
         known = self._passed[id(tensor)] = _Passed(_reference(tensor))
         if tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
-            tensor.register_hook(_Hook(self._gradient, known))  # type: ignore[no-untyped-call]
+            tensor.register_hook(Hook(self._gradient, known))  # type: ignore[no-untyped-call]
         return known
 
     # --- backward ------------------------------------------------------------------------------
@@ -535,7 +519,7 @@ class _StepTrace:
     def _backward(self, tensors: Any) -> None:
         """`tensors`, the loss most often, are about to be run backward."""
         if not self.is_done:
-            if not _in_backward():  # The model may have been swapped since its hooks were put on.
+            if not in_backward():  # The model may have been swapped since its hooks were put on.
                 self._unhook_parameters()
                 self._hook_parameters()
             found = [magnitude(tensor, "") for _, tensor in tensors_in(tensors, "")]
@@ -549,7 +533,7 @@ class _StepTrace:
         if found is None:
             return
         for call, place in seen.made_by:
-            call.gradients.append(found.named(f"gradient of {place}"))
+            call.gradients.append(found._replace(name=f"gradient of {place}"))
         counts = seen.broken is not None and bool((gradient.detach()[seen.broken] != 0).any())
         if found.finite and not counts:
             if seen.broken is not None:
@@ -589,11 +573,10 @@ class _StepTrace:
             self._found(finding)
 
 
-def _arguments(args: Any, kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    found = list(tensors_in(tuple(args), "input")) if len(args) != 1 else []
-    if len(args) == 1:
-        found = list(tensors_in(args[0], "input"))
-    return found + [pair for key, value in kwargs.items() for pair in tensors_in(value, key)]
+def _arguments(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    yield from tensors_in(args[0] if len(args) == 1 else tuple(args), "input")
+    for key, value in kwargs.items():
+        yield from tensors_in(value, key)
 
 
 def _leaves(tensor: Tensor) -> set[int]:
@@ -611,8 +594,3 @@ def _leaves(tensor: Tensor) -> set[int]:
             leaves.add(id(node.variable) if hasattr(node, "variable") else -1)
         waiting += following
     return leaves
-
-
-def _in_backward() -> bool:
-    """Whether this forward is a checkpoint's, run again for the gradients."""
-    return in_backward()
