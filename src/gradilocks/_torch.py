@@ -133,8 +133,9 @@ def drop_empty_hooks(tensor: Tensor) -> None:
 
     torch ties it to the contents that the tensor had when the first hook came.
     `torch.utils.swap_tensors` takes those away, and no hook that came later would ever be called.
+    In a backward pass it stays: autograd may be about to read it.
     """
-    if getattr(tensor, "_backward_hooks", None) == {}:
+    if getattr(tensor, "_backward_hooks", None) == {} and not in_backward():
         tensor._backward_hooks = None
 
 

@@ -238,6 +238,20 @@ def test_a_model_is_swapped_between_the_steps_of_a_trace(conversion):
     assert all(not param._backward_hooks for param in model.parameters())
 
 
+def test_hooks_that_come_after_a_swap_are_called_while_a_model_is_traced():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    seen = []
+    with gradilocks.trace(model) as tracer:
+        tracer.arm()
+        model(torch.ones(2, 4)).sum().backward()
+        swap_each(model)
+        for param in model.parameters():
+            param.register_hook(seen.append)
+        model(torch.ones(2, 4)).sum().backward()
+        assert tracer.armed
+    assert len(seen) == 4
+
+
 @pytest.mark.usefixtures("swap_on_conversion")
 def test_a_parameter_that_is_handed_to_a_module_is_swapped_under_trace():
     class Masked(nn.Module):

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -155,8 +155,7 @@ class _GradientState:
         return self.storage is now.storage and self.version == now.version
 
 
-@dataclass(frozen=True)
-class _Clip:
+class _Clip(NamedTuple):
     limit: Tensor | float | None
     """What the 2-norm was to be at most; None if something else was bounded."""
     clipped: Tensor | bool
@@ -197,7 +196,7 @@ class Clips:
         if not clips:
             return {}
         if len(clips) == 1:
-            return {"limit": clips[0].limit, "clipped": clips[0].clipped}
+            return clips[0]._asdict()
         flags = [torch.as_tensor(clip.clipped, dtype=torch.float32) for clip in clips]
         home = flags[0].device
         together = torch.stack([flag.reshape(()).to(home, non_blocking=True) for flag in flags])

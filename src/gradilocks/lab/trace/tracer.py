@@ -315,10 +315,10 @@ class _BackwardCalls:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: list[Callable[[Any], None]] = []
+        self._listeners: list[_StepTrace] = []
         self._replaced: list[tuple[str, Any, Any]] = []
 
-    def add(self, listener: Callable[[Any], None]) -> None:
+    def add(self, listener: _StepTrace) -> None:
         with self._lock:
             self._listeners.append(listener)
             if not self._replaced:
@@ -328,9 +328,9 @@ class _BackwardCalls:
                     setattr(torch.autograd, name, around)
                     self._replaced.append((name, original, around))
 
-    def discard(self, listener: Callable[[Any], None]) -> None:
+    def discard(self, listener: _StepTrace) -> None:
         with self._lock:
-            self._listeners = [each for each in self._listeners if each != listener]
+            self._listeners = [each for each in self._listeners if each is not listener]
             if not self._listeners:
                 for name, original, around in self._replaced:
                     if getattr(torch.autograd, name) is around:  # Else somebody is around it.
@@ -340,10 +340,14 @@ class _BackwardCalls:
     def _around(self, original: Any, first: str) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                for listener in self._listeners:
-                    listener(args[0] if args else kwargs.get(first))
-            return original(*args, **kwargs)
+            listeners = [] if torch.compiler.is_compiling() else list(self._listeners)
+            for listener in listeners:
+                listener.backward_begins(args[0] if args else kwargs.get(first))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                for listener in listeners:
+                    listener.backward_ended()
 
         return call
 
@@ -385,33 +389,15 @@ class _StepTrace:
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
         self._model = weakref.ref(model)
         self._parameter_handles: list[Any] = []
-        self._hook_parameters()
-        _BACKWARD.add(self._backward)
+        _BACKWARD.add(self)
 
     def remove(self) -> None:
         """Takes every hook away; those on tensors do nothing from here on."""
         for handle in self._handles:
             handle.remove()
-        _BACKWARD.discard(self._backward)
-        self._unhook_parameters()
+        _BACKWARD.discard(self)
         self._handles, self._passed, self._stack = [], {}, []
         self.is_done = True
-
-    def _hook_parameters(self) -> None:
-        model = self._model()
-        for name, module in () if model is None else named_modules(model):
-            for key, param in module.named_parameters(recurse=False):
-                if param.requires_grad and param.is_leaf and not is_wrapper(module):
-                    hook = Hook(self._parameter, name, weakref.ref(module), key)
-                    self._parameter_handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
-
-    def _unhook_parameters(self) -> None:
-        for handle in self._parameter_handles:
-            handle.remove()
-        self._parameter_handles = []
-        model = self._model()
-        for param in () if model is None else model.parameters():
-            drop_empty_hooks(param)
 
     def settle(self) -> None:
         """The step is over: what looked suspicious in forward is all there is."""
@@ -516,15 +502,33 @@ class _StepTrace:
 
     # --- backward ------------------------------------------------------------------------------
 
-    def _backward(self, tensors: Any) -> None:
-        """`tensors`, the loss most often, are about to be run backward."""
-        if not self.is_done:
-            if not in_backward():  # The model may have been swapped since its hooks were put on.
-                self._unhook_parameters()
-                self._hook_parameters()
-            found = [magnitude(tensor, "") for _, tensor in tensors_in(tensors, "")]
-            known = [seen.finite for seen in found if seen is not None]
-            self._loss_is_bad = not all(known) if known else None
+    def backward_begins(self, tensors: Any) -> None:
+        """`tensors`, the loss most often, are about to be run backward.
+
+        Only now parameters get their hooks: `torch.utils.swap_tensors` leaves them behind.
+        """
+        model = self._model()
+        if self.is_done or model is None:
+            return
+        for name, module in () if in_backward() else named_modules(model):
+            for key, param in module.named_parameters(recurse=False):
+                if param.requires_grad and param.is_leaf and not is_wrapper(module):
+                    hook = Hook(self._parameter, name, weakref.ref(module), key)
+                    self._parameter_handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+        found = [magnitude(tensor, "") for _, tensor in tensors_in(tensors, "")]
+        known = [seen.finite for seen in found if seen is not None]
+        self._loss_is_bad = not all(known) if known else None
+
+    def backward_ended(self) -> None:
+        """Something was run backward, or has raised."""
+        if in_backward():  # Within something else.
+            return
+        for handle in self._parameter_handles:
+            handle.remove()
+        self._parameter_handles = []
+        model = self._model()
+        for param in () if model is None else model.parameters():
+            drop_empty_hooks(param)
 
     def _gradient(self, seen: _Passed, gradient: Tensor) -> None:
         if self.is_done:
