@@ -102,11 +102,10 @@ class GradientReader:
             return Reading([], None, [], double=False)
         found = _measured(tensors, detail=detail)
         rows: dict[ClippedGradients, list[tuple[int, int]]] = {}  # In what is found, and before.
-        for here, gradient in enumerate(_gradients(params, places)):
-            if _key(gradient) in self._clipped:
-                clipped, row = self._clipped.pop(_key(gradient))  # It was clipped for this step.
-                if clipped.tells_of(gradient, row, detail=detail):
-                    rows.setdefault(clipped, []).append((here, row))
+        for here, gradient in enumerate(_gradients(params, places) if self._clipped else ()):
+            was = self._clipped.pop(_key(gradient), None)  # It was clipped for this step.
+            if was is not None and was[0].tells_of(gradient, was[1], detail=detail):
+                rows.setdefault(was[0], []).append((here, was[1]))
         for clipped, pairs in rows.items():
             found = _unclipped(found, clipped, pairs, detail=detail)
         sizes = [tensor.numel() for tensor in tensors]

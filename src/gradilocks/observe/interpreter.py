@@ -79,8 +79,7 @@ def execute(program: Program, *, note: Callable[[Ending], None]) -> None:
         sys.path[0] = os.getcwd() if program.module else os.path.dirname(script)
     sys.argv[:] = [program.name, *program.arguments]
     main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    main.__dict__.setdefault("__annotations__", {})
+    vars(main).update(__builtins__=builtins, __annotations__={})
     try:
         code = _module_code(program, main) if program.module else _script_code(program, main)
         sys.modules["__main__"] = main
@@ -99,11 +98,9 @@ def execute(program: Program, *, note: Callable[[Ending], None]) -> None:
 
 def _script_code(program: Program, main: ModuleType) -> types.CodeType:
     path = os.path.abspath(program.name)
-    main.__file__ = path
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-    main.__spec__ = None
-    main.__package__ = None
-    main.__dict__["__cached__"] = None
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __loader__=loader, __cached__=None)
+    vars(main).update(__spec__=None, __package__=None)
     return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
 
 
@@ -120,11 +117,8 @@ def _module_code(program: Program, main: ModuleType) -> types.CodeType:
     code = getattr(spec.loader, "get_code", lambda name: None)(spec.name)
     if code is None:
         raise BadScript(f"the module {program.name} has no Python code to run.")
-    main.__file__ = spec.origin
-    main.__loader__ = spec.loader
-    main.__spec__ = spec
-    main.__package__ = spec.parent
-    main.__dict__["__cached__"] = spec.cached
+    vars(main).update(__file__=spec.origin, __loader__=spec.loader, __cached__=spec.cached)
+    vars(main).update(__spec__=spec, __package__=spec.parent)
     sys.argv[0] = spec.origin or program.name
     return code  # type: ignore[no-any-return]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from io import BufferedReader, BytesIO
 from itertools import groupby
@@ -226,19 +227,10 @@ class Reader:
                 f"{self.path} {half}: the run that was to fill it got no further. "
                 "Expected a run file, as `gradilocks run` writes it."
             )
-        return Run(
-            path=self.path,
-            header=self.header,
-            optimizers=tuple(self.optimizers),
-            steps=self.steps,
-            traces=tuple(self.traces),
-            end=self.end,
-            audit=self.audit,
-            resumed=tuple(self.resumed),
-            begins=tuple(self.begins),
-            torn=self.torn + (self._broken is not None),
-            notes=tuple(self.notes),
-        )
+        held = {each.name: getattr(self, each.name) for each in fields_of(Run)}
+        lists = {name: tuple(held[name]) for name in held if isinstance(held[name], list)}
+        torn = self.torn + (self._broken is not None)
+        return Run(**{**held, **lists, "steps": self.steps, "torn": torn})
 
     def _begin(self, fields: dict[str, Any] | None, raw: bytes) -> None:
         if fields is None and _is_half_a_header(raw):  # Killed at once; another session may follow.

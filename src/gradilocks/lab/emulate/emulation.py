@@ -9,6 +9,7 @@ and knows nothing of ours, so while an emulation is on, the two functions that
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
@@ -16,14 +17,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from gradilocks._torch import is_autocast_enabled
+from gradilocks._torch import CHECKPOINT_GENERATOR, COMPOSABLE_CHECKPOINT, is_autocast_enabled
 from gradilocks.eager import UNCOMPILED
 from gradilocks.errors import GradilocksError
 from gradilocks.lab.emulate.operations import COMPOSED, OPERATIONS, concerns
-from gradilocks.lab.emulate.rounding import Storage, checkpoint_functions, rounding_to
+from gradilocks.lab.emulate.rounding import Storage, rounding_to
 from gradilocks.lab.formats import Format, format_named
 from gradilocks.lab.tensors import Hook
 
@@ -236,10 +238,14 @@ class _Checkpoints:
             self._entered += 1
             if self._entered > 1:
                 return
-            for module, name in checkpoint_functions():
-                original = getattr(module, name)
-                self._replaced.append((module, name, original))
-                setattr(module, name, _Checkpointing(original))
+            composable = sys.modules.get(COMPOSABLE_CHECKPOINT)
+            for module in filter(None, (torch.utils.checkpoint, composable)):
+                # One that torch no longer has is left out: what it computes again is in float32.
+                for name in (CHECKPOINT_GENERATOR, "CheckpointFunction"):
+                    if hasattr(module, name):
+                        original = getattr(module, name)
+                        self._replaced.append((module, name, original))
+                        setattr(module, name, _Checkpointing(original))
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
