@@ -65,13 +65,13 @@ class Listener:
 
     Attributes:
         units: by the id of a module, in the order in which they first returned.
-        loose: parameters of no module that was seen, with their gradients.
+        unowned: parameters of no module that was seen, with their gradients.
         scale: what the gradients of the coming backward passes are to be divided by.
     """
 
     def __init__(self) -> None:
         self.units: dict[int, _Unit] = {}
-        self.loose: dict[Tensor, Tally] = {}
+        self.unowned: dict[Tensor, Tally] = {}
         self._owned: WeakKeyDictionary[nn.Module, dict[str, Tally]] = WeakKeyDictionary()
         """The gradients of a module's own parameters, by their names."""
         self._hooked: dict[int, Tally] = {}
@@ -96,26 +96,26 @@ class Listener:
     def follow(self, modules: Iterable[nn.Module]) -> None:
         """Puts hooks on modules; their parameters will be counted."""
         for module in modules:
-            self.meet(module)
+            self.add_module(module)
             if is_unit(module) and not isinstance(module, torch.jit.ScriptModule):
                 # One by one: if the second cannot be put on, the first is removed.
                 before = module.register_forward_pre_hook(self.before_forward, with_kwargs=True)
                 self._handles.append(before)
                 self._handles.append(module.register_forward_hook(self.after_forward))
 
-    def meet(self, module: nn.Module) -> bool:
+    def add_module(self, module: nn.Module) -> bool:
         """Counts the gradients of a module's own parameters from here on; False if it does so."""
         fresh: dict[str, Tally] = {}
         return self._owned.setdefault(module, fresh) is fresh
 
     def hook_parameters(self) -> None:
-        """A backward pass begins: puts hooks on the parameters of every module that was met."""
+        """A backward pass begins: puts hooks on the parameters of every module that was added."""
         self.unhook_parameters()
         self._hooked = {}
         for tallies, name, param in self._own_parameters():
             if param.requires_grad:
                 tallies[name] = self._hook(param, tallies.get(name) or Tally())
-        for param, tally in self.loose.items():
+        for param, tally in self.unowned.items():
             self._hook(param, tally)
 
     def unhook_parameters(self) -> None:
@@ -123,7 +123,7 @@ class Listener:
         for handle in self._parameter_handles:
             handle.remove()
         if self._parameter_handles:
-            for param in itertools.chain((p for _, _, p in self._own_parameters()), self.loose):
+            for param in itertools.chain((p for _, _, p in self._own_parameters()), self.unowned):
                 drop_empty_hooks(param)
         self._parameter_handles = []
 
@@ -150,13 +150,13 @@ class Listener:
         """Counts the gradients of those that had no hook in the last backward pass, as they are."""
         for param in params:
             if param.requires_grad and id(param) not in self._hooked:
-                tally = self.loose.setdefault(param, Tally())
+                tally = self.unowned.setdefault(param, Tally())
                 if param.grad is not None:
                     self._add(tally, param.grad, scale)
 
     def tally_of(self, param: Tensor, module: nn.Module, name: str) -> Tally | None:
         """What was counted of a parameter of a module."""
-        return self._owned.get(module, {}).get(name) or self.loose.get(param)
+        return self._owned.get(module, {}).get(name) or self.unowned.get(param)
 
     def remove(self) -> None:
         """Takes every hook away; those on outputs do nothing from here on."""
@@ -331,7 +331,7 @@ def gather(
                 seen.add(id(tally))
                 owned.setdefault(homes[key], []).append(tally)
     for other, name in (others or {}).items():
-        tally = listener.loose.get(other)
+        tally = listener.unowned.get(other)
         if tally is not None and id(tally) not in seen:
             owned.setdefault(id(other), []).append(tally)
             names[id(other)] = name

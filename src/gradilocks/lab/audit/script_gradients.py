@@ -87,9 +87,9 @@ class ScriptGradients(StepListener):
             return
         if is_unit(module):
             self._guard(self._listener.before_forward, module, args)
-        if self._listener.meet(module):
+        if self._listener.add_module(module):
             for part in module.modules():
-                self._listener.meet(part)
+                self._listener.add_module(part)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and is_unit(module):
