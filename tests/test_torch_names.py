@@ -290,6 +290,20 @@ def version():
     assert _torch.version(tensor) == before + 1, "Tensor._version no longer counts writes"
 
 
+def hook_table():
+    """Without the name the empty table stays, and a hook that comes after a swap is lost."""
+    seen = []
+    for lacking in (False, True):
+        param = nn.Parameter(torch.ones(2))
+        param.register_hook(seen.append).remove()
+        _torch.drop_empty_hooks(Lacking(param, "_backward_hooks") if lacking else param)
+        assert param._backward_hooks == ({} if lacking else None)
+        torch.utils.swap_tensors(param, nn.Parameter(torch.zeros(2)))
+        param.register_hook(seen.append)
+        param.sum().backward()
+    assert len(seen) == 1
+
+
 def late_hooks():
     param = nn.Parameter(torch.ones(2))
     param.register_post_accumulate_grad_hook(lambda _: None)
@@ -397,6 +411,7 @@ def kinds():
 
 
 INSTANCE = {
+    "_backward_hooks": hook_table,
     "_buffers": buffers,
     "_device_types": kinds,
     "_fsdp_flattened": flattened,

@@ -48,6 +48,7 @@ __all__ = [
     "current_device",
     "current_stream",
     "device_kinds",
+    "drop_empty_hooks",
     "has_foreach",
     "has_step_hooks",
     "has_step_pre_hooks",
@@ -123,6 +124,17 @@ def post_accumulate_hooks(param: Tensor) -> dict[int, Any]:
     """
     hooks: dict[int, Any] | None = getattr(param, "_post_accumulate_grad_hooks", None)
     return {} if hooks is None else hooks
+
+
+def drop_empty_hooks(tensor: Tensor) -> None:
+    """Takes the empty table away that hooks on a leaf's gradient leave when they are removed.
+
+    torch ties it to the contents that the tensor had when the first hook came.
+    `torch.utils.swap_tensors` takes those away, and no hook that came later would ever be called.
+    In a backward pass it stays: autograd may be about to read it.
+    """
+    if getattr(tensor, "_backward_hooks", None) == {} and not in_backward():
+        tensor._backward_hooks = None
 
 
 def _guards(*tensors: Tensor, **_: Any) -> None:
@@ -585,6 +597,7 @@ TRITON_NAMES = ("packed_metadata", "warmup")
 underscore. Beside these `run`, `_run` and `function`, which are everybody's words."""
 
 INSTANCE_NAMES = (
+    "_backward_hooks",
     "_buffers",
     "_device_types",
     "_fsdp_flattened",

@@ -64,9 +64,9 @@ def watched(*words: str, cwd: Path, stdin: str = "", **more: str) -> Shown:
     return process("-m", "gradilocks", "run", *words, cwd=cwd, stdin=stdin, **more)
 
 
-def forked(*words: str, cwd: Path) -> Shown:
+def forked(*words: str, cwd: Path, command: str = "run") -> Shown:
     """The same where only the run file counts: in a process that begins with torch imported."""
-    done = _server().run("run", *words, cwd=cwd)
+    done = _server().run(command, *words, cwd=cwd)
     return Shown(done.returncode, done.stdout, done.stderr)
 
 

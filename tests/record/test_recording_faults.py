@@ -264,14 +264,12 @@ def test_threads_that_record_at_once_lose_nothing(tmp_path):
 
 
 def test_a_signal_that_closes_the_recorder_in_the_midst_of_a_write_waits_for_it(tmp_path):
-    made = Recorder(tmp_path / "a", flush_every=1)
-    index = made.add_optimizer(torch.optim.SGD(small_model().parameters(), lr=0.1))
-
     class Closing(Broken):
         def step(self, step):
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    made._sinks._sinks.append(Closing(None))
+    made = Recorder(tmp_path / "a", flush_every=1, sinks=[Closing(None)])
+    index = made.add_optimizer(torch.optim.SGD(small_model().parameters(), lr=0.1))
     before = signal.signal(signal.SIGUSR1, lambda *_: made.close(status="interrupted", exit=10))
     try:
         made.step(index, Sample(loss=1.0))

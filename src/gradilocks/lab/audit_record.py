@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, reduce
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from gradilocks.errors import BadRunFile
 from gradilocks.lab.formats import FORMATS, Format
@@ -35,6 +35,9 @@ _EXPONENTS = range(-1074, 1024)  # Of a float64: what claims another would draw 
 _MEAN = 1.0 / math.log(2.0)  # Of x over [1, 2), if the logarithm of x is spread evenly.
 
 _Record = TypeVar("_Record", bound="AuditRecord")
+_Made = TypeVar("_Made")
+_Object = Mapping[str, Any]
+_Objects = tuple[_Object, ...]
 
 
 class UnreadableAudit(BadRunFile):
@@ -149,7 +152,8 @@ class Histogram:
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON has it."""
-        return _plain(self)
+        found: dict[str, Any] = _plain(self)
+        return found
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Histogram:
@@ -158,7 +162,7 @@ class Histogram:
         Raises:
             UnreadableAudit: something is missing or of the wrong type.
         """
-        return _histogram(_Fields(plain), "a histogram")
+        return _checked_histogram(plain, "a histogram")
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ class Shares:
 
     def to_plain(self) -> dict[str, float | None]:
         """As JSON has it."""
-        return _plain(self)
+        return dict(vars(self))
 
 
 class Fate(NamedTuple):
@@ -298,41 +302,11 @@ class AuditRecord:
 
     def to_plain(self) -> dict[str, Any]:
         """As a run file's audit line has it: dicts, lists, numbers and strings."""
-        return {
-            "kind": "audit",
-            "version": VERSION,
-            "steps": self.steps,
-            "precision": self.precision,
-            "loss_scale": self.loss_scale,
-            "formats": [
-                {
-                    "name": each.name,
-                    **{end: getattr(each.format, end) for end in _ENDS},
-                    "scale": each.scale,
-                    "holds": each.holds,
-                    "keep": list(each.keep),
-                    "words": each.words,
-                    **_plain_fate(each.fate),
-                }
-                for each in self.formats
-            ],
-            "recommendation": _plain(self.recommendation),
-            "modules": [
-                {
-                    "name": each.name,
-                    "type": each.kind,
-                    "parameters": each.parameters and _plain(each.parameters),
-                    "activations": each.activations and _plain(each.activations),
-                    "outputs": each.outputs and _plain(each.outputs),
-                    "fates": {name: _plain_fate(fate) for name, fate in each.fates.items()},
-                }
-                for each in self.modules
-            ],
-            "total": {
-                "parameters": _plain(self.parameters),
-                "activations": _plain(self.activations),
-            },
-        }
+        plain = _plain(self)
+        total = {name: plain.pop(name) for name in ("parameters", "activations")}
+        first = {name: plain[name] for name in ("steps", "precision", "loss_scale", "formats")}
+        first["recommendation"] = plain["recommendation"]
+        return {"kind": "audit", "version": VERSION, **first, **plain, "total": total}
 
     @classmethod
     def from_plain(cls: type[_Record], plain: Mapping[str, Any]) -> _Record:
@@ -350,24 +324,22 @@ class AuditRecord:
                 f"it is of version {_short(version)}, and this gradilocks reads version {VERSION}",
                 " Install the gradilocks that wrote it, or a newer one.",
             )
-        fields = _Fields(plain)
-        listed = fields.objects("formats")
-        names = [each.text("name") for each in listed]
+        listed = _take(plain, "formats", _Objects)
+        names = [_take(each, "name", str) for each in listed]
         if not names or len(set(names)) < len(names):
             raise UnreadableAudit("'formats' must name at least one format, and each once")
         formats = tuple(map(_format, listed))
-        said, total = fields.object("recommendation"), fields.object("total")
+        total = _take(plain, "total", _Object)
+        modules = _take(plain, "modules", _Objects)
         return cls(
-            steps=fields.count("steps"),
-            precision=fields.text("precision"),
-            loss_scale=fields.positive("loss_scale"),
-            modules=tuple(_module(each, names) for each in fields.objects("modules")),
+            steps=_take(plain, "steps", int),
+            precision=_take(plain, "precision", str),
+            loss_scale=_take(plain, "loss_scale", float),
+            modules=tuple(_module(each, names) for each in modules),
             formats=formats,
-            recommendation=Recommendation(
-                said.text("format"), said.positive("scale"), said.texts("keep"), said.texts("words")
-            ),
-            parameters=_optional(total, "parameters") or Histogram(),
-            activations=_optional(total, "activations") or Histogram(),
+            recommendation=_read(Recommendation, _take(plain, "recommendation", _Object)),
+            parameters=_histogram(total, "parameters") or Histogram(),
+            activations=_histogram(total, "activations") or Histogram(),
         )
 
 
@@ -375,13 +347,21 @@ _ENDS = ("largest", "smallest_normal", "smallest_subnormal")
 """Of a format's window, as a file names them."""
 
 
-def _plain(data: object) -> dict[str, Any]:
-    """A dataclass of numbers, texts and tuples as JSON has it."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(data).items()}
-
-
-def _plain_fate(fate: Fate) -> dict[str, Any]:
-    return {"unscaled": _plain(fate.unscaled), "scaled": _plain(fate.scaled)}
+def _plain(data: Any) -> Any:
+    """Dataclasses, tuples, numbers and texts as JSON has them."""
+    if isinstance(data, Mapping):
+        return {name: _plain(each) for name, each in data.items()}
+    if isinstance(data, Fate):
+        return _plain(data._asdict())
+    if isinstance(data, tuple):
+        return [_plain(each) for each in data]
+    if not is_dataclass(data):
+        return data
+    values = {each.name: getattr(data, each.name) for each in fields(data)}
+    if isinstance(data, FormatFinding):
+        format = values.pop("format")
+        values = {"name": format.name, **{end: getattr(format, end) for end in _ENDS}, **values}
+    return {"type" if name == "kind" else name: _plain(each) for name, each in values.items()}
 
 
 def _part(place: float, exponent: int) -> float:
@@ -389,126 +369,76 @@ def _part(place: float, exponent: int) -> float:
     return min(max(place - exponent, 0.0), 1.0)
 
 
-class _Fields:
-    """An object of a file, whose fields are checked as they are taken."""
-
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        self.data = data
-
-    def take(self, name: str, is_good: Callable[[Any], bool], expected: str) -> Any:
-        if name not in self.data:
-            raise UnreadableAudit(f"{name!r} is missing")
-        value = self.data[name]
-        if not is_good(value):
-            raise UnreadableAudit(f"{name!r} must be {expected}, not {_short(value)}")
-        return value
-
-    def object(self, name: str) -> _Fields:
-        return _Fields(self.take(name, lambda v: isinstance(v, Mapping), "an object"))
-
-    def objects(self, name: str) -> list[_Fields]:
-        return list(map(_Fields, self._all(name, Mapping, "a list of objects")))
-
-    def text(self, name: str) -> str:
-        return str(self.take(name, lambda v: isinstance(v, str), "a text"))
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        return tuple(self._all(name, str, "a list of texts"))
-
-    def count(self, name: str) -> int:
-        return int(self.take(name, _is_count, "a count"))
-
-    def counts(self, name: str) -> tuple[int, ...]:
-        return tuple(
-            self.take(name, lambda v: isinstance(v, list) and all(map(_is_count, v)), "counts")
-        )
-
-    def positive(self, name: str) -> float:
-        return float(self.take(name, lambda v: _is_finite(v) and v > 0, "a positive number"))
-
-    def magnitude(self, name: str) -> float | None:
-        found = self.take(name, lambda v: v is None or (_is_finite(v) and v >= 0), "a magnitude")
-        return None if found is None else float(found)
-
-    def _all(self, name: str, kind: type, expected: str) -> Any:
-        def is_good(value: object) -> bool:
-            return isinstance(value, (list, tuple)) and all(isinstance(v, kind) for v in value)
-
-        return self.take(name, is_good, expected)
+def _read(kind: Callable[..., _Made], data: Mapping[str, Any], **known: Any) -> _Made:
+    """A dataclass, made of an object of a file and of what is `known` already."""
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in known}
+    return kind(**known, **{name: _take(data, name, hint) for name, hint in hints.items()})
 
 
-def _format(data: _Fields) -> FormatFinding:
-    name = data.text("name")
+def _take(data: Mapping[str, Any], name: str, hint: Any) -> Any:
+    """A field of an object of a file, which must be what its name or its type asks for."""
+    if name not in data:
+        raise UnreadableAudit(f"{name!r} is missing")
+    value = data[name]
+    expected, is_good = _NAMED.get(name) or _TYPED[hint]
+    if not is_good(value):
+        raise UnreadableAudit(f"{name!r} must be {expected}, not {_short(value)}")
+    if hint in (float, float | None) and type(value) is int:
+        return float(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _format(data: Mapping[str, Any]) -> FormatFinding:
+    name = data["name"]
     if name not in FORMATS:
         raise UnreadableAudit(f"there is no format {_short(name)}; known are {', '.join(FORMATS)}")
     format = FORMATS[name]
-    if any(data.positive(end) != getattr(format, end) for end in _ENDS):
+    if any(_take(data, end, float) != getattr(format, end) for end in _ENDS):
         raise UnreadableAudit(f"the window of {name} does not end where {name} does")
-    return FormatFinding(
-        format=format,
-        scale=data.positive("scale"),
-        holds=data.take("holds", lambda value: isinstance(value, bool), "true or false"),
-        keep=data.texts("keep"),
-        words=data.text("words"),
-        unscaled=_shares(data.object("unscaled")),
-        scaled=_shares(data.object("scaled")),
-    )
+    return _read(FormatFinding, data, format=format, **_fate(data)._asdict())
 
 
-def _module(data: _Fields, formats: Iterable[str]) -> ModuleGradients:
-    fates = {name: data.object("fates").object(name) for name in formats}
+def _module(data: Mapping[str, Any], formats: Iterable[str]) -> ModuleGradients:
+    fates = _take(data, "fates", _Object)
     outputs = None
-    if data.data.get("outputs") is not None:  # Not in the first audits.
-        seen = data.object("outputs")
-        largest = seen.magnitude("largest") or 0.0
-        outputs = Outputs(largest, seen.count("nonfinite"), seen.texts("takers"))
+    if data.get("outputs") is not None:  # Not in the first audits.
+        outputs = _read(Outputs, _take(data, "outputs", _Object))
+        outputs = replace(outputs, largest=outputs.largest or 0.0)
     return ModuleGradients(
-        name=data.text("name"),
-        kind=data.text("type"),
-        parameters=_optional(data, "parameters"),
-        activations=_optional(data, "activations"),
+        name=_take(data, "name", str),
+        kind=_take(data, "type", str),
+        parameters=_histogram(data, "parameters"),
+        activations=_histogram(data, "activations"),
         outputs=outputs,
-        fates={
-            name: Fate(_shares(fate.object("unscaled")), _shares(fate.object("scaled")))
-            for name, fate in fates.items()
-        },
+        fates={name: _fate(_take(fates, name, _Object)) for name in formats},
     )
 
 
-def _optional(data: _Fields, name: str) -> Histogram | None:
+def _fate(data: Mapping[str, Any]) -> Fate:
+    unscaled, scaled = (_read(Shares, _take(data, name, _Object)) for name in Fate._fields)
+    return Fate(_without_null(unscaled), _without_null(scaled))
+
+
+def _without_null(made: Shares) -> Shares:
+    return Shares(made.lost or 0.0, made.subnormal or 0.0, made.overflow or 0.0, made.headroom)
+
+
+def _histogram(data: Mapping[str, Any], name: str) -> Histogram | None:
     """The histogram of this name, or None where the file has null."""
-    if data.take(name, lambda v: v is None or isinstance(v, Mapping), "an object") is None:
+    if name in data and data[name] is None:
         return None
-    return _histogram(data.object(name), f"a histogram of {name}")
+    return _checked_histogram(_take(data, name, _Object), f"a histogram of {name}")
 
 
-def _histogram(data: _Fields, called: str) -> Histogram:
-    first = data.take("first", lambda value: type(value) is int, "a whole number")
-    counts = data.counts("counts")
-    if first not in _EXPONENTS or first + len(counts) - 1 > _EXPONENTS[-1]:
+def _checked_histogram(data: Mapping[str, Any], called: str) -> Histogram:
+    made = _read(Histogram, {"powers": [], **data})  # The first audits have no powers.
+    if made.first not in _EXPONENTS or made.first + len(made.counts) - 1 > _EXPONENTS[-1]:
         raise UnreadableAudit(f"{called} lies beyond every number")
-    powers = data.counts("powers") if "powers" in data.data else ()  # Not in the first audits.
-    if powers and len(powers) != len(counts):
-        raise UnreadableAudit(f"{called} has {len(counts)} 'counts' and {len(powers)} 'powers'")
-    return Histogram(
-        first,
-        counts,
-        data.count("zeros"),
-        data.count("nonfinite"),
-        data.magnitude("largest"),
-        data.magnitude("smallest"),
-        powers,
-    )
-
-
-def _shares(data: _Fields) -> Shares:
-    lost, subnormal, overflow = (
-        data.take(name, lambda v: v is None or (_is_finite(v) and 0 <= v <= 1), "a share, 0 to 1")
-        or 0.0
-        for name in ("lost", "subnormal", "overflow")
-    )
-    headroom = data.take("headroom", lambda v: v is None or _is_finite(v), "a number or null")
-    return Shares(lost, subnormal, overflow, headroom)
+    if made.powers and len(made.powers) != len(made.counts):
+        raise UnreadableAudit(
+            f"{called} has {len(made.counts)} 'counts' and {len(made.powers)} 'powers'"
+        )
+    return made
 
 
 def _is_finite(value: object) -> bool:
@@ -531,3 +461,30 @@ def _short(value: object) -> str:
     except ValueError:  # A whole number of thousands of digits.
         return f"{type(value).__name__} beyond all bounds"
     return text if len(text) <= 40 else f"{text[:19]}…{text[-20:]}"
+
+
+def _are(kind: type) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, (list, tuple)) and all(isinstance(each, kind) for each in v)
+
+
+_Check = tuple[str, Callable[[Any], bool]]
+_TYPED: dict[Any, _Check] = {
+    bool: ("true or false", lambda v: isinstance(v, bool)),
+    float: ("a positive number", lambda v: _is_finite(v) and v > 0),
+    int: ("a count", _is_count),
+    str: ("a text", lambda v: isinstance(v, str)),
+    tuple[int, ...]: ("counts", lambda v: isinstance(v, list) and all(map(_is_count, v))),
+    tuple[str, ...]: ("a list of texts", _are(str)),
+    _Objects: ("a list of objects", _are(Mapping)),
+    _Object: ("an object", lambda v: isinstance(v, Mapping)),
+}
+"""What a file may have for a field of a type: in words, and how to tell."""
+_MAGNITUDE = ("a magnitude", lambda v: v is None or (_is_finite(v) and v >= 0))
+_SHARE = ("a share, 0 to 1", lambda v: v is None or (_is_finite(v) and 0 <= v <= 1))
+_NAMED: dict[str, _Check] = {
+    "first": ("a whole number", lambda v: type(v) is int),
+    "headroom": ("a number or null", lambda v: v is None or _is_finite(v)),
+    **dict.fromkeys(("largest", "smallest"), _MAGNITUDE),
+    **dict.fromkeys(("lost", "subnormal", "overflow"), _SHARE),
+}
+"""The same for fields that may hold less than others of their type, or null."""

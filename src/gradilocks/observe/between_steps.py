@@ -11,19 +11,21 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradilocks._torch import version
+from gradilocks.lab.tensors import storage_of
+from gradilocks.step.events import StepListener
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter
 
 __all__ = ["Clips", "Losses"]
 
 
-class Losses:
+class Losses(StepListener):
     """What was run backward since the last step, unscaled, on its device."""
 
     def __init__(self) -> None:
@@ -35,58 +37,50 @@ class Losses:
         # whether the losses have changed them; those without one; and to whom the losses gave one.
         self._gradients: dict[int, _GradientState] = {}
         self._without_gradient: set[int] = set()
-        self._given_gradient: list[weakref.ref[Tensor]] = []
+        self._given_gradient: set[int] = set()
 
-    def add_optimizer(self, optimizer: Any) -> None:
+    def optimizer_made(self, optimizer: Any) -> None:
         """An optimizer was made, or is met at its step: losses may be for it."""
         self._optimizers[id(optimizer)] = weakly(optimizer)
 
-    def note_scaled(self, before: Any, after: Any) -> None:
-        """A loss was multiplied by the scale: `after` will be run backward in place of `before`."""
-        if isinstance(before, Tensor) and isinstance(after, Tensor):
-            if before is not after and before.numel() == 1:
-                value = before.detach().clone()
+    def loss_scaled(self, driver: Any, loss: Any, scaled: Any, scale: Tensor) -> None:
+        """A loss was multiplied: `scaled` will be run backward in place of `loss`."""
+        if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
+            if loss is not scaled and loss.numel() == 1:
                 if len(self._unscaled) > 64:
                     self._unscaled = {k: v for k, v in self._unscaled.items() if v[0]() is not None}
-                self._unscaled[id(after)] = weakref.ref(after), value
-        elif isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
-            for one, other in zip(before, after, strict=False):
-                self.note_scaled(one, other)
+                self._unscaled[id(scaled)] = weakref.ref(scaled), loss.detach().clone()
+        elif isinstance(loss, (list, tuple)) and isinstance(scaled, (list, tuple)):
+            for one, other in zip(loss, scaled, strict=False):
+                self.loss_scaled(driver, one, other, scale)
 
     def backward_begins(self, tensors: Any, gradients: Any) -> None:
-        """`torch.autograd.backward(tensors, gradients)` is about to run.
-
-        If the losses that wait gave gradients to parameters, and those have none any more, nothing
-        is left of those losses: the script has dropped them without `zero_grad`.
-        """
-        given = [param for ref in self._given_gradient if (param := ref()) is not None]
+        """If the losses that wait gave gradients to parameters, and those have none any more,
+        nothing is left of those losses: the script has dropped them without `zero_grad`."""
+        params = list(self._parameters())
+        given = [param for param in params if id(param) in self._given_gradient]
         if self.are_waiting and given and all(param.grad is None for param in given):
             self.start()
         if not self.are_waiting:
-            params = list(self._parameters())
             several = len(self._optimizers) > 1
             self._gradients = {id(p): _GradientState.of(p) for p in params if several}
             self._without_gradient = {id(p) for p in params if p.grad is None}
-            self._given_gradient = []
+            self._given_gradient = set()
         if isinstance(tensors, Tensor):
             tensors = (tensors,)
-        if isinstance(tensors, (list, tuple)) and not _any_given(gradients):
+        given_gradients = gradients if isinstance(gradients, (list, tuple)) else (gradients,)
+        if isinstance(tensors, (list, tuple)) and all(each is None for each in given_gradients):
             self._add_all(tensors)
 
     def backward_ended(self) -> None:
-        """`torch.autograd.backward` has run."""
         if self.are_waiting:
-            without = (p for p in self._parameters() if id(p) in self._without_gradient)
-            given = [p for p in without if p.grad is not None]
-            # Weakly: a script that trains one model after another needs their memory.
-            self._given_gradient += [weakref.ref(p) for p in given]
-            self._without_gradient.difference_update(map(id, given))
+            given = {id(param) for param in self._parameters() if param.grad is not None}
+            self._given_gradient |= given & self._without_gradient
+            self._without_gradient -= given
 
     def gradients_clear(self, owner: Any) -> None:
-        """The gradients of a module or an optimizer are about to be cleared.
-
-        With them go the losses that they came from, unless gradients of another optimizer came from
-        those losses too: such have changed since the first of them was run backward.
+        """With the gradients go the losses that they came from, unless gradients of another
+        optimizer came from those too: such have changed since the first of them was run backward.
         """
         if not self.are_waiting:
             return
@@ -124,16 +118,14 @@ class Losses:
             self.start()
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.numel() == 1 and not tensor.is_meta:
-                scaled, value = self._unscaled.pop(id(tensor), (None, tensor))
-                known = scaled is not None and scaled() is tensor
-                self._add(value if known else tensor.detach().clone())
-
-    def _add(self, loss: Tensor) -> None:
-        """Adds up at once: a script may run backward for ever and never step."""
-        loss = loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
-        if self._sum is not None:
-            loss = self._sum + loss.to(self._sum.device, non_blocking=True)
-        self._sum = loss
+                scaled, loss = self._unscaled.pop(id(tensor), (None, tensor))
+                if scaled is None or scaled() is not tensor:
+                    loss = tensor.detach().clone()
+                loss = loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
+                # Added up at once: a script may run backward for ever and never step.
+                if self._sum is not None:
+                    loss = self._sum + loss.to(self._sum.device, non_blocking=True)
+                self._sum = loss
 
     def _parameters(self) -> Iterator[Tensor]:
         """Those of every optimizer that there is, each of them once."""
@@ -143,17 +135,11 @@ class Losses:
         yield from {id(param): param for param in every_parameter(there)}.values()
 
 
-def _any_given(gradients: Any) -> bool:
-    if isinstance(gradients, (list, tuple)):
-        return any(gradient is not None for gradient in gradients)
-    return gradients is not None
-
-
 @dataclass(frozen=True)
 class _GradientState:
     """A gradient at one moment: by it is seen whether a backward pass has changed it since."""
 
-    gradient: weakref.ref[Tensor] | None
+    storage: weakref.ref[Any] | None
     version: int
 
     @staticmethod
@@ -162,15 +148,14 @@ class _GradientState:
         if gradient is None:
             return _GradientState(None, 0)
         writes = 0 if gradient.is_inference() else version(gradient)
-        return _GradientState(weakref.ref(gradient), writes)
+        return _GradientState(weakref.ref(storage_of(gradient)), writes)
 
     def is_still(self, param: Tensor) -> bool:
-        now = _GradientState.of(param)  # One tensor has one weakref.
-        return self.gradient is now.gradient and self.version == now.version
+        now = _GradientState.of(param)  # One storage has one weakref.
+        return self.storage is now.storage and self.version == now.version
 
 
-@dataclass(frozen=True)
-class _Clip:
+class _Clip(NamedTuple):
     limit: Tensor | float | None
     """What the 2-norm was to be at most; None if something else was bounded."""
     clipped: Tensor | bool
@@ -191,25 +176,14 @@ class Clips:
         order: float,
         changed: Tensor | bool,
     ) -> None:
-        """The gradients of `params` together had `norm` and were bounded to `limit`.
-
-        Args:
-            params, norm, limit, order: as the clip had them.
-            changed: whether it changed a gradient, for a norm that cannot be read.
-        """
+        """The gradients of `params` together had `norm` and were bounded to `limit`; `changed`
+        says whether that changed a gradient, for a norm that cannot be read."""
         value = norm if isinstance(norm, Tensor) else torch.as_tensor(norm, device="cpu")
-        value = value.detach()
-        if type(value) not in (
-            Tensor,
-            torch.nn.Parameter,
-        ):  # A DTensor: reading it is a collective.
-            clipped: Tensor | bool = changed
-        else:
-            clipped = (value > limit).to(torch.float32)
+        if type(value) in (Tensor, nn.Parameter):  # Not a DTensor: reading it is a collective.
+            changed = (value.detach() > limit).to(torch.float32)
         if not isinstance(limit, Tensor):  # A tensor is left where it is: reading it would wait.
             limit = float(limit) if math.isfinite(limit) else None
-        shown = limit if order == 2.0 else None
-        self._note(params, _Clip(shown, clipped))
+        self._note(params, _Clip(limit if order == 2.0 else None, changed))
 
     def by_value(self, params: Iterable[Tensor], *, clipped: Tensor | bool) -> None:
         """Each element of the gradients was bounded."""
@@ -222,7 +196,7 @@ class Clips:
         if not clips:
             return {}
         if len(clips) == 1:
-            return {"limit": clips[0].limit, "clipped": clips[0].clipped}
+            return clips[0]._asdict()
         flags = [torch.as_tensor(clip.clipped, dtype=torch.float32) for clip in clips]
         home = flags[0].device
         together = torch.stack([flag.reshape(()).to(home, non_blocking=True) for flag in flags])

@@ -13,13 +13,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradilocks.kernels.reference import any_double
+from gradilocks.lab.tensors import storage_of
 from gradilocks.step.measure import measure
-from gradilocks.step.table import measurable, measurable_gradients
+from gradilocks.step.table import measurable_gradients
 from gradilocks.values import Statistics, moved
 
 __all__ = ["ClippedGradients", "GradientReader", "Reading"]
@@ -43,7 +46,7 @@ class Reading:
 class ClippedGradients:
     """Gradients that were clipped together, measured before it and after."""
 
-    gradients: list[weakref.ref[Tensor]]
+    storages: list[weakref.ref[Any]]
     before: Statistics
     after: Statistics | None = None
 
@@ -56,7 +59,7 @@ class ClippedGradients:
 
     def tells_of(self, gradient: Tensor, row: int, *, detail: bool) -> bool:
         """Whether it was of this gradient, in as much detail as is wanted, and is over."""
-        if self.gradients[row]() is not gradient or self.after is None:
+        if self.storages[row]() is not storage_of(gradient) or self.after is None:
             return False
         return not detail or self.before.zeros is not None
 
@@ -65,29 +68,31 @@ class GradientReader:
     """Measures gradients, and remembers what it found before a clip."""
 
     def __init__(self) -> None:
-        self._clipped: dict[int, tuple[ClippedGradients, int]] = {}  # By gradient: and its row.
+        # By a gradient's storage and its place in it: what it was clipped with, and its row there.
+        self._clipped: dict[tuple[int, int], tuple[ClippedGradients, int]] = {}
 
     def before_clip(self, params: Sequence[Tensor], *, detail: bool) -> ClippedGradients | None:
         """Measures the gradients that are about to be clipped; None if there are none."""
         self._clipped = {
             key: (clipped, row)
             for key, (clipped, row) in self._clipped.items()
-            if clipped.gradients[row]() is not None
+            if clipped.storages[row]() is not None
         }
         places, tensors = measurable_gradients(params)
         if not tensors:
             return None
-        gradients = [params[place].grad for place in places]
-        refs = [weakref.ref(gradient) for gradient in gradients if gradient is not None]
+        gradients = _gradients(params, places)
+        refs = [weakref.ref(storage_of(gradient)) for gradient in gradients]
         clipped = ClippedGradients(refs, _measured(tensors, detail=detail))
-        self._clipped.update((id(each), (clipped, row)) for row, each in enumerate(gradients))
+        self._clipped.update((_key(each), (clipped, row)) for row, each in enumerate(gradients))
         return clipped
 
-    def after_clip(self, clipped: ClippedGradients) -> None:
+    def after_clip(self, clipped: ClippedGradients, params: Sequence[Tensor]) -> None:
         """The clip is done: measures what it has left."""
-        gradients = [gradient for ref in clipped.gradients if (gradient := ref()) is not None]
-        tensors = [tensor for each in gradients if (tensor := measurable(each)) is not None]
-        if len(tensors) == len(clipped.gradients):
+        places, tensors = measurable_gradients(params)
+        now = [storage_of(gradient) for gradient in _gradients(params, places)]
+        then = [ref() for ref in clipped.storages]
+        if len(now) == len(then) and all(map(is_, now, then)):
             clipped.after = _measured(tensors, detail=False)
 
     def read(self, params: Sequence[Tensor], *, detail: bool) -> Reading:
@@ -97,16 +102,22 @@ class GradientReader:
             return Reading([], None, [], double=False)
         found = _measured(tensors, detail=detail)
         rows: dict[ClippedGradients, list[tuple[int, int]]] = {}  # In what is found, and before.
-        for here, place in enumerate(places):
-            gradient = params[place].grad
-            if id(gradient) in self._clipped and gradient is not None:
-                clipped, row = self._clipped.pop(id(gradient))  # It was clipped for this step.
-                if clipped.tells_of(gradient, row, detail=detail):
-                    rows.setdefault(clipped, []).append((here, row))
+        for here, gradient in enumerate(_gradients(params, places) if self._clipped else ()):
+            was = self._clipped.pop(_key(gradient), None)  # It was clipped for this step.
+            if was is not None and was[0].tells_of(gradient, was[1], detail=detail):
+                rows.setdefault(was[0], []).append((here, was[1]))
         for clipped, pairs in rows.items():
             found = _unclipped(found, clipped, pairs, detail=detail)
         sizes = [tensor.numel() for tensor in tensors]
         return Reading(places, found, sizes, double=any_double(tensors))
+
+
+def _gradients(params: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    return [gradient for place in places if (gradient := params[place].grad) is not None]
+
+
+def _key(gradient: Tensor) -> tuple[int, int]:
+    return id(storage_of(gradient)), 0 if gradient.is_sparse else int(gradient.storage_offset())
 
 
 def _unclipped(

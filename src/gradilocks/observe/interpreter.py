@@ -47,11 +47,7 @@ class Program:
 
 
 def check(program: Program) -> None:
-    """Refuses what cannot be a script, before anything is written.
-
-    Raises:
-        BadScript: with what came and what was expected.
-    """
+    """Raises BadScript for what cannot be a script, before anything is written."""
     if program.module:
         return
     path = Path(program.name)
@@ -69,21 +65,21 @@ def check(program: Program) -> None:
 
 
 def execute(program: Program, *, note: Callable[[Ending], None]) -> None:
-    """Runs the program to its end.
+    """Runs a program that was checked to its end.
 
-    Args:
-        program: checked already.
-        note: told how it ended, before this function is left by the exit that Python would take.
+    `note` is told how it ended, before this function is left by the exit that Python would take.
 
     Raises:
         SystemExit: whenever Python would end with another status than 0.
         BadScript: a module that cannot be found.
     """
-    _set_path(program)
+    if not getattr(sys.flags, "safe_path", False) and sys.path:
+        # The script's folder, where Python put that of this program.
+        script = os.path.realpath(program.name)
+        sys.path[0] = os.getcwd() if program.module else os.path.dirname(script)
     sys.argv[:] = [program.name, *program.arguments]
     main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    main.__dict__.setdefault("__annotations__", {})
+    vars(main).update(__builtins__=builtins, __annotations__={})
     try:
         code = _module_code(program, main) if program.module else _script_code(program, main)
         sys.modules["__main__"] = main
@@ -100,23 +96,12 @@ def execute(program: Program, *, note: Callable[[Ending], None]) -> None:
     note(Ending("finished", 0))
 
 
-def _set_path(program: Program) -> None:
-    """Puts the script's folder where Python put that of this program."""
-    if getattr(sys.flags, "safe_path", False) or not sys.path:
-        return
-    first = os.getcwd() if program.module else os.path.dirname(os.path.realpath(program.name))
-    sys.path[0] = first
-
-
 def _script_code(program: Program, main: ModuleType) -> types.CodeType:
     path = os.path.abspath(program.name)
-    main.__file__ = path
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-    main.__spec__ = None
-    main.__package__ = None
-    main.__dict__["__cached__"] = None
-    source = Path(path).read_bytes()
-    return compile(source, path, "exec", dont_inherit=True)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __loader__=loader, __cached__=None)
+    vars(main).update(__spec__=None, __package__=None)
+    return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
 
 
 def _module_code(program: Program, main: ModuleType) -> types.CodeType:
@@ -132,11 +117,8 @@ def _module_code(program: Program, main: ModuleType) -> types.CodeType:
     code = getattr(spec.loader, "get_code", lambda name: None)(spec.name)
     if code is None:
         raise BadScript(f"the module {program.name} has no Python code to run.")
-    main.__file__ = spec.origin
-    main.__loader__ = spec.loader
-    main.__spec__ = spec
-    main.__package__ = spec.parent
-    main.__dict__["__cached__"] = spec.cached
+    vars(main).update(__file__=spec.origin, __loader__=spec.loader, __cached__=spec.cached)
+    vars(main).update(__spec__=spec, __package__=spec.parent)
     sys.argv[0] = spec.origin or program.name
     return code  # type: ignore[no-any-return]
 
@@ -173,20 +155,16 @@ def strip(error: BaseException | None) -> None:
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        one.__traceback__ = _without_ours(one.__traceback__)
+        trace, theirs = one.__traceback__, []
+        while trace is not None:
+            if not trace.tb_frame.f_code.co_filename.startswith(_HERE):
+                theirs.append(trace)
+            trace = trace.tb_next
+        for frame in reversed(theirs):
+            frame.tb_next, trace = trace, frame
+        one.__traceback__ = trace
         waiting += [one.__cause__, one.__context__]
         waiting += getattr(one, "exceptions", ())
-
-
-def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
-    kept: list[types.TracebackType] = []
-    while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_HERE):
-            kept.append(trace)
-        trace = trace.tb_next
-    for place, one in enumerate(kept):
-        one.tb_next = kept[place + 1] if place + 1 < len(kept) else None
-    return kept[0] if kept else None
 
 
 def when_imported(name: str, act: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,8 @@ class Patches:
     def everywhere(self, original: Any, replacement: Any, *, spare: str | None = None) -> None:
         """Every module that holds `original` under any name holds `replacement`.
 
-        Those that import it later get it from where it lives, which is such a module.
-
-        Args:
-            original: what is there.
-            replacement: what is put in its place.
-            spare: the package whose modules keep what they have.
+        Those that import it later get it from where it lives, which is such a module. The modules
+        of the package `spare` keep what they have.
         """
         for place, module in list(sys.modules.items()):
             if spare is not None and place.split(".")[0] == spare:
@@ -69,20 +66,17 @@ def swap(patches: Patches, *, parts: bool, optimizers: Iterable[str]) -> None:
         parts: whether the scaler and the clip functions are swapped.
         optimizers: which optimizers are, by name.
     """
+    # Gradilocks' own modules go on with torch's: they are built on them.
+    put = partial(patches.everywhere, spare="gradilocks")
     if parts:
         for name in _FUNCTIONS:
-            _put(patches, getattr(torch.nn.utils, name), getattr(dropin, name))
+            put(getattr(torch.nn.utils, name), getattr(dropin, name))
         for home in (torch.cuda.amp, torch.cpu.amp):
             kind: Any = home.GradScaler
-            _put(patches, kind, _for_device(home.__name__.split(".")[1], kind))
-        _put(patches, torch.amp.GradScaler, dropin.GradScaler)
+            put(kind, _for_device(home.__name__.split(".")[1], kind))
+        put(torch.amp.GradScaler, dropin.GradScaler)
     for name in optimizers:
-        _put(patches, getattr(torch.optim, name), getattr(optim, name))
-
-
-def _put(patches: Patches, original: Any, ours: Any) -> None:
-    # Gradilocks' own modules go on with torch's: they are built on them.
-    patches.everywhere(original, ours, spare="gradilocks")
+        put(getattr(torch.optim, name), getattr(optim, name))
 
 
 def _for_device(device: str, original: type) -> type:

@@ -27,6 +27,7 @@ __all__ = ["Ending", "ProcessEnd", "SignalsHeld"]
 _signal: Any = importlib.import_module("_signal")
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
 _HELD = (int(signal.SIGINT), int(signal.SIGTERM))
+_FATAL = [getattr(signal, n) for n in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, n)]
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class ProcessEnd:
         """Takes its places; call it before the script starts."""
         atexit.register(self._at_exit)
         os._exit = self._leave
-        for number in _signals():
+        for number in _FATAL:
             with suppress(ValueError, OSError):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self._killed)
@@ -85,10 +86,6 @@ class ProcessEnd:
         self._done = True
         self._restore()
 
-    def finish(self) -> None:
-        """Concludes now, and not at the end of the process."""
-        self._finish()
-
     def note(self, ending: Ending) -> None:
         """How the script ended, for when its time comes."""
         self.ending = ending
@@ -96,24 +93,25 @@ class ProcessEnd:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
-        self._finish()
+        self.finish()
         if self.ending.signal is not None:
             _die(self.ending.signal)
 
     def _leave(self, status: int) -> Any:
         if os.getpid() == self._pid:
             self.ending = Ending.of_exit(status)
-            self._finish()
+            self.finish()
         self._exit(status)
 
     def _killed(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             name = signal.Signals(number).name
             self.ending = Ending("interrupted", 128 + number, name, number)
-            self._finish()
+            self.finish()
         _die(number)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Concludes, unless that has been done."""
         if not self._done:
             self._done = True
             self._restore()
@@ -122,7 +120,7 @@ class ProcessEnd:
 
     def _restore(self) -> None:
         os._exit = self._exit
-        for number in _signals():
+        for number in _FATAL:
             with suppress(ValueError, OSError):
                 if signal.getsignal(number) == self._killed:
                     signal.signal(number, signal.SIG_DFL)
@@ -153,12 +151,6 @@ class SignalsHeld:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if number not in self._came:
             self._came.append(number)
-
-
-def _signals() -> list[int]:
-    return [
-        getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
-    ]
 
 
 def _die(number: int) -> None:

@@ -64,26 +64,20 @@ def _modules() -> Iterator[nn.Module]:
 
 def _climb(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Module]:
     """The modules above `module` that no other module holds."""
-    tops: list[nn.Module] = []
-    seen: set[int] = set()
+    found = {id(module): module}
     waiting = [module]
-    while waiting:
-        one = waiting.pop(0)
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        above = [parent for parent in parents.get(id(one), ()) if parent is not one]
-        waiting += above
-        if not above:
-            tops.append(one)
+    for one in waiting:  # Which grows meanwhile.
+        fresh = {id(each): each for each in parents.get(id(one), ()) if id(each) not in found}
+        found |= fresh
+        waiting += fresh.values()
+    tops = [one for one in waiting if all(each is one for each in parents.get(id(one), ()))]
     return tops or [module]
 
 
 class ScriptTracer(StepListener):
     """Traces the models of every optimizer after a step with NaN or Inf: `gradilocks run --trace`.
 
-    Args:
-        make_recorder: called when there is something to trace; findings are written there.
+    `make_recorder` is called when there is something to trace; findings are written there.
     """
 
     def __init__(self, make_recorder: Callable[[], Recorder]) -> None:

@@ -44,12 +44,8 @@ class ScriptSession:
     """Runs a program, and records its optimizers' steps.
 
     Args:
-        program: the script or module.
-        options: as asked for.
-        settings: for the header of the run file.
         ways: what else can be done about a run file that is there already.
-        warn: told if something had to end early.
-        note: told at the first step where it is recorded.
+        warn, note: told if something had to end early; at the first step, where it is recorded.
         failure: what a failure of ours means, in words.
         after_failure: called whenever we would do something and have failed; may raise.
         every_rank: whether ranks that do not record are watched too.
@@ -102,20 +98,14 @@ class ScriptSession:
         self._listeners: Sequence[Any] = ()
 
     def run(
-        self,
-        listeners: Callable[[], Sequence[Any]],
-        conclude: Callable[[Ending], None],
+        self, listeners: Callable[[], Sequence[Any]], conclude: Callable[[Ending], None]
     ) -> None:
-        """Runs the program to its end.
+        """Runs the program to its end, and leaves as `run_script` does.
 
         Args:
             listeners: called when torch is there; what it returns hears of every step, after the
                 recorder.
             conclude: called last, with how the script ended; calls `close`.
-
-        Raises:
-            BadScript: it cannot be run.
-            SystemExit: as the script's own, or 1 after an exception, which has been shown.
         """
         self.end = ProcessEnd(conclude)
         self.end.prepare()
@@ -135,9 +125,13 @@ class ScriptSession:
             from gradilocks.observe.torch_hooks import TorchHooks
             from gradilocks.step.events import EVENTS
 
-            self.guard = Guard(self._failed, self._after_failure)
+            self.guard = Guard(
+                lambda error: self._warn(f"{self._failure}: {type(error).__name__}: {error}"),
+                self._after_failure,
+            )
             self.steps = StepRecorder(self._recorder, self._warn)
-            self._listeners = [self.guard.around(each) for each in (self.steps, *listeners())]
+            every = (self.steps.losses, self.steps, *listeners())
+            self._listeners = [self.guard.around(each) for each in every]
             for listener in self._listeners:
                 EVENTS.add(listener)
             self._hooks = TorchHooks()
@@ -147,9 +141,6 @@ class ScriptSession:
 
             self._patches = Patches()
             swap(self._patches, parts=options.swap, optimizers=options.swap_optimizers)
-
-    def _failed(self, error: Exception) -> None:
-        self._warn(f"{self._failure}: {type(error).__name__}: {error}")
 
     def stop_listening(self) -> None:
         """Leaves torch as it was: nobody hears of anything any more."""
@@ -194,9 +185,12 @@ class ScriptSession:
             log=options.log,
             all_ranks=options.all_ranks,
         )
-        # With --all-ranks each rank has a file of its own, named after the one that was asked for.
-        self._note(f"recording to {self.shown.with_name(recorder.path.name)}")
+        self._note(f"recording to {self.name_of(recorder)}")
         return recorder
+
+    def name_of(self, recorder: Any) -> Path:
+        """The run file as it is to be typed: with --all-ranks each rank has a name of its own."""
+        return self.shown if recorder is None else self.shown.with_name(recorder.path.name)
 
 
 @dataclass(frozen=True)
@@ -237,11 +231,9 @@ def run_script(
     """Runs a program and records its optimizers' steps.
 
     Args:
-        program: the script or module.
-        options: as asked for.
+        program, options: what to run, and how.
         tell: called last, when the run file is closed.
-        warn: called if watching had to end early.
-        note: called at the first step, with where it is recorded.
+        warn, note: called if watching had to end early; at the first step, with where it goes.
 
     Raises:
         BadScript: it cannot be run.
@@ -273,11 +265,9 @@ def run_script(
         recorder = session.close(ending)
         bad = {} if recorder is None else recorder.bad
         findings = tuple(text for tracer in tracers for text in tracer.findings())
-        shown = session.shown
         tell(
             Summary(
-                # A rank other than 0 has another name.
-                path=shown if recorder is None else shown.with_name(recorder.path.name),
+                path=session.name_of(recorder),
                 steps=0 if recorder is None else recorder.steps,
                 skipped=0 if recorder is None else recorder.skipped,
                 seen=0 if session.steps is None else session.steps.seen,
@@ -310,17 +300,10 @@ def _fresh_name(stem: str) -> Path:
 
 
 def check_target(path: Path, shown: Path, exists: str, *, rank: int, ways: str) -> list[Path]:
-    """Refuses before the script runs, and not after an hour of it.
+    """Refuses a run file before the script runs, and not after an hour of it.
 
-    Args:
-        path: the run file, as it will be opened.
-        shown: the same as it was typed.
-        exists: as the Recorder has it.
-        rank: of this process, if every rank writes.
-        ways: what else can be done about a file that is there already.
-
-    Returns:
-        The folders that were made for it, innermost first.
+    `shown` is its `path` as it was typed, and `rank` that of this process if every rank writes.
+    Returns the folders that were made for it, innermost first.
     """
     if path.is_dir():
         raise BadRunFile(f"{shown} is a folder. Expected the name of a run file.")

@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import is_not
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,6 @@ from gradilocks.observe.script_models import owners_of
 from gradilocks.record import Recorder, Sample, Weights
 from gradilocks.record.journal import Journal
 from gradilocks.step.events import Clip, Step, StepListener
-from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter
 from gradilocks.values import moved
 
@@ -92,19 +92,31 @@ class ScriptRecorder(Recorder):
         super().close(status=status, exit=exit, error=error)
 
 
-@dataclass
-class _Optimizer:
-    """An optimizer that has stepped."""
+class _Introduction:
+    """The parameters that an optimizer had when the recorder was told of it, and its index there.
 
-    itself: Callable[[], Any]
-    index: int
-    params: list[weakref.ref[Tensor]]
-    """Weakly: a script that trains one model after another needs their memory."""
+    A script that trains one model after another needs their memory, but weak references to them
+    would make `torch.utils.swap_tensors` refuse them. So the optimizer, which holds them anyway,
+    keeps this object, and we refer weakly to that. A copy of the optimizer gets an empty list.
+    """
 
-    def is_still(self, optimizer: Any, params: list[Tensor]) -> bool:
-        """Whether this is that optimizer, with the same parameters."""
-        same = self.itself() is optimizer and len(params) == len(self.params)
-        return same and all(ref() is param for ref, param in zip(self.params, params, strict=True))
+    def __init__(self, index: int, params: list[Tensor]) -> None:
+        self.index, self._params = index, params
+
+    def __reduce__(self) -> Any:
+        return list, ()
+
+    def is_of(self, params: list[Tensor]) -> bool:
+        """Whether these are the same parameters."""
+        return len(params) == len(self._params) and not any(map(is_not, params, self._params))
+
+    def kept_by(self, optimizer: Any) -> Callable[[], _Introduction | None]:
+        """Gives it to the optimizer, and returns what finds it as long as that lives."""
+        try:
+            vars(optimizer)["_gradilocks_introduction"] = self
+        except TypeError:  # A class with slots.
+            return lambda: self
+        return weakref.ref(self)
 
 
 @dataclass
@@ -124,11 +136,10 @@ class _Attempt:
 class StepRecorder(StepListener):
     """Records every optimizer of this process.
 
-    Args:
-        make_recorder: called at the first step.
-        warn: told in words if weights cannot be recorded.
+    `make_recorder` is called at the first step, and `warn` told if weights cannot be recorded.
 
     Attributes:
+        losses: listens by itself to what is run backward.
         seen: how many steps of optimizers and scalers have come by.
     """
 
@@ -138,12 +149,12 @@ class StepRecorder(StepListener):
         self._make_recorder, self._warn = make_recorder, warn
         self._reads_weights = True
         self.seen = 0
-        self._optimizers: dict[int, _Optimizer] = {}
+        self._introductions: dict[int, Callable[[], _Introduction | None]] = {}  # By optimizer.
         self._attempts: dict[Step, _Attempt] = {}
         self._journals: WeakKeyDictionary[Any, Journal] = WeakKeyDictionary()  # By control.
         self._index_of: dict[int, int] = {}  # By parameter: its optimizer's index.
         self._reader = GradientReader()
-        self._losses = Losses()
+        self.losses = Losses()
         self._clips = Clips()
         self._clipping: ClippedGradients | None = None
         self.recorder: ScriptRecorder | None = None
@@ -176,7 +187,7 @@ class StepRecorder(StepListener):
         """Reads the gradients, and the loss that they came from."""
         attempt.reading = self._reader.read(attempt.params, detail=attempt.detail)
         step.statistics = attempt.reading.statistics
-        attempt.loss = self._losses.take()
+        attempt.loss = self.losses.take()
         if attempt.loss is None and isinstance(loss, Tensor) and loss.numel() == 1:
             attempt.loss = loss.detach().clone()
         attempt.clip = self._clips.taken(attempt.params)
@@ -202,31 +213,31 @@ class StepRecorder(StepListener):
     def closure_begins(self, step: Step) -> None:
         attempt = self._attempts.get(step)
         if attempt is not None and attempt.reading is not None:
-            self._losses.start()
+            self.losses.start()
 
     def closure_ended(self, step: Step, loss: object, *, failed: bool) -> None:
         attempt = self._attempts.get(step)
         if attempt is None:
             return
         if failed:
-            self._losses.start()
+            self.losses.start()
         elif attempt.reading is None:
             self._read(step, attempt, loss)
 
     def step_failed(self, step: Step) -> None:
         self._attempts.pop(step, None)
         if step.is_of_control:
-            self._losses.start()
+            self.losses.start()
 
     def step_ended(self, step: Step) -> None:
         if step.is_of_control:
             self._journal(step.driver).step_ended(step)
-            self._losses.start()
+            self.losses.start()
             return
         attempt = self._attempts.pop(step, None)
         if attempt is None:
             return
-        self._losses.end()
+        self.losses.end()
         self.seen += 1
         reading = attempt.reading
         if reading is None or self.recorder is None:
@@ -263,14 +274,14 @@ class StepRecorder(StepListener):
 
     def _introduced(self, optimizer: Any, params: list[Tensor]) -> int:
         """The index by which the recorder knows an optimizer."""
-        known = self._optimizers.get(id(optimizer))
-        if known is not None and known.is_still(optimizer, params):
+        find = self._introductions.get(id(optimizer))
+        known = None if find is None else find()
+        if known is not None and known.is_of(params):
             return known.index
         names = name_parameters(owners_of(params), params)
         index = self.recorder_now().add_optimizer(optimizer, names=names)
-        refs = [weakref.ref(param) for param in params]
-        self._optimizers[id(optimizer)] = _Optimizer(weakly(optimizer), index, refs)
-        self._losses.add_optimizer(optimizer)
+        self._introductions[id(optimizer)] = _Introduction(index, params).kept_by(optimizer)
+        self.losses.optimizer_made(optimizer)
         self._index_of.update((id(param), index) for param in params)
         return index
 
@@ -283,7 +294,7 @@ class StepRecorder(StepListener):
         journal = self._journal(step.driver)
         if journal.loss is None and not step.scales:
             # Not by way of the control: what `loss.backward()` was called on has no scale here.
-            journal.loss = self._losses.take()
+            journal.loss = self.losses.take()
         journal.step_begins(step)
 
     def _journal(self, control: Any) -> Journal:
@@ -292,23 +303,6 @@ class StepRecorder(StepListener):
             journal = Journal(self.recorder_now(), find_names=_found_names)
             self._journals[control] = journal
         return journal
-
-    # --- losses --------------------------------------------------------------------------------
-
-    def loss_scaled(self, driver: Any, loss: Any, scaled: Any, scale: Tensor) -> None:
-        self._losses.note_scaled(loss, scaled)
-
-    def backward_begins(self, tensors: Any, gradients: Any) -> None:
-        self._losses.backward_begins(tensors, gradients)
-
-    def backward_ended(self) -> None:
-        self._losses.backward_ended()
-
-    def gradients_clear(self, owner: Any) -> None:
-        self._losses.gradients_clear(owner)
-
-    def optimizer_made(self, optimizer: Any) -> None:
-        self._losses.add_optimizer(optimizer)
 
     # --- clips ---------------------------------------------------------------------------------
 
@@ -323,7 +317,7 @@ class StepRecorder(StepListener):
     def clip_ended(self, clip: Clip) -> None:
         gradients, self._clipping = self._clipping, None
         if gradients is not None:
-            self._reader.after_clip(gradients)
+            self._reader.after_clip(gradients, clip.params)
         if clip.by_value:
             largest = None if gradients is None else gradients.before.largest
             clipped = False if largest is None else (largest > clip.limit).any().to(torch.float32)

@@ -89,7 +89,10 @@ class TorchHooks:
                 for listener in EVENTS.listeners:
                     listener.update_begins(around)
             return None
-        place, closure = _closure(args, kwargs)
+        closure = kwargs.get("closure")
+        is_named = callable(closure)
+        if not is_named:  # The first argument is the optimizer.
+            closure = args[1] if len(args) > 1 and callable(args[1]) else None
         scale = getattr(optimizer, "grad_scale", None)
         step = Step(
             optimizer,
@@ -104,9 +107,9 @@ class TorchHooks:
         if closure is None:
             return None
         told = _telling(closure, step)
-        if place is not None:
-            return (*args[:place], told, *args[place + 1 :]), kwargs
-        return args, {**kwargs, "closure": told}
+        if is_named:
+            return args, {**kwargs, "closure": told}
+        return (args[0], told, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = EVENTS.step_around(optimizer)
@@ -190,8 +193,9 @@ class TorchHooks:
         """Around `clip_grad_norm_`, `clip_grads_with_norm_` and `clip_grad_value_`."""
         if self._is_clipping:  # The first of them calls the second.
             return original(*args, **kwargs)
-        call = _bound(original, args, kwargs)
-        if call is None:
+        try:
+            call = inspect.signature(original).bind(*args, **kwargs)
+        except TypeError:  # They do not fit, which Python says better.
             return original(*args, **kwargs)
         given = call.arguments
         params, given["parameters"] = _listed(given["parameters"])
@@ -243,23 +247,6 @@ def _telling(closure: Callable[..., Any], step: Step) -> Callable[..., Any]:
         return loss
 
     return evaluate
-
-
-def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, Any]:
-    """A step's closure, with its place if it is no keyword argument."""
-    if callable(kwargs.get("closure")):
-        return None, kwargs["closure"]
-    if len(args) > 1 and callable(args[1]):  # The first is the optimizer.
-        return 1, args[1]
-    return None, None
-
-
-def _bound(function: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
-    """A call's arguments by name; None if they do not fit, which Python says better."""
-    try:
-        return inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        return None
 
 
 def _listed(parameters: Any) -> tuple[list[Tensor], Any]:

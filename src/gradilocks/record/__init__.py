@@ -2,14 +2,13 @@
 
     control ─journal─▶ Sample ─batch─▶ Step, on the host ─file_writer─▶ run file
                                            ├─skip_log─▶ logging
-                                           └─sinks─▶ TensorBoard, Weights & Biases, yours
+                                           └─Sink─▶ TensorBoard, Weights & Biases, yours
 
 `recorder.py` holds it together and is what users see; `environment.py` knows what a header tells of
 the machine. Training is bit for bit the same with recording and without.
 """
 
-from gradilocks.record.recorder import Recorder
+from gradilocks.record.recorder import Recorder, Sink
 from gradilocks.record.sample import Sample, Weights
-from gradilocks.record.sinks import Sink
 
 __all__ = ["Recorder", "Sample", "Sink", "Weights"]

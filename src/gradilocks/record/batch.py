@@ -13,7 +13,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,38 +31,23 @@ from gradilocks.values import wide
 __all__ = ["Batch", "PendingStep", "RecordedOptimizer", "StepQueue"]
 
 _SCALARS = (
-    "loss",
-    "scale",
-    "norm",
-    "limit",
-    "clipped",
-    "skip",
-    "rejected",
-    "lr",
-    "next_scale",
-    "carried",
-)
+    "loss", "scale", "norm", "limit", "clipped", "skip", "rejected", "lr", "next_scale", "carried",
+)  # fmt: skip
 
 
-@dataclass
 class RecordedOptimizer:
-    """An optimizer as a recorder knows it: who its parameters are, and in which order."""
+    """An optimizer as it is at this moment: who its parameters are, and in which order.
 
-    optimizer: Callable[[], Any]
-    """Gives the optimizer, as long as somebody else holds it."""
-    info: OptimizerInfo
-    backward: list[int]
-    """The places of its parameters in backward order: the order of the names that were given,
-    turned round. Those without a name come last, in the optimizer's order, turned round."""
-    ordered: bool
-    """Whether that is the order of a model, and not of the optimizer's list alone."""
-    whole: bool
-    """Whether this process sees each gradient whole, and every loss that made it."""
-    steps: int
-    """How many steps it has handed over, in earlier sessions too."""
+    Args:
+        optimizer: referred to weakly.
+        index, names, ordered: as `Recorder.add_optimizer` has them.
+        alone: whether there is one rank. Of several ranks' losses each sees its own: another's may
+            have made the gradients bad.
+        steps: how many steps it has handed over, in earlier sessions too.
+    """
 
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         optimizer: Any,
         *,
         index: int,
@@ -71,41 +55,32 @@ class RecordedOptimizer:
         ordered: bool,
         alone: bool,
         steps: int,
-    ) -> RecordedOptimizer:
-        """Looks at an optimizer as it is at this moment; the arguments are as `Recorder` has them.
-
-        `alone` says that there is one rank. Of several ranks' losses each sees its own: another's
-        may have made the gradients bad.
-        """
+    ) -> None:
         params = list(every_parameter((optimizer,)))
         named = zip(params, Names(None, (optimizer,)).of(params), strict=True)
         rank = {id(param): number for number, param in enumerate(names)}
         ranked = sorted(((rank.get(id(p), -1), at) for at, p in enumerate(params)), reverse=True)
-        return RecordedOptimizer(
-            optimizer=weakly(optimizer),
-            info=OptimizerInfo(
-                index=index,
-                kind=type(optimizer).__name__,
-                names=tuple(names.get(param, name) for param, name in named),
-                sizes=tuple(0 if is_lazy(param) else param.numel() for param in params),
-                dtypes=tuple(str(param.dtype).removeprefix("torch.") for param in params),
-            ),
-            backward=[place for _, place in ranked],
-            ordered=ordered and all(param in names for param in params),
-            whole=alone and not any(map(is_distributed, params)),
-            steps=steps,
+        self.optimizer, self.steps = weakly(optimizer), steps
+        self.info = OptimizerInfo(
+            index=index,
+            kind=type(optimizer).__name__,
+            names=tuple(names.get(param, name) for param, name in named),
+            sizes=tuple(0 if is_lazy(param) else param.numel() for param in params),
+            dtypes=tuple(str(param.dtype).removeprefix("torch.") for param in params),
         )
+        self.backward = [place for _, place in ranked]
+        """The places of its parameters in backward order: the order of the names that were given,
+        turned round. Those without a name come last, in the optimizer's order, turned round."""
+        self.ordered = ordered and all(param in names for param in params)
+        """Whether that is the order of a model, and not of the optimizer's list alone."""
+        self.whole = alone and not any(map(is_distributed, params))
+        """Whether this process sees each gradient whole, and every loss that made it."""
 
 
 class PendingStep:
     """One step as the recorder holds it: numbers that are known, tensors that are on their way.
 
-    Args:
-        sample: what there is to tell.
-        index: of the optimizer.
-        step: its number.
-        time: seconds since the run began.
-        detail: whether it is recorded tensor by tensor.
+    `index` is that of its optimizer; with `detail` it is recorded tensor by tensor.
     """
 
     def __init__(self, sample: Sample, *, index: int, step: int, time: float, detail: bool) -> None:
@@ -135,16 +110,10 @@ class PendingStep:
             self.on_device.append((tuple(name for name, _ in pairs), stacked))
 
     def _take_columns(self, sample: Sample) -> None:
-        found = sample.statistics
-        columns: dict[str, Tensor | None] = {}
-        if found is not None:
-            columns |= {"nan": found.nan, "inf": found.inf}
-        if self.detail:
-            if found is not None:
-                columns |= {"norms": found.norms, "largest": found.largest, "zeros": found.zeros}
-            columns |= {"weight": sample.weight, "update": sample.update}
+        columns: dict[str, Any] = {} if sample.statistics is None else {**vars(sample.statistics)}
+        columns |= {"weight": sample.weight, "update": sample.update}
         for name, column in columns.items():
-            if column is None:
+            if column is None or not (self.detail or name in ("nan", "inf")):
                 continue
             if column.device.type == "cpu":
                 self.columns[name] = fetch(column.detach())
@@ -321,10 +290,7 @@ def _follow_streams(
 class StepQueue:
     """Steps that were handed over and are not in the file yet: held on their device, or sent.
 
-    Args:
-        most: so many are held before they are due.
-        seconds: so long after the last were sent, those that are held are due.
-        clock: tells the time in seconds.
+    Those that are held are due when there are `most`, or `seconds` after the last were sent.
     """
 
     def __init__(

@@ -28,12 +28,7 @@ class Unwritable(BadRunFile):
 
 
 class RunFileWriter:
-    """An open run file, which begins with a header.
-
-    Args:
-        path: where; its folder is made if it is not there.
-        exists: what to do if there is a run file already: "refuse", "append" or "replace".
-        header: the line to begin with.
+    """An open run file, which begins with a header; its folder is made.
 
     Attributes:
         steps_before: of a file that it goes on with, by optimizer: the number of its last step.

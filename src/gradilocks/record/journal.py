@@ -114,16 +114,14 @@ class Journal(StepListener):
             return
         parts = self._parts(record, step.optimizers)
         row = record.row
-        for number, (index, optimizer) in enumerate(
-            zip(self._indices, step.optimizers, strict=True)
-        ):
+        for number, optimizer in enumerate(step.optimizers):
             statistics, places, elements = parts[number]
             weight = update = None
             before = self._weights[number] if self._weights else None
             if before is not None:
                 weight, update = before.moved_by_step(row.device)
             self.recorder.step(
-                index,
+                self._indices[number],
                 Sample(
                     loss=loss,
                     scale=row[_AT["scale"]],
@@ -175,14 +173,7 @@ class Journal(StepListener):
 def journal_for(
     record: object, optimizers: Sequence[Any], names: Names, **settings: object
 ) -> Journal:
-    """What listens to a control with `record=`.
-
-    Args:
-        record: a path or a Recorder.
-        optimizers: of the control.
-        names: of their parameters.
-        settings: for the header.
-    """
+    """What listens to a control with `record=`; `settings` are for the header of the run file."""
     told = {key: str(value) for key, value in settings.items()}
     if isinstance(record, Recorder):
         record.describe(**told)
@@ -211,10 +202,7 @@ def _counts(optimizers: Sequence[Any]) -> list[int]:
 def _slice(found: Statistics, begin: int, end: int) -> Statistics:
     if begin == 0 and end == found.norms.numel():
         return found
-    return Statistics(
-        norms=found.norms[begin:end],
-        nan=found.nan[begin:end],
-        inf=found.inf[begin:end],
-        largest=None if found.largest is None else found.largest[begin:end],
-        zeros=None if found.zeros is None else found.zeros[begin:end],
-    )
+    columns: dict[str, Any] = {
+        name: None if column is None else column[begin:end] for name, column in vars(found).items()
+    }
+    return Statistics(**columns)

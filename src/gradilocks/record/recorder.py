@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -33,13 +32,13 @@ from gradilocks.record.batch import Batch, PendingStep, RecordedOptimizer, StepQ
 from gradilocks.record.environment import command_here, hardware_here, rank_here, versions_here
 from gradilocks.record.file_writer import EXISTS, RunFileWriter, Unwritable
 from gradilocks.record.sample import Sample
-from gradilocks.record.sinks import Sink, Sinks
 from gradilocks.record.skip_log import SkipLog
 from gradilocks.runfile import (
     VERSION,
     BadSteps,
     End,
     Header,
+    OptimizerInfo,
     Step,
     Trace,
     audit_line,
@@ -51,7 +50,27 @@ from gradilocks.runfile import (
     trace_line,
 )
 
-__all__ = ["Recorder", "refuse_capture"]
+__all__ = ["Recorder", "Sink", "refuse_capture"]
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes the records of one run: `open` first, `close` last.
+
+    A sink may raise; whoever feeds it keeps that away from the training.
+    """
+
+    def open(self, header: Header) -> None:
+        """The run begins."""
+
+    def optimizer(self, info: OptimizerInfo) -> None:
+        """An optimizer is about to take its first step."""
+
+    def step(self, step: Step) -> None:
+        """A step was taken or skipped."""
+
+    def close(self, end: End | None) -> None:
+        """The run ended; None if nobody knows how."""
 
 
 class Recorder:
@@ -127,7 +146,8 @@ class Recorder:
         """How many of them were skipped."""
         self.bad: dict[int, BadSteps] = {}
         """By the index of the optimizer: which of them had NaN or Inf, and whether that stayed."""
-        self._sinks = Sinks(sinks, _warn)
+        self._sinks = list(sinks)
+        _check_sinks(self._sinks)
         self._optimizers: list[RecordedOptimizer] = []
         self._queue = StepQueue(flush_every, flush_seconds)
         self._written: deque[tuple[Batch, list[Step]]] = deque()  # Sinks and log: not told yet.
@@ -146,11 +166,7 @@ class Recorder:
             command=command_here() if command is None else tuple(map(str, command)),
             versions=versions_here(),
             hardware=hardware_here(),
-            settings={
-                "flush_every": flush_every,
-                "detail_every": detail_every,
-                **(settings or {}),
-            },
+            settings={"flush_every": flush_every, "detail_every": detail_every, **(settings or {})},
             rank=rank,
             ranks=ranks,
         )
@@ -161,7 +177,7 @@ class Recorder:
             self.warn_once(f"{error} Training goes on, and nothing is recorded.")
             return
         self._began = time.perf_counter() - self._file.seconds_before
-        self._sinks.tell("open", self._header)
+        self._tell_sinks("open", self._header)
         _open_recorders.add(self)
 
     def __repr__(self) -> str:
@@ -186,11 +202,7 @@ class Recorder:
             self._file.replace_header(_header_line(self._header))
 
     def add_optimizer(
-        self,
-        optimizer: Any,
-        *,
-        names: Mapping[Tensor, str] | None = None,
-        ordered: bool = True,
+        self, optimizer: Any, *, names: Mapping[Tensor, str] | None = None, ordered: bool = True
     ) -> int:
         """Takes an optimizer in, before its first step; again if its parameters have changed.
 
@@ -207,7 +219,7 @@ class Recorder:
         before = next((each for each in self._optimizers if each.optimizer() is optimizer), None)
         index = len(self._optimizers) if before is None else before.info.index
         steps = 0 if self._file is None else self._file.steps_before.get(index, 0)
-        made = RecordedOptimizer.of(
+        made = RecordedOptimizer(
             optimizer,
             index=index,
             names=names or {},
@@ -225,7 +237,7 @@ class Recorder:
         if self.recording:
             with self._working():
                 self._write([optimizer_line(made.info)])
-                self._sinks.tell("optimizer", made.info)
+                self._tell_sinks("optimizer", made.info)
         return index
 
     def wants_detail(self, index: int) -> bool:
@@ -235,12 +247,7 @@ class Recorder:
         return self._optimizers[index].steps % self._detail_every == 0
 
     def step(self, index: int, sample: Sample) -> None:
-        """Records one step, taken or skipped. Does not wait for the device.
-
-        Args:
-            index: of the optimizer.
-            sample: what there is to tell.
-        """
+        """Records a step of the optimizer with that index, taken or skipped; does not wait."""
         if not self.recording:
             return
         refuse_capture()
@@ -303,7 +310,7 @@ class Recorder:
         with self._working():
             end = End(self.elapsed(), status, exit, error)
             self._write([end_line(end)])
-            self._sinks.tell("close", end)
+            self._tell_sinks("close", end)
             if self._skips is not None:
                 self._skips.close()
             self._let_go()
@@ -317,12 +324,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(**_how_it_ended(error))
 
     def __del__(self) -> None:
@@ -372,7 +374,7 @@ class Recorder:
                     after = pending.scalars["next_scale"]
                     self._skips.take(step, next_scale=after, more=pending.more)
             for step in steps:
-                self._sinks.tell("step", step)
+                self._tell_sinks("step", step)
 
     def _write_late(self) -> bool:
         """For the timer: writes what has reached the host; whether to come again.
@@ -416,6 +418,18 @@ class Recorder:
         self.skipped += sum(step.skipped for step in steps)
         for step in steps:
             self.bad.setdefault(step.optimizer, BadSteps()).take(step)
+
+    def _tell_sinks(self, method: str, record: Any) -> None:
+        """Calls one method of every sink with a record; a sink that raises hears nothing more."""
+        for sink in list(self._sinks):
+            try:
+                getattr(sink, method)(record)
+            except Exception as error:
+                self._sinks.remove(sink)
+                _warn(
+                    f"the sink {type(sink).__name__} raised {type(error).__name__}: {error}. It "
+                    "hears nothing more; recording and training go on."
+                )
 
     def _let_go(self) -> None:
         file, self._file = self._file, None
@@ -482,6 +496,17 @@ def _check_every(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def _check_sinks(sinks: Sequence[Sink]) -> None:
+    methods = ("open", "optimizer", "step", "close")
+    for sink in sinks:
+        missing = [name for name in methods if not callable(getattr(sink, name, None))]
+        if missing:
+            raise TypeError(
+                f"a sink needs the methods {', '.join(methods)}; {type(sink).__name__} has no "
+                f"{', '.join(missing)}."
+            )
 
 
 def _header_line(header: Header) -> str:

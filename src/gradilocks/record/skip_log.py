@@ -35,13 +35,8 @@ class SkipLog:
         self._lines_of_taken = 0
 
     def take(self, step: Step, *, next_scale: float | None, more: bool) -> None:
-        """A step has arrived.
-
-        Args:
-            step: taken or skipped.
-            next_scale: the scale after it; None if the next step will tell.
-            more: whether the next step belongs to the same decision.
-        """
+        """A step has arrived; `next_scale` is None if the next step will tell it, and `more` says
+        whether that belongs to the same decision."""
         before = self._waiting.pop(step.optimizer, None)
         if before is not None:
             self._tell(*before, step.scale)

@@ -105,28 +105,16 @@ def optimizer_line(optimizer: OptimizerInfo) -> str:
 
 def step_line(step: Step) -> str:
     """One step of an optimizer, taken or skipped."""
-    fields: Fields = {
-        "kind": "step",
-        "step": step.step,
-        "time": round(step.time, 6),
-        "optimizer": step.optimizer,
-        "loss": _finite(step.loss),
-        "scale": _finite(step.scale),
-        "norm": _finite(step.norm),
-        "limit": _finite(step.limit),
-        "clipped": step.clipped,
-        "skipped": step.skipped,
-        "reason": step.reason,
-        "culprits": [culprit._asdict() for culprit in step.culprits[:MOST_CULPRITS]],
-        "lr": _finite(step.lr),
-        "nan": step.nan,
-        "inf": step.inf,
-    }
-    if fields["loss"] is None and step.loss_nonfinite is not None:
-        fields["loss_nonfinite"] = step.loss_nonfinite
+    fields: Fields = {"kind": "step", **step._asdict(), "time": round(step.time, 6)}
+    del fields["detail"]  # It comes last.
+    for name in ("loss", "scale", "norm", "limit", "lr"):
+        fields[name] = _finite(fields[name])
+    fields["culprits"] = [culprit._asdict() for culprit in step.culprits[:MOST_CULPRITS]]
+    if fields["loss"] is not None or step.loss_nonfinite is None:
+        del fields["loss_nonfinite"]
     for name in ("finite_gradients", "finite_after"):
-        if step.culprits and getattr(step, name) is not None:
-            fields[name] = getattr(step, name)
+        if not step.culprits or fields[name] is None:
+            del fields[name]
     if step.detail is not None:
         fields["detail"] = {name: _short(row) for name, row in step.detail._asdict().items()}
     return _line(fields)

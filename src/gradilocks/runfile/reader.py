@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from io import BufferedReader, BytesIO
 from itertools import groupby
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -125,11 +126,7 @@ def open_run_file(path: Path) -> Iterator[tuple[BufferedReader, int]]:
 
 @contextmanager
 def os_errors(path: Path) -> Iterator[None]:
-    """Turns what the system says about a file into a BadRunFile.
-
-    Raises:
-        BadRunFile: instead of an OSError, or of a ValueError about the path.
-    """
+    """Turns an OSError, or a ValueError about the path, into a BadRunFile."""
     try:
         yield
     except BadRunFile:
@@ -201,20 +198,19 @@ class Reader:
                 self._broken = self.lines
 
     def feed_many(self, lines: Sequence[bytes]) -> None:
-        """The next lines: as `feed` for each of them, and faster.
-
-        Raises:
-            BadRunFile: as `feed` does.
-        """
+        """The next lines: as `feed` for each of them, and faster."""
         many = None if self.header is None or self._broken is not None else _parsed(lines)
         if many is None:
             for raw in lines:
                 self.feed(raw)
             return
-        for kind, group in groupby(many, key=_kind_of):
+        for kind, group in groupby(many, key=methodcaller("get", "kind")):
             alike = list(group)
-            if kind == "step" and self._take_steps(alike):
-                continue
+            if kind == "step":
+                with suppress(Malformed):  # Which of them is wrong, is for `_accept` to find.
+                    self.steps += self._placed(steps_from(alike))
+                    self.lines += len(alike)
+                    continue
             for fields in alike:
                 self.lines += 1
                 self._accept(fields)
@@ -231,19 +227,10 @@ class Reader:
                 f"{self.path} {half}: the run that was to fill it got no further. "
                 "Expected a run file, as `gradilocks run` writes it."
             )
-        return Run(
-            path=self.path,
-            header=self.header,
-            optimizers=tuple(self.optimizers),
-            steps=self.steps,
-            traces=tuple(self.traces),
-            end=self.end,
-            audit=self.audit,
-            resumed=tuple(self.resumed),
-            begins=tuple(self.begins),
-            torn=self.torn + (self._broken is not None),
-            notes=tuple(self.notes),
-        )
+        held = {each.name: getattr(self, each.name) for each in fields_of(Run)}
+        lists = {name: tuple(held[name]) for name in held if isinstance(held[name], list)}
+        torn = self.torn + (self._broken is not None)
+        return Run(**{**held, **lists, "steps": self.steps, "torn": torn})
 
     def _begin(self, fields: dict[str, Any] | None, raw: bytes) -> None:
         if fields is None and _is_half_a_header(raw):  # Killed at once; another session may follow.
@@ -317,15 +304,6 @@ class Reader:
         else:
             self.notes.append(fields)
 
-    def _take_steps(self, lines: Sequence[dict[str, Any]]) -> bool:
-        """Takes them all, or none if one is not as it must be; which, is for `_accept` to find."""
-        try:
-            self.steps += self._placed(steps_from(lines))
-        except Malformed:
-            return False
-        self.lines += len(lines)
-        return True
-
     def _take_optimizer(self, info: OptimizerInfo) -> None:
         """A session that goes on describes its optimizers again: the same one, or another."""
         before = self._index.get(info.index)
@@ -338,24 +316,20 @@ class Reader:
 
     def _placed(self, steps: list[Step]) -> list[Step]:
         """Steps with their optimizers as this reader numbers them; details as long as those."""
-        unknown = set(map(_optimizer_of, steps)) - self._index.keys()
+        unknown = {step.optimizer for step in steps} - self._index.keys()
         if unknown:
             raise Malformed(f"optimizer {unknown.pop()}, which no line before it describes")
         if self._renumbered:
             steps = [step._replace(optimizer=self._index[step.optimizer]) for step in steps]
-        for step in filter(_detail_of, steps):
-            assert step.detail is not None
+        for step in steps:
+            if step.detail is None:
+                continue
             entries, names = len(step.detail.norm), len(self.optimizers[step.optimizer].names)
             if entries != names:
                 raise Malformed(
                     f"'detail' has {entries} entries, and its optimizer {names} parameters"
                 )
         return steps
-
-
-_kind_of = methodcaller("get", "kind")
-_optimizer_of = attrgetter("optimizer")
-_detail_of = attrgetter("detail")
 
 
 def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]] | None:

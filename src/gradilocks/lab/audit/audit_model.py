@@ -23,10 +23,7 @@ from gradilocks.checks import check_scalar_loss
 from gradilocks.eager import UNCOMPILED
 from gradilocks.errors import GradilocksError, NoGradients
 from gradilocks.lab.audit.judging import formats_named
-from gradilocks.lab.audit.module_hooks import (
-    Listener,
-    gather,
-)
+from gradilocks.lab.audit.module_hooks import Listener, gather
 from gradilocks.lab.audit.result import Audit
 from gradilocks.observe.session import check_target
 from gradilocks.record import Recorder
@@ -81,7 +78,10 @@ def audit(
     """
     _check_model(model)
     chosen = formats_named(formats)
-    _check_steps(steps)
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
+        raise TypeError(f"steps must be an int or None, got {type(steps).__name__}.")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps must be at least 1, or None for all batches, got {steps}.")
     if not callable(loss_fn):
         raise TypeError(
             "loss_fn must be a function of the model and a batch that returns the loss, got "
@@ -100,6 +100,7 @@ def audit(
         try:
             listener.follow(model.modules())
             for batch in islice(batches, steps):
+                listener.hook_parameters()
                 loss = loss_fn(model, batch)
                 check_scalar_loss(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -146,13 +147,6 @@ def _check_model(model: object) -> None:
             f"none of the {len(params)} parameters of the model requires grad, so there are no "
             "gradients. Call model.requires_grad_() first."
         )
-
-
-def _check_steps(steps: object) -> None:
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
-        raise TypeError(f"steps must be an int or None, got {type(steps).__name__}.")
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps must be at least 1, or None for all batches, got {steps}.")
 
 
 def _check_record(record: object) -> None:

@@ -274,12 +274,12 @@ def _largest(modules: Modules, names: Iterable[str]) -> float:
 
 def as_text(audit: AuditRecord) -> str:
     """What `print(audit)` shows, in at most 80 columns: the words, then two tables."""
-    parts = [
-        textwrap.fill(heading(audit), _WIDTH),
-        "\n".join(textwrap.fill(words, _WIDTH) for words in audit.recommendation.words),
-        *map(_aligned, tables(audit)),
-        "\n".join(textwrap.fill(note, _WIDTH) for note in footnotes(audit)),
-    ]
+
+    def filled(sentences: Iterable[str]) -> str:
+        return "\n".join(textwrap.fill(each, _WIDTH) for each in sentences)
+
+    words, notes = audit.recommendation.words, footnotes(audit)
+    parts = [filled([heading(audit)]), filled(words), *map(_aligned, tables(audit)), filled(notes)]
     return "\n\n".join(filter(None, parts))
 
 

@@ -8,7 +8,8 @@ Counted on the tensor's own device, in integers, from the bits of a float32. Not
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from gradilocks.kernels import pieces
 from gradilocks.lab.audit_record import Histogram
 from gradilocks.step.table import measurable
 
-__all__ = ["Tally", "read", "values_of"]
+__all__ = ["Tally", "read", "rows_read", "values_of"]
 
 LOWEST = -149
 """The exponent of the smallest float32; what a float64 has below it is counted there."""
@@ -79,13 +80,19 @@ def values_of(tensor: Tensor) -> Tensor | None:
 
 def read(tallies: Sequence[Tally]) -> list[Histogram]:
     """The counts of all of them. Waits for the devices, once for each."""
-    found: list[list[Histogram]] = [[] for _ in tallies]
-    for device in {device for tally in tallies for device in tally.rows}:
-        places = [place for place, tally in enumerate(tallies) if device in tally.rows]
-        rows = torch.stack([tallies[place].rows[device] for place in places])
-        for place, row in zip(places, rows.tolist(), strict=True):
-            found[place].append(_histogram(row))
-    return [Histogram.total(parts) for parts in found]
+    found = rows_read([tally.rows for tally in tallies])
+    return [Histogram.total(map(_histogram, rows)) for rows in found]
+
+
+def rows_read(held: Sequence[Mapping[torch.device, Tensor]]) -> list[list[Any]]:
+    """The rows of each, as lists; waits once for each device that there are rows on."""
+    found: list[list[Any]] = [[] for _ in held]
+    for device in {device for rows in held for device in rows}:
+        places = [place for place, rows in enumerate(held) if device in rows]
+        stacked = torch.stack([held[place][device] for place in places])
+        for place, row in zip(places, stacked.tolist(), strict=True):
+            found[place].append(row)
+    return found
 
 
 def _histogram(row: Sequence[int]) -> Histogram:
@@ -148,7 +155,10 @@ def _counted(values: Tensor, bits: Tensor) -> Tensor:
 
 def _both(cells: Tensor, powers: Tensor) -> Tensor:
     """Each cell twice: once for all, once for powers of two."""
-    counts = _sum(torch.where(powers, cells + _CELLS, cells)).view(2, _CELLS)
+    named = torch.where(powers, cells + _CELLS, cells)
+    on_cpu = named.device.type == "cpu"
+    counts = torch.bincount(named, minlength=2 * _CELLS) if on_cpu else _spread_sum(named)
+    counts = counts.view(2, _CELLS)
     counts[0] += counts[1]
     return counts.view(-1)
 
@@ -171,14 +181,8 @@ def _cells_of_doubles(values: Tensor) -> Tensor:
     return torch.where(values.isfinite(), cells, _NONFINITE)
 
 
-def _sum(cells: Tensor) -> Tensor:
-    """How often each cell is named; integers, so that the order of the sum is of no matter."""
-    if cells.device.type == "cpu":
-        return torch.bincount(cells, minlength=2 * _CELLS)
-    return _spread_sum(cells)
-
-
 def _spread_sum(cells: Tensor) -> Tensor:
+    """How often each cell is named; integers, so that the order of the sum is of no matter."""
     lanes = torch.arange(cells.numel(), device=cells.device) % _LANES
     counts = torch.zeros(2 * _CELLS * _LANES, dtype=torch.int64, device=cells.device)
     one = torch.ones(1, dtype=torch.int64, device=cells.device).expand(cells.numel())

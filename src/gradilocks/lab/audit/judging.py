@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gradilocks.lab.audit_record import Histogram, ModuleGradients, Shares
+from gradilocks.lab.audit_record import FormatFinding, Histogram, ModuleGradients, Shares
 from gradilocks.lab.formats import Format, Stored, format_named
 
 __all__ = [
@@ -115,17 +115,9 @@ def lost_mass(seen: Histogram, format: Format, scale: float) -> float:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What was found on one format."""
+class Judgement(FormatFinding):
+    """What was found on one format, and why; `words` are still to come."""
 
-    format: Format
-    scale: float
-    keep: tuple[str, ...]
-    holds: bool
-    unscaled: Shares
-    """Of all values at scale 1, those of `keep` included."""
-    scaled: Shares
-    """Of all values at `scale`."""
     rest: Shares
     """Of the values that are not kept out, at `scale`."""
     too_large: tuple[str, ...] = ()
@@ -186,6 +178,7 @@ def judge(format: Format, modules: Sequence[ModuleGradients]) -> Judgement:
         scale=choice.scale,
         keep=tuple(module.name for module in choice.out),
         holds=best is not None,
+        words="",
         unscaled=shares_of(total, format, 1.0),
         scaled=shares_of(total, format, choice.scale),
         rest=shares_of(left, format, choice.scale),

@@ -13,21 +13,23 @@ both have to be kept out.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import is_functorch_tensor
-from gradilocks.lab.audit.counting import Tally, read, values_of
+from gradilocks._torch import drop_empty_hooks, is_functorch_tensor
+from gradilocks.lab.audit.counting import Tally, read, rows_read, values_of
 from gradilocks.lab.audit.result import Audit
 from gradilocks.lab.audit_record import Histogram, ModuleGradients, Outputs
 from gradilocks.lab.emulate import emulated_format
 from gradilocks.lab.formats import Format
-from gradilocks.lab.tensors import tensors_in
+from gradilocks.lab.tensors import anchor, tensors_in
 from gradilocks.names import name_modules
 
 __all__ = ["Listener", "gather", "is_unit"]
@@ -57,15 +59,23 @@ class _Unit:
 class Listener:
     """Counts the gradients of the modules and parameters that it is told of.
 
+    Parameters have hooks only while a backward pass runs, and what is known of one is kept by its
+    module and name: `torch.utils.swap_tensors` refuses a tensor that has a weak reference, and
+    leaves the tensor's hooks behind.
+
     Attributes:
         units: by the id of a module, in the order in which they first returned.
-        parameters: by the id of a parameter: its gradients.
+        unowned: parameters of no module that was seen, with their gradients.
         scale: what the gradients of the coming backward passes are to be divided by.
     """
 
     def __init__(self) -> None:
         self.units: dict[int, _Unit] = {}
-        self.parameters: dict[int, tuple[weakref.ref[Tensor], Tally]] = {}
+        self.unowned: dict[Tensor, Tally] = {}
+        self._owned: WeakKeyDictionary[nn.Module, dict[str, Tally]] = WeakKeyDictionary()
+        """The gradients of a module's own parameters, by their names."""
+        self._hooked: dict[int, Tally] = {}
+        """By the id of a parameter that had a hook in the last backward pass: its gradients."""
         self.scale: Tensor | float = 1.0
         self.divided: Tensor | float = 1.0
         """The last scale other than 1 that gradients carried."""
@@ -77,50 +87,81 @@ class Listener:
         """Of the gradients that came."""
         self.guard: Callable[[Callable[[], None]], None] = lambda act: act()
         """Does our own work inside a backward pass."""
-        self._makers: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}
+        self._makers: dict[int, tuple[weakref.ref[Any], set[int]]] = {}
         """By the id of a tensor, the ids of the units that returned it."""
         self._handles: list[Any] = []
+        self._parameter_handles: list[Any] = []
         self._done = False
 
     def follow(self, modules: Iterable[nn.Module]) -> None:
-        """Puts hooks on modules and their parameters."""
+        """Puts hooks on modules; their parameters will be counted."""
         for module in modules:
+            self.add_module(module)
             if is_unit(module) and not isinstance(module, torch.jit.ScriptModule):
                 # One by one: if the second cannot be put on, the first is removed.
-                before = module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+                before = module.register_forward_pre_hook(self.before_forward, with_kwargs=True)
                 self._handles.append(before)
                 self._handles.append(module.register_forward_hook(self.after_forward))
-            self.follow_parameters(module.parameters(recurse=False))
 
-    def follow_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Puts hooks on those that have none yet, and returns them."""
-        fresh = [p for p in parameters if p.requires_grad and not self.knows(p)]
-        for parameter in fresh:
-            tally = Tally()
-            self.parameters[id(parameter)] = weakref.ref(parameter), tally
-            if parameter.is_leaf:
+    def add_module(self, module: nn.Module) -> bool:
+        """Counts the gradients of a module's own parameters from here on; False if it does so."""
+        fresh: dict[str, Tally] = {}
+        return self._owned.setdefault(module, fresh) is fresh
+
+    def hook_parameters(self) -> None:
+        """A backward pass begins: puts hooks on the parameters of every module that was added."""
+        self.unhook_parameters()
+        self._hooked = {}
+        for tallies, name, param in self._own_parameters():
+            if param.requires_grad:
+                tallies[name] = self._hook(param, tallies.get(name) or Tally())
+        for param, tally in self.unowned.items():
+            self._hook(param, tally)
+
+    def unhook_parameters(self) -> None:
+        """A backward pass is over, or there will be none."""
+        for handle in self._parameter_handles:
+            handle.remove()
+        if self._parameter_handles:
+            for param in itertools.chain((p for _, _, p in self._own_parameters()), self.unowned):
+                drop_empty_hooks(param)
+        self._parameter_handles = []
+
+    def _own_parameters(self) -> Iterator[tuple[dict[str, Tally], str, Tensor]]:
+        for module, tallies in list(self._owned.items()):
+            for name, param in module.named_parameters(recurse=False):
+                yield tallies, name, param
+
+    def _hook(self, param: Tensor, tally: Tally) -> Tally:
+        """Has a parameter's gradients counted in `tally`, or where they are counted already."""
+        if id(param) not in self._hooked:
+            self._hooked[id(param)] = tally
+            if param.is_leaf:
                 hook = self._counts(tally)
-                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
-        return fresh
+                self._parameter_handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+        return self._hooked[id(param)]
 
     def carry(self, scale: Tensor | float) -> None:
         """The gradients of the coming backward passes carry this scale."""
         self.scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
         self.divided = self.scale
 
-    def count(self, parameter: Tensor, *, scale: Tensor | float) -> None:
-        """Counts the gradient that a parameter has, for one that had no hook in time."""
-        if parameter.grad is not None:
-            self._add(self.parameters[id(parameter)][1], parameter.grad, scale)
+    def count_unhooked(self, params: Iterable[Tensor], *, scale: Tensor | float) -> None:
+        """Counts the gradients of those that had no hook in the last backward pass, as they are."""
+        for param in params:
+            if param.requires_grad and id(param) not in self._hooked:
+                tally = self.unowned.setdefault(param, Tally())
+                if param.grad is not None:
+                    self._add(tally, param.grad, scale)
 
-    def knows(self, parameter: Tensor) -> bool:
-        """Whether this parameter has a hook."""
-        known = self.parameters.get(id(parameter))
-        return known is not None and known[0]() is parameter
+    def tally_of(self, param: Tensor, module: nn.Module, name: str) -> Tally | None:
+        """What was counted of a parameter of a module."""
+        return self._owned.get(module, {}).get(name) or self.unowned.get(param)
 
     def remove(self) -> None:
-        """Takes every hook away; those on tensors do nothing from here on."""
+        """Takes every hook away; those on outputs do nothing from here on."""
         self._done = True
+        self.unhook_parameters()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -134,18 +175,16 @@ class Listener:
             return f"{' and '.join(sorted(self.emulated))}, emulated"
         return _joined(self.dtypes) or "float32"
 
-    def before_forward(self, module: nn.Module, given: Any) -> None:
+    def before_forward(self, module: nn.Module, *given: Any) -> None:
         """A unit is called: it takes what others have returned."""
         if self._done or torch.compiler.is_compiling():
             return
         for tensor in _tensors(given):
             makers = self._makers_of(tensor)
-            for unit in self._seen(makers or _makers_behind(tensor.grad_fn)):
-                if makers or not unit.takers:
+            for key in makers or _makers_behind(tensor.grad_fn):
+                unit = self.units.get(key)
+                if unit is not None and (makers or not unit.takers):
                     unit.takers[id(module)] = None
-
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.before_forward(module, (args, kwargs))
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """A unit has returned: the gradients of its tensors will be counted."""
@@ -188,17 +227,14 @@ class Listener:
 
     def _makers_of(self, tensor: Tensor) -> set[int]:
         ref, makers = self._makers.get(id(tensor), (None, set()))
-        return makers if ref is not None and ref() is tensor else set()
+        return makers if ref is not None and ref() is anchor(tensor) else set()
 
     def _remember(self, tensor: Tensor, makers: set[int]) -> None:
         key, made = id(tensor), self._makers
-        made[key] = weakref.ref(tensor, lambda _: made.pop(key, None)), makers
+        made[key] = weakref.ref(anchor(tensor), lambda _: made.pop(key, None)), makers
         node: Any = tensor.grad_fn
         if node is not None:
             node.metadata[_MARK] = makers
-
-    def _seen(self, keys: Iterable[int]) -> Iterator[_Unit]:
-        return (self.units[key] for key in keys if key in self.units)
 
 
 @torch.no_grad()
@@ -242,8 +278,8 @@ def _makers_behind(node: Any) -> Iterable[int]:
     return found
 
 
-def _tensors(things: Any) -> Iterator[Tensor]:
-    yield from {id(tensor): tensor for _, tensor in tensors_in(things, "")}.values()
+def _tensors(things: Any) -> Iterable[Tensor]:
+    return {id(tensor): tensor for _, tensor in tensors_in(things, "")}.values()
 
 
 def _joined(dtypes: set[torch.dtype]) -> str:
@@ -276,30 +312,28 @@ def gather(
     Args:
         listener: with its hooks taken away.
         models: the outermost modules; what is in none of them is left out.
-        steps: how many steps were seen.
-        formats: to be judged.
+        steps, formats: how many steps were seen, and what to judge.
         others: parameters that are in no module, with their names.
         reachable: whether the one model's `get_submodule` must take the names.
     """
     parts = {id(part): part for model in models for part in model.modules()}
     names = _names(models, reachable=reachable)
-    units = {
-        key: unit
-        for key, unit in listener.units.items()
-        if key in parts and unit.module() is parts[key]
-    }
+    # Of a module that is gone, the id may be another's by now.
+    units = {k: u for k, u in listener.units.items() if k in parts and u.module() is parts[k]}
     outputs = {key: unit.gradients for key, unit in units.items() if unit.gradients is not None}
     homes = _homes(models)
     owned: dict[int, list[Tally]] = {}
     seen: set[int] = set()
     for key, module in parts.items():
-        for param in module.parameters(recurse=False):
-            if id(param) not in seen and listener.knows(param):
-                seen.add(id(param))
-                owned.setdefault(homes[key], []).append(listener.parameters[id(param)][1])
+        for name, param in module.named_parameters(recurse=False):
+            tally = listener.tally_of(param, module, name)
+            if tally is not None and id(tally) not in seen:
+                seen.add(id(tally))
+                owned.setdefault(homes[key], []).append(tally)
     for other, name in (others or {}).items():
-        if id(other) not in seen and listener.knows(other):
-            owned.setdefault(id(other), []).append(listener.parameters[id(other)][1])
+        tally = listener.unowned.get(other)
+        if tally is not None and id(tally) not in seen:
+            owned.setdefault(id(other), []).append(tally)
             names[id(other)] = name
     counted = iter(read([*outputs.values(), *(one for many in owned.values() for one in many)]))
     activations = {key: next(counted) for key in outputs}
@@ -373,15 +407,12 @@ def _homes(models: Sequence[nn.Module]) -> dict[int, int]:
 def _returned(
     units: Mapping[int, _Unit], parts: Mapping[int, nn.Module], names: Mapping[int, str]
 ) -> dict[int, Outputs]:
-    """What the units have returned; the numbers are read once from each device."""
-    sizes: dict[int, list[tuple[float, float]]] = {}
-    for device in {device for unit in units.values() for device in unit.sizes}:
-        there = [key for key, unit in units.items() if device in unit.sizes]
-        rows = torch.stack([units[key].sizes[device] for key in there]).tolist()
-        for key, row in zip(there, rows, strict=True):
-            sizes.setdefault(key, []).append(row)
+    """What the units have returned."""
     found: dict[int, Outputs] = {}
-    for key, rows in sizes.items():
+    sizes = rows_read([unit.sizes for unit in units.values()])
+    for key, rows in zip(units, sizes, strict=True):
+        if not rows:
+            continue
         takers = [one for one in units[key].takers if one in parts and one != key]
         # A module that hands its input on to a part of its own does not compute with it.
         nearest = [

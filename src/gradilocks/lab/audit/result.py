@@ -10,13 +10,13 @@ import difflib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from gradilocks.errors import GradilocksError
 from gradilocks.lab.audit.audit_text import as_text, describe_format, explain
-from gradilocks.lab.audit.judging import judge, prefer, shares_of
+from gradilocks.lab.audit.judging import Judgement, judge, prefer, shares_of
 from gradilocks.lab.audit_record import (
     AuditRecord,
     Fate,
@@ -67,18 +67,7 @@ class Audit(AuditRecord):
             precision=precision,
             loss_scale=loss_scale,
             modules=tuple(replace(m, fates=f) for m, f in zip(modules, fates, strict=True)),
-            formats=tuple(
-                FormatFinding(
-                    format=each.format,
-                    scale=each.scale,
-                    holds=each.holds,
-                    keep=each.keep,
-                    words=describe_format(each),
-                    unscaled=each.unscaled,
-                    scaled=each.scaled,
-                )
-                for each in judged
-            ),
+            formats=tuple(map(_finding, judged)),
             recommendation=Recommendation(
                 format="fp32" if chosen is None else chosen.format.name,
                 scale=1.0 if chosen is None else chosen.scale,
@@ -167,6 +156,12 @@ class Audit(AuditRecord):
 
     def __str__(self) -> str:
         return as_text(self)
+
+
+def _finding(judged: Judgement) -> FormatFinding:
+    """What is kept of a judgement: not the reasons, but the words for them."""
+    kept: dict[str, Any] = {each.name: getattr(judged, each.name) for each in fields(FormatFinding)}
+    return FormatFinding(**{**kept, "words": describe_format(judged)})
 
 
 def _is_audit(path: Path) -> bool:

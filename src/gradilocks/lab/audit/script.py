@@ -32,15 +32,11 @@ class Stopped(SystemExit):
 
 
 @dataclass(frozen=True)
-class AuditOptions:
-    """What `gradilocks audit` was asked for."""
+class AuditOptions(Options):
+    """What `gradilocks audit` was asked for, as it is recorded like `gradilocks run`."""
 
     steps: int = 10
     formats: tuple[Format, ...] = ()
-    output: Path | None = None
-    """The run file; None for a fresh name under runs/."""
-    command: tuple[str, ...] = ()
-    log: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,8 +69,7 @@ def audit_script(
     """Runs a program until an optimizer has stepped often enough, and audits its gradients.
 
     Args:
-        program: the script or module.
-        options: as asked for.
+        program, options: what to run, and what was asked for.
         tell: called last, when the run file is closed.
         warn: called if auditing had to end early.
         progress: called with the steps done, and how many there are to be.
@@ -104,7 +99,7 @@ def audit_script(
 
     session = ScriptSession(
         program,
-        Options(output=options.output, log=options.log, command=options.command),
+        options,
         settings={"watched": True, "audited": True},
         ways="Choose another name.",
         warn=warn,
@@ -129,9 +124,8 @@ def audit_script(
             each.close()
             steps = each.steps
             if steps and not session.has_failed() and session.rank == 0:
-                audit = each.audit(options.formats)
-        if audit is not None and not audit.modules:
-            audit = None
+                judged = each.audit(options.formats)
+                audit = judged if judged.modules else None
         if audit is not None and session.steps.recorder is not None:
             session.steps.recorder.audit(audit.to_plain())
         recorder = session.close(ending)

@@ -6,7 +6,6 @@ by torch's global hooks. What belongs to no optimizer's model is left out in the
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +44,6 @@ class ScriptGradients(StepListener):
         self._counts: dict[int, int] = {}
         self._models: dict[int, nn.Module] = {}  # Held: a script may be done with them before us.
         self._params: dict[Tensor, str] = {}  # With the names of those that no model owns.
-        self._met: dict[int, weakref.ref[nn.Module]] = {}
         self._is_uncompiled = False
         self._handles = [
             register_module_forward_pre_hook(self._before_forward),
@@ -89,12 +87,9 @@ class ScriptGradients(StepListener):
             return
         if is_unit(module):
             self._guard(self._listener.before_forward, module, args)
-        met = self._met.get(id(module))
-        if met is not None and met() is module:
-            return
-        for part in module.modules():
-            self._met[id(part)] = weakref.ref(part)
-        self._guard(self._listener.follow_parameters, module.parameters())
+        if self._listener.add_module(module):
+            for part in module.modules():
+                self._listener.add_module(part)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and is_unit(module):
@@ -121,6 +116,11 @@ class ScriptGradients(StepListener):
         """A backward pass within another, as of a checkpoint, changes nothing."""
         if not in_backward():
             self._listener.scale = 1.0
+            self._listener.hook_parameters()
+
+    def backward_ended(self) -> None:
+        if not in_backward():
+            self._listener.unhook_parameters()
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -128,9 +128,7 @@ class ScriptGradients(StepListener):
         """Its parameters are trained."""
         carried = self._listener.scale if step.is_of_control else step.carried
         params = list(step.parameters())
-        fresh = self._listener.follow_parameters(params)
-        for param in fresh:  # Of no module that was called: this once, as it stands.
-            self._listener.count(param, scale=carried)
+        self._listener.count_unhooked(params, scale=carried)
         if any(param not in self._params for param in params):
             self._models.update((id(model), model) for model in owners_of(params))
             for place, param in enumerate(params):

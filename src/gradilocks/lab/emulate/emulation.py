@@ -9,6 +9,7 @@ and knows nothing of ours, so while an emulation is on, the two functions that
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
@@ -16,19 +17,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from gradilocks._torch import is_autocast_enabled
+from gradilocks._torch import CHECKPOINT_GENERATOR, COMPOSABLE_CHECKPOINT, is_autocast_enabled
 from gradilocks.eager import UNCOMPILED
 from gradilocks.errors import GradilocksError
 from gradilocks.lab.emulate.operations import COMPOSED, OPERATIONS, concerns
-from gradilocks.lab.emulate.rounding import (
-    Storage,
-    checkpoint_functions,
-    rounding_to,
-)
+from gradilocks.lab.emulate.rounding import Storage, rounding_to
 from gradilocks.lab.formats import Format, format_named
+from gradilocks.lab.tensors import Hook
 
 __all__ = ["Emulation", "emulate", "emulated_format"]
 
@@ -122,6 +121,11 @@ class _Mode(TorchFunctionMode):
         self.paused = 0
         """How many modules that are kept in float32 are running, one inside the other."""
 
+    def pause(self, by: int, *_: Any) -> None:
+        """A module that is kept in float32 begins (1) or ends (-1), perhaps in another thread."""
+        if self.thread == threading.get_ident():
+            self.paused = max(self.paused + by, 0)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -150,17 +154,18 @@ class _On(threading.local):
     def __init__(self) -> None:
         self.modes: list[_Mode] = []
 
-    def emulation(self) -> Emulation | None:
-        """The one that rounds what is computed now, if one does."""
-        return None if not self.modes or self.modes[-1].paused else self.modes[-1].emulation
-
 
 _ON = _On()
 
 
+def _emulation_now() -> Emulation | None:
+    """The one that rounds what is computed now, in this thread."""
+    return None if not _ON.modes or _ON.modes[-1].paused else _ON.modes[-1].emulation
+
+
 def emulated_format() -> Format | None:
     """The format of the gradients that are computed now, in this thread; None without emulation."""
-    emulation = _ON.emulation()
+    emulation = _emulation_now()
     return None if emulation is None or emulation.backward.name == "fp32" else emulation.backward
 
 
@@ -179,12 +184,7 @@ def _refuse_autocast() -> None:
 
 
 def _modules_to_keep(keep: nn.Module | Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """The modules as a tuple.
-
-    Raises:
-        TypeError: there is something else among them.
-        ValueError: there is one that is never called.
-    """
+    """The modules as a tuple; raises if there is something else, or one that is never called."""
     given: Any = keep
     # A Sequential is iterable, too.
     one = isinstance(given, (nn.Module, str)) or not isinstance(given, Iterable)
@@ -211,8 +211,8 @@ def _paused_in(modules: Iterable[nn.Module], mode: _Mode) -> Iterator[None]:
         handle
         for module in every
         for handle in (
-            module.register_forward_pre_hook(_Pausing(mode, +1), prepend=True),
-            module.register_forward_hook(_Pausing(mode, -1), always_call=True),
+            module.register_forward_pre_hook(Hook(mode.pause, +1), prepend=True),
+            module.register_forward_hook(Hook(mode.pause, -1), always_call=True),
         )
     ]
     try:
@@ -220,28 +220,6 @@ def _paused_in(modules: Iterable[nn.Module], mode: _Mode) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Pausing:
-    """A hook that copies of the module, and what is saved of it, do without."""
-
-    def __init__(self, mode: _Mode, by: int) -> None:
-        self._mode, self._by = mode, by
-
-    def __call__(self, *_: Any) -> None:
-        if self._mode.thread == threading.get_ident():
-            self._mode.paused = max(self._mode.paused + self._by, 0)
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    """What a copy of a module has in place of a hook."""
 
 
 # --- activation checkpointing --------------------------------------------------------------------
@@ -260,10 +238,14 @@ class _Checkpoints:
             self._entered += 1
             if self._entered > 1:
                 return
-            for module, name in checkpoint_functions():
-                original = getattr(module, name)
-                self._replaced.append((module, name, original))
-                setattr(module, name, _Checkpointing(original))
+            composable = sys.modules.get(COMPOSABLE_CHECKPOINT)
+            for module in filter(None, (torch.utils.checkpoint, composable)):
+                # One that torch no longer has is left out: what it computes again is in float32.
+                for name in (CHECKPOINT_GENERATOR, "CheckpointFunction"):
+                    if hasattr(module, name):
+                        original = getattr(module, name)
+                        self._replaced.append((module, name, original))
+                        setattr(module, name, _Checkpointing(original))
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -292,7 +274,7 @@ class _Checkpointing:
 
 def _with_emulation(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as it is to be called again later, with what is on now."""
-    emulation = _ON.emulation()
+    emulation = _emulation_now()
     if emulation is None:
         return function
 

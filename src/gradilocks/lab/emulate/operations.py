@@ -187,11 +187,7 @@ def concerns(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 _LETTERS = set(string.ascii_letters)
 _NAMES = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm")
-_CONVOLUTIONS = (
-    *(f"conv{n}d" for n in (1, 2, 3)),
-    *(f"conv_transpose{n}d" for n in (1, 2, 3)),
-    "convolution",
-)
+_SLIDING = [f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)]
 
 OPERATIONS: dict[Function, Operation] = {
     F.linear: product,
@@ -202,7 +198,7 @@ OPERATIONS: dict[Function, Operation] = {
     torch.linalg.multi_dot: product,
     torch.Tensor.__rmatmul__: product,
     **{getattr(torch, name): product for name in _NAMES},
-    **{getattr(torch, name): convolution for name in _CONVOLUTIONS},
+    **{getattr(torch, name): convolution for name in (*_SLIDING, "convolution")},
     torch.conv_tbc: product,
     **{getattr(torch.Tensor, name): product for name in _NAMES},
     **{getattr(torch.Tensor, f"{name}_"): in_place for name in _NAMES[4:8]},

@@ -9,42 +9,17 @@ What a rounding returns is always a new tensor, never a view of what came.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch.autograd import forward_ad
 
-from gradilocks._torch import (
-    CHECKPOINT_GENERATOR,
-    COMPOSABLE_CHECKPOINT,
-    are_transforms_active,
-)
+from gradilocks._torch import are_transforms_active
 from gradilocks.lab.formats import Format
 
-__all__ = [
-    "BLOCK",
-    "Rounding",
-    "Storage",
-    "checkpoint_functions",
-    "rounding_to",
-]
-
-
-def checkpoint_functions() -> Iterator[tuple[ModuleType, str]]:
-    """The functions that torch's activation checkpointing hands its work to: where each stands.
-
-    One that torch no longer has is left out: what it computes again is then computed in float32.
-    """
-    composable = sys.modules.get(COMPOSABLE_CHECKPOINT)
-    for module in filter(None, (torch.utils.checkpoint, composable)):
-        for name in (CHECKPOINT_GENERATOR, "CheckpointFunction"):
-            if hasattr(module, name):
-                yield module, name
+__all__ = ["BLOCK", "Rounding", "Storage", "rounding_to"]
 
 
 # --- rounding ------------------------------------------------------------------------------------

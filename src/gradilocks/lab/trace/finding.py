@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
 _MOST_INPUTS = 8
 _MOST_DAMAGED = 32
 _MOST_NAMES = 4
+_TRACE = partial(Trace, step=0, time=0.0)  # Which the Tracer fills in.
 
 
 class Magnitude(NamedTuple):
@@ -54,10 +56,6 @@ class Magnitude(NamedTuple):
     def what(self) -> str:
         """'NaN', 'Inf' or 'NaN and Inf'."""
         return " and ".join(word for word, n in (("NaN", self.nan), ("Inf", self.inf)) if n)
-
-    def named(self, name: str) -> Magnitude:
-        """The same under another name."""
-        return self._replace(name=name)
 
 
 @torch.no_grad()
@@ -100,19 +98,18 @@ class Finding:
         """As a record of the run file, without step and time."""
         origin = _ORIGINS.get(self.where, "module")
         if origin == "module":
-            own = self.module.named_parameters(recurse=False)  # They go into it as well.
-            weights = _magnitudes(own)
+            # Its parameters go into it as well.
+            weights = _magnitudes(self.module.named_parameters(recurse=False))
             damaged = [each for each in weights if not each.finite]
             if damaged or self.buffers:
                 return self._too_late(damaged)
             entered = [*weights, *self.inputs]
         else:
             entered = [*self.inputs] if self.where == "loss" else [self.seen]
-        entered = entered[:_MOST_INPUTS]
-        return Trace(
-            step=0,
-            time=0.0,
-            phase=self._phase(),
+        in_backward = self.where in ("backward", "inside", "parameter")
+        in_backward = in_backward or (self.where == "loss" and not self.loss_is_bad)
+        return _TRACE(
+            phase="backward" if in_backward else "forward",
             module=self.name,
             kind=type(self.module).__name__,
             what=self.seen.what,
@@ -121,14 +118,9 @@ class Finding:
             where=origin,
         )
 
-    def _phase(self) -> str:
-        if self.where == "loss":
-            return "forward" if self.loss_is_bad else "backward"
-        return "backward" if self.where in ("backward", "inside", "parameter") else "forward"
-
     def _too_late(self, damaged: Sequence[Magnitude]) -> Trace:
         prefix = f"{self.name}." if self.name else ""
-        held = [each.named(prefix + each.name) for each in damaged or self.buffers]
+        held = [each._replace(name=prefix + each.name) for each in damaged or self.buffers]
         kind = type(self.module).__name__
         if damaged:
             return _damaged_trace(held, kind, "not trained")
@@ -163,7 +155,7 @@ class Finding:
         }[self.where]
         if not entered or self.where in _ORIGINS:
             return told
-        return f"{told}; into it went " + ", ".join(_shown(each) for each in entered)
+        return f"{told}; into it went " + ", ".join(map(_shown, entered[:_MOST_INPUTS]))
 
     def _when_lost(self) -> str:
         if self.loss_is_bad:
@@ -181,11 +173,8 @@ def damaged_parameters(model: nn.Module, when: str) -> Trace | None:
     """The parameters that the model trains and that hold NaN or Inf; None if all are finite.
 
     Whatever is traced after that tells nothing. Parameters that it does not train are looked at
-    only in the module that a trace names: a mask of -Inf may be one. Waits for the device.
-
-    Args:
-        model: the model.
-        when: when this is looked at, in words.
+    only in the module that a trace names: a mask of -Inf may be one. Waits for the device. `when`
+    says in words when this is looked at.
     """
     trained = ((name, param) for name, param in named_parameters(model) if param.requires_grad)
     damaged = [each for each in _magnitudes(trained) if not each.finite]
@@ -214,14 +203,12 @@ def _damaged_trace(
     else:  # Of many, a name would pass for the place where it began.
         whose = f"{names[0]} itself" if len(names) == 1 else f"{len(names):,} parameters themselves"
         text = f"{what} in {whose}, {when}: where that came from a trace cannot see any more"
-    return Trace(
-        step=0,
-        time=0.0,
+    return _TRACE(
         phase="forward",
         module=holders.pop() if len(holders) == 1 else "",
         kind=kind,
         what=what,
-        inputs=_entries(damaged[:_MOST_INPUTS]),
+        inputs=_entries(damaged),
         text=text,
         damaged=tuple(names[:_MOST_DAMAGED]),
         where="buffers" if buffers_of else "parameters",
@@ -239,14 +226,12 @@ def damaged_gradients(model: nn.Module) -> Trace | None:
         return None
     what, many = _what_of(damaged), len(damaged)
     whose = damaged[0].name if many == 1 else f"{many:,} parameters"
-    return Trace(
-        step=0,
-        time=0.0,
+    return _TRACE(
         phase="backward",
         module="",
         kind=type(model).__name__,
         what=what,
-        inputs=_entries(damaged[:_MOST_INPUTS]),
+        inputs=_entries(damaged),
         text=(
             f"{what} came back in the gradient{'s' * (many > 1)} of {whose}, but in no module: "
             "likely it gets there after backward, where gradients are added up, reduced over "
@@ -290,5 +275,5 @@ def _shown(seen: Magnitude) -> str:
     return f"{seen.name} ({seen.dtype} {shape}, {' and '.join(counts)})"
 
 
-def _entries(seen: Iterable[Magnitude]) -> tuple[dict[str, object], ...]:
-    return tuple({**each._asdict(), "shape": list(each.shape)} for each in seen)
+def _entries(seen: Sequence[Magnitude]) -> tuple[dict[str, object], ...]:
+    return tuple({**each._asdict(), "shape": list(each.shape)} for each in seen[:_MOST_INPUTS])

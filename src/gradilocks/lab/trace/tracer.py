@@ -15,8 +15,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradilocks._torch import in_backward
+from gradilocks._torch import drop_empty_hooks, in_backward
 from gradilocks.eager import UNCOMPILED
-from gradilocks.lab.tensors import tensors_in
+from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.trace.finding import (
     Finding,
     Magnitude,
@@ -149,7 +148,11 @@ class Tracer(StepListener):
         self._latest_step = step
         if self._closed:
             return
-        self._flags.append((Flag(row), step, self._in_no_module()))
+        # What the gradients hold after a step in which nothing was found, if it was followed.
+        found_nothing, self._found_nothing = self._found_nothing, False
+        model = self._model() if found_nothing else None
+        gradients = None if model is None else damaged_gradients(unwrapped(model))
+        self._flags.append((Flag(row), step, gradients))
         bad = False
         while self._flags and (told := self._flags[0][0].overflowed()) is not None:
             _, number, in_no_module = self._flags.pop(0)
@@ -182,12 +185,6 @@ class Tracer(StepListener):
         damaged = None if model is None else damaged_parameters(unwrapped(model), when)
         self._tell(damaged or finding.trace(), step=_number(self._latest_step) + 1)
         self.disarm()
-
-    def _in_no_module(self) -> Trace | None:
-        """What the gradients hold after a step in which nothing was found, if it was followed."""
-        found_nothing, self._found_nothing = self._found_nothing, False
-        model = self._model()
-        return damaged_gradients(unwrapped(model)) if model is not None and found_nothing else None
 
     def _tell(self, found: Trace, *, step: int) -> None:
         now = time.perf_counter() - self._began
@@ -246,10 +243,19 @@ def _number(step: int | Tensor) -> int:
     return int(fetch(step)[0]) if isinstance(step, Tensor) else step
 
 
+_Reference = Callable[[], "Tensor | None"]
+
+
+def _reference(tensor: Tensor) -> _Reference:
+    """Keeps no activation alive. A parameter is held, for the length of a step, as its module is:
+    `torch.utils.swap_tensors` would refuse it if it had a weak reference."""
+    return (lambda: tensor) if isinstance(tensor, nn.Parameter) else weakref.ref(tensor)
+
+
 class _BadInput(NamedTuple):
     """A tensor that was not finite when a module was given it."""
 
-    tensor: weakref.ref[Tensor]
+    tensor: _Reference
     mask: bool
     """Whether -inf is all that is not finite in it."""
 
@@ -257,7 +263,7 @@ class _BadInput(NamedTuple):
     def of(tensor: Tensor) -> _BadInput:
         values = tensor.detach()
         other = torch.isnan(values).any() | (values == math.inf).any()
-        return _BadInput(weakref.ref(tensor), not bool(other) and not values.is_complex())
+        return _BadInput(_reference(tensor), not bool(other) and not values.is_complex())
 
 
 @dataclass
@@ -289,7 +295,7 @@ class _Call:
 class _Passed:
     """A tensor that passed between modules, and whose gradient will come."""
 
-    tensor: weakref.ref[Tensor]
+    tensor: _Reference
     made_by: list[tuple[_Call, str]] = field(default_factory=list)
     """Innermost first."""
     used_by: list[tuple[_Call, str]] = field(default_factory=list)
@@ -298,20 +304,6 @@ class _Passed:
     """The module that was running when it was made."""
     broken: Tensor | None = None
     """Of the model's output: which elements are not finite, if any."""
-
-
-class _Hook:
-    """A hook that stays behind when the model is copied or pickled: the copy's does nothing."""
-
-    def __init__(self, act: Callable[..., None], *first: Any) -> None:
-        self._act, self._first = act, first
-
-    def __call__(self, *args: Any) -> None:
-        self._act(*self._first, *args)
-
-    def __reduce__(self) -> Any:
-        # Takes anything, returns None, and is there wherever the pickle is read.
-        return getattr, (nullcontext(), "__exit__")
 
 
 class _BackwardCalls:
@@ -323,10 +315,10 @@ class _BackwardCalls:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: list[Callable[[Any], None]] = []
+        self._listeners: list[_StepTrace] = []
         self._replaced: list[tuple[str, Any, Any]] = []
 
-    def add(self, listener: Callable[[Any], None]) -> None:
+    def add(self, listener: _StepTrace) -> None:
         with self._lock:
             self._listeners.append(listener)
             if not self._replaced:
@@ -336,9 +328,9 @@ class _BackwardCalls:
                     setattr(torch.autograd, name, around)
                     self._replaced.append((name, original, around))
 
-    def discard(self, listener: Callable[[Any], None]) -> None:
+    def discard(self, listener: _StepTrace) -> None:
         with self._lock:
-            self._listeners = [each for each in self._listeners if each != listener]
+            self._listeners = [each for each in self._listeners if each is not listener]
             if not self._listeners:
                 for name, original, around in self._replaced:
                     if getattr(torch.autograd, name) is around:  # Else somebody is around it.
@@ -348,10 +340,14 @@ class _BackwardCalls:
     def _around(self, original: Any, first: str) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                for listener in self._listeners:
-                    listener(args[0] if args else kwargs.get(first))
-            return original(*args, **kwargs)
+            listeners = [] if torch.compiler.is_compiling() else list(self._listeners)
+            for listener in listeners:
+                listener.backward_begins(args[0] if args else kwargs.get(first))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                for listener in listeners:
+                    listener.backward_ended()
 
         return call
 
@@ -374,7 +370,9 @@ class _StepTrace:
         self._passed: dict[int, _Passed] = {}
         self._suspect: Finding | None = None
         self._source: _BadInput | None = None  # What a module was given that makes the suspect.
-        self._harmless: dict[int, weakref.ref[Tensor]] = {}  # What modules have made nothing of.
+        self._harmless: dict[
+            int, Callable[[], Tensor | None]
+        ] = {}  # What modules have made nothing of.
         self.is_done = False
         """Whether something was found."""
         self.forwards = 0
@@ -385,21 +383,19 @@ class _StepTrace:
         for name, module in named_modules(model):
             if is_wrapper(module):
                 continue  # What it wraps is there too.
-            before = _Hook(self._before, name)
+            before = Hook(self._before, name)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            after = _Hook(self._after, name)
+            after = Hook(self._after, name)
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
-            for key, param in module.named_parameters(recurse=False):
-                if param.requires_grad and param.is_leaf:
-                    hook = _Hook(self._parameter, name, weakref.ref(module), key)
-                    self._handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
-        _BACKWARD.add(self._backward)
+        self._model = weakref.ref(model)
+        self._parameter_handles: list[Any] = []
+        _BACKWARD.add(self)
 
     def remove(self) -> None:
         """Takes every hook away; those on tensors do nothing from here on."""
         for handle in self._handles:
             handle.remove()
-        _BACKWARD.discard(self._backward)
+        _BACKWARD.discard(self)
         self._handles, self._passed, self._stack = [], {}, []
         self.is_done = True
 
@@ -414,10 +410,10 @@ class _StepTrace:
         if self.is_done or torch.compiler.is_compiling():
             return
         call = _Call(name, module, buffers=nan_buffers(module))
-        if id(module) == self._root and not _in_backward():
+        if id(module) == self._root and not in_backward():
             self.settle()
             self._stack, self._passed, self._harmless = [], {}, {}
-        if not self._stack and not _in_backward():
+        if not self._stack and not in_backward():
             self.forwards += 1
             if len(self._passed) > _MANY:  # The model itself is never called, only its parts.
                 self._passed = {k: s for k, s in self._passed.items() if s.tensor() is not None}
@@ -474,7 +470,8 @@ class _StepTrace:
             watched.inside = above
             if not seen.finite and id(module) == self._root:
                 watched.broken = torch.logical_not(torch.isfinite(tensor.detach()))
-        if finite and any_output and not _in_backward():
+        # Not in a checkpoint's forward that is run again for the gradients.
+        if finite and any_output and not in_backward():
             self._clear(call)
 
     def _clear(self, call: _Call) -> None:
@@ -488,7 +485,7 @@ class _StepTrace:
                 self._harmless[id(tensor)] = bad.tensor
         source = self._source
         given = source is not None and any(
-            bad.tensor is source.tensor or (bad.mask and source.mask) for bad in call.taken
+            bad.tensor() is source.tensor() or (bad.mask and source.mask) for bad in call.taken
         )
         if given or not call.suspected:  # All that was suspicious came up in this call.
             self._suspect = self._source = None
@@ -498,19 +495,40 @@ class _StepTrace:
         known = self._passed.get(id(tensor))
         if known is not None and known.tensor() is tensor:
             return known
-        known = self._passed[id(tensor)] = _Passed(weakref.ref(tensor))
+        known = self._passed[id(tensor)] = _Passed(_reference(tensor))
         if tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
-            tensor.register_hook(_Hook(self._gradient, known))  # type: ignore[no-untyped-call]
+            tensor.register_hook(Hook(self._gradient, known))  # type: ignore[no-untyped-call]
         return known
 
     # --- backward ------------------------------------------------------------------------------
 
-    def _backward(self, tensors: Any) -> None:
-        """`tensors`, the loss most often, are about to be run backward."""
-        if not self.is_done:
-            found = [magnitude(tensor, "") for _, tensor in tensors_in(tensors, "")]
-            known = [seen.finite for seen in found if seen is not None]
-            self._loss_is_bad = not all(known) if known else None
+    def backward_begins(self, tensors: Any) -> None:
+        """`tensors`, the loss most often, are about to be run backward.
+
+        Only now parameters get their hooks: `torch.utils.swap_tensors` leaves them behind.
+        """
+        model = self._model()
+        if self.is_done or model is None:
+            return
+        for name, module in () if in_backward() else named_modules(model):
+            for key, param in module.named_parameters(recurse=False):
+                if param.requires_grad and param.is_leaf and not is_wrapper(module):
+                    hook = Hook(self._parameter, name, weakref.ref(module), key)
+                    self._parameter_handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+        found = [magnitude(tensor, "") for _, tensor in tensors_in(tensors, "")]
+        known = [seen.finite for seen in found if seen is not None]
+        self._loss_is_bad = not all(known) if known else None
+
+    def backward_ended(self) -> None:
+        """Something was run backward, or has raised."""
+        if in_backward():  # Within something else.
+            return
+        for handle in self._parameter_handles:
+            handle.remove()
+        self._parameter_handles = []
+        model = self._model()
+        for param in () if model is None else model.parameters():
+            drop_empty_hooks(param)
 
     def _gradient(self, seen: _Passed, gradient: Tensor) -> None:
         if self.is_done:
@@ -519,7 +537,7 @@ class _StepTrace:
         if found is None:
             return
         for call, place in seen.made_by:
-            call.gradients.append(found.named(f"gradient of {place}"))
+            call.gradients.append(found._replace(name=f"gradient of {place}"))
         counts = seen.broken is not None and bool((gradient.detach()[seen.broken] != 0).any())
         if found.finite and not counts:
             if seen.broken is not None:
@@ -559,11 +577,10 @@ class _StepTrace:
             self._found(finding)
 
 
-def _arguments(args: Any, kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    found = list(tensors_in(tuple(args), "input")) if len(args) != 1 else []
-    if len(args) == 1:
-        found = list(tensors_in(args[0], "input"))
-    return found + [pair for key, value in kwargs.items() for pair in tensors_in(value, key)]
+def _arguments(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    yield from tensors_in(args[0] if len(args) == 1 else tuple(args), "input")
+    for key, value in kwargs.items():
+        yield from tensors_in(value, key)
 
 
 def _leaves(tensor: Tensor) -> set[int]:
@@ -581,8 +598,3 @@ def _leaves(tensor: Tensor) -> set[int]:
             leaves.add(id(node.variable) if hasattr(node, "variable") else -1)
         waiting += following
     return leaves
-
-
-def _in_backward() -> bool:
-    """Whether this forward is a checkpoint's, run again for the gradients."""
-    return in_backward()
