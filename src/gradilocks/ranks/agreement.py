@@ -14,7 +14,6 @@ gradient, until it has been compared with one that is not zero.
 from __future__ import annotations
 
 import math
-import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -170,10 +169,12 @@ class RankAgreement:
 
     def __init__(self) -> None:
         self._agreed: int | None = None  # The shapes under which all was well.
-        self._compared: dict[int, weakref.ref[Tensor]] = {}  # Plain parameters, by their id.
+        # Plain parameters by their id. Not weak: `torch.utils.swap_tensors` refuses tensors that
+        # have a weak reference. One that was replaced is not kept past the next step.
+        self._compared: dict[int, Tensor] = {}
 
     def __reduce__(self) -> Any:
-        return RankAgreement, ()  # Weak references do not travel; asking again costs one wait.
+        return RankAgreement, ()  # It is about these ranks; asking again costs one wait.
 
     def is_pending(self, ranks: ModelRanks) -> bool:
         """Whether the host has to read what the ranks say of themselves: it may have to wait."""
@@ -181,11 +182,9 @@ class RankAgreement:
 
     def uncompared(self, ranks: ModelRanks) -> dict[int, int]:
         """The plain parameters that have not shown a gradient yet: by id, their places."""
-        return {
-            id(param): place
-            for place, param in enumerate(ranks.plain)
-            if id(param) not in self._compared or self._compared[id(param)]() is not param
-        }
+        there = {id(param): place for place, param in enumerate(ranks.plain)}
+        self._compared = {key: p for key, p in self._compared.items() if key in there}
+        return {key: place for key, place in there.items() if key not in self._compared}
 
     def report(self, ranks: ModelRanks, *, refused: bool, wide: bool, scaled: bool) -> list[float]:
         """What the other ranks have to know of this one: REPORT up to the fingerprint.
@@ -240,7 +239,7 @@ class RankAgreement:
         if finite:
             if not are_copies([row[-len(FINGERPRINT) :] for row in reports]):
                 raise ValueError(_no_copies(ranks, told["norm"], names))
-            self._compared.update((id(param), weakref.ref(param)) for param in compared)
+            self._compared.update((id(param), param) for param in compared)
         # As long as a plain tensor has shown no gradient it may still turn out to be no copy.
         left = told["uncompared"]
         settled = left == told["compared"] if finite else not any(left)
