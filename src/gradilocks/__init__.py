@@ -37,9 +37,11 @@ _HOME = {
     "clip_grad_norm_": "dropin",
     "clip_grad_value_": "dropin",
     "clip_grads_with_norm_": "dropin",
+    "deepspeed_copies": "ranks.copies",
     "emulate": "lab.emulate",
     "errors": "",
     "get_total_norm": "dropin",
+    "megatron_copies": "ranks.copies",
     "optim": "",
     "read_run": "runfile",
     "trace": "lab.trace",
@@ -69,9 +71,11 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
+    "deepspeed_copies",
     "emulate",
     "errors",
     "get_total_norm",
+    "megatron_copies",
     "optim",
     "read_run",
     "trace",
@@ -119,6 +123,7 @@ if TYPE_CHECKING:
     from gradilocks.lab.audit import audit
     from gradilocks.lab.emulate import emulate
     from gradilocks.lab.trace import trace
+    from gradilocks.ranks.copies import deepspeed_copies, megatron_copies
     from gradilocks.record import Recorder
     from gradilocks.runfile import read_run
     from gradilocks.scale import DynamicScale, HeadroomScale, NoScale, StaticScale

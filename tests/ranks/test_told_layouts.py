@@ -31,6 +31,7 @@ def _programs() -> list[Callable[[int], Any]]:
         schedules_of_a_pipeline,
         nobody_scales_a_loss,
         different_settings,
+        marks_of_other_systems,
     ]
 
 
@@ -485,3 +486,52 @@ def test_ranks_with_different_settings_refuse_together(returned: Returned) -> No
     for name, said in first.items():
         assert said.startswith("ValueError: the ranks train one model and decide alike"), name
         assert expected[name.split(",")[0]] in said, name
+
+
+def marks_of_other_systems(rank: int) -> dict[str, list[float]]:
+    """Two stages of two tensor-parallel ranks, marked as Megatron and DeepSpeed mark them."""
+    mesh = _mesh((2, 2), ("pp", "tp"))
+    stage, place = divmod(rank, 2)
+    tp, pp = mesh["tp"].get_group(), mesh["pp"].get_group()
+
+    def model(**marks: dict[str, Any]) -> nn.Module:
+        """A norm on every stage that tp copies, a weight that tp has cut, tied embeddings."""
+        made = _Model(norm=(1.0, 2.0 + stage), weight=(1.0, 4.0 + rank), tied=(1.0, 9.0 + place))
+        for name, given in marks.items():
+            for mark, value in given.items():
+                setattr(getattr(made, name), mark, value)
+        return made
+
+    cut = {"tensor_model_parallel": True}
+    megatron = model(weight=cut, tied={**cut, "shared": stage == 1})
+    deepspeed = model(
+        weight={"model_parallel": True},
+        tied={"model_parallel": True, "ds_pipe_replicated": True},
+    )
+    # Experts along what was the pipeline: all else is the same on both.
+    experts = model(weight={**cut, "allreduce": False}, tied=cut)
+    experts.norm.grad.fill_(2.0)
+    world = dist.group.WORLD
+    return {
+        "megatron": _norms(
+            megatron, process_group=world, copies=gradilocks.megatron_copies(tensor_group=tp)
+        ),
+        "deepspeed": _norms(
+            deepspeed,
+            process_group=world,
+            copies=gradilocks.deepspeed_copies(pipe_group=pp, tensor_group=tp),
+        ),
+        "experts": _norms(
+            experts,
+            process_group=world,
+            copies=gradilocks.megatron_copies(tensor_group=tp, expert_group=pp),
+        ),
+    }
+
+
+def test_marks_of_megatron_and_deepspeed_say_who_counts(returned: Returned) -> None:
+    for found in returned["marks_of_other_systems"]:
+        weights, tied = [4.0, 5.0, 6.0, 7.0], [9.0, 10.0]
+        for name in ("megatron", "deepspeed"):
+            assert found[name] == pytest.approx(_expected([2.0, 3.0, *weights, *tied]), rel=1e-7)
+        assert found["experts"] == pytest.approx(_expected([2.0, *weights, *tied]), rel=1e-7)
