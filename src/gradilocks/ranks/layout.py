@@ -27,7 +27,9 @@ __all__ = [
     "flattened_among",
     "has_other_ranks",
     "is_distributed",
+    "laid_out_like",
     "layout_of",
+    "local_of",
     "meshes_of",
     "rank_groups_of",
     "ranks_in",
@@ -156,6 +158,26 @@ def with_sums_reduced(param: Tensor, grad: Tensor) -> Tensor:
     if param is not grad:
         param.grad = reduced
     return reduced
+
+
+def local_of(tensor: Any) -> Any:
+    """This rank's elements of a DTensor, in the same memory; anything else as it is."""
+    return tensor.to_local().detach() if is_distributed(tensor) else tensor
+
+
+def laid_out_like(param: Tensor, local: Tensor) -> Tensor:
+    """This rank's elements as a DTensor that lies as the DTensor `param` does."""
+    from torch.distributed.tensor import DTensor
+
+    like: Any = param
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def common_mesh(layouts: Sequence[Layout | None]) -> Any:

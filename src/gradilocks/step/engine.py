@@ -466,12 +466,20 @@ class Engine:
             policy.advance(self.state, record.skip, largest=peak, loss_nonfinite=loss)
 
     def saved(self) -> dict[str, Any]:
-        """Policies and state as a checkpoint."""
+        """Policies and state as a checkpoint.
+
+        What the clip policy remembers is there before the first step too: whoever loads into a
+        fresh control by its own keys, as torch.distributed.checkpoint does, must find them.
+        """
+        memory = self.memory
+        if memory is None:
+            count = sum(1 for _ in every_parameter(self.names.optimizers))
+            memory = self.clip_policy.start(torch.device("cpu"), count)
         return checkpoint.save(
             self.scale_policy,
             self.clip_policy,
             self.state,
-            memory=self.memory,
+            memory=memory,
             steps=int(fetch(self.steps)[0]),
             streak=int(fetch(self.streak.count)[0]),
         )
