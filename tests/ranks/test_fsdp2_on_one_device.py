@@ -215,3 +215,52 @@ def test_a_group_for_cuda_alone_is_never_handed_numbers_on_the_cpu(
         dist.destroy_process_group()
     assert model_ranks is not None
     assert model_ranks.rank_group.device == rank_group.device == torch.device("cuda:0")
+
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], torch.dtype]] = {
+    "AdamW": (lambda params: gradilocks.optim.AdamW(params, lr=0.01, amsgrad=True), torch.float32),
+    "SGD": (lambda params: gradilocks.optim.SGD(params, lr=0.01, momentum=0.9), torch.float32),
+    "masters": (
+        lambda params: gradilocks.optim.AdamW(params, lr=0.01, master_weights=True),
+        torch.float16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_our_optimizers_step_the_shards_by_their_kernels(
+    mesh: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they step the whole model, with state that is distributed as the parameters are."""
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.engine.backends import serve
+
+    pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels")
+    device = serve(mesh.device_type, monkeypatch)
+    make, dtype = OPTIMIZERS[name]
+    seen = []
+    for spread in (False, True):
+        model = _model(device).to(dtype)
+        if spread:
+            fully_shard(model, mesh=mesh)
+        optimizer = make(model.parameters())
+        control = gradilocks.GradientControl(optimizer, model=model, scale=8.0, clip=1.0)
+        found: list[Any] = []
+        for step in range(STEPS):
+            data = torch.linspace(-1.0, 1.0, 32, device=device).reshape(4, 8).to(dtype) + step
+            control.backward(model(data).float().square().sum())
+            _spoil(model, step)
+            outcome = control.step()
+            found += [outcome.norm if not outcome.skipped else 0.0, outcome.skipped]
+            control.zero_grad()
+        assert optimizer._plan is not None, "the kernels were not used"
+        for param in model.parameters():
+            state = optimizer.state[param]
+            kept = [state[key] for key in (*optimizer.columns, "master") if key in state]
+            assert kept
+            for tensor in (param, *kept):
+                assert ranks.is_distributed(tensor) == spread
+                found.append(ranks.local_of(tensor).float().flatten().tolist())
+        seen.append(found)
+    assert seen[0] == seen[1]

@@ -47,6 +47,7 @@ from gradilocks.optim.optimizer_state import (
     same_order,
 )
 from gradilocks.optim.torch_step import step_by_torch
+from gradilocks.ranks.layout import laid_out_like, local_of
 from gradilocks.step.own_step import register_ours
 from gradilocks.step.table import (
     GradientTable,
@@ -94,19 +95,20 @@ class Plan:
         numbers = [number[id(param)] for param in params]
         groups = [optimizer.param_groups[place] for place in numbers]
         check_step(optimizer, params, groups, Names(None, (optimizer,)))
-        self._copied = [i for i, p in enumerate(params) if not same_order(p, found.tensors[i])]
+        elements = found.elements
+        self._copied = [i for i, p in enumerate(elements) if not same_order(p, found.tensors[i])]
         mastered = [needs_master(p, group) for p, group in zip(params, groups, strict=True)]
         optimizer.fill_state(params, groups, mastered)
         self.states: list[dict[str, Any]] = [optimizer.state.watch(param) for param in params]
         copied, columns = set(self._copied), optimizer.columns
         for place, (param, state) in enumerate(zip(params, self.states, strict=True)):
             wide = torch.float32 if mastered[place] else moments_dtype(param, state, columns)
-            arrange(param, state, columns, dtype=wide, contiguous=place in copied)
+            _arrange(param, elements[place], state, columns, dtype=wide, contiguous=place in copied)
         self._masters = [place for place, wide in enumerate(mastered) if wide]
         self._versions = [version(params[place]) for place in self._masters]
         names = (*columns, "master")
-        self._columns = [[state.get(name) for state in self.states] for name in names]
-        held: list[list[Tensor | None]] = [list(params), *self._columns]
+        self._columns = [[local_of(state.get(name)) for state in self.states] for name in names]
+        held: list[list[Tensor | None]] = [list(elements), *self._columns]
         self._rows = [[0 if t is None else t.data_ptr() for t in column] for column in held]
         flags = map(optimizer.flags, groups)
         kinds = tuple(map(self._kind, range(len(params)), mastered, flags))
@@ -221,7 +223,7 @@ class Plan:
         addresses, rows = list(found.at.addresses), [list(row) for row in self._rows]
         copies = []
         for place in self._copied:
-            param = found.params[place].detach().clone(memory_format=torch.contiguous_format)
+            param = found.elements[place].detach().clone(memory_format=torch.contiguous_format)
             grad = found.tensors[place].contiguous()
             if grad.data_ptr() % 16:  # `_kind` has promised aligned copies.
                 grad = grad.clone()
@@ -231,7 +233,7 @@ class Plan:
         launch = self._kernels.launch_step
         launch(optimizer.kernel, self.chunking, places, gradients, self.rates, skip, divisor)
         for place, (param, _) in zip(self._copied, copies, strict=True):
-            found.params[place].copy_(param)
+            found.elements[place].copy_(param)
 
     def _flag(self, given: Any) -> Tensor | None:
         if given is None:
@@ -271,6 +273,27 @@ class Plan:
                 self._numbers, self._every = [], []
         for place, value in on_device:
             self.settings[place].copy_(value.reshape(()))
+
+
+def _arrange(
+    param: Tensor,
+    elements: Tensor,
+    state: dict[str, Any],
+    columns: Sequence[str],
+    *,
+    dtype: torch.dtype,
+    contiguous: bool,
+) -> None:
+    """As `arrange`; of a DTensor's state this rank's elements, which lie as the parameter's do."""
+    if elements is param:
+        arrange(param, state, columns, dtype=dtype, contiguous=contiguous)
+        return
+    before = {name: local_of(state.get(name)) for name in (*columns, "master")}
+    after = dict(before)
+    arrange(elements, after, columns, dtype=dtype, contiguous=contiguous)
+    for name, tensor in after.items():
+        if tensor is not before[name]:
+            state[name] = laid_out_like(param, tensor)
 
 
 def _shape(optimizer: Any) -> list[tuple[Any, ...]]:

@@ -25,7 +25,13 @@ from gradilocks._torch import TensorBase, sparse_values, tensor_guards
 from gradilocks.errors import SharedParameter
 from gradilocks.kernels.chunks import DTYPES, AddressedTensors, Addresses, all_aligned, kinds_of
 from gradilocks.kernels.cuda_graph import capturing
-from gradilocks.ranks.layout import Layout, is_distributed, layout_of, with_sums_reduced
+from gradilocks.ranks.layout import (
+    Layout,
+    is_distributed,
+    layout_of,
+    local_of,
+    with_sums_reduced,
+)
 
 __all__ = [
     "GradientTable",
@@ -113,7 +119,13 @@ class TableGradients(Gradients):
 
     device: torch.device
 
-    def __init__(self, params: list[Tensor], tensors: AddressedTensors, ends: list[int]) -> None:
+    def __init__(
+        self,
+        params: list[Tensor],
+        tensors: AddressedTensors,
+        ends: list[int],
+        layouts: Sequence[Layout | None] = (),
+    ) -> None:
         self.at = tensors.at
         """Where the gradients lie."""
         super().__init__(
@@ -122,11 +134,14 @@ class TableGradients(Gradients):
             ends=ends,
             dtypes={dtype for dtype, _ in self.at.kinds},
             device=self.at.device,
+            layouts=layouts,
         )
-        self.homes = [param.data_ptr() for param in params]
-        """The parameters' own addresses."""
-        self._make = [_make_of(tensor) for tensor in params + tensors]
-        self._guard = tensor_guards(params + tensors)
+        self.elements = list(map(local_of, params)) if layouts else params
+        """The parameters' own elements: of a DTensor this rank's, in the same memory."""
+        self.homes = list(map(_address, self.elements))
+        """Where those lie."""
+        self._make = [_make_of(tensor) for tensor in self.elements + tensors]
+        self._guard = tensor_guards(self.elements + tensors)
         self._aligned = all(alignment == 16 for _, alignment in self.at.kinds)
         # What a graph sends is there only when it is replayed.
         self._sent_in_a_capture = capturing()
@@ -137,9 +152,22 @@ class TableGradients(Gradients):
         self._may_share = allowed
         self.shared = allowed and _coincide(self.at.addresses)
 
+    def current(self) -> list[Tensor]:
+        """The gradients that the parameters have now; raises TypeError if one lies otherwise."""
+        grads: Any = [param.grad for param in self.params]
+        if not self.layouts:
+            return cast("list[Tensor]", grads)
+        self.elements = list(map(local_of, self.params))
+        for param, grad, layout in zip(self.params, grads, self.layouts, strict=True):
+            if (layout is not None) != is_distributed(grad) or (
+                layout is not None and not _lie_alike(param, grad)
+            ):
+                raise TypeError("a gradient does not lie as its parameter does")
+        return list(map(local_of, grads))
+
     def renew(self, tensors: list[Tensor], addresses: list[int]) -> bool:
         """Takes this step's gradients if they are of the same make as the last step's."""
-        if list(map(_address, self.params)) != self.homes or not self._alike(tensors):
+        if list(map(_address, self.elements)) != self.homes or not self._alike(tensors):
             return False
         if addresses != self.at.addresses or self._sent_in_a_capture:
             if not self._aligned:
@@ -156,7 +184,7 @@ class TableGradients(Gradients):
         return True
 
     def _alike(self, tensors: list[Tensor]) -> bool:
-        every = self.params + tensors
+        every = self.elements + tensors
         if self._guard is not None and self._guard.check(*every):
             return True
         if [_make_of(tensor) for tensor in every] != self._make:
@@ -249,12 +277,12 @@ class GradientTable:
             and self._same(lists)
         ):
             try:
-                tensors = [param.grad for param in found.params]
+                tensors = found.current()
                 addresses = list(map(_address, tensors))
             except (TypeError, RuntimeError):  # None, or a gradient without an address.
                 pass
             else:
-                if found.renew(tensors, addresses):  # type: ignore[arg-type]
+                if found.renew(tensors, addresses):
                     return found
         self._found = self._look(lists, name)
         return self._found
@@ -300,19 +328,27 @@ class GradientTable:
         if not _may_be_addressed(lists):
             return None
         params, ends = _flat(lists, name, twice_is_an_error=self._refuse_twice)
-        if any(map(is_distributed, params)):  # A gradient may be on another rank.
-            return None
         having = [param for param in params if param.grad is not None]
         tensors = cast("list[Tensor]", [param.grad for param in having])
+        elements, layouts = having, cast("list[Layout | None]", [])
+        if any(map(is_distributed, params)):
+            if not all(map(_lie_alike, having, tensors)):
+                return None
+            known: dict[tuple[int, Any], Layout] = {}
+            layouts = [
+                layout_of(param, grad, name, known) if is_distributed(grad) else None
+                for param, grad in zip(having, tensors, strict=True)
+            ]
+            elements, tensors = list(map(local_of, having)), list(map(local_of, tensors))
         if len(having) != len(params):
             ends = _ends_among(ends, params)
         addressed = _addressed(tensors, may_share=self._may_share)
         # Beside a parameter on another device, or of another shape, no optimizer can step.
         if addressed is None or any(map(torch.is_neg, tensors)):  # Its memory holds the opposite.
             return None
-        if list(map(_device_of, having)) != [addressed.at.device] * len(having):
+        if list(map(_device_of, elements)) != [addressed.at.device] * len(having):
             return None
-        if list(map(_shape_of, having)) != list(map(_shape_of, tensors)):
+        if list(map(_shape_of, elements)) != list(map(_shape_of, tensors)):
             return None
         self._lists = [[list(group) for group in groups] for groups in lists]
         self._lacking = [param for param in params if param.grad is None]
@@ -323,7 +359,7 @@ class GradientTable:
             for k, param in enumerate(group)
             if is_lazy(param) or param.numel() == 1
         ]
-        found = TableGradients(having, addressed, ends)
+        found = TableGradients(having, addressed, ends, layouts)
         found.may_share(self._may_share)
         return found
 
@@ -572,6 +608,20 @@ def _addressed(tensors: list[Tensor], *, may_share: bool = False) -> AddressedTe
             return None
     sizes = tuple(map(TensorBase.numel, tensors))
     return AddressedTensors(tensors, Addresses(addresses, kinds, sizes, device))
+
+
+def _lie_alike(param: Any, grad: Any) -> bool:
+    """Whether a gradient lies on the ranks as its parameter does: elements, not summands."""
+    if is_distributed(param) != is_distributed(grad):
+        return False
+    if not is_distributed(param):
+        return True
+    placements = grad.placements
+    return bool(
+        param.device_mesh == grad.device_mesh
+        and param.placements == placements
+        and not any(placement.is_partial() for placement in placements)
+    )
 
 
 def _coincide(addresses: Sequence[int]) -> bool:
