@@ -217,6 +217,10 @@ READ_ELSEWHERE = {
     },
     "kernels/chunks.py": {"int(each.sum())", "int(counts.max())"},  # Tables, made on the CPU.
     "ranks/layout.py": {"mesh.mesh.flatten().tolist()"},  # A mesh's ranks lie on the CPU.
+    "ranks/model_ranks.py": {
+        "mesh.mesh.flatten().tolist()",
+        "int((piece * index).sum())",  # When a control with copies= is made, before any step.
+    },
     "record/batch.py": {"float(value.detach())", "copy.wait()"},  # On the CPU; a batch is read.
     "step/call_order.py": {"bool(grad.count_nonzero())"},  # On the CPU alone.
     "step/lr_schedule.py": {"self._copy.wait()"},  # A schedule's state is saved.

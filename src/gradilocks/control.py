@@ -478,5 +478,6 @@ class GradientControl:
         known, were = self._ranks_of
         if trained != were or any(map(operator.is_not, params, known)):
             self._ranks = model_ranks_of(params, name=self._names, options=self._rank_options)
-            self._ranks_of = params, trained
+            # Nothing is kept where nothing is spread: a parameter that is replaced must go.
+            self._ranks_of = ([], []) if self._ranks is None else (params, trained)
         return self._ranks

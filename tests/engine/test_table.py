@@ -355,8 +355,15 @@ def test_a_gradient_becomes_a_dtensor_and_is_not_read_at_its_address(checked):
         param.grad = None
         assert checked.find() is not None
         whole = distribute_tensor(torch.ones(6, device=kind), mesh, [Replicate()])
-        checked.groups[0][1] = nn.Parameter(whole)
-        assert checked.find() is None  # Its gradient may be on another rank.
+        checked.groups[0][1] = spread = nn.Parameter(whole)
+        assert checked.find() is not None  # It has none yet.
+        spread.grad = distribute_tensor(torch.ones(6, device=kind), mesh, [Replicate()])
+        table = GradientTable()
+        for _ in range(2):
+            found = table.find_addressed([checked.groups], name=str)
+            assert found.params[1] is spread
+            assert found.at.addresses[1] == spread.grad.to_local().data_ptr()
+            assert found.homes[1] == spread.to_local().data_ptr()
     finally:
         dist.destroy_process_group()
 

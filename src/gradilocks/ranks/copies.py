@@ -41,7 +41,7 @@ def megatron_copies(
             counts = counts and first_of_tensor
         if getattr(param, "allreduce", True):
             counts = counts and first_of_experts
-        return int(counts)
+        return 1 if counts else 0
 
     return rule
 
@@ -66,7 +66,7 @@ def deepspeed_copies(
     def rule(name: str, param: Tensor) -> int:
         counts = first_of_pipe or not getattr(param, "ds_pipe_replicated", False)
         spread = getattr(param, "model_parallel", getattr(param, "tensor_model_parallel", False))
-        return int(counts and (spread or first_of_tensor))
+        return 1 if counts and (spread or first_of_tensor) else 0
 
     return rule
 
@@ -77,4 +77,4 @@ def _is_first(group: Any) -> bool:
         return True
     import torch.distributed as dist
 
-    return int(dist.get_rank(group)) == 0
+    return dist.get_rank(group) == 0

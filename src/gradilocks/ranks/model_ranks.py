@@ -425,7 +425,7 @@ def _shapes(params: Sequence[Tensor]) -> int:
 def _my_rank() -> int:
     import torch.distributed as dist
 
-    return int(dist.get_rank())
+    return dist.get_rank()
 
 
 def _coordinates(mesh: Any) -> dict[int, tuple[int, ...]]:

@@ -38,13 +38,13 @@ from gradilocks.ranks.agreement import (
     refuse_different,
 )
 from gradilocks.ranks.collective import reduce, reduce_apart, reduce_each
-from gradilocks.ranks.layout import has_other_ranks, ranks_in, shortened, world_size
+from gradilocks.ranks.layout import has_other_ranks, ranks_in, world_size
 from gradilocks.ranks.model_ranks import ModelRanks, tell_all
 from gradilocks.scale import NoScale, ScalePolicy, scale_gradient, scale_loss
 from gradilocks.state import checkpoint
 from gradilocks.step.diagnose import never_finite
 from gradilocks.step.measure import measure
-from gradilocks.step.outcome import NonFiniteCount, Outcome, Streak, fetch
+from gradilocks.step.outcome import TOLD, Outcome, Streak, Together, fetch
 from gradilocks.step.own_step import is_ours
 from gradilocks.step.table import (
     Gradients,
@@ -91,53 +91,6 @@ class Lesson(NamedTuple):
     measurement: Measurement
     scale: Tensor
     limit: ClipLimit
-
-
-TOLD = ("peak", "loss", "nan", "inf", "bad", "place", "place nan", "place inf")
-"""What a rank tells at every step beside its norm: the largest magnitude, whether its loss was not
-finite, its NaN and Inf, how many of its gradients have some; and of the first of those in backward
-order its place in that order, its NaN and its Inf."""
-
-
-class Together(NamedTuple):
-    """What all ranks have told each other of a step: a row a rank, with the numbers of TOLD."""
-
-    ranks: tuple[int, ...]
-    rows: Tensor
-    names: Sequence[Sequence[str]]
-    """For each rank, its parameters in backward order."""
-
-    def largest(self, what: str) -> Tensor:
-        """The largest of all ranks' numbers of that kind."""
-        return self.rows[:, TOLD.index(what)].amax()
-
-    def total(self, what: str) -> Tensor:
-        """The sum of all ranks' numbers of that kind."""
-        return self.rows[:, TOLD.index(what)].sum()
-
-    def culprits(self) -> dict[str, NonFiniteCount]:
-        """The first culprit of each rank, with the ranks that have it. Waits for the device."""
-        found: dict[str, list[Any]] = {}
-        numbers = fetch(self.rows.flatten())
-        for at, (rank, names) in enumerate(zip(self.ranks, self.names, strict=True)):
-            row = numbers[at * len(TOLD) : (at + 1) * len(TOLD)]
-            told = dict(zip(TOLD, row, strict=True))
-            if told["bad"]:
-                each = found.setdefault(names[int(told["place"])], [[], 0, 0])
-                each[0].append(rank)
-                each[1] += int(told["place nan"])
-                each[2] += int(told["place inf"])
-        return {
-            f"{name} {self._where(where)}": NonFiniteCount(nan, inf)
-            for name, (where, nan, inf) in found.items()
-        }
-
-    def _where(self, ranks: Sequence[int]) -> str:
-        if len(ranks) == 1:
-            return f"on rank {ranks[0]}"
-        if len(ranks) == len(self.ranks):
-            return f"on all {len(ranks)} ranks"
-        return f"on ranks {shortened(ranks)[1:-1]}"
 
 
 class Verdict(NamedTuple):

@@ -616,12 +616,9 @@ def _lie_alike(param: Any, grad: Any) -> bool:
         return False
     if not is_distributed(param):
         return True
-    placements = grad.placements
-    return bool(
-        param.device_mesh == grad.device_mesh
-        and param.placements == placements
-        and not any(placement.is_partial() for placement in placements)
-    )
+    if param.device_mesh != grad.device_mesh or param.placements != grad.placements:
+        return False
+    return not any(placement.is_partial() for placement in grad.placements)
 
 
 def _coincide(addresses: Sequence[int]) -> bool:
