@@ -1,5 +1,7 @@
 """Habits that people bring from GradScaler, met with an error that says what to type instead."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -175,3 +177,60 @@ def test_it_shows_what_it_was_made_with():
     control = GradientControl(optimizer, scale=8.0, clip=1.0)
     shown = "GradientControl(SGD, scale=StaticScale(scale=8.0), clip=ClipByNorm(max_norm=1.0"
     assert repr(control).startswith(shown)
+
+
+def _clear(*places):
+    def forget(params):
+        for place in places:
+            params[place].grad = None
+
+    return forget
+
+
+def _swap_the_first(params):
+    torch.utils.swap_tensors(params[0], nn.Parameter(params[0].detach().clone()))
+
+
+@pytest.mark.parametrize(
+    "some",
+    [_clear(0), _clear(-1), _clear(0, 1, 2), _clear(1, 2, -1), _swap_the_first],
+    ids=["first", "last", "the first three", "the last three", "first, by a swap"],
+)
+def test_gradients_of_which_only_some_were_cleared_are_refused(some):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    control = GradientControl(torch.optim.SGD(model.parameters(), lr=0.1), scale=64.0)
+    control.backward(model(torch.ones(2, 3)).sum())
+    control.step()
+    some(list(model.parameters()))
+    with pytest.raises(ScaleMisuse, match="still there"):
+        control.backward(model(torch.ones(2, 3)).sum())
+    control.zero_grad()
+    control.backward(model(torch.ones(2, 3)).sum())
+    assert not control.step().skipped
+
+
+def test_one_of_many_gradients_that_was_not_cleared_is_seen_at_either_end():
+    params = [nn.Parameter(torch.ones(2)) for _ in range(50)]
+    control = GradientControl(torch.optim.SGD(params, lr=0.1), scale=64.0)
+    for kept in (params[0], params[-1]):
+        control.backward(sum(param.sum() for param in params))
+        control.step()
+        for param in params:
+            if param is not kept:
+                param.grad = None
+        with pytest.raises(ScaleMisuse, match="still there"):
+            control.backward(sum(param.sum() for param in params))
+        control.zero_grad()
+
+
+def test_a_copied_fused_optimizer_with_fp16_parameters_says_what_torch_forgot():
+    param = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+    control = GradientControl(optimizer, scale=8.0)
+    control.backward(param.sum())
+    assert not control.step().skipped
+    control.zero_grad()
+    twin, other = copy.deepcopy((param, control))
+    other.backward(twin.sum())
+    with pytest.raises(ValueError, match="fused, but it was copied or unpickled, and torch's copy"):
+        other.step()

@@ -52,15 +52,15 @@ class CallOrder:
         """Before gradients are added to whatever is there."""
         if self.scaled and not self.unscaled:
             return
-        there = next((p.grad for p in params if p.grad is not None), None)
-        if there is None:
+        there = [grad for param in params if (grad := param.grad) is not None]
+        if not there:
             self.unscaled = False
         elif self.unscaled:
             raise ScaleMisuse(
                 "backward() after unscale_() would add scaled gradients to unscaled ones. Call "
                 "control.step() first, or clear the gradients with control.zero_grad()."
             )
-        elif self._has_stepped_on(there) and not _cleared_unseen(there):
+        elif any(self._has_stepped_on(grad) and not _cleared_unseen(grad) for grad in there):
             raise ScaleMisuse(
                 "the gradients of the last step are still there, and backward() would add "
                 "scaled gradients to them. Clear them with control.zero_grad() after every "
@@ -94,13 +94,17 @@ class CallOrder:
         self.unscaled = True
 
     def note_step(self, params: Iterable[Tensor]) -> None:
-        """The gradients of `params` have been used up; they should be cleared next."""
+        """The gradients of `params` have been used up; they should be cleared next.
+
+        A few of them are marked, the first and the last among them: somebody may clear or replace
+        some and forget the others, and marking 2,000 would take longer than a step should.
+        """
         self.scaled = self.handed_out = self.unscaled = False
-        for param in params:
+        listed = params if isinstance(params, list) else list(params)
+        for param in (*listed[:: max(1, len(listed) // _MARKED)], *listed[-1:]):
             grad = param.grad
             if grad is not None:
                 setattr(grad, _STEPPED, (self._number, version(grad)))
-                return
 
     def note_cleared(self) -> None:
         """The gradients are gone. A loss that was handed out may still bring new ones."""
@@ -125,6 +129,8 @@ class CallOrder:
 _alive: weakref.WeakSet[CallOrder] = weakref.WeakSet()
 # A mark travels with a gradient that is saved: in another process it must be nobody's.
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "big"))
+_MARKED = 8
+"""About how many gradients are marked after a step."""
 _STEPPED = "_gradilocks_stepped"
 """Marks, on the gradient itself, which CallOrder has stepped on it, and at which version. A weak
 reference would do the same, but `torch.utils.swap_tensors` refuses tensors that have one."""

@@ -137,6 +137,13 @@ def why_not_inside(optimizer: Any) -> str:
             f" This {name} wraps an optimizer and is not known to hand the scale on, fused or not: "
             f"use the {type(inside[-1]).__name__} inside it."
         )
+    groups = getattr(optimizer, "param_groups", ())
+    if any(group.get("fused") for group in groups) and not hasattr(optimizer, AMP_FLAG):
+        return (
+            f" This {name} is fused, but it was copied or unpickled, and torch's copy forgets that "
+            "it unscales by itself: make a new one over the copied parameters and load its "
+            "state_dict."
+        )
     step = own_step(optimizer)
     if getattr(optimizer, AMP_FLAG, False) and (step is None or not step.reads_decision):
         return (
