@@ -466,6 +466,7 @@ def test_a_parameter_that_became_meta_in_mid_run_is_refused_by_name():
     control = GradientControl(optimizer, model=model)
     control.backward(model(torch.ones(1, 2)).sum())
     control.step()
+    control.zero_grad()
     model.weight = nn.Parameter(torch.zeros(2, 2, device="meta"))
     optimizer.param_groups[0]["params"][0] = model.weight
     control.backward(loss_making((model.bias, 1.0)))

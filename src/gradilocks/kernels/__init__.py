@@ -8,7 +8,6 @@ the CPU, is a module more and a line in `_TABLE`.
 from __future__ import annotations
 
 import importlib
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from gradilocks.eager import users_line
 from gradilocks.kernels import reference
-from gradilocks.kernels.chunks import AddressedTensors
+from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Chunking
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.failure import KernelFailed, report_to
 from gradilocks.values import Decision, NonFinite, ScaleState, Statistics, StepRecord
@@ -28,6 +27,7 @@ __all__ = [
     "ORDERS",
     "Backend",
     "KernelFailed",
+    "OptimizerKernels",
     "Settler",
     "SettlingBackend",
     "by_device",
@@ -93,11 +93,37 @@ class Settler(Protocol):
         """Puts back what `settle` has moved on."""
 
 
+class OptimizerKernels(Protocol):
+    """The steps of `gradilocks.optim` on tensors whose addresses are known."""
+
+    def launch_rates(
+        self, kernel: str, tables: tuple[Tensor, Tensor, Tensor, Tensor], skip: Tensor | None
+    ) -> None:
+        """Works out what the elements of each tensor share, and counts the step."""
+
+    def launch_step(
+        self,
+        kernel: str,
+        chunking: Chunking,
+        places: Tensor,
+        gradients: Tensor,
+        rates: Tensor,
+        skip: Tensor | None,
+        divisor: Tensor | None,
+    ) -> None:
+        """Steps every tensor by "adam" or "sgd"."""
+
+
 class SettlingBackend(Backend, Protocol):
     """What a back end offers besides that reaches tensors by their addresses.
 
     Each raises KernelFailed if a kernel does not compile; nothing has been written then.
     """
+
+    optimizers: OptimizerKernels
+
+    def try_out(self, device: torch.device) -> None:
+        """Runs each kernel on a few numbers; raises if one does not compile or is wrong."""
 
     def settler(self, device: torch.device) -> Settler:
         """A new Settler on `device`."""
@@ -109,18 +135,16 @@ class SettlingBackend(Backend, Protocol):
         """Moves a dynamic scale on after a step that was taken or skipped."""
 
 
-ORDERS = frozenset((2.0, 1.0, math.inf))
-"""The p of the norms that a device can settle by itself."""
-
-# Device type -> implementation. A device that is not listed is served by the reference.
-_TABLE = {"cpu": "reference", "cuda": "triton_backend"}
+# Device type -> the module that serves it, and whose kernels those are. A device that is not listed
+# is served by the reference.
+_TABLE = {"cuda": ("triton_backend", "Triton")}
 
 
 class _Backends(dict[str, Backend]):
     """Device type → the back end that serves it; chosen on first use."""
 
     def __missing__(self, kind: str) -> Backend:
-        if kind in _TABLE and _TABLE[kind] != "reference" and capturing():
+        if kind in _TABLE and capturing():
             raise RuntimeError(
                 "the kernels cannot be tried out while a CUDA graph is captured. Run a step or two "
                 "before the capture, as for torch's own optimizers."
@@ -164,12 +188,13 @@ def describe() -> dict[str, str]:
 
 def _choose(kind: str) -> tuple[Backend, str]:
     plain = cast("Backend", reference)
-    if _TABLE.get(kind, "reference") == "reference":
+    if kind not in _TABLE:
         return plain, f"reference: plain torch serves {kind}"
+    module, whose = _TABLE[kind]
     try:
-        fused = importlib.import_module(f"gradilocks.kernels.{_TABLE[kind]}")
+        fused: Any = importlib.import_module(f"gradilocks.kernels.{module}")
     except Exception as error:  # A Triton of another time may fail in any way.
-        return plain, f"reference: Triton cannot be imported ({error})"
+        return plain, f"reference: {whose} cannot be imported ({error})"
     before = torch.cuda.get_sync_debug_mode() if kind == "cuda" else 0
     try:
         if before:  # Trying out waits, once, whatever the user has set.
@@ -180,13 +205,13 @@ def _choose(kind: str) -> tuple[Backend, str]:
     except Exception as error:
         if "out of memory" in str(error):
             raise
-        why = _reason(f"Triton's kernels do not run on {kind}", error)
+        why = _reason(f"{whose}'s kernels do not run on {kind}", error)
         _warn(kind, why)
         return plain, f"reference: {why}"
     finally:
         if before:
             torch.cuda.set_sync_debug_mode(before)
-    return cast("Backend", fused), f"fused: Triton's kernels run on {kind}"
+    return cast("Backend", fused), f"fused: {whose}'s kernels run on {kind}"
 
 
 def _reason(what: str, error: Exception) -> str:

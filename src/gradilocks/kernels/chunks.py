@@ -7,6 +7,7 @@ if they stay. Sending does not wait.
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Hashable, Sequence
@@ -22,6 +23,7 @@ from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 __all__ = [
     "CHUNK",
     "DTYPES",
+    "ORDERS",
     "AddressedTensors",
     "Addresses",
     "Bucket",
@@ -43,6 +45,8 @@ MOST_CHUNKS = 36_000
 MOST_TO_CHANGE = 1 << 19
 """Writing needs no scratch, only the table of 8 bytes a chunk."""
 DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+ORDERS = {2.0: 2, 1.0: 1, math.inf: 0}
+"""The p of the norms that kernels can measure, and so a device settle; and what they call it."""
 _MOST_KEPT = 32
 _STAGED = 1 << 15
 """So many bytes the driver takes over before it returns; more is pinned, or it might wait."""

@@ -13,7 +13,6 @@ chunks. Full chunks are read without a mask, so that 16 bytes are loaded at once
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,12 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradilocks.kernels.chunks import Chunking, Located
+from gradilocks.kernels.chunks import ORDERS, Chunking, Located
 from gradilocks.kernels.triton_launch import TYPES, Launch, launch_for, unspecialized
 from gradilocks.values import NonFinite, Statistics
 
 __all__ = [
-    "ORDERS",
     "change_located",
     "gather",
     "gather_kernel",
@@ -43,7 +41,6 @@ TILE, WARPS = 1024, 8
 CHANGE_TILE, CHANGE_WARPS = 4096, 16
 LANES = 1024
 """Tensors or chunks that are added up at a time, at most."""
-ORDERS = {2.0: 2, 1.0: 1, math.inf: 0}
 
 
 def measure_located(

@@ -19,11 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradilocks.kernels.chunks import AddressedTensors, Located, rules_for, send, stream_of
+from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Located, rules_for, send, stream_of
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.kernels.triton_launch import launch_for, unspecialized
 from gradilocks.kernels.triton_measure import (
-    ORDERS,
     gather,
     lanes_for,
     measure_located,

@@ -7,15 +7,15 @@ only when parameters, groups or state have been replaced.
 
 from __future__ import annotations
 
-import importlib
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from gradilocks import kernels
 from gradilocks._torch import (
     AMP_FLAG,
     TensorBase,
@@ -84,7 +84,8 @@ class Plan:
 
     def __init__(self, optimizer: Any, found: TableGradients) -> None:
         self.found, self.device = found, found.device
-        self._kernels: Any = importlib.import_module("gradilocks.kernels.triton_optimizers")
+        backend = kernels.BACKENDS[self.device.type]
+        self._kernels = cast("kernels.SettlingBackend", backend).optimizers
         params = found.params
         self._shape = _shape(optimizer)
         number = {
@@ -312,7 +313,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """What AdamW, Adam and SGD share. Comes before torch's optimizer in the list of bases."""
 
     kernel: ClassVar[str] = ""
-    """What `kernels.triton_optimizers` calls its kernel."""
+    """What the back ends' optimizers call its kernel."""
     columns: ClassVar[tuple[str, ...]] = ()
     """The names of the state tensors, in the order in which the kernel wants their addresses."""
 

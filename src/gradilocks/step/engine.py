@@ -765,6 +765,8 @@ def norm_and_coefficient(
     if addressed is None or order not in kernels.ORDERS:
         return None
     backend = kernels.BACKENDS[addressed.at.device.type]
+    if not backend.BY_ADDRESS:  # A kernel has failed since they were found.
+        return None
     try:
         return cast("kernels.SettlingBackend", backend).limit(addressed, bound, order)
     except kernels.KernelFailed:  # The user has been warned, and nothing has been written.

@@ -462,7 +462,7 @@ def _each_once(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def refuse_shared_gradient(params: Sequence[Tensor], tensors: Sequence[Tensor], name: Name) -> None:
-    """Raises if the gradients of two parameters lie in the same memory."""
+    """Raises if the gradients of two parameters begin at one address, as one tensor or aliases."""
     first: dict[int, Tensor] = {}
     for param, address in zip(params, addresses_of(tensors), strict=True):
         other = first.setdefault(address, param) if address else param
