@@ -140,6 +140,10 @@ class GradientControl:
                 )
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups do not travel, and a copy is over other parameters: it asks again.
+        return {**self.__dict__, "_ranks": None, "_ranks_of": ([], []), "_replicas": None}
+
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
         engine = self._engine
@@ -219,7 +223,8 @@ class GradientControl:
 
         Costs a pass over the gradients; `step` then measures and decides on what it finds.
         """
-        self._order.check_unscale()
+        # Of a pipeline's stages only the last has a loss, and the others unscale too.
+        self._order.check_unscale(elsewhere=self._ranks is not None)
         gradients, _ = self._find([False] * len(self._optimizers))
         with torch.no_grad():
             multiply_(gradients, torch.reciprocal(self._engine.state.scale))

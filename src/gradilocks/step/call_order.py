@@ -80,14 +80,15 @@ class CallOrder:
                 f"control.{caller}, or inside the closure."
             )
 
-    def check_unscale(self) -> None:
-        """Before `unscale_`."""
+    def check_unscale(self, *, elsewhere: bool = False) -> None:
+        """Before `unscale_`; `elsewhere` if another rank may have scaled the loss."""
         if self.unscaled:
             raise ScaleMisuse(
                 "unscale_() has already been called since the last step(): the gradients are "
                 "unscaled, and doing it twice would shrink them by the scale again."
             )
-        self.check_scaled("unscale_()")
+        if not elsewhere:
+            self.check_scaled("unscale_()")
 
     def note_unscaled(self) -> None:
         """The gradients have been made true in place."""
