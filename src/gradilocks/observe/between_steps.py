@@ -1,4 +1,4 @@
-"""What a script did since its last step enters; the loss and the clip of its next step leave.
+"""What a script ran backward since its last step enters; the loss of its next step leaves.
 
 Every loss on which backward was called between two steps counts, so that micro-batches add up, also
 those that are run backward inside the step, by its closure. Not those whose gradients were cleared.
@@ -7,11 +7,10 @@ Two optimizers that step after one backward share it; a backward after a step be
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,12 @@ from gradilocks.step.events import StepListener
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter
 
-__all__ = ["Clips", "Losses"]
+__all__ = ["Losses", "parameters_of"]
+
+
+def parameters_of(owner: Any) -> Iterator[Tensor]:
+    """The parameters whose gradients `owner.zero_grad()` clears, of a module or an optimizer."""
+    return owner.parameters() if isinstance(owner, nn.Module) else every_parameter([owner])
 
 
 class Losses(StepListener):
@@ -84,8 +88,7 @@ class Losses(StepListener):
         """
         if not self.are_waiting:
             return
-        module = isinstance(owner, nn.Module)
-        cleared: list[Tensor] = list(owner.parameters() if module else every_parameter([owner]))
+        cleared = list(parameters_of(owner))
         if all(param.grad is None for param in cleared) or not self._optimizers:
             return
         ids = {id(param) for param in cleared}
@@ -153,55 +156,3 @@ class _GradientState:
     def is_still(self, param: Tensor) -> bool:
         now = _GradientState.of(param)  # One storage has one weakref.
         return self.storage is now.storage and self.version == now.version
-
-
-class _Clip(NamedTuple):
-    limit: Tensor | float | None
-    """What the 2-norm was to be at most; None if something else was bounded."""
-    clipped: Tensor | bool
-
-
-class Clips:
-    """The clip of each parameter since its last step."""
-
-    def __init__(self) -> None:
-        self._by_param: dict[int, _Clip] = {}
-
-    def by_norm(
-        self,
-        params: Iterable[Tensor],
-        *,
-        norm: object,
-        limit: Any,
-        order: float,
-        changed: Tensor | bool,
-    ) -> None:
-        """The gradients of `params` together had `norm` and were bounded to `limit`; `changed`
-        says whether that changed a gradient, for a norm that cannot be read."""
-        value = norm if isinstance(norm, Tensor) else torch.as_tensor(norm, device="cpu")
-        if type(value) in (Tensor, nn.Parameter):  # Not a DTensor: reading it is a collective.
-            changed = (value.detach() > limit).to(torch.float32)
-        if not isinstance(limit, Tensor):  # A tensor is left where it is: reading it would wait.
-            limit = float(limit) if math.isfinite(limit) else None
-        self._note(params, _Clip(limit if order == 2.0 else None, changed))
-
-    def by_value(self, params: Iterable[Tensor], *, clipped: Tensor | bool) -> None:
-        """Each element of the gradients was bounded."""
-        self._note(params, _Clip(None, clipped))
-
-    def taken(self, params: Sequence[Tensor]) -> dict[str, Any]:
-        """`limit` and `clipped` of a step, which ends their time."""
-        found = {id(clip): clip for p in params if (clip := self._by_param.pop(id(p), None))}
-        clips = list(found.values())
-        if not clips:
-            return {}
-        if len(clips) == 1:
-            return clips[0]._asdict()
-        flags = [torch.as_tensor(clip.clipped, dtype=torch.float32) for clip in clips]
-        home = flags[0].device
-        together = torch.stack([flag.reshape(()).to(home, non_blocking=True) for flag in flags])
-        return {"clipped": together.amax()}
-
-    def _note(self, params: Iterable[Tensor], clip: _Clip) -> None:
-        for param in params:
-            self._by_param[id(param)] = clip
