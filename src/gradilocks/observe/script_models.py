@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import children_of, parameters_in
 from gradilocks.lab.trace import Tracer
 from gradilocks.record import Recorder
 from gradilocks.step.events import Step, StepListener
@@ -29,11 +30,10 @@ def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
     parents: dict[int, list[nn.Module]] = {}
     owners: dict[int, list[nn.Module]] = {}
     for thing in _modules():
-        fields = thing.__dict__
-        for child in (fields.get("_modules") or {}).values():
+        for child in children_of(thing).values():
             if child is not None:
                 parents.setdefault(id(child), []).append(thing)
-        for param in (fields.get("_parameters") or {}).values():
+        for param in parameters_in(thing).values():
             if id(param) in wanted:
                 owners.setdefault(wanted[id(param)], []).append(thing)
     roots: dict[int, nn.Module] = {}
