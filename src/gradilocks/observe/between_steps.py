@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import version
+from gradilocks._torch import sparse_values, version
 from gradilocks.lab.tensors import storage_of
 from gradilocks.step.events import StepListener
 from gradilocks.step.own_step import weakly
@@ -35,6 +35,7 @@ class Losses(StepListener):
     def __init__(self) -> None:
         self._sum: Tensor | None = None
         self._is_taken = False
+        self._is_unknown = False  # Whether the sum may hold a loss whose gradients are gone.
         self._unscaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # By scaled loss.
         self._optimizers: dict[int, Callable[[], Any]] = {}  # Also before their first step.
         # Of the parameters when the first of these losses came: their gradients, by which is seen
@@ -85,6 +86,10 @@ class Losses(StepListener):
     def gradients_clear(self, owner: Any) -> None:
         """With the gradients go the losses that they came from, unless gradients of another
         optimizer came from those too: such have changed since the first of them was run backward.
+
+        Views of one buffer, as DDP's `gradient_as_bucket_view` makes them, share one counter of
+        writes. If that of another optimizer's gradient may have moved by a write to its neighbours
+        alone, nobody knows whether the losses are gone, and the step's loss is not told.
         """
         if not self.are_waiting:
             return
@@ -92,10 +97,13 @@ class Losses(StepListener):
         if all(param.grad is None for param in cleared) or not self._optimizers:
             return
         ids = {id(param) for param in cleared}
-        others = (p for p in self._parameters() if id(p) not in ids and p.grad is not None)
+        others = [p for p in self._parameters() if id(p) not in ids and p.grad is not None]
         then = self._gradients
-        if all(id(p) in then and then[id(p)].is_still(p) for p in others):
+        changed = [p for p in others if id(p) not in then or not then[id(p)].is_still(p)]
+        if not changed:
             self.start()
+        elif not any(id(p) not in then or then[id(p)].is_replaced(p) for p in changed):
+            self._is_unknown = self._is_unknown or not _fill_a_storage(changed)
 
     @property
     def are_waiting(self) -> bool:
@@ -104,7 +112,7 @@ class Losses(StepListener):
 
     def start(self) -> None:
         """Forgets what came before: its gradients are gone, or somebody else tells of them."""
-        self._sum, self._is_taken = None, False
+        self._sum, self._is_taken, self._is_unknown = None, False, False
 
     def end(self) -> None:
         """A step is over: what was run backward in it is no part of the next one."""
@@ -113,7 +121,7 @@ class Losses(StepListener):
     def take(self) -> Tensor | None:
         """The loss of a step that is about to be taken; None if nobody knows."""
         self._is_taken = True
-        total = self._sum
+        total = None if self._is_unknown else self._sum
         return total.real if total is not None and total.is_complex() else total
 
     def _add_all(self, tensors: Iterable[Any]) -> None:
@@ -154,5 +162,26 @@ class _GradientState:
         return _GradientState(weakref.ref(storage_of(gradient)), writes)
 
     def is_still(self, param: Tensor) -> bool:
-        now = _GradientState.of(param)  # One storage has one weakref.
-        return self.storage is now.storage and self.version == now.version
+        """Whether it has the same memory, and nobody has written there."""
+        return not self.is_replaced(param) and self.version == _GradientState.of(param).version
+
+    def is_replaced(self, param: Tensor) -> bool:
+        """Whether the gradient is in other memory than it was, or there was none."""
+        return self.storage is not _GradientState.of(param).storage  # One storage has one weakref.
+
+
+def _fill_a_storage(params: Iterable[Tensor]) -> bool:
+    """Whether the gradients of `params` are all that is in the memory of at least one of them."""
+    left: dict[int, int] = {}  # By storage: how many of its bytes are in none of the gradients.
+    for gradient in (param.grad for param in params):
+        if gradient is not None:
+            storage = storage_of(gradient)
+            elements = sparse_values(gradient) if gradient.is_sparse else gradient
+            rest = left.get(id(storage), _bytes_of(storage))
+            left[id(storage)] = rest - elements.numel() * elements.element_size()
+    return any(rest <= 0 for rest in left.values())
+
+
+def _bytes_of(storage: Any) -> int:
+    """How large a storage is, or a tensor that has none."""
+    return int(storage.nbytes if isinstance(storage, Tensor) else storage.nbytes())
