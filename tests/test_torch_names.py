@@ -420,6 +420,7 @@ INSTANCE = {
     "_opt_called": steps_noted,
     "_optimizer_step_post_hooks": hooks("_optimizer_step_post_hooks"),
     "_optimizer_step_pre_hooks": hooks("_optimizer_step_pre_hooks"),
+    "_parameters": tables("parameters_in", "_parameters"),
     "_post_accumulate_grad_hooks": late_hooks,
     "_schedulers": inner,
     "_step_supports_amp_scaling": amp_flag,
@@ -520,6 +521,8 @@ ASKING = {
     "getattr_static",
     "methodcaller",
 }
+# Keys of the state_dict of a GradScaler and of a schedule, which torch's files on disk have.
+STATE_KEYS = {"_growth_tracker", "_schedulers"}
 # What the package calls an object of its own, where a private name of ours is the same as torch's.
 OUR_OBJECTS = {"self", "cls", "control", "made", "super()"}
 
@@ -583,7 +586,8 @@ def uses(path, tree, given, torchs_classes) -> list[str]:
     3. It reads a private attribute that neither Python nor a class of this package gives anything.
     4. It reads one that is listed in `_torch`, off anything that is not an object of our own. In
        a class that inherits from torch's, `self` is torch's. A scaler's are free in `dropin/`.
-    5. It names one of these as a string, for `getattr` and the like, or a private module of torch.
+    5. It names one of these as a string, for `getattr`, `x.__dict__`, `vars(x)` or whatever else,
+       or a private module of torch.
     """
     listed = {*_torch.INSTANCE_NAMES, *_torch.TRITON_NAMES}
     listed |= set() if path.parent.name == "dropin" else set(_torch.SCALER_ATTRIBUTES)
@@ -620,9 +624,11 @@ def uses(path, tree, given, torchs_classes) -> list[str]:
             ours = bool(node.args) and ast.unparse(node.args[0]) in OUR_OBJECTS
             if function in ASKING and not ours:
                 told = next((word for word in words if word in listed), None)
-        elif isinstance(node, ast.Constant):
-            module = isinstance(node.value, str) and node.value.startswith(("torch._", "triton._"))
-            told = node.value if module and " " not in node.value else None
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module = node.value.startswith(("torch._", "triton._")) and " " not in node.value
+            # Any use: `x.__dict__` may have a variable of its own before a name is looked up there.
+            attribute = _private(node.value) and node.value in listed - STATE_KEYS
+            told = node.value if module or attribute else None
         if told is not None:
             found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {told}")
     return found
@@ -650,6 +656,12 @@ def test_no_other_file_uses_a_private_name_of_torch_or_triton():
         "optimizer._never_heard_of",
         "sys.modules['torch._dynamo']",
         "kernel.warmup()",
+        "x.__dict__.get('_parameters')",
+        "vars(x)['_parameters']",
+        "vars(x).pop('_modules')",
+        "x.__dict__['_backward_hooks']",
+        "del x.__dict__['_backward_hooks']",
+        "fields = x.__dict__\nfields.get('_parameters')",
         "class Ours(torch.optim.SGD):\n    def f(self):\n        self._opt_called = True",
         "class Ours(torch.optim.SGD):\n    def f(self):\n        return self._buffers",
     ],

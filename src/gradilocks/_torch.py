@@ -62,6 +62,7 @@ __all__ = [
     "new_scaler_state",
     "norms",
     "note_stepped",
+    "parameters_in",
     "post_accumulate_hooks",
     "scale_of",
     "scaler_state",
@@ -247,6 +248,11 @@ def set_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
 def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
     """A module's children by name; none if its constructor has not come that far."""
     return _table(module, "_modules", module.named_children)
+
+
+def parameters_in(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """A module's own parameters by name; none if its constructor has not come that far."""
+    return _table(module, "_parameters", lambda: module.named_parameters(recurse=False))
 
 
 def _table(module: nn.Module, name: str, public: Callable[[], Any]) -> Mapping[str, Any]:
@@ -606,6 +612,7 @@ INSTANCE_NAMES = (
     "_opt_called",
     "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks",
+    "_parameters",
     "_post_accumulate_grad_hooks",
     "_schedulers",
     "_step_supports_amp_scaling",

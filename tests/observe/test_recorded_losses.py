@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gradilocks import read_run
-from tests.observe.sessions import SCRIPTS, process, watched, write
+from tests.observe.sessions import SCRIPTS, forked, process, watched, write
 
 
 def said_and_recorded(shown, path):
@@ -370,3 +370,69 @@ def test_loops_of_every_make_record_each_loss_once(tmp_path):
     assert len(cases) == 30
     for case, (losses, recorded) in cases.items():
         assert recorded == pytest.approx(losses, rel=1e-6), case
+
+
+BUFFERS = """
+import json
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+a, b = models
+for_a, for_b = (torch.optim.SGD(each.parameters(), lr=0.01) for each in models)
+ofa, ofb = [], []
+
+def lay(*owners):
+    params = [param for owner in owners for param in owner.parameters()]
+    flat, begin = torch.zeros(sum(param.numel() for param in params)), 0
+    for param in params:
+        param.grad = flat[begin : begin + param.numel()].view_as(param)
+        begin += param.numel()
+
+def backward(losses, *owners):
+    loss = sum(owner(torch.ones(1, 4)).square().sum() for owner in owners) + 5
+    loss.backward()
+    losses.append(loss.item())
+
+{lay}
+for number in range(3):
+    for_a.zero_grad(set_to_none=False)
+    backward(ofa, a)
+    for_a.step()
+    for_b.zero_grad(set_to_none=False)
+    backward([], {reached})
+    for_{cleared}.zero_grad(set_to_none=False)
+    {again}
+    for_b.step()
+print(json.dumps(["a", ofa]))
+print(json.dumps(["b", ofb]))
+"""
+THROWN_AWAY = {"reached": "b", "cleared": "b", "again": "backward(ofb, b)"}
+STILL_THERE = {"reached": "a, b", "cleared": "a", "again": "ofb.append(0.0)"}
+
+
+def of_two_optimizers(folder, lay, case):
+    name = write(folder, "train.py", BUFFERS.format(lay=lay, **case))
+    cases = said_and_recorded(forked("-o", "a.jsonl", name, cwd=folder), folder / "a.jsonl")
+    said, recorded = cases["a"]
+    assert recorded == pytest.approx(said, rel=1e-6)
+    return cases["b"]
+
+
+@pytest.mark.parametrize("lay", ["lay(a), lay(b)", "lay(a)", ""])
+def test_a_loss_that_was_thrown_away_in_a_buffer_of_its_optimizer_does_not_count(lay, tmp_path):
+    said, recorded = of_two_optimizers(tmp_path, lay, THROWN_AWAY)
+    assert recorded == pytest.approx(said, rel=1e-6)
+
+
+def test_a_loss_of_two_optimizers_stays_if_the_gradients_of_one_are_cleared(tmp_path):
+    _, recorded = of_two_optimizers(tmp_path, "lay(a), lay(b)", STILL_THERE)
+    assert all(loss is not None and loss >= 5 for loss in recorded)
+
+
+@pytest.mark.parametrize("case", [THROWN_AWAY, STILL_THERE], ids=["thrown away", "still there"])
+def test_a_loss_is_unknown_where_two_optimizers_write_to_one_buffer(case, tmp_path):
+    """All views of it share one counter of writes."""
+    _, recorded = of_two_optimizers(tmp_path, "lay(a, b)", case)
+    assert recorded == [None, None, None]

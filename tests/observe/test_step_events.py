@@ -14,7 +14,7 @@ from torch import nn
 import gradilocks
 from gradilocks.errors import GradilocksError
 from gradilocks.observe.torch_hooks import TorchHooks
-from gradilocks.step.events import EVENTS, Clip, Step, StepEvents, StepListener
+from gradilocks.step.events import EVENTS, Clip, PerDriver, Step, StepEvents, StepListener
 
 
 class Told(StepListener):
@@ -202,3 +202,15 @@ def test_without_a_listener_nothing_is_made_to_tell_of(monkeypatch):
     scaler.scale(model(x).mean()).backward()
     gradilocks.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
+
+
+def test_what_is_kept_for_an_optimizer_goes_to_no_other_that_has_its_id(monkeypatch):
+    monkeypatch.setattr("gradilocks.step.events.id", lambda thing: 1, raising=False)
+    kept: PerDriver[list[int]] = PerDriver(list)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    step = Step(optimizer, (optimizer,))
+    kept.of(step).append(1)
+    assert kept.of(step) == [1]
+    del optimizer, step
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert kept.of(Step(other, (other,))) == []

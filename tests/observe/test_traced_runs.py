@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from types import SimpleNamespace
+
 import pytest
+import torch
+from torch import nn
 
 from gradilocks import read_run
+from gradilocks.observe import script_models
+from gradilocks.step import events
+from gradilocks.step.events import Step
 from tests.observe.sessions import forked, process, write
 
 SCRIPT = """
@@ -47,3 +55,58 @@ def test_the_step_after_a_skip_is_traced_and_no_number_changes(optimizer, tmp_pa
     assert (found.step, found.phase, found.module, found.kind) == (6, "forward", "1", "Hot")
     assert run.header.settings["trace"] is True
     assert any("traced: Inf first in the output of 1 (Hot)" in line for line in shown.told)
+
+
+class Bad(nn.Module):
+    """Makes -Inf of everything."""
+
+    def forward(self, x):
+        return (x * 0).log()
+
+
+@pytest.fixture
+def ids(monkeypatch):
+    """Ids that a test gives out itself: Python gives those of what is gone to new objects."""
+    given = {}
+    for module in (script_models, events):
+        told = lambda thing: given.get(id(thing), id(thing))  # noqa: E731
+        monkeypatch.setattr(module, "id", told, raising=False)
+    return given
+
+
+def taken(tracer, model, steps, ids, *, same):
+    """Takes steps of a model, whose first parameter or optimizer has the id that others had."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ids.clear()
+    ids[id(optimizer if same == "optimizer" else model[0].weight)] = -1
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        bad = sum(torch.logical_not(torch.isfinite(p.grad)).sum() for p in model.parameters())
+        found = SimpleNamespace(nan=bad.reshape(1), inf=torch.zeros(1))
+        tracer.step_ended(Step(optimizer, (optimizer,), statistics=found))
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("same", ["parameter", "optimizer"])
+def test_a_model_after_another_is_traced_though_it_has_its_ids(same, ids):
+    tracer = script_models.ScriptTracer(lambda: None)
+    taken(tracer, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 4, ids, same=same)
+    gc.collect()
+    model = nn.Sequential(nn.Linear(4, 4), Bad())
+    taken(tracer, model, 2, ids, same=same)
+    ((found,),) = [each.findings for each in tracer._tracers if each.findings]
+    tracer.close()
+    assert (found.step, found.module, found.kind) == (2, "1", "Bad")
+    assert tracer.findings() == (found.text,)
+
+
+def test_an_optimizer_that_is_given_another_model_has_that_one_traced():
+    tracer = script_models.ScriptTracer(lambda: None)
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    found = SimpleNamespace(nan=torch.zeros(1), inf=torch.ones(1))
+    for model in (first, second):
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        tracer.step_ended(Step(optimizer, (optimizer,), statistics=found))
+        assert len(model._forward_hooks) == 1
+    tracer.close()

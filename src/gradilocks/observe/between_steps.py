@@ -1,4 +1,4 @@
-"""What a script did since its last step enters; the loss and the clip of its next step leave.
+"""What a script ran backward since its last step enters; the loss of its next step leaves.
 
 Every loss on which backward was called between two steps counts, so that micro-batches add up, also
 those that are run backward inside the step, by its closure. Not those whose gradients were cleared.
@@ -7,22 +7,26 @@ Two optimizers that step after one backward share it; a backward after a step be
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import version
+from gradilocks._torch import sparse_values, version
 from gradilocks.lab.tensors import storage_of
 from gradilocks.step.events import StepListener
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter
 
-__all__ = ["Clips", "Losses"]
+__all__ = ["Losses", "parameters_of"]
+
+
+def parameters_of(owner: Any) -> Iterator[Tensor]:
+    """The parameters whose gradients `owner.zero_grad()` clears, of a module or an optimizer."""
+    return owner.parameters() if isinstance(owner, nn.Module) else every_parameter([owner])
 
 
 class Losses(StepListener):
@@ -31,6 +35,7 @@ class Losses(StepListener):
     def __init__(self) -> None:
         self._sum: Tensor | None = None
         self._is_taken = False
+        self._is_unknown = False  # Whether the sum may hold a loss whose gradients are gone.
         self._unscaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # By scaled loss.
         self._optimizers: dict[int, Callable[[], Any]] = {}  # Also before their first step.
         # Of the parameters when the first of these losses came: their gradients, by which is seen
@@ -81,18 +86,24 @@ class Losses(StepListener):
     def gradients_clear(self, owner: Any) -> None:
         """With the gradients go the losses that they came from, unless gradients of another
         optimizer came from those too: such have changed since the first of them was run backward.
+
+        Views of one buffer, as DDP's `gradient_as_bucket_view` makes them, share one counter of
+        writes. If that of another optimizer's gradient may have moved by a write to its neighbours
+        alone, nobody knows whether the losses are gone, and the step's loss is not told.
         """
         if not self.are_waiting:
             return
-        module = isinstance(owner, nn.Module)
-        cleared: list[Tensor] = list(owner.parameters() if module else every_parameter([owner]))
+        cleared = list(parameters_of(owner))
         if all(param.grad is None for param in cleared) or not self._optimizers:
             return
         ids = {id(param) for param in cleared}
-        others = (p for p in self._parameters() if id(p) not in ids and p.grad is not None)
+        others = [p for p in self._parameters() if id(p) not in ids and p.grad is not None]
         then = self._gradients
-        if all(id(p) in then and then[id(p)].is_still(p) for p in others):
+        changed = [p for p in others if id(p) not in then or not then[id(p)].is_still(p)]
+        if not changed:
             self.start()
+        elif not any(id(p) not in then or then[id(p)].is_replaced(p) for p in changed):
+            self._is_unknown = self._is_unknown or not _fill_a_storage(changed)
 
     @property
     def are_waiting(self) -> bool:
@@ -101,7 +112,7 @@ class Losses(StepListener):
 
     def start(self) -> None:
         """Forgets what came before: its gradients are gone, or somebody else tells of them."""
-        self._sum, self._is_taken = None, False
+        self._sum, self._is_taken, self._is_unknown = None, False, False
 
     def end(self) -> None:
         """A step is over: what was run backward in it is no part of the next one."""
@@ -110,7 +121,7 @@ class Losses(StepListener):
     def take(self) -> Tensor | None:
         """The loss of a step that is about to be taken; None if nobody knows."""
         self._is_taken = True
-        total = self._sum
+        total = None if self._is_unknown else self._sum
         return total.real if total is not None and total.is_complex() else total
 
     def _add_all(self, tensors: Iterable[Any]) -> None:
@@ -151,57 +162,26 @@ class _GradientState:
         return _GradientState(weakref.ref(storage_of(gradient)), writes)
 
     def is_still(self, param: Tensor) -> bool:
-        now = _GradientState.of(param)  # One storage has one weakref.
-        return self.storage is now.storage and self.version == now.version
+        """Whether it has the same memory, and nobody has written there."""
+        return not self.is_replaced(param) and self.version == _GradientState.of(param).version
+
+    def is_replaced(self, param: Tensor) -> bool:
+        """Whether the gradient is in other memory than it was, or there was none."""
+        return self.storage is not _GradientState.of(param).storage  # One storage has one weakref.
 
 
-class _Clip(NamedTuple):
-    limit: Tensor | float | None
-    """What the 2-norm was to be at most; None if something else was bounded."""
-    clipped: Tensor | bool
+def _fill_a_storage(params: Iterable[Tensor]) -> bool:
+    """Whether the gradients of `params` are all that is in the memory of at least one of them."""
+    left: dict[int, int] = {}  # By storage: how many of its bytes are in none of the gradients.
+    for gradient in (param.grad for param in params):
+        if gradient is not None:
+            storage = storage_of(gradient)
+            elements = sparse_values(gradient) if gradient.is_sparse else gradient
+            rest = left.get(id(storage), _bytes_of(storage))
+            left[id(storage)] = rest - elements.numel() * elements.element_size()
+    return any(rest <= 0 for rest in left.values())
 
 
-class Clips:
-    """The clip of each parameter since its last step."""
-
-    def __init__(self) -> None:
-        self._by_param: dict[int, _Clip] = {}
-
-    def by_norm(
-        self,
-        params: Iterable[Tensor],
-        *,
-        norm: object,
-        limit: Any,
-        order: float,
-        changed: Tensor | bool,
-    ) -> None:
-        """The gradients of `params` together had `norm` and were bounded to `limit`; `changed`
-        says whether that changed a gradient, for a norm that cannot be read."""
-        value = norm if isinstance(norm, Tensor) else torch.as_tensor(norm, device="cpu")
-        if type(value) in (Tensor, nn.Parameter):  # Not a DTensor: reading it is a collective.
-            changed = (value.detach() > limit).to(torch.float32)
-        if not isinstance(limit, Tensor):  # A tensor is left where it is: reading it would wait.
-            limit = float(limit) if math.isfinite(limit) else None
-        self._note(params, _Clip(limit if order == 2.0 else None, changed))
-
-    def by_value(self, params: Iterable[Tensor], *, clipped: Tensor | bool) -> None:
-        """Each element of the gradients was bounded."""
-        self._note(params, _Clip(None, clipped))
-
-    def taken(self, params: Sequence[Tensor]) -> dict[str, Any]:
-        """`limit` and `clipped` of a step, which ends their time."""
-        found = {id(clip): clip for p in params if (clip := self._by_param.pop(id(p), None))}
-        clips = list(found.values())
-        if not clips:
-            return {}
-        if len(clips) == 1:
-            return clips[0]._asdict()
-        flags = [torch.as_tensor(clip.clipped, dtype=torch.float32) for clip in clips]
-        home = flags[0].device
-        together = torch.stack([flag.reshape(()).to(home, non_blocking=True) for flag in flags])
-        return {"clipped": together.amax()}
-
-    def _note(self, params: Iterable[Tensor], clip: _Clip) -> None:
-        for param in params:
-            self._by_param[id(param)] = clip
+def _bytes_of(storage: Any) -> int:
+    """How large a storage is, or a tensor that has none."""
+    return int(storage.nbytes if isinstance(storage, Tensor) else storage.nbytes())

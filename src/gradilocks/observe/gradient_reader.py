@@ -1,4 +1,6 @@
-"""An optimizer's gradients enter, their statistics leave; nothing that the script sees changes.
+"""An optimizer's gradients enter; their statistics and how they were clipped leave.
+
+Nothing that the script sees changes.
 
 Gradients are recorded as they were before they were clipped, because clipping can spread one NaN to
 all. So they are measured before a clip, after it, and again when the step comes: if the norms and
@@ -6,26 +8,40 @@ the counts of NaN and Inf are to the bit those that the clip has left, of all th
 were clipped together, what was found before it is told, else what the step finds. All three are
 reads. Whether somebody has written in between cannot be asked of torch: its counter of versions
 does not see `p.grad.data /= world_size`, a collective on `.data`, or NumPy.
+
+A clip is known by the memory of the gradients that it was of. Not by their parameters: Python gives
+the id of a parameter that is gone to a new one, and clearing a gradient ends its clip too.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradilocks.kernels.reference import any_double
 from gradilocks.lab.tensors import storage_of
+from gradilocks.step.events import Clip
 from gradilocks.step.measure import measure
 from gradilocks.step.table import measurable_gradients
 from gradilocks.values import Statistics, moved
 
-__all__ = ["ClippedGradients", "GradientReader", "Reading"]
+__all__ = ["ClipEffect", "ClippedGradients", "GradientReader", "Reading"]
+
+
+class ClipEffect(NamedTuple):
+    """What a clip has done to the gradients that it was of."""
+
+    limit: Tensor | float | None
+    """What the 2-norm was to be at most; None if something else was bounded."""
+    clipped: Tensor | bool
+    """Whether it made them smaller."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,8 @@ class Reading:
     """How many elements each has."""
     double: bool
     """Whether one of them is float64."""
+    clip: dict[str, Any] = field(default_factory=dict)
+    """`limit` and `clipped` of a Sample; empty if none of them was clipped."""
 
 
 @dataclass(eq=False)
@@ -49,6 +67,8 @@ class ClippedGradients:
     storages: list[weakref.ref[Any]]
     before: Statistics
     after: Statistics | None = None
+    effect: ClipEffect | None = None
+    """None until the clip is over."""
 
     def changed(self) -> Tensor | bool:
         """Whether the clip has changed one of them, as far as this process holds them."""
@@ -57,11 +77,13 @@ class ClippedGradients:
         before, after = self.before.norms, self.after.norms
         return ((before != after) & torch.logical_not(torch.isnan(before))).any().to(torch.float32)
 
-    def tells_of(self, gradient: Tensor, row: int, *, detail: bool) -> bool:
-        """Whether it was of this gradient, in as much detail as is wanted, and is over."""
-        if self.storages[row]() is not storage_of(gradient) or self.after is None:
-            return False
-        return not detail or self.before.zeros is not None
+    def is_of(self, gradient: Tensor, row: int) -> bool:
+        """Whether the gradient in this row is in the memory that `gradient` has now."""
+        return self.storages[row]() is storage_of(gradient)
+
+    def tells(self, *, detail: bool) -> bool:
+        """Whether both measurements are there, in as much detail as is wanted."""
+        return self.after is not None and (not detail or self.before.zeros is not None)
 
 
 class GradientReader:
@@ -87,13 +109,21 @@ class GradientReader:
         self._clipped.update((_key(each), (clipped, row)) for row, each in enumerate(gradients))
         return clipped
 
-    def after_clip(self, clipped: ClippedGradients, params: Sequence[Tensor]) -> None:
+    def after_clip(self, clipped: ClippedGradients, clip: Clip) -> None:
         """The clip is done: measures what it has left."""
+        params = clip.params
         places, tensors = measurable_gradients(params)
         now = [storage_of(gradient) for gradient in _gradients(params, places)]
         then = [ref() for ref in clipped.storages]
         if len(now) == len(then) and all(map(is_, now, then)):
             clipped.after = _measured(tensors, detail=False)
+        clipped.effect = _effect(clip, clipped)
+
+    def gradients_clear(self, params: Iterable[Tensor]) -> None:
+        """Gradients are about to be cleared, perhaps in place: what comes there is not clipped."""
+        for param in params if self._clipped else ():
+            if param.grad is not None:
+                self._clipped.pop(_key(param.grad), None)
 
     def read(self, params: Sequence[Tensor], *, detail: bool) -> Reading:
         """Measures the gradients of `params`; those that a clip has left tell of before it."""
@@ -102,14 +132,21 @@ class GradientReader:
             return Reading([], None, [], double=False)
         found = _measured(tensors, detail=detail)
         rows: dict[ClippedGradients, list[tuple[int, int]]] = {}  # In what is found, and before.
+        effects: dict[int, ClipEffect] = {}  # Each of them once.
         for here, gradient in enumerate(_gradients(params, places) if self._clipped else ()):
             was = self._clipped.pop(_key(gradient), None)  # It was clipped for this step.
-            if was is not None and was[0].tells_of(gradient, was[1], detail=detail):
-                rows.setdefault(was[0], []).append((here, was[1]))
+            if was is None or not was[0].is_of(gradient, was[1]):
+                continue
+            clipped, row = was
+            if clipped.effect is not None:
+                effects[id(clipped.effect)] = clipped.effect
+            if clipped.tells(detail=detail):
+                rows.setdefault(clipped, []).append((here, row))
         for clipped, pairs in rows.items():
             found = _unclipped(found, clipped, pairs, detail=detail)
         sizes = [tensor.numel() for tensor in tensors]
-        return Reading(places, found, sizes, double=any_double(tensors))
+        clip = _together(list(effects.values()))
+        return Reading(places, found, sizes, double=any_double(tensors), clip=clip)
 
 
 def _gradients(params: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
@@ -118,6 +155,31 @@ def _gradients(params: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
 
 def _key(gradient: Tensor) -> tuple[int, int]:
     return id(storage_of(gradient)), 0 if gradient.is_sparse else int(gradient.storage_offset())
+
+
+def _effect(clip: Clip, gradients: ClippedGradients) -> ClipEffect:
+    """What a clip that is over has done."""
+    if clip.by_value:
+        largest = gradients.before.largest
+        changed = False if largest is None else (largest > clip.limit).any().to(torch.float32)
+        return ClipEffect(None, changed)
+    clipped, limit = gradients.changed(), clip.limit
+    norm = clip.norm if isinstance(clip.norm, Tensor) else torch.as_tensor(clip.norm, device="cpu")
+    if type(norm) in (Tensor, nn.Parameter):  # Not a DTensor: reading it is a collective.
+        clipped = (norm.detach() > limit).to(torch.float32)
+    if not isinstance(limit, Tensor):  # A tensor is left where it is: reading it would wait.
+        limit = float(limit) if math.isfinite(limit) else None
+    return ClipEffect(limit if float(clip.order) == 2.0 else None, clipped)
+
+
+def _together(effects: Sequence[ClipEffect]) -> dict[str, Any]:
+    """`limit` and `clipped` of a step whose gradients had these clips."""
+    if len(effects) < 2:
+        return effects[0]._asdict() if effects else {}
+    flags = [torch.as_tensor(effect.clipped, dtype=torch.float32) for effect in effects]
+    home = flags[0].device
+    stacked = torch.stack([flag.reshape(()).to(home, non_blocking=True) for flag in flags])
+    return {"clipped": stacked.amax()}
 
 
 def _unclipped(

@@ -9,16 +9,16 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import children_of, parameters_in
 from gradilocks.lab.trace import Tracer
 from gradilocks.record import Recorder
-from gradilocks.step.events import Step, StepListener
+from gradilocks.step.events import PerDriver, Step, StepListener
 
 __all__ = ["ScriptTracer", "owners_of"]
 
@@ -29,11 +29,10 @@ def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
     parents: dict[int, list[nn.Module]] = {}
     owners: dict[int, list[nn.Module]] = {}
     for thing in _modules():
-        fields = thing.__dict__
-        for child in (fields.get("_modules") or {}).values():
+        for child in children_of(thing).values():
             if child is not None:
                 parents.setdefault(id(child), []).append(thing)
-        for param in (fields.get("_parameters") or {}).values():
+        for param in parameters_in(thing).values():
             if id(param) in wanted:
                 owners.setdefault(wanted[id(param)], []).append(thing)
     roots: dict[int, nn.Module] = {}
@@ -82,9 +81,9 @@ class ScriptTracer(StepListener):
 
     def __init__(self, make_recorder: Callable[[], Recorder]) -> None:
         self._make_recorder = make_recorder
-        self._tracers: dict[int, list[Tracer]] = {}  # By an optimizer's first parameter.
+        self._drivers = PerDriver(_Driver)
         self._tracer_of: WeakKeyDictionary[nn.Module, Tracer] = WeakKeyDictionary()
-        self._steps: Counter[int] = Counter()  # By whose they are.
+        self._tracers: list[Tracer] = []  # Also of models that are gone.
 
     def step_ended(self, step: Step) -> None:
         if step.record is not None:
@@ -93,28 +92,46 @@ class ScriptTracer(StepListener):
             bad = ((step.statistics.nan + step.statistics.inf).sum() > 0).reshape(1)
         else:
             return
-        whose = id(step.driver if step.is_of_control else step.optimizers[0])
-        self._steps[whose] += 1
-        for tracer in self._tracers_of(list(step.parameters())):
-            tracer.note(bad.to(torch.float32), step=self._steps[whose])
+        driver = self._drivers.of(step)
+        driver.steps += 1
+        for model in driver.models_of(list(step.parameters())):
+            self._tracer(model).note(bad.to(torch.float32), step=driver.steps)
 
-    def _tracers_of(self, params: Sequence[Tensor]) -> list[Tracer]:
-        key = id(params[0])
-        if key not in self._tracers:
-            models = owners_of(params)
-            for model in models:
-                if model not in self._tracer_of:
-                    self._tracer_of[model] = Tracer(model, recorder=self._make_recorder())
-            self._tracers[key] = [self._tracer_of[model] for model in models]
-        return self._tracers[key]
+    def _tracer(self, model: nn.Module) -> Tracer:
+        tracer = self._tracer_of.get(model)
+        if tracer is None:
+            tracer = self._tracer_of[model] = Tracer(model, recorder=self._make_recorder())
+            self._tracers.append(tracer)
+        return tracer
 
     def findings(self) -> tuple[str, ...]:
         """What was found, in sentences, each of them once."""
-        every = {id(t): t for tracers in self._tracers.values() for t in tracers}.values()
-        return tuple(dict.fromkeys(each.text for tracer in every for each in tracer.findings))
+        found = (each.text for tracer in self._tracers for each in tracer.findings)
+        return tuple(dict.fromkeys(found))
 
     def close(self) -> None:
         """Takes the tracers' hooks away."""
-        for tracers in self._tracers.values():
-            for tracer in tracers:
-                tracer.close()
+        for tracer in self._tracers:
+            tracer.close()
+
+
+class _Driver:
+    """A control or an optimizer: how many steps it has taken, and the models that it trains."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._models: list[ref[nn.Module]] = []
+        self._params: tuple[int, int] | None = None  # How many, and the id of the first.
+
+    def models_of(self, params: Sequence[Tensor]) -> list[nn.Module]:
+        """The owners of its parameters, looked for again when it has others or a model is gone."""
+        models = [model for find in self._models if (model := find()) is not None]
+        same = self._params == (len(params), id(params[0])) and len(models) == len(self._models)
+        # A model may have been given other parameters, and left the id of this one to somebody's.
+        # Most often it is the first of all, so that this is a short look.
+        owned = (param is params[0] for model in models for param in model.parameters())
+        if not same or (models and not any(owned)):
+            models = owners_of(params)
+            self._models = [ref(model) for model in models]
+            self._params = len(params), id(params[0])
+        return models

@@ -22,7 +22,7 @@ from gradilocks._torch import unseen_by_modes
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.reference import rounded, total_norm
 from gradilocks.names import Names, name_parameters, prefixed
-from gradilocks.observe.between_steps import Clips, Losses
+from gradilocks.observe.between_steps import Losses, parameters_of
 from gradilocks.observe.gradient_reader import ClippedGradients, GradientReader, Reading
 from gradilocks.observe.process_end import SignalsHeld
 from gradilocks.observe.script_models import owners_of
@@ -102,6 +102,7 @@ class _Introduction:
 
     def __init__(self, index: int, params: list[Tensor]) -> None:
         self.index, self._params = index, params
+        self.ids = frozenset(map(id, params))  # Theirs as long as this object lives.
 
     def __reduce__(self) -> Any:
         return list, ()
@@ -152,10 +153,8 @@ class StepRecorder(StepListener):
         self._introductions: dict[int, Callable[[], _Introduction | None]] = {}  # By optimizer.
         self._attempts: dict[Step, _Attempt] = {}
         self._journals: WeakKeyDictionary[Any, Journal] = WeakKeyDictionary()  # By control.
-        self._index_of: dict[int, int] = {}  # By parameter: its optimizer's index.
         self._reader = GradientReader()
         self.losses = Losses()
-        self._clips = Clips()
         self._clipping: ClippedGradients | None = None
         self.recorder: ScriptRecorder | None = None
 
@@ -190,7 +189,7 @@ class StepRecorder(StepListener):
         attempt.loss = self.losses.take()
         if attempt.loss is None and isinstance(loss, Tensor) and loss.numel() == 1:
             attempt.loss = loss.detach().clone()
-        attempt.clip = self._clips.taken(attempt.params)
+        attempt.clip = attempt.reading.clip
 
     def update_begins(self, step: Step) -> None:
         attempt = self._attempts.get(step)
@@ -282,7 +281,6 @@ class StepRecorder(StepListener):
         index = self.recorder_now().add_optimizer(optimizer, names=names)
         self._introductions[id(optimizer)] = _Introduction(index, params).kept_by(optimizer)
         self.losses.optimizer_made(optimizer)
-        self._index_of.update((id(param), index) for param in params)
         return index
 
     # --- a script's own GradientControls -------------------------------------------------------
@@ -307,29 +305,25 @@ class StepRecorder(StepListener):
     # --- clips ---------------------------------------------------------------------------------
 
     def clip_begins(self, clip: Clip) -> None:
-        indices = {self._index_of.get(id(param)) for param in clip.params}
-        detail = clip.by_value or any(
-            index is None or self.recorder is None or self.recorder.wants_detail(index)
-            for index in indices
-        )
+        detail = clip.by_value or self._wants_detail({id(param) for param in clip.params})
         self._clipping = self._reader.before_clip(clip.params, detail=detail)
+
+    def _wants_detail(self, params: set[int]) -> bool:
+        """Whether a step that these are clipped for may be recorded in detail."""
+        for known in [find() for find in self._introductions.values()]:
+            if known is not None and not known.ids.isdisjoint(params):
+                params = params - known.ids
+                if self.recorder is None or self.recorder.wants_detail(known.index):
+                    return True
+        return bool(params)  # Of an optimizer that has not stepped yet, whose first step is.
 
     def clip_ended(self, clip: Clip) -> None:
         gradients, self._clipping = self._clipping, None
         if gradients is not None:
-            self._reader.after_clip(gradients, clip.params)
-        if clip.by_value:
-            largest = None if gradients is None else gradients.before.largest
-            clipped = False if largest is None else (largest > clip.limit).any().to(torch.float32)
-            self._clips.by_value(clip.params, clipped=clipped)
-        else:
-            self._clips.by_norm(
-                clip.params,
-                norm=clip.norm,
-                limit=clip.limit,
-                order=float(clip.order),
-                changed=gradients is not None and gradients.changed(),
-            )
+            self._reader.after_clip(gradients, clip)
+
+    def gradients_clear(self, owner: Any) -> None:
+        self._reader.gradients_clear(parameters_of(owner))
 
 
 def _found_names(names: Names) -> Names:

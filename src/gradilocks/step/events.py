@@ -34,17 +34,18 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from gradilocks.names import Names
+from gradilocks.step.own_step import weakly
 from gradilocks.values import Statistics, StepRecord
 
-__all__ = ["EVENTS", "Clip", "Step", "StepEvents", "StepListener"]
+__all__ = ["EVENTS", "Clip", "PerDriver", "Step", "StepEvents", "StepListener"]
 
 
 @dataclass(eq=False)
@@ -108,6 +109,29 @@ class Step:
         groups = getattr(optimizer, "param_groups", ())
         first = next((param for group in groups for param in group["params"]), None)
         return first is not None and any(param is first for param in self.parameters())
+
+
+_Kept = TypeVar("_Kept")
+
+
+class PerDriver(Generic[_Kept]):
+    """What a listener keeps for each control or optimizer whose steps it hears of.
+
+    Made by `make` at the first step. Known by a weak reference and not by the id alone, which
+    Python gives to a new optimizer when the one that had it is gone.
+    """
+
+    def __init__(self, make: Callable[[], _Kept]) -> None:
+        self._make = make
+        self._kept: dict[int, tuple[Callable[[], Any], _Kept]] = {}
+
+    def of(self, step: Step) -> _Kept:
+        """What is kept for the control of this step, or else for its optimizer."""
+        whose = step.driver if step.is_of_control else step.optimizers[0]
+        known = self._kept.get(id(whose))
+        if known is None or known[0]() is not whose:
+            known = self._kept[id(whose)] = weakly(whose), self._make()
+        return known[1]
 
 
 @dataclass(eq=False)

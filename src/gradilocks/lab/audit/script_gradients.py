@@ -6,6 +6,7 @@ by torch's global hooks. What belongs to no optimizer's model is left out in the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from gradilocks.lab.formats import Format
 from gradilocks.lab.tensors import tensors_in
 from gradilocks.observe.interpreter import when_imported
 from gradilocks.observe.script_models import owners_of
-from gradilocks.step.events import Step, StepListener
+from gradilocks.step.events import PerDriver, Step, StepListener
 
 __all__ = ["ScriptGradients"]
 
@@ -35,13 +36,17 @@ class ScriptGradients(StepListener):
     Args:
         guard: around what is done in a forward or backward pass.
         stepped: told how many steps the busiest optimizer has taken; may raise to stop the script.
+
+    Attributes:
+        steps: how many the busiest optimizer has taken.
     """
 
     def __init__(self, guard: Callable[..., Any], stepped: Callable[[int], None]) -> None:
         self._guard, self._stepped = guard, stepped
         self._listener = Listener()
         self._listener.guard = guard
-        self._counts: dict[int, int] = {}
+        self._numbers = PerDriver(lambda: itertools.count(1))  # Of the steps of each.
+        self.steps = 0
         self._models: dict[int, nn.Module] = {}  # Held: a script may be done with them before us.
         self._params: dict[Tensor, str] = {}  # With the names of those that no model owns.
         self._is_uncompiled = False
@@ -50,11 +55,6 @@ class ScriptGradients(StepListener):
             register_module_forward_hook(self._after_forward),
         ]
         when_imported(DYNAMO, self._run_eagerly)
-
-    @property
-    def steps(self) -> int:
-        """How many the busiest optimizer has taken."""
-        return max(self._counts.values(), default=0)
 
     def close(self) -> None:
         """Takes every hook away."""
@@ -135,6 +135,5 @@ class ScriptGradients(StepListener):
                 self._params.setdefault(param, f"parameter {place}")
 
     def step_ended(self, step: Step) -> None:
-        whose = id(step.driver if step.is_of_control else step.optimizers[0])
-        self._counts[whose] = self._counts.get(whose, 0) + 1
+        self.steps = max(self.steps, next(self._numbers.of(step)))
         self._stepped(self.steps)

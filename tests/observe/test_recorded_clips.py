@@ -1,0 +1,110 @@
+"""A step is recorded as clipped if its own gradients were, and by nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradilocks import read_run
+from tests.observe.sessions import forked, write
+
+PROBES = """
+import torch
+from torch import nn
+
+def probe(model):
+    model(torch.ones(2, 4)).sum().backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.125)
+
+{before}
+for trial in range(10):
+    probe(nn.Linear(4, 4))  # Freed at once: the next model may get its ids, and its memory.
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+KNOWN_BEFORE = """
+first = nn.Linear(4, 1)
+steps = torch.optim.SGD(first.parameters(), lr=0.01)
+first(torch.ones(2, 4)).sum().backward()
+steps.step()
+"""
+
+CLEARED = """
+import torch
+from torch import nn
+
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+def clear():
+    {clear}
+
+for number in range(4):
+    if number % 2 == 0:  # Looks at the norm, and throws the gradients away.
+        model(torch.ones(2, 4)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.125)
+        clear()
+    model(torch.ones(2, 4)).sum().backward()
+    if number == 3:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+    optimizer.step()
+    clear()
+"""
+
+ONE_AFTER_ANOTHER = """
+import torch
+from torch import nn
+
+for trial in range(10):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        print(float(nn.utils.clip_grad_norm_(model.parameters(), 0.125)))
+        optimizer.step()
+        optimizer.zero_grad()
+    del model, optimizer
+"""
+
+
+def recorded(script, folder):
+    """The limit and the flag of each step that the run file has."""
+    write(folder, "train.py", script)
+    shown = forked("-o", "a.jsonl", "train.py", cwd=folder)
+    assert shown.status == 0, shown.err
+    assert not any("could not" in line or "Error" in line for line in shown.told), shown.told
+    return [(step.limit, step.clipped) for step in read_run(folder / "a.jsonl").steps]
+
+
+@pytest.mark.parametrize("before", ["", KNOWN_BEFORE])
+def test_a_model_that_is_gone_leaves_its_clip_to_no_other(before, tmp_path):
+    steps = recorded(PROBES.format(before=before), tmp_path)
+    assert len(steps) == 20 + bool(before)
+    assert not any(limit is not None or clipped for limit, clipped in steps)
+
+
+@pytest.mark.parametrize(
+    "clear",
+    [
+        "optimizer.zero_grad()",
+        "optimizer.zero_grad(set_to_none=False)",
+        "model.zero_grad(set_to_none=False)",
+    ],
+)
+def test_a_clip_goes_with_the_gradients_that_it_was_of(clear, tmp_path):
+    steps = recorded(CLEARED.format(clear=clear), tmp_path)
+    assert [limit for limit, _ in steps] == [None, None, None, 0.25]
+    assert [bool(clipped) for _, clipped in steps] == [False, False, False, True]
+
+
+def test_a_model_after_another_has_its_norms_from_before_the_clip(tmp_path):
+    """Its first step is recorded in detail, though the optimizer before it was past that."""
+    write(tmp_path, "train.py", ONE_AFTER_ANOTHER)
+    shown = forked("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert shown.status == 0, shown.err
+    norms = [step.norm for step in read_run(tmp_path / "a.jsonl").steps]
+    assert norms == pytest.approx([float(line) for line in shown.out.splitlines()])
