@@ -38,7 +38,7 @@ from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
 from gradilocks.step.own_step import is_ours
-from gradilocks.step.table import Gradients, every_parameter
+from gradilocks.step.table import Gradients, every_parameter, parameter_list
 from gradilocks.step.update import (
     apply_in_place,
     refuse_unscaling_float16,
@@ -305,7 +305,7 @@ class GradientControl:
     def _scaled(self, loss: Tensor, *, as_it_is: bool = False) -> Tensor:
         check_loss(loss)
         if self._engine.scales:
-            self._order.check_backward(self._parameters())
+            self._order.check_backward(parameter_list(self._optimizers))
         first = next(self._parameters(), None)
         if first is None:
             check_parameters((), self._names)

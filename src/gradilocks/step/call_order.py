@@ -48,19 +48,23 @@ class CallOrder:
         with _lock:
             _alive.add(self)
 
-    def check_backward(self, params: Iterable[Tensor]) -> None:
-        """Before gradients are added to whatever is there."""
+    def check_backward(self, params: Sequence[Tensor]) -> None:
+        """Before gradients are added to what is there: the first, the last and a few between."""
         if self.scaled and not self.unscaled:
             return
-        there = [grad for param in params if (grad := param.grad) is not None]
-        if not there:
+        first = next((p.grad for p in params if p.grad is not None), None)
+        if first is None:
             self.unscaled = False
-        elif self.unscaled:
+            return
+        last = next(p.grad for p in reversed(params) if p.grad is not None)
+        some = [p.grad for p in params[:: max(1, len(params) // _MARKED)] if p.grad is not None]
+        there = (first, last, *some)
+        if self.unscaled:
             raise ScaleMisuse(
                 "backward() after unscale_() would add scaled gradients to unscaled ones. Call "
                 "control.step() first, or clear the gradients with control.zero_grad()."
             )
-        elif any(self._has_stepped_on(grad) and not _cleared_unseen(grad) for grad in there):
+        if any(self._has_stepped_on(grad) and not _cleared_unseen(grad) for grad in there):
             raise ScaleMisuse(
                 "the gradients of the last step are still there, and backward() would add "
                 "scaled gradients to them. Clear them with control.zero_grad() after every "
