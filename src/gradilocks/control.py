@@ -27,7 +27,7 @@ from gradilocks.eager import eager
 from gradilocks.errors import NoGradients
 from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.names import Names
-from gradilocks.ranks.layout import has_other_ranks, replicas_of
+from gradilocks.ranks.layout import has_other_ranks, replicas_of, whole_group
 from gradilocks.ranks.model_ranks import Copies, ModelRanks, checked_options, model_ranks_of
 from gradilocks.record.journal import journal_for, recorder_of
 from gradilocks.scale import resolve_scale
@@ -38,6 +38,7 @@ from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
 from gradilocks.step.own_step import is_ours
+from gradilocks.step.replica_check import Holdings, ReplicaCheck, check_every
 from gradilocks.step.table import Gradients, every_parameter, parameter_list
 from gradilocks.step.update import (
     apply_in_place,
@@ -81,6 +82,10 @@ class GradientControl:
             stages and experts; along all others they hold the same.
         copies: how many ranks hold the same elements of a plain parameter: a number, or a function
             of its name and the parameter.
+        check_replicas_every: compare, at the first step and every so many steps, whether ranks that
+            hold the same parameters and gradients have the same norms to the last bit, and raise
+            ReplicasDiffer on all of them if not. Such a step reads parameters and gradients once
+            more, has one more collective, and waits for the device.
         record: a path for a run file, a Recorder, or None. It changes no number.
 
     Example:
@@ -104,6 +109,7 @@ class GradientControl:
         mesh: Any = None,
         distinct: str | Sequence[str] = (),
         copies: Copies | None = None,
+        check_replicas_every: int | None = None,
         record: object = None,
     ) -> None:
         self._optimizers = checked_optimizers((optimizer, *more))
@@ -125,7 +131,16 @@ class GradientControl:
         self._ranks: ModelRanks | None = None
         # Of DistributedDataParallel: its ranks have equal gradients and compare settings once.
         self._replicas = replicas_of(model) if has_other_ranks() else None
+        self._settings_compared = False
+        self._engine.other_settings = {
+            "on_nonfinite=": on_nonfinite,
+            "check_replicas_every=": check_replicas_every,
+        }
+        every = check_every(check_replicas_every)
+        self._replica_check = None if every is None else ReplicaCheck(every, names=self._names.of)
         self._model_ranks()  # Refuses, now rather than at the first step, what no rank can know.
+        if every is not None and has_other_ranks() and self._ranks is self._replicas is None:
+            raise ValueError(_NO_REPLICAS_KNOWN)
         self._schedulers = Listeners()
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)
@@ -359,6 +374,7 @@ class GradientControl:
                 gradients, unscaled=self._order.unscaled, model_ranks=model_ranks, rating=rating
             )
             try:
+                self._check_replicas(gradients)
                 if direct and verdict.settled:
                     skip, divisor = verdict.decision.skip, verdict.decision.divisor
                     self._optimizers[0].take(skip, divisor, rated=rating is not None)
@@ -397,9 +413,9 @@ class GradientControl:
                 unscaled in place, which float16 would not survive.
         """
         model_ranks = self._model_ranks() if has_other_ranks() else None
-        if self._replicas is not None:
-            replicas, self._replicas = self._replicas, None
-            self._engine.compare_settings(replicas)
+        if self._replicas is not None and not self._settings_compared:
+            self._settings_compared = True
+            self._engine.compare_settings(self._replicas)
         try:
             gradients = self._engine.find(self._optimizers)
             if self._engine.scales:
@@ -419,6 +435,33 @@ class GradientControl:
             if first is not None:
                 self._engine.move_to(first.device)
         return gradients, model_ranks
+
+    def _check_replicas(self, gradients: Gradients) -> None:
+        """Raises if it is time to compare ranks that hold the same and they do not.
+
+        After the ranks have decided: at the first step that is where their settings are compared.
+        """
+        check = self._replica_check
+        if check is None or not has_other_ranks():
+            return
+        step = self._engine.next_step
+        if step is None:
+            raise ValueError(
+                "check_replicas_every= waits for the device, which a CUDA graph cannot. Leave it "
+                "out of the control whose steps are captured."
+            )
+        if not check.is_due(step):
+            return
+        measured = dict(zip(map(id, gradients.params), gradients.tensors, strict=True))
+        if self._ranks is not None:
+            ranks = self._ranks
+            holdings = Holdings(ranks.rank_group, ranks.params, ranks.elements(), measured)
+        else:
+            params = list(self._parameters())
+            rank_group = whole_group(self._replicas, params[0].device)
+            elements = list(enumerate(self._names.of(params)))
+            holdings = Holdings(rank_group, params, elements, measured)
+        check.check(holdings, step)
 
     def _refuse_float16(self, gradients: Gradients, inside: Sequence[bool]) -> None:
         for number, optimizer in enumerate(self._optimizers):
@@ -459,6 +502,7 @@ class GradientControl:
             last = self._engine.decide(
                 gradients, unscaled=unscaled, model_ranks=model_ranks, on_device=False
             )
+            self._check_replicas(gradients)
             if last.outcome.skipped:
                 return False
             apply_in_place(last.decision, gradients.tensors)
@@ -486,3 +530,11 @@ class GradientControl:
             # Nothing is kept where nothing is spread: a parameter that is replaced must go.
             self._ranks_of = ([], []) if self._ranks is None else (params, trained)
         return self._ranks
+
+
+_NO_REPLICAS_KNOWN = (
+    "check_replicas_every= compares ranks that hold the same parameters, and which do is not "
+    "known: the parameters are plain tensors. Give the model as DistributedDataParallel made it, "
+    "GradientControl(..., model=ddp), or the mesh of all ranks that hold copies, "
+    "GradientControl(..., mesh=world_mesh)."
+)

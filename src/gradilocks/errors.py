@@ -8,6 +8,7 @@
     │   └── NeverFinite                     so many in a row that training is going nowhere
     ├── ScaleMisuse         (RuntimeError)  gradients that were scaled never, or twice
     ├── SharedParameter     (ValueError)    one parameter in two places that would both change it
+    ├── ReplicasDiffer      (RuntimeError)  ranks that should hold the same no longer do
     ├── BadRunFile          (ValueError)    a file that is no run file, or cannot be read or written
     ├── MissingPackage      (ImportError)   a package that this one thing needs is not installed
     └── BadScript           (ValueError)    what `gradilocks run` was given cannot be run
@@ -29,6 +30,7 @@ __all__ = [
     "NeverFinite",
     "NoGradients",
     "NonFiniteGradient",
+    "ReplicasDiffer",
     "ScaleMisuse",
     "SharedParameter",
 ]
@@ -59,6 +61,29 @@ class ScaleMisuse(GradilocksError, RuntimeError):
 
 class SharedParameter(GradilocksError, ValueError):
     """One parameter listed where each listing would change it once."""
+
+
+class ReplicasDiffer(GradilocksError, RuntimeError):
+    """Tensors that several ranks hold alike have different norms there.
+
+    Attributes:
+        step: the number of the step at which it was noticed.
+        tensors: which ones, parameters before gradients.
+        ranks: of the first of them, the ranks that agree with each other.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int,
+        tensors: Sequence[str],
+        ranks: Sequence[tuple[int, ...]],
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.tensors = tuple(tensors)
+        self.ranks = tuple(ranks)
 
 
 class BadRunFile(GradilocksError, ValueError):

@@ -37,6 +37,7 @@ __all__ = [
     "refuse_fsdp1_shards",
     "replicas_of",
     "shortened",
+    "whole_group",
     "with_sums_reduced",
     "world_size",
 ]
@@ -69,6 +70,16 @@ def replicas_of(model: object) -> Any:
     if module is None or not isinstance(model, module.DistributedDataParallel):
         return None
     return cast("Any", model).process_group
+
+
+def whole_group(group: Any, near: torch.device) -> RankGroup:
+    """The ranks of a process group, with what they meet by.
+
+    Args:
+        group: a process group that this rank is in.
+        near: a device of this rank.
+    """
+    return RankGroup(ranks_in(group), (group,), device_for(group, near.type, near))
 
 
 def world_size() -> int:
@@ -207,7 +218,7 @@ def rank_groups_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[Rank
     if group is not None:
         ranks = ranks_in(group)
         near = found[ranks].device if ranks in found else tensors[0].device
-        found[ranks] = RankGroup(ranks, (group,), device_for(group, near.type, near))
+        found[ranks] = whole_group(group, near)
     return sorted(found.values(), key=_in_order)
 
 

@@ -12,8 +12,9 @@ are. Only `copies=`, and a group beside meshes, need to ask the other ranks, onc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -114,23 +115,29 @@ class ModelRanks:
     """The ranks that hold one model together, as far as this rank can know."""
 
     rank_group: RankGroup
-    unknown: str | None
-    """What this rank does not know, in words, if anything: all ranks have to be told."""
     params: tuple[Tensor, ...]
     """All parameters of this rank."""
-    plain: tuple[Tensor, ...]
-    """Plain parameters beside distributed ones that nobody has said to be copies, though they are
-    taken for such: their gradients are compared until each has shown one."""
-    plain_are_parts: bool
-    """Whether plain tensors are parts of the model, of which nothing more is known."""
-    shapes: int
-    """A number that stands for the shapes of all parameters, in order."""
     counting: Mapping[int, bool]
     """By a parameter's id, whether this rank, or the mesh that it lies on, counts it. Of several
     that hold the same elements the first does."""
     keys: tuple[Hashable, ...] | None
     """For each parameter, what tells it from all others on all ranks: two with one key are parts or
     copies of one tensor. None if that is not known."""
+    unknown: str | None = None
+    """What this rank does not know, in words, if anything: all ranks have to be told."""
+    plain: tuple[Tensor, ...] = ()
+    """Plain parameters beside distributed ones that nobody has said to be copies, though they are
+    taken for such: their gradients are compared until each has shown one."""
+    plain_are_parts: bool = False
+    """Whether plain tensors are parts of the model, of which nothing more is known."""
+    first_holders: Mapping[int, int | None] = field(default_factory=dict)
+    """By the id of a parameter that `copies=` is about, the first rank that holds the same
+    elements; None if another rank counts them and which one was not said."""
+
+    @functools.cached_property
+    def shapes(self) -> int:
+        """A number that stands for the shapes of all parameters, in order."""
+        return hash(tuple(tuple(param.shape) for param in self.params)) & 0xFFFFFFFF
 
     def counts(self, params: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[bool]:
         """Whether this rank's elements count, for the gradient of each of `params`."""
@@ -138,6 +145,32 @@ class ModelRanks:
             self.counting.get(id(param), True) and (layout is None or layout.counts)
             for param, layout in zip(params, layouts, strict=True)
         ]
+
+    def elements(self) -> list[Hashable | None]:
+        """For each parameter, what its elements on this rank are known by on all ranks.
+
+        Ranks with the same hold the same elements. None if this rank holds none, or if who else
+        does is not known.
+        """
+        if self.keys is None:
+            return [None] * len(self.params)
+        return [self._elements(*pair) for pair in zip(self.params, self.keys, strict=True)]
+
+    def _elements(self, param: Tensor, key: Hashable) -> Hashable | None:
+        if is_distributed(param):
+            spread: Any = param
+            here = spread.device_mesh.get_coordinate()
+            if here is None:
+                return None
+            return key, tuple(
+                place
+                for place, placement in zip(here, spread.placements, strict=True)
+                if not placement.is_replicate()
+            )
+        if id(param) in self.first_holders:
+            first = self.first_holders[id(param)]
+            return None if first is None else (key, first)
+        return None if self.plain_are_parts else (key, ())
 
 
 def model_ranks_of(
@@ -192,17 +225,13 @@ def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mod
         keys.append((name(param), tuple(coordinates[block[0]][at] for at in apart)))
     ranks = tuple(sorted(coordinates))
     rank_group = _group_for(ranks, mesh.device_type, params, near=mesh)
-    if options.copies is not None:
-        counting |= _count_copies(params, options.copies, rank_group, name)
+    first_holders = _first_holders(params, options.copies, rank_group, name)
     return ModelRanks(
-        rank_group=rank_group,
-        unknown=None,
-        params=tuple(params),
-        plain=(),
-        plain_are_parts=False,
-        shapes=_shapes(params),
-        counting=counting,
-        keys=tuple(keys),
+        rank_group,
+        tuple(params),
+        counting | _first_count(first_holders),
+        tuple(keys),
+        first_holders=first_holders,
     )
 
 
@@ -222,17 +251,15 @@ def _by_group(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mo
     unproven = _trained_plain(params) if meshes and options.copies is None else []
     if meshes:
         counting |= dict.fromkeys(map(id, unproven), _my_rank() == ranks[0])
-    if options.copies is not None:
-        counting |= _count_copies(params, options.copies, rank_group, name)
+    first_holders = _first_holders(params, options.copies, rank_group, name)
     return ModelRanks(
-        rank_group=rank_group,
-        unknown=None,
-        params=tuple(params),
+        rank_group,
+        tuple(params),
+        counting | _first_count(first_holders),
+        tuple(map(name, params)) if meshes or options.copies is not None else None,
         plain=tuple(unproven),
         plain_are_parts=not meshes and options.copies is None,
-        shapes=_shapes(params),
-        counting=counting,
-        keys=tuple(map(name, params)) if meshes or options.copies is not None else None,
+        first_holders=first_holders,
     )
 
 
@@ -260,18 +287,14 @@ def _by_group_beside_meshes(
     kind = meshes[0][0].device_type if meshes else params[0].device.type
     rank_group = _group_for(every, kind, params)
     counting = {id(param): True for param in params}
-    if options.copies is not None:
-        counting |= _count_copies(params, options.copies, rank_group, name)
+    first_holders = _first_holders(params, options.copies, rank_group, name)
     # A stage is known by the first of its ranks: the same names on two stages are two tensors.
     return ModelRanks(
-        rank_group=rank_group,
-        unknown=None,
-        params=tuple(params),
-        plain=(),
-        plain_are_parts=False,
-        shapes=_shapes(params),
-        counting=counting,
-        keys=tuple((name(param), mine[0]) for param in params),
+        rank_group,
+        tuple(params),
+        counting | _first_count(first_holders),
+        tuple((name(param), mine[0]) for param in params),
+        first_holders=first_holders,
     )
 
 
@@ -296,32 +319,39 @@ def _by_tensors(
     counting = {id(param): True for param in params}
     plain = _trained_plain(params) if options.copies is None else []
     counting |= dict.fromkeys(map(id, plain), _my_rank() == 0)
-    if options.copies is not None:
-        counting |= _count_copies(params, options.copies, rank_group, name)
+    first_holders = _first_holders(params, options.copies, rank_group, name)
     return ModelRanks(
-        rank_group=rank_group,
+        rank_group,
+        tuple(params),
+        counting | _first_count(first_holders),
+        tuple(map(name, params)),
         unknown=unknown,
-        params=tuple(params),
         plain=tuple(plain),
-        plain_are_parts=False,
-        shapes=_shapes(params),
-        counting=counting,
-        keys=tuple(map(name, params)),
+        first_holders=first_holders,
     )
 
 
-def _count_copies(
-    params: Sequence[Tensor], copies: Copies, rank_group: RankGroup, name: _Name
-) -> dict[int, bool]:
-    """Of the ranks that hold the same elements of a plain parameter, the first counts.
+def _first_count(first_holders: Mapping[int, int | None]) -> dict[int, bool]:
+    """Of the ranks that hold the same elements the first counts: by a parameter's id."""
+    me = _my_rank()
+    return {key: first == me for key, first in first_holders.items()}
+
+
+def _first_holders(
+    params: Sequence[Tensor], copies: Copies | None, rank_group: RankGroup, name: _Name
+) -> dict[int, int | None]:
+    """The first of the ranks that hold the same elements of a plain parameter.
 
     Which ranks those are is found by what they hold: all parameters with as many copies are
     compared together, since one alone may be the same everywhere, as a bias of zeros is.
 
     Returns:
-        By a parameter's id, whether this rank counts; without those that `copies` leaves to others.
+        By a parameter's id; None where `copies` says that another rank counts it, and without those
+        of which it says nothing.
     """
-    ranks, me = rank_group.ranks, _my_rank()
+    if copies is None:
+        return {}
+    ranks = rank_group.ranks
     wanted: dict[int, list[Tensor]] = {}
     problem = None
     for param in params:
@@ -346,7 +376,7 @@ def _count_copies(
     (group,) = rank_group.groups
     told = tell_all((mine, problem), ranks, group)
     raise_for_all(problem, ranks, [theirs for _, theirs in told])
-    found: dict[int, bool] = {}
+    found: dict[int, int | None] = {}
     for number, listed in wanted.items():
         if number in mine:
             alike = [
@@ -356,9 +386,11 @@ def _count_copies(
             ]
             if len(alike) != number:
                 raise ValueError(_unlike_copies(listed, name, number, alike))
-            first = me == alike[0]
+            first: int | None = alike[0]
+        elif number == 1:
+            first = _my_rank()
         else:
-            first = number == 1 or (number == len(ranks) and me == ranks[0])
+            first = ranks[0] if number else None
         found |= dict.fromkeys(map(id, listed), first)
     return found
 
@@ -416,10 +448,6 @@ def _trained_plain(params: Sequence[Tensor]) -> list[Tensor]:
 def _is_trained(param: Tensor) -> bool:
     """Whether a gradient of `param` may count, now or later."""
     return (param.requires_grad or param.grad is not None) and param.numel() > 0
-
-
-def _shapes(params: Sequence[Tensor]) -> int:
-    return hash(tuple(tuple(param.shape) for param in params)) & 0xFFFFFFFF
 
 
 def _my_rank() -> int:

@@ -163,6 +163,8 @@ class Engine:
         self._names_in_order: list[str] = []
         self.losses = Losses()
         self.table = GradientTable()
+        self.other_settings: Mapping[str, object] = {}
+        """What its owner was given besides that must be alike on all ranks, by name."""
         self.owner: Callable[[], Any] | None = None
         """Of a GradScaler, which owns no optimizer: returns this one's as long as it lives."""
         self._settler: kernels.Settler | None = (
@@ -290,7 +292,7 @@ class Engine:
         outcome = Outcome(
             record,
             self.namer(gradients.params),
-            step=None if self._counted is None else self._counted + 1,
+            step=self.next_step,
             on_ranks=None if together is None else together.culprits,
         )
         lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
@@ -354,7 +356,7 @@ class Engine:
         outcome = Outcome(
             record,
             self.namer(gradients.params),
-            step=None if self._counted is None else self._counted + 1,
+            step=self.next_step,
             live=captured,
         )
         return Verdict(decision, outcome, record, True)
@@ -386,6 +388,11 @@ class Engine:
             self._advance_scale(verdict)
         self.steps.add_(1)
         return self.streak.note(verdict.record)
+
+    @property
+    def next_step(self) -> int | None:
+        """The number of the step that has not been concluded; None if only the device knows it."""
+        return None if self._counted is None else self._counted + 1
 
     def never_finite(self, outcome: Outcome) -> NeverFinite:
         """What to raise after too many non-finite steps in a row."""
@@ -581,6 +588,7 @@ class Engine:
             "scale=": repr(self.scale_policy),
             "clip=": repr(self.clip_policy),
             "give_up_after=": self.streak.limit,
+            **self.other_settings,
             "the current scale": fetch(self.state.scale)[0],
             "the number of steps": int(fetch(self.steps)[0]),
         }

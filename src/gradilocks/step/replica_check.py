@@ -1,0 +1,216 @@
+"""Parameters and gradients in; an error on every rank if copies of them have parted, or nothing.
+
+Ranks that hold the same elements (data parallel, the replicas of HSDP, modules outside a tensor
+parallel plan) compute the same gradients and step them in the same way, so they stay equal to the
+last bit. A broadcast or an all-reduce that was forgotten, a random number that each rank draws for
+itself, or a device that computes wrongly ends that, and nothing shows it: each rank trains on.
+
+At the steps that are checked every rank sends the bits of its tensors' norms, as whole numbers, and
+hears the largest and the smallest of all that hold the same elements: one collective, whose size
+does not grow with the number of ranks. Only where they differ do the ranks tell each other who has
+what.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from gradilocks.errors import ReplicasDiffer
+from gradilocks.ranks.layout import local_of, shortened
+from gradilocks.ranks.model_ranks import tell_all
+from gradilocks.step.measure import measure
+from gradilocks.values import RankGroup, moved
+
+__all__ = ["Holdings", "ReplicaCheck", "check_every"]
+
+_ABSENT = torch.iinfo(torch.int64).min
+"""Stands for a tensor of which a rank holds nothing."""
+_NONE = -1.0
+"""Stands for the norm of a gradient that is None."""
+_SHOWN = 3
+"""How many tensors a message names."""
+
+
+def check_every(number: object) -> int | None:
+    """The number of steps between checks, if there are to be any; raises if it is none."""
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(
+            "check_replicas_every= is the number of steps from one comparison of the replicas to "
+            f"the next, 1 or more, or None for no comparison. Got {number!r}."
+        )
+    return number
+
+
+class Holdings(NamedTuple):
+    """What this rank holds."""
+
+    rank_group: RankGroup
+    """All ranks that might hold the same."""
+    params: Sequence[Tensor]
+    elements: Sequence[Hashable | None]
+    """For each parameter, what its elements are known by on all ranks; None if nobody else is known
+    to hold them."""
+    gradients: Mapping[int, Tensor]
+    """By a parameter's id, the elements of its gradient, if it has one."""
+
+
+class _Plan(NamedTuple):
+    """What is compared, found out once."""
+
+    shared: Sequence[Hashable]
+    """What several ranks hold, in an order that is the same on all."""
+    mine: Sequence[tuple[int, Tensor]]
+    """Of those this rank's parameters, with their places in `shared`."""
+
+
+class ReplicaCheck:
+    """Compares the replicas of a model's tensors every so many steps.
+
+    Args:
+        every: so many steps lie from one check to the next; the first step is checked.
+        names: tells the names of parameters.
+    """
+
+    def __init__(self, every: int, *, names: Callable[[Sequence[Tensor]], Sequence[str]]) -> None:
+        self.every = every
+        self._names = names
+        self._plan_of: tuple[Any, ...] = ()
+        self._plan = _Plan((), ())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plan_of": (), "_plan": _Plan((), ())}
+
+    def is_due(self, step: int) -> bool:
+        """Whether step number `step`, counted from 1, is to be checked."""
+        return (step - 1) % self.every == 0
+
+    @torch.no_grad()
+    def check(self, holdings: Holdings, step: int) -> None:
+        """Raises ReplicasDiffer, on every rank alike, if tensors that should be equal are not.
+
+        Reads every parameter and every gradient that other ranks hold too, and waits for the
+        device. All ranks of the group must call it at the same step.
+
+        Args:
+            holdings: the ranks, and this one's parameters and gradients.
+            step: its number, for the message.
+        """
+        plan, rank_group = self._planned(holdings), holdings.rank_group
+        if not plan.shared:
+            return
+        places = [place for place, _ in plan.mine]
+        bits = torch.full((2, len(plan.shared)), _ABSENT, dtype=torch.int64, device="cpu")
+        bits[0, places] = _bits([local_of(param) for _, param in plan.mine])
+        bits[1, places] = _bits([holdings.gradients.get(id(param)) for _, param in plan.mine])
+        if _differ(bits, rank_group):
+            self._tell(plan, bits.tolist(), rank_group, step)
+
+    def _planned(self, holdings: Holdings) -> _Plan:
+        """The tensors that several ranks hold; the ranks tell each other once."""
+        rank_group = holdings.rank_group
+        known = rank_group.ranks, tuple(map(id, holdings.params)), tuple(holdings.elements)
+        if self._plan_of != known:
+            (group,) = rank_group.groups
+            mine = {each for each in holdings.elements if each is not None}
+            told = tell_all(mine, rank_group.ranks, group)
+            times = Counter(each for theirs in told for each in theirs)
+            shared = sorted((each for each, ranks in times.items() if ranks > 1), key=repr)
+            place = {each: number for number, each in enumerate(shared)}
+            held = [
+                (place[each], param)
+                for param, each in zip(holdings.params, holdings.elements, strict=True)
+                if each in place
+            ]
+            if not shared:
+                warnings.warn(_NOTHING, stacklevel=2)
+            self._plan, self._plan_of = _Plan(shared, held), known
+        return self._plan
+
+    def _tell(
+        self, plan: _Plan, bits: list[list[int]], rank_group: RankGroup, step: int
+    ) -> NoReturn:
+        """Raises the error that says who has what."""
+        (group,) = rank_group.groups
+        names = self._names([param for _, param in plan.mine])
+        mine = {place: name for (place, _), name in zip(plan.mine, names, strict=True)}
+        told = tell_all((mine, bits), rank_group.ranks, group)
+        called: dict[int, str] = {}
+        for theirs, _ in told:
+            called = theirs | called
+        parted: dict[str, dict[float | None, list[int]]] = {}
+        for row, what in enumerate(("{}", "the gradient of {}")):
+            for place, name in called.items():
+                by_norm: dict[float | None, list[int]] = {}
+                for rank, (_, theirs) in zip(rank_group.ranks, told, strict=True):
+                    if theirs[row][place] != _ABSENT:
+                        by_norm.setdefault(_norm(theirs[row][place]), []).append(rank)
+                if len(by_norm) > 1:
+                    parted[what.format(name)] = by_norm
+        raise ReplicasDiffer(
+            _described(parted, step),
+            step=step,
+            tensors=tuple(parted),
+            ranks=tuple(map(tuple, next(iter(parted.values())).values())),
+        )
+
+
+def _bits(tensors: Sequence[Tensor | None]) -> Tensor:
+    """int64: the bits of each tensor's norm, taken in float64; those of -1 for None."""
+    there = [at for at, tensor in enumerate(tensors) if tensor is not None]
+    found = measure([each for each in tensors if each is not None], home=torch.device("cpu"))
+    norms = torch.full((len(tensors),), _NONE, dtype=torch.float64, device="cpu")
+    norms[there] = found.tensors.norms.to(torch.float64)
+    norms[norms.isnan()] = math.nan  # Whatever the bits of this NaN were.
+    return norms.view(torch.int64)
+
+
+def _norm(bits: int) -> float | None:
+    """The norm with these bits; None where there is no tensor."""
+    (norm,) = struct.unpack("d", struct.pack("q", bits))
+    return None if norm == _NONE else norm
+
+
+def _differ(bits: Tensor, rank_group: RankGroup) -> bool:
+    """Whether two ranks have sent different numbers for one tensor; waits for the device."""
+    import torch.distributed as dist
+
+    both = torch.stack([bits, torch.where(bits == _ABSENT, bits, -bits)])
+    both = moved(both, rank_group.device)
+    (group,) = rank_group.groups
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return bool((both[0] != -both[1]).any())
+
+
+_NOTHING = (
+    "check_replicas_every= has nothing to compare: no two ranks are known to hold the same "
+    "elements of a parameter. Leave it out where every parameter is sharded over all ranks."
+)
+
+
+def _described(parted: Mapping[str, Mapping[float | None, Sequence[int]]], step: int) -> str:
+    shown = []
+    for name, by_norm in list(parted.items())[:_SHOWN]:
+        each = [
+            ("no gradient" if norm is None else f"norm {norm!r}") + f" on ranks {shortened(ranks)}"
+            for norm, ranks in list(by_norm.items())[:_SHOWN]
+        ]
+        if len(by_norm) > _SHOWN:
+            each.append(f"{len(by_norm) - _SHOWN} other norms elsewhere")
+        shown.append(f"{name} has {', '.join(each)}")
+    more = f"; and {len(parted) - _SHOWN} more tensors" if len(parted) > _SHOWN else ""
+    return (
+        f"step {step}: ranks that hold the same elements should have the same bits, and have not: "
+        f"{'; '.join(shown)}{more}. Parameters and optimizer state are as they were before this "
+        "step. Where parameters differ, they were not broadcast at the start, or a rank stepped "
+        "by itself; where only gradients do, they were not averaged over the ranks."
+    )
