@@ -15,7 +15,14 @@ from gradilocks import clip_grad_norm_, kernels
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
-from gradilocks.kernels import chunks, triton_backend, triton_launch, triton_measure, triton_settle
+from gradilocks.kernels import (
+    chunks,
+    host_numbers,
+    triton_backend,
+    triton_launch,
+    triton_measure,
+    triton_settle,
+)
 from gradilocks.step.table import gradients_of
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
@@ -158,10 +165,10 @@ def test_a_strided_gradient_is_measured_tensor_by_tensor(device, monkeypatch):
 
 def test_many_bounds_are_not_kept_for_ever(device):
     params = parameters("one", device)
-    for place in range(chunks._MOST_KEPT + 3):
+    for place in range(host_numbers._MOST_KEPT + 3):
         clip_grad_norm_(params, 1000.0 + place)
     assert len(triton_settle._spares) == 1
-    assert 0 < len(chunks._rules) <= chunks._MOST_KEPT
+    assert 0 < len(host_numbers._kept) <= host_numbers._MOST_KEPT
 
 
 @pytest.mark.gpu
@@ -186,9 +193,9 @@ def test_what_is_sent_does_not_wait_for_the_queue_and_arrives_whole():
     busy = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # A second or so.
     busy.record()
-    for size in (1, 64, 2000, chunks._STAGED // 8, 100_000):
+    for size in (1, 64, 2000, host_numbers._STAGED // 8, 100_000):
         numbers = torch.arange(size, dtype=torch.int64)
-        sent.append(chunks.send(numbers, torch.device("cuda", 0)))
+        sent.append(host_numbers.send(numbers, torch.device("cuda", 0)))
         numbers.zero_()  # Taken over, or pinned: the sender may forget them.
     assert not busy.query()
     for tensor in sent:

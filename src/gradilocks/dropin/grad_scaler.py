@@ -34,6 +34,7 @@ from gradilocks.dropin.scaler_state import (
     state_from,
 )
 from gradilocks.eager import eager, users_line
+from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.names import Names
 from gradilocks.ranks.collective import largest_of_all
 from gradilocks.ranks.layout import (
@@ -963,7 +964,7 @@ def _counted(seen: Look, home: torch.device) -> tuple[Tensor, Tensor]:
     if len(seen.counted) == 1:
         return nan, inf
     back = sorted(range(len(seen.places)), key=list(seen.places).__getitem__)
-    order = moved(torch.tensor(back, device="cpu"), home)
+    order = numbers_on(home, tuple(back), torch.int64)
     return nan[order], inf[order]
 
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradilocks._torch import current_stream
 from gradilocks.kernels import pieces
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
+from gradilocks.kernels.host_numbers import send, stream_of
 
 __all__ = [
     "CHUNK",
@@ -33,9 +33,6 @@ __all__ = [
     "chunking_for",
     "kinds_of",
     "locate",
-    "rules_for",
-    "send",
-    "stream_of",
 ]
 
 CHUNK = 1 << 15
@@ -48,8 +45,6 @@ DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ORDERS = {2.0: 2, 1.0: 1, math.inf: 0}
 """The p of the norms that kernels can measure, and so a device settle; and what they call it."""
 _MOST_KEPT = 32
-_STAGED = 1 << 15
-"""So many bytes the driver takes over before it returns; more is pinned, or it might wait."""
 
 
 class Bucket(NamedTuple):
@@ -138,44 +133,6 @@ class Chunking:
         return pointers
 
 
-def send(numbers: Tensor | array[int], device: torch.device) -> Tensor:
-    """Numbers of the host as a tensor on `device`, without waiting for it.
-
-    Always a new tensor: a kernel that is still queued may be reading the last one.
-    """
-    if isinstance(numbers, array):
-        numbers = torch.frombuffer(numbers, dtype=torch.int64)
-    if device.type != "cuda":
-        return numbers.to(device, copy=True)
-    if numbers.numel() == 0:
-        return torch.empty_like(numbers, device=device)
-    if numbers.nbytes > _STAGED or capturing():
-        numbers = numbers.pin_memory()
-        keep_if_captured(numbers)  # It is sent again at every replay.
-    return numbers.to(device, non_blocking=True)
-
-
-def stream_of(device: torch.device) -> int | None:
-    """The stream on which work for `device` is queued; no other waits for what is sent on it."""
-    return None if device.type != "cuda" else current_stream(device.index)
-
-
-def rules_for(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Settings as a kernel reads them: float64, sent on first use and kept a stream."""
-    key = (numbers, device, stream_of(device))
-    rules = None if capturing() else _rules.get(key)
-    if rules is None:
-        rules = send(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
-        if capturing():  # What a graph sends is there only when it is replayed.
-            keep_if_captured(rules)
-            return rules
-        if len(_rules) >= _MOST_KEPT:
-            _rules.clear()
-        _rules[key] = rules
-    return rules
-
-
-_rules: dict[tuple[object, ...], Tensor] = {}
 _latest: dict[tuple[torch.device, int | None], tuple[list[int], Tensor]] = {}
 """The pointers that were sent last, for the next chunking of the same tensors."""
 _chunkings: dict[tuple[object, ...], Chunking] = {}

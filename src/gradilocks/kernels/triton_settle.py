@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Located, rules_for, send, stream_of
+from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Located
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
+from gradilocks.kernels.host_numbers import numbers_on, send, stream_of
 from gradilocks.kernels.triton_launch import launch_for, unspecialized
 from gradilocks.kernels.triton_measure import (
     gather,
@@ -204,7 +205,7 @@ def advance(state: ScaleState, skip: Tensor, numbers: tuple[float, ...]) -> None
     """
     moving = state.scale, state.growth_tracker, state.hysteresis
     device: torch.device = state.scale.device
-    sent = rules_for(numbers, device)
+    sent = numbers_on(device, numbers)
     keep_if_captured(skip, *moving)
     launch_for(advance_kernel, 1, skip.dtype)(1, device, skip, sent, *moving)
 
@@ -227,7 +228,7 @@ def _settle_spare(
         spare = _Spare(device)
         if not capturing():
             _spares[device, stream_of(device)] = spare
-    numbers = rules_for((_LARGEST if bound is None else bound, _LARGEST), device)
+    numbers = numbers_on(device, (_LARGEST if bound is None else bound, _LARGEST))
     row = torch.empty(12, dtype=torch.float64, device=device)
     coefficient = torch.empty((), dtype=torch.float64, device=device)
     standing = Standing(

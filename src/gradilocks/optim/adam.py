@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradilocks._torch import sub_
-from gradilocks.kernels.chunks import send
+from gradilocks.kernels.host_numbers import send
 from gradilocks.optim.fused_optimizer import FusedOptimizer, Plan
 from gradilocks.optim.optimizer_state import ensure_master
 

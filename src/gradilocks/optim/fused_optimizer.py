@@ -28,8 +28,9 @@ from gradilocks._torch import (
 )
 from gradilocks.eager import eager
 from gradilocks.kernels import KernelFailed
-from gradilocks.kernels.chunks import chunking_for, send
+from gradilocks.kernels.chunks import chunking_for
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured, keeping
+from gradilocks.kernels.host_numbers import send
 from gradilocks.names import Names
 from gradilocks.optim.optimizer_state import (
     Changes,

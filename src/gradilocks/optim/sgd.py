@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradilocks.kernels.chunks import send
+from gradilocks.kernels.host_numbers import send
 from gradilocks.optim.fused_optimizer import FusedOptimizer, Plan
 from gradilocks.optim.optimizer_state import HALF, ensure_master
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import rounded
 from gradilocks.values import Measurement, RankGroup, moved
 
@@ -74,7 +75,7 @@ def reduce_each(
         count: how many parameters the model has, the same on every rank.
     """
     norms, order = whole.tensors.norms, whole.order
-    here = moved(torch.tensor(list(places), dtype=torch.int64, device="cpu"), norms.device)
+    here = numbers_on(norms.device, tuple(places), torch.int64)
     counted = torch.where(_mask(counts, norms), norms, torch.zeros_like(norms))
     mine = norms.new_zeros(count).index_copy(0, here, counted)
     (group,) = rank_group.groups
@@ -116,8 +117,7 @@ def reduce_apart(
 
     def row_of(theirs: tuple[int, ...] | None) -> Tensor:
         at = [place for place, each in enumerate(ranks) if each == theirs]
-        places = torch.tensor(at, dtype=torch.int64, device="cpu")
-        chosen = norms.index_select(0, moved(places, norms.device))
+        chosen = norms.index_select(0, numbers_on(norms.device, tuple(at), torch.int64))
         own = [counts[place] for place in at]
         return _row(chosen, order, own, flag, double=measurement.double)
 
@@ -169,7 +169,7 @@ def _row(
 
 
 def _mask(counts: Sequence[bool], norms: Tensor) -> Tensor:
-    return moved(torch.tensor(list(counts), dtype=torch.bool, device="cpu"), norms.device)
+    return numbers_on(norms.device, tuple(counts), torch.bool)
 
 
 def _unit(largest: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from gradilocks.checks import refuse_misfits
 from gradilocks.clip import ClipPolicy, remap_memory, same_parameters
 from gradilocks.errors import NeverFinite
 from gradilocks.kernels.cuda_graph import capturing
+from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import DOUBLE, summarize
 from gradilocks.names import Names
 from gradilocks.ranks.agreement import (
@@ -289,10 +290,14 @@ class Engine:
         limit = policy.limit(measurement, scale, *([] if memory is None else [memory]))
         decision = decide(measurement, scale, limit, largest_finite=largest)
         record = self._record(measurement, scale, limit, decision, together)
+        captured = capturing()
+        if captured:
+            self._counted = None
         outcome = Outcome(
             record,
             self.namer(gradients.params),
             step=self.next_step,
+            live=captured,
             on_ranks=None if together is None else together.culprits,
         )
         lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
@@ -554,8 +559,7 @@ class Engine:
             nothing[TOLD.index("loss")] = loss
             return nothing
         order = self._backward_order(model_ranks)
-        at = torch.tensor([order[id(param)] for param in params], dtype=dtype, device="cpu")
-        at = moved(at, home)
+        at = numbers_on(home, tuple(order[id(param)] for param in params), dtype)
         nan, inf = found.nan.to(dtype), found.inf.to(dtype)
         bad = (nan + inf) > 0
         first = torch.where(bad, at, math.inf).amin()
@@ -635,7 +639,7 @@ class Engine:
         norms = mine.tensors.norms
         scaled = not self.scales or self.losses.any_noted
         notes = self._agreement.report(model_ranks, refused=refused, wide=wide, scaled=scaled)
-        told = moved(torch.tensor(notes, dtype=norms.dtype, device="cpu"), norms.device)
+        told = numbers_on(norms.device, tuple(notes), norms.dtype)
         if marks is None:
             marks = norms.new_zeros(len(FINGERPRINT))
         if found is None:

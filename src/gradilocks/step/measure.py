@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
+from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import any_double, summarize
 from gradilocks.values import Measurement, Statistics, moved
 
@@ -67,9 +68,8 @@ def _merged(
     parts: Sequence[Statistics], places: Sequence[int], *, home: torch.device, detail: bool
 ) -> Statistics:
     """Puts the devices' results back into the gradients' own order."""
-    # Made on the host and sent: made on the device, it would wait for it.
     back = sorted(range(len(places)), key=places.__getitem__)
-    order = moved(torch.tensor(back, device="cpu"), home)
+    order = numbers_on(home, tuple(back), torch.int64)
 
     def merge(columns: list[Tensor], dtype: torch.dtype) -> Tensor:
         if not columns:

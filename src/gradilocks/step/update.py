@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradilocks import kernels
 from gradilocks._torch import AMP_FLAG, note_stepped
+from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.step.own_step import has_own_amp_flag, is_ours, own_step, why_not_inside
 from gradilocks.values import Decision, moved
 
@@ -146,7 +147,7 @@ def _apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int)
         on_device = [tensors[place] for place in places]
         mine = factors
         if len(places) != len(tensors):
-            mine = factors[torch.tensor(places).to(factors.device, non_blocking=True)]
+            mine = factors[numbers_on(factors.device, tuple(places), torch.int64)]
         kernels.BACKENDS[device.type].multiply_each_(on_device, moved(mine, device))
 
 
