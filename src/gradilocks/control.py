@@ -120,7 +120,6 @@ class GradientControl:
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"on_nonfinite must be 'skip' or 'raise', got {on_nonfinite!r}.")
         check_give_up_after(give_up_after)
-        refuse_misfits(policies[1], self._names)
         self._on_nonfinite = on_nonfinite
         self._rank_options = checked_options(
             process_group=process_group, mesh=mesh, distinct=distinct, copies=copies
@@ -141,6 +140,11 @@ class GradientControl:
         self._model_ranks()  # Refuses, now rather than at the first step, what no rank can know.
         if every is not None and has_other_ranks() and self._ranks is self._replicas is None:
             raise ValueError(_NO_REPLICAS_KNOWN)
+        # Stages of a pipeline hold different parameters: what fits none here may fit another's.
+        told = process_group is not None or mesh is not None
+        self._engine.elsewhere = told and has_other_ranks()
+        if not self._engine.elsewhere:
+            refuse_misfits(policies[1], self._names)
         self._schedulers = Listeners()
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)

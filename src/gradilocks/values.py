@@ -73,12 +73,16 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class Scene:
-    """Whose gradients were measured, for policies that look further than at norms."""
+    """Whose gradients were measured, for policies that look further than at norms.
 
-    params: Sequence[Tensor]
-    """The parameters, in the order of the Statistics."""
-    tensors: Sequence[Tensor]
-    """Their gradients' own elements."""
+    Where several ranks hold the model, a policy that bounds gradients apart from each other sees
+    all of them on every rank, in an order of names that all ranks keep.
+    """
+
+    params: Sequence[Tensor | None]
+    """The parameters, in the order of the Statistics; None for one that only other ranks hold."""
+    tensors: Sequence[Tensor | None]
+    """Their gradients' own elements; None where this rank has none."""
     places: Sequence[int]
     """Their places among all parameters, those without a gradient included."""
     count: int
@@ -87,6 +91,9 @@ class Scene:
     """Tells the names of all parameters."""
     groups: Callable[[], Sequence[tuple[int, str | None]]]
     """Tells the number and the name of each parameter's group."""
+    lengths: Sequence[tuple[Tensor, Tensor] | None] = ()
+    """Over several ranks, for each parameter that a policy divides into units: the norms of their
+    gradients, still scaled, and of their weights, 1-d each. () if they are all here."""
 
 
 @dataclass(frozen=True)

@@ -258,30 +258,35 @@ def test_a_rank_may_lack_a_gradient_that_others_have(returned: Returned) -> None
 
 
 def parts_that_cannot_be_told_apart(rank: int) -> list[str]:
-    """Plain shards, and units that are cut: refused before anything is written."""
-    from torch.distributed.tensor import Shard
-
+    """Plain shards, and rows that may be cut in any way: refused before anything is written."""
     told = []
-    for policy, group, param in (
-        (gradilocks.ClipPerTensor(1.0), dist.group.WORLD, nn.Parameter(torch.zeros(2))),
-        (gradilocks.AdaptiveClip(), None, _dtensor([3.0, 4.0], Shard(0))),
+    for policy, options in (
+        (gradilocks.ClipPerTensor(1.0), {"process_group": dist.group.WORLD}),
+        (gradilocks.AdaptiveClip(), {"copies": 1}),
+        (gradilocks.AdaptiveClip(exclude=("row*",)), {"copies": 1}),
     ):
-        if param.grad is None:
-            param.grad = torch.ones(2)
+        param = nn.Parameter(torch.zeros(2, 3))
+        param.grad = torch.ones(2, 3)
+        options["model"] = nn.ParameterDict({"rows": param})
         control = gradilocks.GradientControl(
-            torch.optim.SGD([param], lr=1.0), scale=None, clip=policy, process_group=group
+            torch.optim.SGD([param], lr=1.0), scale=None, clip=policy, **options
         )
         try:
             control.step()
+            told.append("")
         except ValueError as error:
             told.append(str(error))
+            assert not param.any()
     return told
 
 
 def test_where_parts_cannot_be_told_apart_the_policy_is_refused(returned: Returned) -> None:
     for told in returned["parts_that_cannot_be_told_apart"]:
-        assert [words.split()[0] for words in told] == ["ClipPerTensor", "AdaptiveClip"]
-        assert all("Use ClipByNorm" in words for words in told)
+        each, units, left_alone = told
+        assert each.startswith("ClipPerTensor bounds gradients apart")
+        assert "Use ClipByNorm" in each
+        assert units.startswith("rows is bounded unit by unit, and ranks [0, 1] hold parts of it")
+        assert left_alone == ""
 
 
 def headroom_of_shards(rank: int) -> list[float]:

@@ -1,6 +1,6 @@
 """A Measurement in, a ClipLimit out: how far the gradients are pulled down, policy by policy."""
 
-from gradilocks.clip.adaptive import AdaptiveClip
+from gradilocks.clip.adaptive import AdaptiveClip, unit_norms, weights_of
 from gradilocks.clip.chained import Chain, chain
 from gradilocks.clip.clip_policy import (
     ClipByNorm,
@@ -39,4 +39,6 @@ __all__ = [
     "remap_memory",
     "resolve_clip",
     "same_parameters",
+    "unit_norms",
+    "weights_of",
 ]

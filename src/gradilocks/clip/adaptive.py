@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,9 @@ from gradilocks.clip.clip_policy import (
     without_coefficient,
 )
 from gradilocks.policy import check_positive
-from gradilocks.values import ClipLimit, Measurement, wide
+from gradilocks.values import ClipLimit, Measurement, Scene, wide
 
-__all__ = ["AdaptiveClip"]
+__all__ = ["AdaptiveClip", "unit_norms", "weights_of"]
 
 _AT_ONCE = 1 << 22
 """Elements whose norm is taken at once: a copy of 32 MiB."""
@@ -36,6 +36,8 @@ class AdaptiveClip(ClipPolicy):
 
     A unit is a row of a matrix or an output channel of a convolution; a vector or a number is one
     unit. One more read of weights and gradients, and a pass over those gradients that have units.
+    Units that several ranks hold parts of are measured over all of them, in one more collective of
+    two numbers a unit.
 
     Args:
         clipping: the share; the authors use 0.01 for batches of 4096 and more for smaller ones.
@@ -76,21 +78,24 @@ class AdaptiveClip(ClipPolicy):
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
         }
 
+    def unit_count(self, name: str, shape: Sequence[int]) -> int:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude):
+            return 0
+        return shape[0] if len(shape) > 1 else 1
+
     def limit(self, measurement: Measurement, scale: Tensor, state: Memory = NOTHING) -> ClipLimit:
         scene = scene_of(measurement, self)
-        names = scene.names() if self.exclude else ()
         norms = measurement.tensors.norms
         units: list[Tensor | None] = []
         after: list[Tensor] = []
         clipped = torch.zeros_like(measurement.norm, dtype=torch.bool)
-        for k, (param, grad) in enumerate(zip(scene.params, scene.tensors, strict=True)):
-            name = names[scene.places[k]] if names else ""
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude):
+        for k, found in enumerate(scene.lengths or self._lengths_here(scene)):
+            if found is None:
                 units.append(None)
                 after.append(norms[k])
                 continue
-            lengths = _lengths(grad) / scale
-            bound = self.clipping * _lengths(_weights(param)).clamp(min=self.eps)
+            lengths = found[0] / scale
+            bound = self.clipping * found[1].clamp(min=self.eps)
             over = (lengths > bound) & (measurement.nonfinite == 0)
             factor = torch.where(over, bound / lengths.clamp(min=1e-6), torch.ones_like(lengths))
             units.append(factor)
@@ -99,8 +104,21 @@ class AdaptiveClip(ClipPolicy):
         left = torch.stack(after) if after else norms
         return without_coefficient(measurement, clipped, units=units, norms=left)
 
+    def _lengths_here(self, scene: Scene) -> Iterator[tuple[Tensor, Tensor] | None]:
+        """Of each parameter, as its elements lie here: the norms of its units, scaled, and of
+        their weights, so shaped that they broadcast to the gradient; None for one left alone."""
+        names = scene.names() if self.exclude else ()
+        for place, param, grad in zip(scene.places, scene.params, scene.tensors, strict=True):
+            assert param is not None
+            assert grad is not None
+            if not self.unit_count(names[place] if names else "", param.shape):
+                yield None
+                continue
+            shape = (-1, *(1,) * (grad.dim() - 1)) if grad.dim() > 1 else ()
+            yield unit_norms(grad).reshape(shape), unit_norms(weights_of(param)).reshape(shape)
 
-def _weights(param: Tensor) -> Tensor:
+
+def weights_of(param: Tensor) -> Tensor:
     """The weights that the gradient's elements belong to: of a sparse one, the rows it has."""
     weights = param.detach()
     grad = param.grad
@@ -109,18 +127,15 @@ def _weights(param: Tensor) -> Tensor:
     return weights
 
 
-def _lengths(tensor: Tensor) -> Tensor:
-    """The norm of each unit, so shaped that it broadcasts to the tensor."""
+def unit_norms(tensor: Tensor) -> Tensor:
+    """1-d: the norm of each unit, a row or, of a vector or a number, all of it."""
     dtype = wide(tensor.device)  # The square of a float32 may be more than float32 holds.
     if tensor.dim() <= 1:
         parts = [torch.linalg.vector_norm(part, dtype=dtype) for part in _parts(tensor)]
         whole: Tensor = torch.linalg.vector_norm(torch.stack(parts)) if parts[1:] else parts[0]
-        return whole
+        return whole.reshape(1)
     dims = tuple(range(1, tensor.dim()))
-    rows = [
-        torch.linalg.vector_norm(part, dim=dims, keepdim=True, dtype=dtype)
-        for part in _parts(tensor)
-    ]
+    rows = [torch.linalg.vector_norm(part, dim=dims, dtype=dtype) for part in _parts(tensor)]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.clip.clip_policy import NOTHING, ClipByValue, ClipPolicy, Memory, resolve_clip
-from gradilocks.kernels.reference import total_norm
+from gradilocks.kernels.reference import rounded, total_norm
 from gradilocks.values import ClipLimit, Measurement
 
 __all__ = ["Chain", "chain"]
@@ -94,6 +94,9 @@ class Chain(ClipPolicy):
             found.update(policy.misfits(names, groups))
         return found
 
+    def unit_count(self, name: str, shape: Sequence[int]) -> int:
+        return self.policies[0].unit_count(name, shape)  # The only one that may be by unit.
+
     def start(self, device: torch.device, count: int) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         for k, policy in enumerate(self.policies):
@@ -153,7 +156,8 @@ def _after(measurement: Measurement, limit: ClipLimit) -> Measurement:
     shrunk = limit.coefficient if limit.factors is None else limit.coefficient * limit.factors
     norms = statistics.norms * shrunk if limit.norms is None else limit.norms
     largest = None if statistics.largest is None else statistics.largest * shrunk
-    norm = total_norm(norms, measurement.order)
+    # Rounded as any total is, so that on any number of ranks the next policy sees the same one.
+    norm = rounded(total_norm(norms, measurement.order), double=measurement.double)
     if limit.factors is None and limit.norms is None:
         norm = measurement.norm * limit.coefficient  # Also where other ranks have a part in it.
     norm = torch.where(measurement.nonfinite > 0, measurement.norm, norm)

@@ -72,7 +72,7 @@ class ClipPolicy(Policy):
     apart: bool = False
     """Whether it bounds gradients apart from each other."""
     by_unit: bool = False
-    """Whether it looks at the elements of whole units, which must not be spread over ranks."""
+    """Whether it bounds the rows of a tensor, or other units of elements, apart from each other."""
     by_parameter: tuple[str, ...] = ()
     """The names in its memory that have a number for each parameter."""
 
@@ -101,6 +101,18 @@ class ClipPolicy(Policy):
         """
         return {}
 
+    def unit_count(self, name: str, shape: Sequence[int]) -> int:
+        """Into how many units it divides a parameter, a row each; 0 if it leaves it alone.
+
+        Asked of a policy that is `by_unit`, where several ranks hold the model: it then finds the
+        units' norms over all ranks in `measurement.scene.lengths`.
+
+        Args:
+            name: of the parameter.
+            shape: of all of it.
+        """
+        return 0
+
     def start(self, device: torch.device, count: int) -> dict[str, Tensor] | None:
         """Its memory before the first step of a model with `count` parameters; None for none."""
         return None
@@ -120,7 +132,7 @@ class _AdaptedClip(Adapted, ClipPolicy):
 
     _taken = (
         *("order", "needs_largest", "apart", "by_unit", "by_parameter"),
-        *("misfits", "start", "limit", "advance"),
+        *("misfits", "unit_count", "start", "limit", "advance"),
     )
 
 

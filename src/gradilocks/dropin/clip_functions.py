@@ -208,12 +208,13 @@ def _measured(gradients: Gradients, given: Sequence[Tensor], order: float) -> Me
     if not rank_groups:
         return measurement
     layouts = gradients.every_layout()
-    return reduce_apart(
+    whole, _ = reduce_apart(
         measurement,
         rank_groups=rank_groups,
         ranks=[None if layout is None else layout.ranks for layout in layouts],
         counts=[layout is None or layout.counts for layout in layouts],
     )
+    return whole
 
 
 def _on_every_rank(norm: Tensor, mesh: Any) -> Tensor:

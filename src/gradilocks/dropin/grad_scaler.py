@@ -44,7 +44,6 @@ from gradilocks.ranks.layout import (
     rank_groups_of,
     refuse_fsdp1_shards,
 )
-from gradilocks.ranks.model_ranks import model_ranks_of
 from gradilocks.scale import (
     LARGEST,
     SMALLEST,
@@ -696,33 +695,21 @@ class GradScaler(torch.amp.GradScaler):
                 flags = {overflow.device: overflow}
                 state["found_inf_per_device"] = flags
                 if engine.scale_policy.needs_largest:
-                    held = ranks.get("model_ranks")
-                    groups = ranks.get("rank_groups", ()) if held is None else (held.rank_group,)
+                    groups = ranks.get("rank_groups", ())
                     self._agree(flags, overflow, peak_of(verdict.record), groups)
         self._now.steps[id(optimizer)] = _OptimizerStep(optimizer, verdict=verdict)
         self._outcome = verdict.outcome
         return verdict
 
     def _ranks_of(self, optimizer: Any, engine: Engine) -> dict[str, Any]:
-        """Over which ranks the engine is to measure; raises if it is not known.
-
-        As `clip_grad_norm_`, each tensor over its own mesh; a policy that bounds tensors apart from
-        each other needs all ranks to know all of them, as a GradientControl does.
-        """
+        """Over which ranks the engine is to measure: as `clip_grad_norm_`, each tensor over its own
+        mesh, and no others; a plain one is this rank's. Refuses the plain shards of FSDP1."""
         if not has_other_ranks():
             return {}
-        params, clip = list(every_parameter([optimizer])), self._engines.clip
-        if not clip.apart:
-            if self._clips:
-                refuse_fsdp1_shards(params, name=engine.names, way_out=_FLATTENED)
-            return {"rank_groups": rank_groups_of(params)}
-        way_out = (
-            f"{clip.policy_name} bounds gradients apart from each other, for which a "
-            "GradScaler needs every parameter on all ranks. Give clip= a policy that bounds the "
-            "norm of all, such as ClipByNorm, which takes each tensor over its own mesh; or use "
-            "GradientControl(process_group=)."
-        )
-        return {"model_ranks": model_ranks_of(params, name=engine.names, way_out=way_out)}
+        params = list(every_parameter([optimizer]))
+        if self._clips:
+            refuse_fsdp1_shards(params, name=engine.names, way_out=_FLATTENED)
+        return {"rank_groups": rank_groups_of(params)}
 
     def _step_with_scaler(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
         """For an optimizer with the older contract, whose step takes the scaler itself."""

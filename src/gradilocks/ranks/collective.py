@@ -20,7 +20,7 @@ from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import rounded
 from gradilocks.values import Measurement, RankGroup, moved
 
-__all__ = ["largest_of_all", "reduce", "reduce_apart", "reduce_each"]
+__all__ = ["largest_of_all", "reduce", "reduce_apart", "sum_of_all", "whole_columns"]
 
 _ROW = ("largest", "unit", "share", "nonfinite", "double")
 """What a rank tells of a list of tensors: the largest of their norms, the unit (that norm, or 1
@@ -56,35 +56,25 @@ def reduce(
     return _whole(measurement, together), gathered[:, len(_ROW) :]
 
 
-def reduce_each(
-    whole: Measurement,
-    *,
-    rank_group: RankGroup,
-    counts: Sequence[bool],
-    places: Sequence[int],
-    count: int,
-) -> Measurement:
-    """The norm of each tensor over all ranks besides, for policies that bound them apart.
+def whole_columns(columns: Tensor, *, order: float, rank_group: RankGroup) -> Tensor:
+    """Numbers of each parameter over all ranks, for policies that bound tensors apart.
 
     Args:
-        whole: what `reduce` made of the gradients that this rank holds; of one parameter another
-            rank may have none.
-        rank_group: as in `reduce`.
-        counts: for each tensor, whether this rank's elements count.
-        places: for each tensor, the place of its parameter among those of the model.
-        count: how many parameters the model has, the same on every rank.
+        columns: a row a kind of number, a column a parameter, the same on every rank. In the first
+            row the norm of this rank's elements, 0 where they do not count; in the second the
+            largest magnitude; in all others what one rank tells and the others have 0 for.
+        order: the p of the norm.
+        rank_group: the ranks, by one process group or several to go through.
     """
-    norms, order = whole.tensors.norms, whole.order
-    here = numbers_on(norms.device, tuple(places), torch.int64)
-    counted = torch.where(_mask(counts, norms), norms, torch.zeros_like(norms))
-    mine = norms.new_zeros(count).index_copy(0, here, counted)
-    (group,) = rank_group.groups
-    gathered = _gathered(mine, group, rank_group.device).index_select(1, here)
-    largest = gathered.amax(dim=0)
-    unit = _unit(largest)
-    share = largest if order == math.inf else ((gathered / unit) ** order).sum(dim=0)
-    each = _norm(largest, unit, share, order)
-    return replace(whole, tensors=replace(whole.tensors, norms=each))
+    for group in rank_group.groups:
+        rows = _gathered(columns.flatten(), group, rank_group.device).view(-1, *columns.shape)
+        norms, peaks, told = rows[:, 0], rows[:, 1], rows[:, 2:]
+        largest = norms.amax(dim=0)
+        unit = _unit(largest)
+        share = largest if order == math.inf else ((norms / unit) ** order).sum(dim=0)
+        each = _norm(largest, unit, share, order)
+        columns = torch.cat([torch.stack([each, peaks.amax(dim=0)]), told.sum(dim=0)])
+    return columns
 
 
 def reduce_apart(
@@ -93,7 +83,8 @@ def reduce_apart(
     rank_groups: Sequence[RankGroup],
     ranks: Sequence[tuple[int, ...] | None],
     counts: Sequence[bool],
-) -> Measurement:
+    peak: Tensor | None = None,
+) -> tuple[Measurement, Tensor]:
     """Brings each tensor together over the ranks of its own mesh, and no others.
 
     Args:
@@ -103,12 +94,14 @@ def reduce_apart(
         ranks: for each tensor, over which ranks it lies; None for a plain one, which is this
             rank's own.
         counts: for each tensor, whether this rank's elements count.
+        peak: 0-d, the largest magnitude of this rank's gradients, if somebody asks for that of all.
 
     Returns:
         A Measurement with the norm of all tensors of this rank, each one whole; the per-tensor
-        numbers stay this rank's.
+        numbers stay this rank's. And the largest magnitude of all; 0 if nobody has asked.
     """
     order, norms, flag = measurement.order, measurement.tensors.norms, measurement.nonfinite
+    largest = norms.new_zeros(1) if peak is None else peak.to(norms.dtype).reshape(1)
     if order <= 0.0:
         raise ValueError(
             f"norm_type must be positive where gradients are distributed, got {order:g}: what such "
@@ -125,10 +118,12 @@ def reduce_apart(
     for rank_group in rank_groups:
         row = row_of(rank_group.ranks)
         for group in rank_group.groups:
-            row = _combined(_gathered(row, group, rank_group.device), order)
+            gathered = _gathered(torch.cat([row, largest]), group, rank_group.device)
+            row = _combined(gathered[:, :-1], order)
+            largest = gathered[:, -1:].amax(dim=0)
         flag = row[_ROW.index("nonfinite")]
         rows.append(row)
-    return _whole(measurement, _combined(torch.stack(rows), order))
+    return _whole(measurement, _combined(torch.stack(rows), order)), largest[0]
 
 
 def largest_of_all(numbers: Tensor, rank_groups: Sequence[RankGroup]) -> Tensor:
@@ -145,6 +140,23 @@ def largest_of_all(numbers: Tensor, rank_groups: Sequence[RankGroup]) -> Tensor:
         together = moved(together, rank_group.device)
         for group in rank_group.groups:
             dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
+    return moved(together, numbers.device)
+
+
+def sum_of_all(numbers: Tensor, rank_group: RankGroup) -> Tensor:
+    """Each of `numbers`, added up over the ranks of a group, on the device it came from.
+
+    Unlike what is gathered, it does not grow with the number of ranks.
+
+    Args:
+        numbers: 1-d, this rank's.
+        rank_group: by one process group or several to go through.
+    """
+    import torch.distributed as dist
+
+    together = moved(numbers.clone(), rank_group.device)
+    for group in rank_group.groups:
+        dist.all_reduce(together, group=group)
     return moved(together, numbers.device)
 
 

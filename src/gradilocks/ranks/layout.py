@@ -25,6 +25,7 @@ __all__ = [
     "covers_world",
     "device_for",
     "flattened_among",
+    "global_rows",
     "has_other_ranks",
     "is_distributed",
     "laid_out_like",
@@ -169,6 +170,43 @@ def with_sums_reduced(param: Tensor, grad: Tensor) -> Tensor:
     if param is not grad:
         param.grad = reduced
     return reduced
+
+
+def global_rows(tensor: Tensor, name: str) -> Tensor:
+    """The rows of a whole tensor that this rank's elements of it belong to; int64, on the host.
+
+    Args:
+        tensor: a DTensor of two dimensions or more, of which the ranks hold elements.
+        name: of its parameter, for the error message.
+
+    Raises:
+        ValueError: if the placements do not account for the rows that there are.
+    """
+    given: Any = tensor
+    mesh, mine = given.device_mesh, given.device_mesh.get_coordinate()
+    rows = torch.arange(given.shape[0], device="cpu")
+    local = given.to_local().shape[0] if mine is not None else 0
+    if mine is None:
+        return rows[:0]
+    cuts = [
+        (at, placement)
+        for at, placement in enumerate(given.placements)
+        if getattr(placement, "dim", None) in (0, -given.dim())
+    ]
+    # A strided shard is one that was cut after those of later dimensions of the mesh: FSDP2 cuts
+    # what tensor parallelism has left.
+    strided = [cut for cut in cuts if hasattr(cut[1], "split_factor")]
+    for at, _ in [cut for cut in cuts if cut not in strided] + strided[::-1]:
+        pieces = torch.chunk(rows, mesh.size(at))
+        rows = pieces[mine[at]] if mine[at] < len(pieces) else rows[:0]
+    if rows.numel() != local:
+        raise ValueError(
+            f"{name} is a DTensor of {given.shape[0]} rows as {given.placements} on a mesh of "
+            f"{tuple(mesh.mesh.shape)}, by which {rows.numel()} of them should be here, and "
+            f"{local} are: which ones is not known. Distribute it by distribute_tensor or "
+            "fully_shard, or leave it out of the policy by exclude=."
+        )
+    return rows
 
 
 def local_of(tensor: Any) -> Any:

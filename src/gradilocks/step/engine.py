@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +25,14 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks._torch import AMP_FLAG
 from gradilocks.checks import refuse_misfits
-from gradilocks.clip import ClipPolicy, remap_memory, same_parameters
+from gradilocks.clip import (
+    ClipPolicy,
+    Memory,
+    remap_memory,
+    same_parameters,
+    unit_norms,
+    weights_of,
+)
 from gradilocks.errors import NeverFinite
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.host_numbers import numbers_on
@@ -38,9 +45,18 @@ from gradilocks.ranks.agreement import (
     fingerprint,
     refuse_different,
 )
-from gradilocks.ranks.collective import reduce, reduce_apart, reduce_each
+from gradilocks.ranks.collective import reduce, reduce_apart
 from gradilocks.ranks.layout import has_other_ranks, ranks_in, world_size
 from gradilocks.ranks.model_ranks import ModelRanks, tell_all
+from gradilocks.ranks.parameter_table import (
+    OwnPart,
+    ParameterTable,
+    TableOfRank,
+    counts_of,
+    table_of_meshes,
+    table_of_model,
+    told_by,
+)
 from gradilocks.scale import NoScale, ScalePolicy, scale_gradient, scale_loss
 from gradilocks.state import checkpoint
 from gradilocks.step.diagnose import never_finite
@@ -110,15 +126,53 @@ class Verdict(NamedTuple):
     """What all ranks have found, if several hold the model."""
 
 
-class _Table(NamedTuple):
-    """The parameters of all ranks."""
+class PartHere(NamedTuple):
+    """This rank's part of what a clip policy saw of the gradients of all ranks."""
 
-    names: Sequence[Sequence[str]]
-    """For each rank, its parameters in backward order."""
-    places: dict[int, int]
-    """By the id of a parameter of this rank, its place among those of all ranks."""
-    total: int
-    """How many parameters all ranks have together."""
+    at: Tensor
+    """The places of this rank's gradients among all of them."""
+    table: ParameterTable
+    gradients: Gradients
+    mine: Measurement
+    """Of this rank's gradients."""
+
+    def measurement(self, whole: Measurement) -> Measurement:
+        """This rank's gradients with their own statistics, but for the norms: of whole tensors."""
+        statistics = dataclasses.replace(
+            self.mine.tensors, norms=whole.tensors.norms.index_select(0, self.at)
+        )
+        return dataclasses.replace(whole, tensors=statistics, scene=self.mine.scene)
+
+    def limit(self, whole: ClipLimit) -> ClipLimit:
+        """What holds for this rank's gradients and, in them, for the units that it has rows of."""
+        return dataclasses.replace(
+            whole,
+            factors=None if whole.factors is None else whole.factors.index_select(0, self.at),
+            norms=None if whole.norms is None else whole.norms.index_select(0, self.at),
+            units=None if whole.units is None else list(self._units(whole.units)),
+            parts=[(self.measurement(seen), self.limit(each)) for seen, each in whole.parts],
+        )
+
+    def _units(self, whole: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
+        """For each gradient the factors of the units that it has, as they broadcast."""
+        for param, tensor in zip(self.gradients.params, self.gradients.tensors, strict=True):
+            factors = whole[self.table.places[id(param)]]
+            if factors is not None and param.dim() <= 1:
+                factors = factors.reshape(())
+            elif factors is not None:
+                rows = self.table.rows_here(param, param.grad, factors)
+                factors = factors if rows is None else factors.index_select(0, rows)
+                factors = factors.reshape(-1, *(1,) * (tensor.dim() - 1))
+            yield factors
+
+
+class Seen(NamedTuple):
+    """What a clip policy is asked about."""
+
+    measurement: Measurement
+    memory: Memory | None
+    here: PartHere | None
+    """This rank's part of it, if it is about the gradients of all ranks."""
 
 
 class Engine:
@@ -156,9 +210,14 @@ class Engine:
         self._agreement = RankAgreement()
         self.scaled_here = False
         """Of several ranks that hold the model, whether this one scales losses."""
+        self.elsewhere = False
+        """Whether other ranks may hold parameters that this one has nothing of."""
         # What was worked out for the ranks that hold the model, and for which.
         self._table_of: ModelRanks | None = None
-        self._known_table = _Table((), {}, 0)
+        self._names_of_ranks: Sequence[Sequence[str]] = ()  # For each, in backward order.
+        # Of all ranks, for policies that bound tensors apart; and, for a scaler, made of which.
+        self._every_parameter: ParameterTable | None = None
+        self._told_params: list[tuple[Tensor, bool]] = []
         self._order_of: ModelRanks | None = None
         self._order: dict[int, int] = {}
         self._names_in_order: list[str] = []
@@ -175,7 +234,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and what lies on a device for kernels do not travel.
         left: dict[str, Any] = {"_memory_of": [], "_rank_group": None, "_settler": None}
-        left |= {"_table_of": None, "_known_table": _Table((), {}, 0), "_order_of": None}
+        left |= {"_table_of": None, "_order_of": None, "_every_parameter": None, "_told_params": []}
         return {**self.__dict__, **left}
 
     def use(self, scale: ScalePolicy, clip: ClipPolicy) -> None:
@@ -270,15 +329,20 @@ class Engine:
         scene = self._scene(gradients) if self._asks_for_scene else None
         largest: float | Tensor = gradients.largest_finite
         together: Together | None = None
+        peak: Tensor | None = None
+        layouts = gradients.every_layout()
+        counts = [layout is None or layout.counts for layout in layouts]
         if model_ranks is not None:
             measurement, largest, together = self._over_ranks(measurement, gradients, model_ranks)
+            counts, peak = model_ranks.counts(gradients.params, layouts), together.largest("peak")
         elif rank_groups:
-            layouts = gradients.every_layout()
-            measurement = reduce_apart(
+            found = measurement.tensors.largest
+            measurement, peak = reduce_apart(
                 measurement,
                 rank_groups=rank_groups,
                 ranks=[None if layout is None else layout.ranks for layout in layouts],
-                counts=[layout is None or layout.counts for layout in layouts],
+                counts=counts,
+                peak=None if found is None or not found.numel() else found.amax(),
             )
         if overflow is not None:
             flag = torch.maximum(measurement.nonfinite, moved(overflow, home))
@@ -287,7 +351,15 @@ class Engine:
         if scene is not None:
             measurement = dataclasses.replace(measurement, scene=scene)
         memory = self._memory_on(home) if self._learns else None
-        limit = policy.limit(measurement, scale, *([] if memory is None else [memory]))
+        seen = Seen(measurement, memory, None)
+        if peak is not None:
+            seen = self._seen_over_ranks(
+                seen, gradients, counts, peak, model_ranks=model_ranks, rank_groups=rank_groups
+            )
+        limit = policy.limit(seen.measurement, scale, *(() if memory is None else (seen.memory,)))
+        if seen.here is not None:
+            limit = seen.here.limit(limit)
+            measurement = seen.here.measurement(seen.measurement)
         decision = decide(measurement, scale, limit, largest_finite=largest)
         record = self._record(measurement, scale, limit, decision, together)
         captured = capturing()
@@ -302,6 +374,126 @@ class Engine:
         )
         lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
         return Verdict(decision, outcome, record, False, lesson, unscaled, together)
+
+    def _seen_over_ranks(
+        self,
+        mine: Seen,
+        gradients: Gradients,
+        counts: Sequence[bool],
+        peak: Tensor,
+        *,
+        model_ranks: ModelRanks | None,
+        rank_groups: Sequence[RankGroup],
+    ) -> Seen:
+        """What the clip policy sees, where several ranks hold the gradients.
+
+        One that bounds the norm of all sees the largest magnitude of all. One that bounds gradients
+        apart from each other sees all of them, those of other ranks too, and what is remembered of
+        them: so that all ranks find the same, also of what they do not hold.
+
+        Args:
+            mine: the gradients of this rank, with the norm of all.
+            gradients: these.
+            counts: for each, whether this rank's elements count.
+            peak: the largest magnitude of all ranks.
+            model_ranks, rank_groups: as in `decide`.
+        """
+        policy, found = self.clip_policy, mine.measurement.tensors
+        if not policy.apart:
+            if found.largest is None:
+                return mine
+            statistics = dataclasses.replace(found, largest=peak.reshape(1))
+            return mine._replace(
+                measurement=dataclasses.replace(mine.measurement, tensors=statistics)
+            )
+        table = self._parameter_table(model_ranks, rank_groups)
+        params, remembered = gradients.params, mine.memory or {}
+        own = OwnPart(params, found.norms, counts, found.largest)
+        kept = {name: remembered[name] for name in policy.by_parameter}
+        lengths: Sequence[tuple[Tensor, Tensor] | None] = ()
+        if policy.by_unit:
+            lengths, norms, known = table.whole_units(
+                own,
+                gradients.tensors,
+                norms_of=unit_norms,
+                weights_of=weights_of,
+                memory=kept,
+                known=self._memory_of,
+            )
+            largest = peak.expand_as(norms)
+        else:
+            norms, largest, known = table.whole_numbers(
+                own, order=mine.measurement.order, memory=kept, known=self._memory_of
+            )
+        here = table.at(params, norms)
+        nothing = torch.zeros(table.count, dtype=torch.int64, device=norms.device)
+        statistics = Statistics(
+            norms,
+            nothing.index_copy(0, here, found.nan),
+            nothing.index_copy(0, here, found.inf),
+            largest=None if found.largest is None else largest,
+        )
+        at = {id(param): tensor for param, tensor in zip(params, gradients.tensors, strict=True)}
+        scene = Scene(
+            params=table.params,
+            tensors=[None if param is None else at.get(id(param)) for param in table.params],
+            places=range(table.count),
+            count=table.count,
+            names=lambda: table.names,
+            groups=lambda: table.groups,
+            lengths=lengths,
+        )
+        whole = dataclasses.replace(
+            mine.measurement, tensors=statistics, double=table.double, scene=scene
+        )
+        part = PartHere(here, table, gradients, mine.measurement)
+        return Seen(whole, {**remembered, **known}, part)
+
+    def _parameter_table(
+        self, model_ranks: ModelRanks | None, rank_groups: Sequence[RankGroup]
+    ) -> ParameterTable:
+        """The parameters of all ranks. They tell each other once, and again when some have changed.
+
+        Raises, on all of them alike, if it is not known which parts belong together.
+        """
+        if model_ranks is not None:
+            if model_ranks.keys is None:
+                raise ValueError(
+                    f"{self.clip_policy.policy_name} bounds gradients apart from each other, and "
+                    "ranks hold parts of them here that are not known to belong together. Use "
+                    "ClipByNorm, or another policy that bounds the norm of all; or say who holds "
+                    "what by mesh= and distinct= in the place of process_group=."
+                )
+            assert self._every_parameter is not None
+            return self._every_parameter
+        params = list({id(p): p for p in every_parameter(self.names.optimizers)}.values())
+        now = [(param, param.requires_grad) for param in params]
+        known = self._told_params
+        if len(known) != len(now) or any(
+            a is not b or was is not trained
+            for (a, was), (b, trained) in zip(known, now, strict=True)
+        ):
+            told = self._told_of(params, range(len(params)), counts_of(params))
+            self._every_parameter = table_of_meshes(params, rank_groups, told)
+            self._told_params = now
+        assert self._every_parameter is not None
+        return self._every_parameter
+
+    def _told_of(
+        self, params: Sequence[Tensor], keys: Sequence[Hashable], counts: Sequence[bool]
+    ) -> TableOfRank:
+        """What this rank tells of its parameters."""
+        policy = self.clip_policy
+        every = list(every_parameter(self.names.optimizers))
+        groups = dict(zip(map(id, every), self.names.groups(), strict=True))
+        return told_by(
+            params,
+            keys,
+            names=self.names.of(params),
+            groups=[groups[id(param)] for param in params],
+            counts=counts,
+            unit_count=policy.unit_count if policy.by_unit else None,
+        )
 
     def _record(
         self,
@@ -453,7 +645,10 @@ class Engine:
         """Goes on from a checkpoint; one that does not fit raises and changes nothing."""
         count = sum(1 for _ in every_parameter(self.names.optimizers))
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, count=count)
-        refuse_misfits(loaded.clip_policy, self.names)
+        if not self.elsewhere:
+            refuse_misfits(loaded.clip_policy, self.names)
+        if loaded.clip_policy != self.clip_policy:  # It may need other numbers of the ranks.
+            self._table_of, self._told_params = None, []
         self.use(loaded.scale_policy, loaded.clip_policy)
         checkpoint.refill(self.state, loaded.state)
         self.streak.restore(loaded.streak)
@@ -491,8 +686,7 @@ class Engine:
 
         Raises on all of them if it is not known who holds what.
         """
-        policy, rank_group = self.clip_policy, model_ranks.rank_group
-        apart = self._apart
+        rank_group = model_ranks.rank_group
         params, tensors = gradients.params, gradients.tensors
         counts = model_ranks.counts(params, gradients.every_layout())
         waiting = self._agreement.uncompared(model_ranks)
@@ -531,24 +725,8 @@ class Engine:
             )
             self.scaled_here = self.scales and self.losses.any_noted
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
-        table = self._table(model_ranks)
-        together = Together(rank_group.ranks, rows, table.names)
-        if not apart:
-            return whole, largest, together
-        if model_ranks.keys is None or policy.by_unit:
-            raise ValueError(
-                f"{apart} bounds gradients apart from each other, and ranks hold parts of them "
-                "here that are not known to belong together. Use ClipByNorm, or another policy "
-                "that bounds the norm of all."
-            )
-        each = reduce_each(
-            whole,
-            rank_group=rank_group,
-            counts=counts,
-            places=[table.places[id(param)] for param in params],
-            count=table.total,
-        )
-        return each, largest, together
+        self._meet(model_ranks)
+        return whole, largest, Together(rank_group.ranks, rows, self._names_of_ranks)
 
     def _told(self, found: Statistics, params: Sequence[Tensor], model_ranks: ModelRanks) -> Tensor:
         """This rank's numbers of TOLD."""
@@ -602,27 +780,24 @@ class Engine:
         ranks = ranks_in(group)
         refuse_different(ranks, tell_all(self.settings(), ranks, group))
 
-    def _table(self, model_ranks: ModelRanks) -> _Table:
-        """What is known of the parameters of all ranks.
-
-        The ranks tell each other once, and again when their parameters have changed.
-        """
-        if self._table_of is not model_ranks:
-            ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
-            self._backward_order(model_ranks)
-            mine_told = self._names_in_order, model_ranks.keys, self.settings()
-            told = tell_all(mine_told, ranks, group)
-            refuse_different(ranks, [settings for *_, settings in told])
-            every = {key for _, keys, _ in told for key in keys or ()}
-            places = {key: place for place, key in enumerate(sorted(every, key=repr))}
-            mine = zip(model_ranks.params, model_ranks.keys or (), strict=False)
-            self._known_table = _Table(
-                names=[names for names, *_ in told],
-                places={id(param): places[key] for param, key in mine},
-                total=len(places),
-            )
-            self._table_of = model_ranks
-        return self._known_table
+    def _meet(self, model_ranks: ModelRanks) -> None:
+        """The ranks tell each other once what they hold, and again when that has changed."""
+        if self._table_of is model_ranks:
+            return
+        ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
+        self._backward_order(model_ranks)
+        table, params = None, model_ranks.params
+        if self.clip_policy.apart and model_ranks.keys is not None:
+            table = self._told_of(params, model_ranks.keys, counts_of(params, model_ranks))
+        told = tell_all((self._names_in_order, table, self.settings()), ranks, group)
+        refuse_different(ranks, [settings for *_, settings in told])
+        self._names_of_ranks = [names for names, *_ in told]
+        if table is not None:
+            self._every_parameter = table_of_model(model_ranks, [theirs for _, theirs, _ in told])
+            every = self._every_parameter
+            for message in self.clip_policy.misfits(every.names, every.groups).values():
+                raise ValueError(message)
+        self._table_of = model_ranks
 
     def _gather(
         self,
@@ -650,12 +825,6 @@ class Engine:
             counts=counts,
             notes=[*told.unbind(), *marks.unbind(), *found.unbind()],
         )
-
-    @property
-    def _apart(self) -> str:
-        """The clip policy's name if it bounds gradients apart from each other, else ""."""
-        policy = self.clip_policy
-        return policy.policy_name if policy.apart else ""
 
     def _memory_on(self, home: torch.device) -> dict[str, Tensor]:
         """What the clip policy remembers."""

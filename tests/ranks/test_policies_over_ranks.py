@@ -1,0 +1,356 @@
+"""Every policy on every layout, in a control and in a scaler: what one process does, bit for bit.
+
+The gradients are given, so that layouts differ in nothing else. Of each layout's placements the
+tensors take one after the other, so that a few layouts have all of them, uneven and empty shards
+among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradilocks
+from gradilocks import (
+    AdaGC,
+    AdaptiveClip,
+    ClipByNorm,
+    ClipByValue,
+    ClipPerGroup,
+    ClipPerTensor,
+    DynamicScale,
+    HeadroomScale,
+    QuantileClip,
+    SkipSpikes,
+    StaticScale,
+    ZScoreClip,
+    chain,
+)
+from tests.ranks.rank_programs import run_all
+
+SHAPES = {
+    "a.number": (),
+    "a.weight": (9, 6),
+    "a.bias": (7,),
+    "b.weight": (5, 3),
+    "b.kernel": (3, 4, 2),
+    "b.bias": (1,),
+    "c.weight": (2, 8),
+    "c.bias": (3,),
+    "head.weight": (33, 5),
+}
+STEPS, BAD_STEP = 5, 3
+ORDERS = (1.0, 2.0, 3.0, math.inf)
+
+SCALES: dict[str, Any] = {
+    "dynamic": DynamicScale(init_scale=4.0, growth_interval=2),
+    "torch's": DynamicScale.torch(),
+    "Megatron's": DynamicScale.megatron(init_scale=8.0, growth_interval=2, hysteresis=1),
+    "DeepSpeed's": DynamicScale.deepspeed(init_scale=8.0, growth_interval=2),
+    "fairseq's": DynamicScale.fairseq(init_scale=8.0, growth_interval=2),
+    "headroom": HeadroomScale(init_scale=4.0, growth_interval=2),
+    "static": StaticScale(2.0),
+}
+CLIPS: dict[str, Any] = {
+    **{f"norm {p:g}": ClipByNorm(1.5, order=p) for p in ORDERS},
+    **{f"per tensor {p:g}": ClipPerTensor(2.0, order=p) for p in ORDERS},
+    **{
+        f"per group {p:g}": ClipPerGroup({"*.bias": 0.5, 1: 3.0}, otherwise=2.0, order=p)
+        for p in ORDERS
+    },
+    "value": ClipByValue(1.5),
+    "AdaGC": AdaGC(warmup=2),
+    "quantile": QuantileClip(0.5, window=4),
+    "z-score": ZScoreClip(0.1, warmup=2),
+    "spikes": chain(SkipSpikes(0.5, window=4, at_least=2), ClipByNorm(4.0)),
+    "adaptive": AdaptiveClip(0.5),
+    "adaptive but": AdaptiveClip(0.5, exclude=("head.*", "*.number")),
+    "adaptive, norm": chain(AdaptiveClip(0.5, exclude=("head.*",)), ClipByNorm(2.0)),
+    "adaptive, per tensor": chain(AdaptiveClip(0.5, exclude=("a.*",)), ClipPerTensor(0.7)),
+    "adaptive, AdaGC": chain(AdaptiveClip(2.0), AdaGC(warmup=2), ClipByNorm(2.0)),
+    "adaptive, value": chain(AdaptiveClip(0.5), ClipByValue(0.3)),
+    "per tensor, norm": chain(ClipPerTensor(1.0), ClipByNorm(2.0)),
+    "per group, z-score": chain(ClipPerGroup({"*.bias": 0.5}), ZScoreClip(0.1, warmup=2)),
+    "AdaGC, quantile": chain(AdaGC(warmup=2), QuantileClip(0.5, window=4)),
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    **{name: {"clip": clip, "policy": SCALES["dynamic"]} for name, clip in CLIPS.items()},
+    **{f"{name} scale": {"clip": 4.0, "policy": scale} for name, scale in SCALES.items()},
+}
+
+
+def _weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def _gradients(step: int, *, seed: int = 0) -> dict[str, Tensor]:
+    """Finite ones; one tensor has none at the second step."""
+    generator = torch.Generator().manual_seed(100 * seed + step)
+    made = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    if step == 1:
+        del made["c.weight"]
+    return made
+
+
+Placed = Callable[[str, Tensor], Tensor]
+
+
+def _trained(
+    how: str,
+    settings: dict[str, Any],
+    placed: Placed,
+    *,
+    names: Sequence[str] = tuple(SHAPES),
+    spoil: Callable[[dict[str, Tensor]], None],
+    steps: int = STEPS,
+    seed: int = 0,
+    **told: Any,
+) -> list[Any]:
+    """What each step came to, and the parameters that it left, as they lie here."""
+    model = nn.Module()
+    for name, value in _weights().items():
+        if name in names:
+            first, last = name.split(".")
+            if not hasattr(model, first):
+                model.add_module(first, nn.Module())
+            getattr(model, first).register_parameter(last, nn.Parameter(placed(name, value)))
+    params = dict(model.named_parameters())
+    groups = [
+        {"params": [p for name, p in params.items() if name.startswith("head") is late]}
+        for late in (False, True)
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1, foreach=False)
+    made: Any
+    if how == "control":
+        policies = {"scale": settings["policy"], "clip": settings["clip"]}
+        made = gradilocks.GradientControl(optimizer, model=model, **policies, **told)
+    else:
+        made = gradilocks.GradScaler("cpu", model=model, **settings)
+    seen: list[Any] = []
+    for step in range(steps):
+        loss = torch.ones((), requires_grad=True)
+        made.scale_loss(loss) if how == "control" else made.scale(loss)
+        scale = made.scale if how == "control" else made.get_scale()
+        grads = {name: grad * scale for name, grad in _gradients(step, seed=seed).items()}
+        for name, param in params.items():
+            grad = grads.get(name)
+            param.grad = None if grad is None else placed(name, grad)
+        if step == BAD_STEP:
+            spoil({name: p.grad for name, p in params.items() if p.grad is not None})
+        if how == "control":
+            outcome, after = made.step(), made.scale
+        else:
+            made.step(optimizer)
+            made.update()
+            outcome, after = made.outcome, made.get_scale()
+        norm = outcome.norm if math.isfinite(outcome.norm) else 0.0
+        seen.append(
+            (outcome.skipped, outcome.rejected, outcome.clipped, norm, outcome.limit, after)
+        )
+        (made if how == "control" else optimizer).zero_grad()
+    return [seen, {name: param.detach() for name, param in params.items()}]
+
+
+def _on(mesh: Any, every: list[Any]) -> Placed:
+    """Lays the tensors out by the placements of `every`, one after the other."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    order = list(SHAPES)
+
+    def placed(name: str, value: Tensor) -> Tensor:
+        wanted = [
+            Replicate() if isinstance(each, Shard) and each.dim >= value.dim() else each
+            for each in every[order.index(name) % len(every)]
+        ]
+        local, where = value, mesh.get_coordinate()
+        for at, each in enumerate(wanted):  # Not by distribute_tensor: 5,000 of them take long.
+            if isinstance(each, Shard):
+                parts = torch.chunk(local, mesh.size(at), dim=each.dim)
+                empty = local.narrow(each.dim, 0, 0)
+                local = parts[where[at]] if where[at] < len(parts) else empty
+        return DTensor.from_local(
+            local.clone(),
+            mesh,
+            wanted,
+            run_check=False,
+            shape=value.shape,
+            stride=value.contiguous().stride(),
+        )
+
+    return placed
+
+
+def _spoil_last(grads: dict[str, Tensor]) -> None:
+    """An Inf on the last rank alone, wherever it has elements."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        _spoil_here(grads)
+
+
+def _spoil_last_of_mesh(grads: dict[str, Tensor]) -> None:
+    """As `_spoil_last`, on the last rank of each mesh."""
+    mesh: Any = grads["head.weight"].device_mesh  # type: ignore[attr-defined]
+    if dist.get_rank() == int(mesh.mesh.flatten()[-1]):
+        _spoil_here(grads)
+
+
+def _spoil_here(grads: dict[str, Tensor]) -> None:
+    grads["head.weight"].to_local().reshape(-1)[:1] = math.inf  # type: ignore[operator]
+
+
+def _spoil_one(grads: dict[str, Tensor]) -> None:
+    grads["head.weight"][-1, 0] = math.inf
+
+
+def _full(found: list[Any]) -> list[Any]:
+    from torch.distributed.tensor import DTensor
+
+    seen, params = found
+    return [
+        seen,
+        {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in params.items()},
+    ]
+
+
+def layouts(rank: int) -> dict[str, Any]:
+    """By layout, driver and policy, what the ranks made of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    ranks = dist.get_world_size()
+    line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("all",))
+    every = [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0)]]
+    ways: dict[str, tuple[Placed, tuple[str, ...], dict[str, Any]]] = {
+        "FSDP2": (_on(line, [[Shard(0)]]), ("control", "scaler"), {}),
+        "line": (_on(line, every), ("control", "scaler"), {}),
+    }
+    if ranks > 2:
+        grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
+        one = (Shard(0), Shard(1), Replicate())
+        pairs = [[a, b] for a in one for b in one]
+        halves = _on(grid["tp"], every)
+        ways = {
+            "grid": (_on(grid, pairs), ("control", "scaler"), {}),
+            "HSDP": (_on(grid, [[Replicate(), Shard(0)]]), ("control",), {}),
+            "tp inside dp": (halves, ("control",), {"mesh": grid}),
+            "tp alone": (halves, ("scaler",), {}),  # The others hold copies, and are not asked.
+        }
+    found = {}
+    for way, (placed, drivers, told) in ways.items():
+        for how in drivers:
+            for policy in POLICIES if way in _WITH_ALL else APART:
+                spoil = _spoil_last if how == "control" else _spoil_last_of_mesh
+                came = _trained(how, POLICIES[policy], placed, spoil=spoil, **told)
+                found[way, how, policy] = _full(came)
+    return found
+
+
+_WITH_ALL = ("line", "grid")
+APART = [name for name, clip in CLIPS.items() if clip.apart]
+"""Those that need more than the norm of all: they are tried on every layout."""
+
+
+def stages(rank: int) -> dict[str, Any]:
+    """Pipeline stages that hold different numbers of parameters, plain or sharded, by name."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("pp", "dp"))
+    first = rank < ranks // 2
+    names = [name for name in SHAPES if name.startswith("a.") is first]
+    told: dict[str, Any] = {"mesh": mesh, "distinct": ("pp",)}
+    sharded = _on(mesh["dp"], [[Shard(0)], [Shard(1)], [Replicate()]])
+    ways: dict[str, tuple[Placed, dict[str, Any]]] = {"plain": (_as_it_is, told)}
+    if ranks > 2:
+        ways["sharded"] = sharded, told
+        ways["by a group"] = sharded, {"process_group": mesh["pp"].get_group()}
+    found = {}
+    for way, (placed, options) in ways.items():
+        for policy in APART:
+            found[way, policy] = _full(
+                _trained(
+                    "control",
+                    POLICIES[policy],
+                    placed,
+                    names=names,
+                    spoil=_spoil_head,
+                    **options,
+                )
+            )
+    return found
+
+
+def _as_it_is(_: str, value: Tensor) -> Tensor:
+    return value.clone()
+
+
+def _spoil_head(grads: dict[str, Tensor]) -> None:
+    """An Inf on the last rank, whose stage is the last one."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        local: Any = grads["head.weight"]
+        (local.to_local() if hasattr(local, "to_local") else local).reshape(-1)[:1] = math.inf
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def returned(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Any]]:
+    programs = [layouts, stages]
+    return run_all(programs, tmp_path_factory.mktemp("policies"), ranks=request.param)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, str], list[Any]]:
+    """What one process does, by driver and policy."""
+    return {
+        (how, policy): _trained(how, settings, _as_it_is, spoil=_spoil_one)
+        for how in ("control", "scaler")
+        for policy, settings in POLICIES.items()
+    }
+
+
+def _assert_same(found: list[Any], expected: list[Any], policy: str, where: object) -> None:
+    order = getattr(POLICIES[policy]["clip"], "order", 2.0)
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        if order == 3.0:  # Cubes are added in another order.
+            assert mine == pytest.approx(theirs, rel=1e-12), where
+        else:
+            assert mine == theirs, where
+    for name, value in found[1].items():
+        if order == 3.0:
+            torch.testing.assert_close(value, expected[1][name], rtol=1e-6, atol=0.0)
+        else:
+            assert torch.equal(value, expected[1][name]), (where, name)
+
+
+def test_every_policy_does_what_it_does_in_one_process(
+    returned: dict[str, list[Any]], alone: dict[tuple[str, str], list[Any]]
+) -> None:
+    for rank, found in enumerate(returned["layouts"]):
+        for (way, how, policy), came in found.items():
+            _assert_same(came, alone[how, policy], policy, (rank, way, how, policy))
+
+
+def test_stages_of_a_pipeline_do_together_what_one_process_does(
+    returned: dict[str, list[Any]], alone: dict[tuple[str, str], list[Any]]
+) -> None:
+    for rank, found in enumerate(returned["stages"]):
+        for (way, policy), came in found.items():
+            assert len(came[1]) in (3, 6)
+            _assert_same(came, alone["control", policy], policy, (rank, way, policy))
+
+
+def test_in_one_process_every_policy_has_something_to_do(
+    alone: dict[tuple[str, str], list[Any]],
+) -> None:
+    for where, (seen, _) in alone.items():
+        assert [skipped and not rejected for skipped, rejected, *_ in seen][BAD_STEP], where
+        assert any(clipped for _, _, clipped, *_ in seen), where
+        assert not all(skipped for skipped, *_ in seen), where
