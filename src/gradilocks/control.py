@@ -28,7 +28,13 @@ from gradilocks.errors import NoGradients
 from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.names import Names
 from gradilocks.ranks.layout import has_other_ranks, replicas_of
-from gradilocks.ranks.model_ranks import Copies, ModelRanks, checked_options, model_ranks_of
+from gradilocks.ranks.model_ranks import (
+    Copies,
+    ModelRanks,
+    checked_options,
+    model_ranks_of,
+    refuse_thawed,
+)
 from gradilocks.record.journal import journal_for, recorder_of
 from gradilocks.scale import resolve_scale
 from gradilocks.step.call_order import CallOrder
@@ -125,7 +131,11 @@ class GradientControl:
         self._ranks: ModelRanks | None = None
         # Of DistributedDataParallel: its ranks have equal gradients and compare settings once.
         self._replicas = replicas_of(model) if has_other_ranks() else None
-        self._model_ranks()  # Refuses, now rather than at the first step, what no rank can know.
+        # Refuses, now rather than at the first step, what no rank can know. Names are looked up now
+        # too: FSDP2 may leave other tensors in the model's places from a backward pass on.
+        ranks = self._model_ranks()
+        if ranks is not None:
+            self._engine.backward_order(ranks)
         self._schedulers = Listeners()
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)
@@ -481,8 +491,10 @@ class GradientControl:
         params = list(self._parameters())
         trained = [param.requires_grad for param in params]
         known, were = self._ranks_of
-        if trained != were or any(map(operator.is_not, params, known)):
+        if len(params) != len(known) or any(map(operator.is_not, params, known)):
             self._ranks = model_ranks_of(params, name=self._names, options=self._rank_options)
-            # Nothing is kept where nothing is spread: a parameter that is replaced must go.
-            self._ranks_of = ([], []) if self._ranks is None else (params, trained)
+        elif trained != were:  # On this rank perhaps alone: the others are not to be asked.
+            refuse_thawed(params, self._rank_options, name=self._names)
+        # Nothing is kept where nothing is spread: a parameter that is replaced must go.
+        self._ranks_of = ([], []) if self._ranks is None else (params, trained)
         return self._ranks

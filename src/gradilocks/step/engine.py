@@ -160,7 +160,7 @@ class Engine:
         self._known_table = _Table((), {}, 0)
         self._order_of: ModelRanks | None = None
         self._order: dict[int, int] = {}
-        self._names_in_order: list[str] = []
+        self._names_told: list[str] = []  # In backward order.
         self.losses = Losses()
         self.table = GradientTable()
         self.owner: Callable[[], Any] | None = None
@@ -172,7 +172,8 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and what lies on a device for kernels do not travel.
         left: dict[str, Any] = {"_memory_of": [], "_rank_group": None, "_settler": None}
-        left |= {"_table_of": None, "_known_table": _Table((), {}, 0), "_order_of": None}
+        left |= {"_table_of": None, "_known_table": _Table((), {}, 0)}
+        left |= {"_order_of": None, "_names_told": []}
         return {**self.__dict__, **left}
 
     def use(self, scale: ScalePolicy, clip: ClipPolicy) -> None:
@@ -465,7 +466,7 @@ class Engine:
         At the first steps the host waits for them anyway. Later nobody waits: a rank that raises
         ends the run, as it does anywhere else.
         """
-        if self._agreement.is_pending(model_ranks):
+        if self._agreement.is_pending(model_ranks) or not model_ranks.is_like(self._table_of):
             order = float(self.clip_policy.order)
             nothing = measure((), home=self.state.scale.device, order=order)
             # Whoever does not listen any more skips the step.
@@ -484,7 +485,8 @@ class Engine:
         params, tensors = gradients.params, gradients.tensors
         counts = model_ranks.counts(params, gradients.every_layout())
         waiting = self._agreement.uncompared(model_ranks)
-        looking = self._agreement.is_pending(model_ranks)
+        anew = not model_ranks.is_like(self._table_of)
+        looking = anew or self._agreement.is_pending(model_ranks)
         plain = [at for at, param in enumerate(params) if id(param) in waiting]
         shown = None
         if plain:
@@ -500,7 +502,7 @@ class Engine:
             model_ranks,
             counts=counts,
             marks=None if shown is None else shown.numbers,
-            found=self._told(mine.tensors, params, model_ranks),
+            found=self._told(mine.tensors, params, model_ranks, counts),
             wide=all(tensor.dtype is torch.float64 for tensor in tensors),
         )
         every, rows = every[:, : len(REPORT)], every[:, len(REPORT) :]
@@ -509,18 +511,25 @@ class Engine:
             broken, *numbers = fetch(
                 torch.cat(columns + ([] if shown is None else [shown.compared]))
             )
-            reports, rest = numbers[: every.numel()], numbers[every.numel() :]
+            flat, rest = numbers[: every.numel()], numbers[every.numel() :]
+            reports = [flat[at : at + len(REPORT)] for at in range(0, len(flat), len(REPORT))]
             self._agreement.check(
                 model_ranks,
-                [reports[at : at + len(REPORT)] for at in range(0, len(reports), len(REPORT))],
+                reports,
                 compared=[params[at] for at, seen in zip(plain, rest, strict=True) if seen],
                 finite=not broken,
                 names=self.names.of,
             )
             self.scaled_here = self.scales and self.losses.any_noted
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
-        table = self._table(model_ranks)
-        together = Together(rank_group.ranks, rows, table.names)
+        names = self._known_table.names  # By which the rows of this step name their places.
+        if anew:
+            # Where others have not changed, they do not listen: a thaw or an addition on one rank.
+            if all(report[REPORT.index("anew")] for report in reports):
+                self._tell_table(model_ranks)
+            self._table_of = model_ranks
+        table = self._known_table
+        together = Together(rank_group.ranks, rows, names or table.names)
         if not apart:
             return whole, largest, together
         if model_ranks.keys is None or policy.by_unit:
@@ -529,16 +538,30 @@ class Engine:
                 "here that are not known to belong together. Use ClipByNorm, or another policy "
                 "that bounds the norm of all."
             )
+        strangers = [param for param in params if id(param) not in table.places]
+        if strangers:
+            raise ValueError(
+                f"{apart} bounds gradients apart from each other, and "
+                f"{self.names(strangers[0])} was added on this rank since the ranks told each "
+                "other what they hold. Add parameters on all ranks before the same step, or make a "
+                "new GradientControl on all of them."
+            )
         each = reduce_each(
             whole,
             rank_group=rank_group,
-            counts=counts,
+            counts=model_ranks.counts_each(params, gradients.every_layout()),
             places=[table.places[id(param)] for param in params],
             count=table.total,
         )
         return each, largest, together
 
-    def _told(self, found: Statistics, params: Sequence[Tensor], model_ranks: ModelRanks) -> Tensor:
+    def _told(
+        self,
+        found: Statistics,
+        params: Sequence[Tensor],
+        model_ranks: ModelRanks,
+        counts: Sequence[bool],
+    ) -> Tensor:
         """This rank's numbers of TOLD."""
         home, dtype = found.norms.device, found.norms.dtype
         loss = self.losses.broken(home).to(dtype)
@@ -546,9 +569,9 @@ class Engine:
             nothing = found.norms.new_zeros(len(TOLD))
             nothing[TOLD.index("loss")] = loss
             return nothing
-        order = self._backward_order(model_ranks)
-        at = torch.tensor([order[id(param)] for param in params], dtype=dtype, device="cpu")
-        at = moved(at, home)
+        order = self.backward_order(model_ranks)
+        known = [[order[id(param)] for param in params], list(map(float, counts))]
+        at, counting = moved(torch.tensor(known, dtype=dtype, device="cpu"), home).unbind()
         nan, inf = found.nan.to(dtype), found.inf.to(dtype)
         bad = (nan + inf) > 0
         first = torch.where(bad, at, math.inf).amin()
@@ -557,21 +580,30 @@ class Engine:
         numbers = [
             largest.amax().to(dtype),
             loss,
-            nan.sum(),
-            inf.sum(),
+            (nan * counting).sum(),
+            (inf * counting).sum(),
             bad.sum().to(dtype),
             torch.where(torch.isfinite(first), first, 0.0),
+            (counting * is_first).amax(),
             (nan * is_first).sum(),
             (inf * is_first).sum(),
         ]
         return torch.stack(numbers)
 
-    def _backward_order(self, model_ranks: ModelRanks) -> dict[int, int]:
-        """By a parameter's id, its place in the order in which gradients come."""
-        if self._order_of is not model_ranks:
-            places = self.names.in_backward_order(model_ranks.params)
-            self._order = {id(model_ranks.params[at]): n for n, (at, _) in enumerate(places)}
-            self._names_in_order = [name for _, name in places]
+    def backward_order(self, model_ranks: ModelRanks) -> dict[int, int]:
+        """By a parameter's id, its place in the order in which gradients come.
+
+        The order is that of the names that the other ranks have been told; whoever is not among
+        them comes last.
+        """
+        if not model_ranks.is_like(self._order_of):
+            named = self.names.in_backward_order(model_ranks.params)
+            if not self._names_told:
+                self._names_told = [name for _, name in named]
+            places = {name: place for place, name in enumerate(self._names_told)}
+            self._order = {
+                id(model_ranks.params[at]): places.get(name, len(places)) for at, name in named
+            }
             self._order_of = model_ranks
         return self._order
 
@@ -590,27 +622,23 @@ class Engine:
         ranks = ranks_in(group)
         refuse_different(ranks, tell_all(self.settings(), ranks, group))
 
-    def _table(self, model_ranks: ModelRanks) -> _Table:
-        """What is known of the parameters of all ranks.
-
-        The ranks tell each other once, and again when their parameters have changed.
-        """
-        if self._table_of is not model_ranks:
-            ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
-            self._backward_order(model_ranks)
-            mine_told = self._names_in_order, model_ranks.keys, self.settings()
-            told = tell_all(mine_told, ranks, group)
-            refuse_different(ranks, [settings for *_, settings in told])
-            every = {key for _, keys, _ in told for key in keys or ()}
-            places = {key: place for place, key in enumerate(sorted(every, key=repr))}
-            mine = zip(model_ranks.params, model_ranks.keys or (), strict=False)
-            self._known_table = _Table(
-                names=[names for names, *_ in told],
-                places={id(param): places[key] for param, key in mine},
-                total=len(places),
-            )
-            self._table_of = model_ranks
-        return self._known_table
+    def _tell_table(self, model_ranks: ModelRanks) -> None:
+        """The ranks tell each other which parameters they have: all of them, or none may."""
+        ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
+        if self._table_of is not None:
+            self._names_told, self._order_of = [], None
+        self.backward_order(model_ranks)
+        mine_told = self._names_told, model_ranks.keys, self.settings()
+        told = tell_all(mine_told, ranks, group)
+        refuse_different(ranks, [settings for *_, settings in told])
+        every = {key for _, keys, _ in told for key in keys or ()}
+        places = {key: place for place, key in enumerate(sorted(every, key=repr))}
+        mine = zip(model_ranks.params, model_ranks.keys or (), strict=False)
+        self._known_table = _Table(
+            names=[names for names, *_ in told],
+            places={id(param): places[key] for param, key in mine},
+            total=len(places),
+        )
 
     def _gather(
         self,
@@ -626,7 +654,10 @@ class Engine:
         """The measurement of all ranks, and the notes of each."""
         norms = mine.tensors.norms
         scaled = not self.scales or self.losses.any_noted
-        notes = self._agreement.report(model_ranks, refused=refused, wide=wide, scaled=scaled)
+        anew = not model_ranks.is_like(self._table_of)
+        notes = self._agreement.report(
+            model_ranks, refused=refused, wide=wide, scaled=scaled, anew=anew
+        )
         told = moved(torch.tensor(notes, dtype=norms.dtype, device="cpu"), norms.device)
         if marks is None:
             marks = norms.new_zeros(len(FINGERPRINT))
