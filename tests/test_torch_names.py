@@ -410,6 +410,14 @@ def kinds():
     assert _torch.device_kinds(object()) == []  # Then every device is taken to be reached.
 
 
+def joined():
+    world = importlib.import_module("torch.distributed.distributed_c10d")._world
+    assert _torch.groups_joined() == len(world.pg_names)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr("torch.distributed.distributed_c10d._world")
+        assert _torch.groups_joined() == 0  # Then ranks in unequal numbers of groups may wait.
+
+
 INSTANCE = {
     "_backward_hooks": hook_table,
     "_buffers": buffers,
@@ -426,6 +434,7 @@ INSTANCE = {
     "_step_supports_amp_scaling": amp_flag,
     "_values": sparse("sparse_values"),
     "_version": version,
+    "_world": joined,
     "_wrapped_by_lr_sched": steps_seen,
 }
 

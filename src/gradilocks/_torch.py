@@ -49,6 +49,7 @@ __all__ = [
     "current_stream",
     "device_kinds",
     "drop_empty_hooks",
+    "groups_joined",
     "has_foreach",
     "has_step_hooks",
     "has_step_pre_hooks",
@@ -482,6 +483,15 @@ def device_kinds(group: Any) -> list[str]:
     return [device.type for device in getattr(group, "_device_types", ())]
 
 
+def groups_joined() -> int:
+    """How many process groups this process is in; without the name 0, as if all ranks were alike.
+
+    torch names a group that its own ranks make alone by this number.
+    """
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    return len(getattr(world, "pg_names", ()))
+
+
 # --- CUDA and Triton ------------------------------------------------------------------------------
 
 
@@ -618,6 +628,7 @@ INSTANCE_NAMES = (
     "_step_supports_amp_scaling",
     "_values",
     "_version",
+    "_world",
     "_wrapped_by_lr_sched",
 )
 """The attributes of torch's objects that the functions here read, beside a scaler's."""

@@ -28,7 +28,13 @@ from gradilocks.errors import NoGradients
 from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.names import Names
 from gradilocks.ranks.layout import has_other_ranks, replicas_of, whole_group
-from gradilocks.ranks.model_ranks import Copies, ModelRanks, checked_options, model_ranks_of
+from gradilocks.ranks.model_ranks import (
+    Copies,
+    ModelRanks,
+    checked_options,
+    model_ranks_of,
+    refuse_thawed,
+)
 from gradilocks.record.journal import journal_for, recorder_of
 from gradilocks.scale import resolve_scale
 from gradilocks.step.call_order import CallOrder
@@ -137,8 +143,12 @@ class GradientControl:
         }
         every = check_every(check_replicas_every)
         self._replica_check = None if every is None else ReplicaCheck(every, names=self._names.of)
-        self._model_ranks()  # Refuses, now rather than at the first step, what no rank can know.
-        if every is not None and has_other_ranks() and self._ranks is self._replicas is None:
+        # Refuses, now rather than at the first step, what no rank can know. Names are looked up now
+        # too: FSDP2 may leave other tensors in the model's places from a backward pass on.
+        ranks = self._model_ranks()
+        if ranks is not None:
+            self._engine.backward_order(ranks)
+        elif every is not None and has_other_ranks() and self._replicas is None:
             raise ValueError(_NO_REPLICAS_KNOWN)
         # Stages of a pipeline hold different parameters: what fits none here may fit another's.
         told = process_group is not None or mesh is not None
@@ -529,10 +539,12 @@ class GradientControl:
         params = list(self._parameters())
         trained = [param.requires_grad for param in params]
         known, were = self._ranks_of
-        if trained != were or any(map(operator.is_not, params, known)):
+        if len(params) != len(known) or any(map(operator.is_not, params, known)):
             self._ranks = model_ranks_of(params, name=self._names, options=self._rank_options)
-            # Nothing is kept where nothing is spread: a parameter that is replaced must go.
-            self._ranks_of = ([], []) if self._ranks is None else (params, trained)
+        elif trained != were:  # On this rank perhaps alone: the others are not to be asked.
+            refuse_thawed(params, self._rank_options, name=self._names)
+        # Nothing is kept where nothing is spread: a parameter that is replaced must go.
+        self._ranks_of = ([], []) if self._ranks is None else (params, trained)
         return self._ranks
 
 

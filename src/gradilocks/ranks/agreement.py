@@ -24,7 +24,7 @@ from torch import Tensor
 from gradilocks.errors import ScaleMisuse
 from gradilocks.kernels.reference import total_norm
 from gradilocks.ranks.layout import shortened
-from gradilocks.ranks.model_ranks import ModelRanks
+from gradilocks.ranks.model_ranks import ModelRanks, is_trained
 from gradilocks.values import moved, wide
 
 __all__ = [
@@ -60,13 +60,13 @@ not zero; the square of the rounding that is allowed between copies; and what is
 
 
 REPORT = (
-    *("refused", "unknown", "parts", "uncompared", "narrow", "scaled"),
+    *("refused", "unknown", "parts", "uncompared", "narrow", "scaled", "anew"),
     *FINGERPRINT,
 )
 """What a rank tells of itself: that it refuses the step, that it does not know who holds what, that
 its plain tensors are parts, how many plain ones have not been compared yet, that not all of its
-gradients are float64, that it has scaled a loss or need not, and the fingerprint of the plain
-ones."""
+gradients are float64, that it has scaled a loss or need not, that it has other parameters than the
+others know of, and the fingerprint of the plain ones."""
 
 _Names = Callable[[Sequence[Tensor]], Sequence[str]]
 
@@ -182,11 +182,14 @@ class RankAgreement:
 
     def uncompared(self, ranks: ModelRanks) -> dict[int, int]:
         """The plain parameters that have not shown a gradient yet: by id, their places."""
-        there = {id(param): place for place, param in enumerate(ranks.plain)}
+        trained = [(at, param) for at, param in enumerate(ranks.plain) if is_trained(param)]
+        there = {id(param): place for place, param in trained}
         self._compared = {key: p for key, p in self._compared.items() if key in there}
         return {key: place for key, place in there.items() if key not in self._compared}
 
-    def report(self, ranks: ModelRanks, *, refused: bool, wide: bool, scaled: bool) -> list[float]:
+    def report(
+        self, ranks: ModelRanks, *, refused: bool, wide: bool, scaled: bool, anew: bool
+    ) -> list[float]:
         """What the other ranks have to know of this one: REPORT up to the fingerprint.
 
         Args:
@@ -194,6 +197,7 @@ class RankAgreement:
             refused: whether this rank refuses the step.
             wide: whether all of its gradients are float64, or there are none.
             scaled: whether it has scaled a loss, or there is no scale.
+            anew: whether it has other parameters than it has told of.
         """
         uncompared = len(self.uncompared(ranks)) if self.is_pending(ranks) else 0
         told = (
@@ -203,6 +207,7 @@ class RankAgreement:
             uncompared,
             not wide,
             scaled,
+            anew,
         )
         return [float(number) for number in told]
 

@@ -1,7 +1,8 @@
 """Ready rules for `GradientControl(copies=)`: how Megatron-LM and DeepSpeed mark their parameters.
 
 Both hold parts of a model as plain tensors and say by attributes which of them are copies. Each
-rule lets the first rank of a group count what the whole group holds.
+rule lets the first rank of a group count what the whole group holds. A DTensor says by its mesh who
+holds it; of one only its being tied to another stage's is looked at.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
+from gradilocks.ranks.layout import is_distributed
+
 __all__ = ["deepspeed_copies", "megatron_copies"]
 
 
 def megatron_copies(
     *, tensor_group: Any = None, expert_group: Any = None
-) -> Callable[[str, Tensor], int]:
+) -> Callable[[str, Tensor], int | None]:
     """Who counts what in a model of Megatron-Core, for `GradientControl(copies=)`.
 
     A parameter that is `shared` is the second copy of tied embeddings and counts on its first stage
@@ -35,8 +38,10 @@ def megatron_copies(
     """
     first_of_tensor, first_of_experts = _is_first(tensor_group), _is_first(expert_group)
 
-    def rule(name: str, param: Tensor) -> int:
+    def rule(name: str, param: Tensor) -> int | None:
         counts = not getattr(param, "shared", False)
+        if is_distributed(param):
+            return None if counts else 0
         if not getattr(param, "tensor_model_parallel", False):
             counts = counts and first_of_tensor
         if getattr(param, "allreduce", True):
@@ -48,7 +53,7 @@ def megatron_copies(
 
 def deepspeed_copies(
     *, pipe_group: Any = None, tensor_group: Any = None
-) -> Callable[[str, Tensor], int]:
+) -> Callable[[str, Tensor], int | None]:
     """Who counts what in a pipeline of DeepSpeed, for `GradientControl(copies=)`.
 
     A parameter with `ds_pipe_replicated` is held by several stages and counts on the first. One
@@ -63,8 +68,10 @@ def deepspeed_copies(
     """
     first_of_pipe, first_of_tensor = _is_first(pipe_group), _is_first(tensor_group)
 
-    def rule(name: str, param: Tensor) -> int:
+    def rule(name: str, param: Tensor) -> int | None:
         counts = first_of_pipe or not getattr(param, "ds_pipe_replicated", False)
+        if is_distributed(param):
+            return None if counts else 0
         spread = getattr(param, "model_parallel", getattr(param, "tensor_model_parallel", False))
         return 1 if counts and (spread or first_of_tensor) else 0
 

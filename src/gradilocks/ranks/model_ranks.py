@@ -7,19 +7,22 @@ experts), which the user says by `mesh=` and `distinct=`, of plain tensors also 
 `process_group=`, whose ranks hold other parts. What is not known is refused, never guessed.
 
 Who takes part follows from the parameters and from what was said, never from which gradients there
-are. Only `copies=`, and a group beside meshes, need to ask the other ranks, once.
+are, nor from which parameters are frozen: one rank may thaw some of its own. Only `copies=`, a
+group that torch does not have yet, and a group beside meshes need to ask the other ranks, once.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from gradilocks._torch import groups_joined
 from gradilocks.ranks.layout import (
     Layout,
     device_for,
@@ -38,7 +41,9 @@ __all__ = [
     "ModelRanks",
     "RankOptions",
     "checked_options",
+    "is_trained",
     "model_ranks_of",
+    "refuse_thawed",
     "tell_all",
 ]
 
@@ -127,24 +132,41 @@ class ModelRanks:
     """What this rank does not know, in words, if anything: all ranks have to be told."""
     plain: tuple[Tensor, ...] = ()
     """Plain parameters beside distributed ones that nobody has said to be copies, though they are
-    taken for such: their gradients are compared until each has shown one."""
+    taken for such: their gradients are compared until each that is trained has shown one."""
     plain_are_parts: bool = False
     """Whether plain tensors are parts of the model, of which nothing more is known."""
-    first_holders: Mapping[int, int | None] = field(default_factory=dict)
-    """By the id of a parameter that `copies=` is about, the first rank that holds the same
-    elements; None if another rank counts them and which one was not said."""
+    ambiguous: frozenset[Hashable] = frozenset()
+    """Keys of plain parameters that several ranks hold, each in one copy, of which nobody has said
+    whether they are different tensors or parts of one."""
+    copied: Mapping[int, Hashable | None] = field(default_factory=dict)
+    """By the id of a plain parameter that `copies=` is about, what its elements are known by on all
+    ranks; None if another rank counts them and which one was not said."""
+    counting_each: Mapping[int, bool] | None = None
+    """As `counting`, in the norm of the tensor by itself: what `copies=` leaves to others, such as
+    the second of tied embeddings, counts there if it has a key of its own. None if all is alike."""
 
     @functools.cached_property
     def shapes(self) -> int:
         """A number that stands for the shapes of all parameters, in order."""
         return hash(tuple(tuple(param.shape) for param in self.params)) & 0xFFFFFFFF
 
+    def is_like(self, other: ModelRanks | None) -> bool:
+        """Whether `other` is about the same parameters on the same ranks."""
+        return other is self or (
+            other is not None
+            and len(other.params) == len(self.params)
+            and not any(map(operator.is_not, other.params, self.params))
+            and (other.rank_group.ranks, other.keys) == (self.rank_group.ranks, self.keys)
+        )
+
     def counts(self, params: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[bool]:
         """Whether this rank's elements count, for the gradient of each of `params`."""
-        return [
-            self.counting.get(id(param), True) and (layout is None or layout.counts)
-            for param, layout in zip(params, layouts, strict=True)
-        ]
+        return _with_layouts(self.counting, params, layouts)
+
+    def counts_each(self, params: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[bool]:
+        """Whether they count in the norm of that gradient by itself."""
+        each = self.counting if self.counting_each is None else self.counting_each
+        return _with_layouts(each, params, layouts)
 
     def elements(self) -> list[Hashable | None]:
         """For each parameter, what its elements on this rank are known by on all ranks.
@@ -152,11 +174,14 @@ class ModelRanks:
         Ranks with the same hold the same elements. None if this rank holds none, or if who else
         does is not known.
         """
-        if self.keys is None:
-            return [None] * len(self.params)
-        return [self._elements(*pair) for pair in zip(self.params, self.keys, strict=True)]
+        keys = self.keys or [None] * len(self.params)
+        return [self._elements(param, key) for param, key in zip(self.params, keys, strict=True)]
 
-    def _elements(self, param: Tensor, key: Hashable) -> Hashable | None:
+    def _elements(self, param: Tensor, key: Hashable | None) -> Hashable | None:
+        if id(param) in self.copied:
+            return self.copied[id(param)]
+        if key is None:
+            return None
         if is_distributed(param):
             spread: Any = param
             here = spread.device_mesh.get_coordinate()
@@ -167,10 +192,16 @@ class ModelRanks:
                 for place, placement in zip(here, spread.placements, strict=True)
                 if not placement.is_replicate()
             )
-        if id(param) in self.first_holders:
-            first = self.first_holders[id(param)]
-            return None if first is None else (key, first)
         return None if self.plain_are_parts else (key, ())
+
+
+def _with_layouts(
+    counting: Mapping[int, bool], params: Sequence[Tensor], layouts: Sequence[Layout | None]
+) -> list[bool]:
+    return [
+        counting.get(id(param), True) and (layout is None or layout.counts)
+        for param, layout in zip(params, layouts, strict=True)
+    ]
 
 
 def model_ranks_of(
@@ -224,15 +255,14 @@ def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mod
         counting[id(param)] = any(all(coordinates[rank][at] == 0 for at in equal) for rank in block)
         keys.append((name(param), tuple(coordinates[block[0]][at] for at in apart)))
     ranks = tuple(sorted(coordinates))
-    rank_group = _group_for(ranks, mesh.device_type, params, near=mesh)
-    first_holders = _first_holders(params, options.copies, rank_group, name)
-    return ModelRanks(
-        rank_group,
-        tuple(params),
-        counting | _first_count(first_holders),
-        tuple(keys),
-        first_holders=first_holders,
+    rank_group = _group_for(ranks, mesh.device_type, params, meet_by=mesh.get_all_groups())
+    known = ModelRanks(
+        rank_group=rank_group,
+        params=tuple(params),
+        counting=counting,
+        keys=tuple(keys),
     )
+    return _with_copies(known, options.copies, name, told_by_mesh=True)
 
 
 def _by_group(params: Sequence[Tensor], options: RankOptions, name: _Name) -> ModelRanks:
@@ -248,19 +278,18 @@ def _by_group(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mo
     kind = meshes[0][0].device_type if meshes else device.type
     rank_group = RankGroup(ranks, (group,), device_for(group, kind, device))
     counting = {id(param): True for param in params}
-    unproven = _trained_plain(params) if meshes and options.copies is None else []
+    unproven = _plain(params) if meshes and options.copies is None else []
     if meshes:
         counting |= dict.fromkeys(map(id, unproven), _my_rank() == ranks[0])
-    first_holders = _first_holders(params, options.copies, rank_group, name)
-    return ModelRanks(
-        rank_group,
-        tuple(params),
-        counting | _first_count(first_holders),
-        tuple(map(name, params)) if meshes or options.copies is not None else None,
+    known = ModelRanks(
+        rank_group=rank_group,
+        params=tuple(params),
         plain=tuple(unproven),
         plain_are_parts=not meshes and options.copies is None,
-        first_holders=first_holders,
+        counting=counting,
+        keys=tuple(map(name, params)) if meshes or options.copies is not None else None,
     )
+    return _with_copies(known, options.copies, name)
 
 
 def _by_group_beside_meshes(
@@ -276,7 +305,9 @@ def _by_group_beside_meshes(
     mine = sorted({rank for mesh, _ in meshes for rank in ranks_on(mesh)} | {_my_rank()})
     problem = None
     unlike = [(mesh, param) for mesh, param in meshes if list(ranks_on(mesh)) != mine]
-    plain = _trained_plain(params) if meshes and options.copies is None else []
+    plain = [p for p in _plain(params) if is_trained(p)] if meshes else []
+    if options.copies is not None:
+        plain = []
     if unlike:
         problem = _several_meshes(*unlike[0], name, mine)
     elif plain:
@@ -285,17 +316,15 @@ def _by_group_beside_meshes(
     raise_for_all(problem, ranks_in(group), [theirs for _, theirs in told])
     every = tuple(sorted({rank for theirs, _ in told for rank in theirs}))
     kind = meshes[0][0].device_type if meshes else params[0].device.type
-    rank_group = _group_for(every, kind, params)
-    counting = {id(param): True for param in params}
-    first_holders = _first_holders(params, options.copies, rank_group, name)
+    along = meshes[0][0].get_all_groups() if meshes else []
     # A stage is known by the first of its ranks: the same names on two stages are two tensors.
-    return ModelRanks(
-        rank_group,
-        tuple(params),
-        counting | _first_count(first_holders),
-        tuple((name(param), mine[0]) for param in params),
-        first_holders=first_holders,
+    known = ModelRanks(
+        rank_group=_group_for(every, kind, params, meet_by=[*along, group]),
+        params=tuple(params),
+        counting={id(param): True for param in params},
+        keys=tuple((name(param), mine[0]) for param in params),
     )
+    return _with_copies(known, options.copies, name)
 
 
 def _by_tensors(
@@ -317,50 +346,52 @@ def _by_tensors(
     near = fitting[0][1].device if fitting else params[0].device
     rank_group = RankGroup(ranks, (None,), device_for(None, kind, near))
     counting = {id(param): True for param in params}
-    plain = _trained_plain(params) if options.copies is None else []
+    plain = _plain(params) if options.copies is None else []
     counting |= dict.fromkeys(map(id, plain), _my_rank() == 0)
-    first_holders = _first_holders(params, options.copies, rank_group, name)
-    return ModelRanks(
-        rank_group,
-        tuple(params),
-        counting | _first_count(first_holders),
-        tuple(map(name, params)),
+    known = ModelRanks(
+        rank_group=rank_group,
         unknown=unknown,
+        params=tuple(params),
         plain=tuple(plain),
-        first_holders=first_holders,
+        counting=counting,
+        keys=tuple(map(name, params)),
     )
+    return _with_copies(known, options.copies, name)
 
 
-def _first_count(first_holders: Mapping[int, int | None]) -> dict[int, bool]:
-    """Of the ranks that hold the same elements the first counts: by a parameter's id."""
-    me = _my_rank()
-    return {key: first == me for key, first in first_holders.items()}
+def _with_copies(
+    known: ModelRanks, copies: Copies | None, name: _Name, *, told_by_mesh: bool = False
+) -> ModelRanks:
+    """What is known, with what `copies=` says of plain parameters, and of tied DTensors.
 
+    Of the ranks that hold the same elements the first counts. Which ranks those are is found by
+    what they hold: all parameters with as many copies are compared together, since one alone may be
+    the same everywhere, as a bias of zeros is.
 
-def _first_holders(
-    params: Sequence[Tensor], copies: Copies | None, rank_group: RankGroup, name: _Name
-) -> dict[int, int | None]:
-    """The first of the ranks that hold the same elements of a plain parameter.
+    Two ranks that each hold one copy of a name may have two tensors (experts) or two parts of one
+    (shards): a policy that bounds tensors apart must know which, and nobody has said.
 
-    Which ranks those are is found by what they hold: all parameters with as many copies are
-    compared together, since one alone may be the same everywhere, as a bias of zeros is.
-
-    Returns:
-        By a parameter's id; None where `copies` says that another rank counts it, and without those
-        of which it says nothing.
+    Args:
+        known: without `copies=`.
+        copies: what was said.
+        name: tells a parameter's name.
+        told_by_mesh: whether `known` says of every plain parameter who counts it.
     """
     if copies is None:
-        return {}
-    ranks = rank_group.ranks
+        return known
+    ranks, me = known.rank_group.ranks, _my_rank()
+    keys = dict(zip(map(id, known.params), known.keys or map(name, known.params), strict=True))
     wanted: dict[int, list[Tensor]] = {}
     problem = None
-    for param in params:
-        number = None
-        if not is_distributed(param):
-            number = copies(name(param), param) if callable(copies) else copies
-        if number is None:
+    counting, each = dict(known.counting), dict(known.counting)
+    copied: dict[int, Hashable | None] = {}
+    for param in known.params:
+        number = copies(name(param), param) if callable(copies) else copies
+        if is_distributed(param):  # Its mesh says who holds it; another mesh's ranks may count.
+            counting[id(param)] = counting[id(param)] and not (callable(copies) and number == 0)
+        elif number is None:
             continue
-        if type(number) is not int or not 0 <= number <= len(ranks):
+        elif type(number) is not int or not 0 <= number <= len(ranks):
             problem = (
                 f"copies= says {number!r} for {name(param)}: it is the number of ranks that hold "
                 f"the same elements of it, 1 to {len(ranks)} here; 0 if another rank counts them, "
@@ -368,31 +399,65 @@ def _first_holders(
             )
         else:
             wanted.setdefault(number, []).append(param)
-    mine = {
+            if number == len(ranks):  # One tensor, whatever mesh= calls distinct.
+                keys[id(param)] = name(param)
+    contents = {
         number: [(name(each), tuple(each.shape), checksum(each)) for each in listed]
         for number, listed in wanted.items()
         if 1 < number < len(ranks)
     }
-    (group,) = rank_group.groups
-    told = tell_all((mine, problem), ranks, group)
-    raise_for_all(problem, ranks, [theirs for _, theirs in told])
-    found: dict[int, int | None] = {}
+    roll = [(keys[id(param)], number) for number, listed in wanted.items() for param in listed]
+    (group,) = known.rank_group.groups
+    told = tell_all((contents, roll, problem), ranks, group)
+    raise_for_all(problem, ranks, [theirs for *_, theirs in told])
+    holders: dict[Hashable, list[tuple[int, int]]] = {}
+    for rank, (_, theirs, _) in zip(ranks, told, strict=True):
+        for key, number in theirs:
+            holders.setdefault(key, []).append((rank, number))
     for number, listed in wanted.items():
-        if number in mine:
+        if number in contents:
             alike = [
                 rank
-                for rank, (theirs, _) in zip(ranks, told, strict=True)
-                if theirs.get(number) == mine[number]
+                for rank, (theirs, *_) in zip(ranks, told, strict=True)
+                if theirs.get(number) == contents[number]
             ]
             if len(alike) != number:
                 raise ValueError(_unlike_copies(listed, name, number, alike))
-            first: int | None = alike[0]
+            holder: int | None = alike[0]
         elif number == 1:
-            first = _my_rank()
+            holder = me
         else:
-            first = ranks[0] if number else None
-        found |= dict.fromkeys(map(id, listed), first)
-    return found
+            holder = ranks[0] if number else None
+        first = holder == me
+        counting |= dict.fromkeys(map(id, listed), first)
+        for param in listed:
+            copied[id(param)] = None if holder is None else (keys[id(param)], holder)
+            held = holders[keys[id(param)]]
+            if number or any(theirs for _, theirs in held):
+                each[id(param)] = first
+            elif not told_by_mesh:
+                each[id(param)] = me == held[0][0]
+    ambiguous = [
+        key
+        for key, held in holders.items()
+        if not _is_one_tensor([number for _, number in held], told_by_mesh)
+    ]
+    return replace(
+        known,
+        counting=counting,
+        counting_each=each,
+        copied=copied,
+        keys=tuple(keys[id(param)] for param in known.params),
+        ambiguous=frozenset(ambiguous),
+    )
+
+
+def _is_one_tensor(numbers: Sequence[int], told_by_mesh: bool) -> bool:
+    """Whether ranks that hold parameters with one key, in so many copies, hold one tensor."""
+    counted = [number for number in numbers if number]
+    if not counted:
+        return told_by_mesh or len(numbers) == 1
+    return counted == [len(counted)] * len(counted)
 
 
 def tell_all(mine: Any, ranks: Sequence[int], group: Any) -> list[Any]:
@@ -441,12 +506,12 @@ def checksum(tensor: Tensor) -> int:
 _PIECE = 1 << 20  # Elements at a time: a large embedding must not need its size again.
 
 
-def _trained_plain(params: Sequence[Tensor]) -> list[Tensor]:
-    return [param for param in params if not is_distributed(param) and _is_trained(param)]
+def _plain(params: Sequence[Tensor]) -> list[Tensor]:
+    return [param for param in params if not is_distributed(param)]
 
 
-def _is_trained(param: Tensor) -> bool:
-    """Whether a gradient of `param` may count, now or later."""
+def is_trained(param: Tensor) -> bool:
+    """Whether a gradient of `param` may count, as things stand."""
     return (param.requires_grad or param.grad is not None) and param.numel() > 0
 
 
@@ -474,7 +539,7 @@ _made: dict[tuple[int, tuple[int, ...]], Any] = {}
 
 
 def _group_for(
-    ranks: tuple[int, ...], kind: str, params: Sequence[Tensor], near: Any = None
+    ranks: tuple[int, ...], kind: str, params: Sequence[Tensor], *, meet_by: Sequence[Any]
 ) -> RankGroup:
     """One process group of these ranks; all of them make it if torch has none.
 
@@ -482,27 +547,50 @@ def _group_for(
         ranks: ascending.
         kind: of the devices that the model is on.
         params: of this rank.
-        near: a mesh of the same ranks.
+        meet_by: groups by which each of the ranks reaches every other, one after the other.
     """
     import torch.distributed as dist
 
     if len(ranks) == dist.get_world_size():
         group = None
-    elif near is not None and near.ndim == 1:
-        group = near.get_group()
+    elif len(meet_by) == 1:
+        (group,) = meet_by
     else:
         key = id(dist.group.WORLD), ranks
         if key not in _made:
-            _made[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+            _made[key] = _new_group(ranks, meet_by)
         group = _made[key]
     device = next((p.device for p in params if p.device.type == kind), params[0].device)
     return RankGroup(ranks, (group,), device_for(group, kind, device))
 
 
+def _new_group(ranks: tuple[int, ...], meet_by: Sequence[Any]) -> Any:
+    """A new process group, made by its own ranks alone.
+
+    torch names such a group by how many groups the process is in, and ranks that are in more of
+    them than others would wait for each other under different names. So each first makes groups of
+    itself alone, until all are in as many.
+    """
+    import torch.distributed as dist
+
+    mine = most = groups_joined()
+    for group in meet_by:
+        most = max(tell_all(most, dist.get_process_group_ranks(group), group))
+    for _ in range(most - mine):
+        dist.new_group([_my_rank()], use_local_synchronization=True)
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def refuse_thawed(params: Sequence[Tensor], options: RankOptions, *, name: _Name) -> None:
+    """Raises if parameters are trained now that were not, and nobody has said who holds them."""
+    if options.process_group is not None and options.copies is None:
+        _refuse_beside_flattened(params, name=name)
+
+
 def _refuse_beside_flattened(params: Sequence[Tensor], *, name: _Name) -> None:
     """Raises if there are trained parameters that FSDP1 was told to leave alone, beside others."""
     flattened = {id(param) for param in flattened_among(params)}
-    left = [p for p in params if flattened and id(p) not in flattened and _is_trained(p)]
+    left = [p for p in params if flattened and id(p) not in flattened and is_trained(p)]
     if left:
         raise ValueError(
             f"{name(left[0])} is a plain tensor beside shards of FullyShardedDataParallel (FSDP1), "

@@ -361,11 +361,11 @@ def table_of_meshes(
 
 
 def counts_of(params: Sequence[Tensor], ranks: ModelRanks | None = None) -> list[bool]:
-    """Whether this rank's elements of each parameter itself count, whatever its gradient is."""
+    """Whether this rank's elements of each parameter count in what is added up of it by itself."""
     known: dict[tuple[int, Any], Layout] = {}
     layouts = [layout_of(p, p, str, known) if is_distributed(p) else None for p in params]
     if ranks is not None:
-        return ranks.counts(params, layouts)
+        return ranks.counts_each(params, layouts)
     return [layout is None or layout.counts for layout in layouts]
 
 

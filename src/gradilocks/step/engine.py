@@ -217,10 +217,10 @@ class Engine:
         self._names_of_ranks: Sequence[Sequence[str]] = ()  # For each, in backward order.
         # Of all ranks, for policies that bound tensors apart; and, for a scaler, made of which.
         self._every_parameter: ParameterTable | None = None
-        self._told_params: list[tuple[Tensor, bool]] = []
+        self._told_params: list[Tensor] = []
         self._order_of: ModelRanks | None = None
         self._order: dict[int, int] = {}
-        self._names_in_order: list[str] = []
+        self._names_told: list[str] = []  # In backward order.
         self.losses = Losses()
         self.table = GradientTable()
         self.other_settings: Mapping[str, object] = {}
@@ -234,7 +234,8 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and what lies on a device for kernels do not travel.
         left: dict[str, Any] = {"_memory_of": [], "_rank_group": None, "_settler": None}
-        left |= {"_table_of": None, "_order_of": None, "_every_parameter": None, "_told_params": []}
+        left |= {"_table_of": None, "_every_parameter": None, "_told_params": []}
+        left |= {"_order_of": None, "_names_told": []}
         return {**self.__dict__, **left}
 
     def use(self, scale: ScalePolicy, clip: ClipPolicy) -> None:
@@ -334,7 +335,8 @@ class Engine:
         counts = [layout is None or layout.counts for layout in layouts]
         if model_ranks is not None:
             measurement, largest, together = self._over_ranks(measurement, gradients, model_ranks)
-            counts, peak = model_ranks.counts(gradients.params, layouts), together.largest("peak")
+            counts = model_ranks.counts_each(gradients.params, layouts)
+            peak = together.largest("peak")
         elif rank_groups:
             found = measurement.tensors.largest
             measurement, peak = reduce_apart(
@@ -406,8 +408,8 @@ class Engine:
             return mine._replace(
                 measurement=dataclasses.replace(mine.measurement, tensors=statistics)
             )
-        table = self._parameter_table(model_ranks, rank_groups)
         params, remembered = gradients.params, mine.memory or {}
+        table = self._parameter_table(params, model_ranks, rank_groups)
         own = OwnPart(params, found.norms, counts, found.largest)
         kept = {name: remembered[name] for name in policy.by_parameter}
         lengths: Sequence[tuple[Tensor, Tensor] | None] = ()
@@ -450,7 +452,10 @@ class Engine:
         return Seen(whole, {**remembered, **known}, part)
 
     def _parameter_table(
-        self, model_ranks: ModelRanks | None, rank_groups: Sequence[RankGroup]
+        self,
+        params: Sequence[Tensor],
+        model_ranks: ModelRanks | None,
+        rank_groups: Sequence[RankGroup],
     ) -> ParameterTable:
         """The parameters of all ranks. They tell each other once, and again when some have changed.
 
@@ -464,18 +469,32 @@ class Engine:
                     "ClipByNorm, or another policy that bounds the norm of all; or say who holds "
                     "what by mesh= and distinct= in the place of process_group=."
                 )
+            # Of a policy that looks at units the table has told which cannot be used.
+            if model_ranks.ambiguous and not self.clip_policy.by_unit:
+                key = min(model_ranks.ambiguous, key=repr)
+                shown = key[0] if isinstance(key, tuple) else key
+                raise ValueError(
+                    f"{self.clip_policy.policy_name} bounds gradients apart from each other, and "
+                    f"several ranks hold one copy of {shown}: whether these are different "
+                    "tensors, such as experts, or parts of one is not known. Say who holds what by "
+                    "mesh= and distinct=, give different tensors different names, or use "
+                    "ClipByNorm, which bounds the norm of all."
+                )
             assert self._every_parameter is not None
+            strangers = [p for p in params if id(p) not in self._every_parameter.places]
+            if strangers:
+                raise ValueError(
+                    f"{self.clip_policy.policy_name} bounds gradients apart from each other, and "
+                    f"{self.names(strangers[0])} was added on this rank since the ranks told each "
+                    "other what they hold. Add parameters on all ranks before the same step, or "
+                    "make a new GradientControl on all of them."
+                )
             return self._every_parameter
-        params = list({id(p): p for p in every_parameter(self.names.optimizers)}.values())
-        now = [(param, param.requires_grad) for param in params]
-        known = self._told_params
-        if len(known) != len(now) or any(
-            a is not b or was is not trained
-            for (a, was), (b, trained) in zip(known, now, strict=True)
-        ):
-            told = self._told_of(params, range(len(params)), counts_of(params))
-            self._every_parameter = table_of_meshes(params, rank_groups, told)
-            self._told_params = now
+        every = list({id(p): p for p in every_parameter(self.names.optimizers)}.values())
+        if not same_parameters(self._told_params, every):
+            told = self._told_of(every, range(len(every)), counts_of(every))
+            self._every_parameter = table_of_meshes(every, rank_groups, told)
+            self._told_params = every
         assert self._every_parameter is not None
         return self._every_parameter
 
@@ -672,7 +691,7 @@ class Engine:
         At the first steps the host waits for them anyway. Later nobody waits: a rank that raises
         ends the run, as it does anywhere else.
         """
-        if self._agreement.is_pending(model_ranks):
+        if self._agreement.is_pending(model_ranks) or not model_ranks.is_like(self._table_of):
             order = float(self.clip_policy.order)
             nothing = measure((), home=self.state.scale.device, order=order)
             # Whoever does not listen any more skips the step.
@@ -690,7 +709,8 @@ class Engine:
         params, tensors = gradients.params, gradients.tensors
         counts = model_ranks.counts(params, gradients.every_layout())
         waiting = self._agreement.uncompared(model_ranks)
-        looking = self._agreement.is_pending(model_ranks)
+        anew = not model_ranks.is_like(self._table_of)
+        looking = anew or self._agreement.is_pending(model_ranks)
         plain = [at for at, param in enumerate(params) if id(param) in waiting]
         shown = None
         if plain:
@@ -706,7 +726,7 @@ class Engine:
             model_ranks,
             counts=counts,
             marks=None if shown is None else shown.numbers,
-            found=self._told(mine.tensors, params, model_ranks),
+            found=self._told(mine.tensors, params, model_ranks, counts),
             wide=all(tensor.dtype is torch.float64 for tensor in tensors),
         )
         every, rows = every[:, : len(REPORT)], every[:, len(REPORT) :]
@@ -715,20 +735,32 @@ class Engine:
             broken, *numbers = fetch(
                 torch.cat(columns + ([] if shown is None else [shown.compared]))
             )
-            reports, rest = numbers[: every.numel()], numbers[every.numel() :]
+            flat, rest = numbers[: every.numel()], numbers[every.numel() :]
+            reports = [flat[at : at + len(REPORT)] for at in range(0, len(flat), len(REPORT))]
             self._agreement.check(
                 model_ranks,
-                [reports[at : at + len(REPORT)] for at in range(0, len(reports), len(REPORT))],
+                reports,
                 compared=[params[at] for at, seen in zip(plain, rest, strict=True) if seen],
                 finite=not broken,
                 names=self.names.of,
             )
             self.scaled_here = self.scales and self.losses.any_noted
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
-        self._meet(model_ranks)
-        return whole, largest, Together(rank_group.ranks, rows, self._names_of_ranks)
+        names = self._names_of_ranks  # By which the rows of this step name their places.
+        if anew:
+            # Where others have not changed, they do not listen: a thaw or an addition on one rank.
+            if all(report[REPORT.index("anew")] for report in reports):
+                self._meet(model_ranks)
+            self._table_of = model_ranks
+        return whole, largest, Together(rank_group.ranks, rows, names or self._names_of_ranks)
 
-    def _told(self, found: Statistics, params: Sequence[Tensor], model_ranks: ModelRanks) -> Tensor:
+    def _told(
+        self,
+        found: Statistics,
+        params: Sequence[Tensor],
+        model_ranks: ModelRanks,
+        counts: Sequence[bool],
+    ) -> Tensor:
         """This rank's numbers of TOLD."""
         home, dtype = found.norms.device, found.norms.dtype
         loss = self.losses.broken(home).to(dtype)
@@ -736,8 +768,9 @@ class Engine:
             nothing = found.norms.new_zeros(len(TOLD))
             nothing[TOLD.index("loss")] = loss
             return nothing
-        order = self._backward_order(model_ranks)
+        order = self.backward_order(model_ranks)
         at = numbers_on(home, tuple(order[id(param)] for param in params), dtype)
+        counting = numbers_on(home, tuple(counts), dtype)
         nan, inf = found.nan.to(dtype), found.inf.to(dtype)
         bad = (nan + inf) > 0
         first = torch.where(bad, at, math.inf).amin()
@@ -746,21 +779,30 @@ class Engine:
         numbers = [
             largest.amax().to(dtype),
             loss,
-            nan.sum(),
-            inf.sum(),
+            (nan * counting).sum(),
+            (inf * counting).sum(),
             bad.sum().to(dtype),
             torch.where(torch.isfinite(first), first, 0.0),
+            (counting * is_first).amax(),
             (nan * is_first).sum(),
             (inf * is_first).sum(),
         ]
         return torch.stack(numbers)
 
-    def _backward_order(self, model_ranks: ModelRanks) -> dict[int, int]:
-        """By a parameter's id, its place in the order in which gradients come."""
-        if self._order_of is not model_ranks:
-            places = self.names.in_backward_order(model_ranks.params)
-            self._order = {id(model_ranks.params[at]): n for n, (at, _) in enumerate(places)}
-            self._names_in_order = [name for _, name in places]
+    def backward_order(self, model_ranks: ModelRanks) -> dict[int, int]:
+        """By a parameter's id, its place in the order in which gradients come.
+
+        The order is that of the names that the other ranks have been told; whoever is not among
+        them comes last.
+        """
+        if not model_ranks.is_like(self._order_of):
+            named = self.names.in_backward_order(model_ranks.params)
+            if not self._names_told:
+                self._names_told = [name for _, name in named]
+            places = {name: place for place, name in enumerate(self._names_told)}
+            self._order = {
+                id(model_ranks.params[at]): places.get(name, len(places)) for at, name in named
+            }
             self._order_of = model_ranks
         return self._order
 
@@ -781,15 +823,15 @@ class Engine:
         refuse_different(ranks, tell_all(self.settings(), ranks, group))
 
     def _meet(self, model_ranks: ModelRanks) -> None:
-        """The ranks tell each other once what they hold, and again when that has changed."""
-        if self._table_of is model_ranks:
-            return
+        """The ranks tell each other which parameters they have: all of them, or none may."""
         ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
-        self._backward_order(model_ranks)
+        if self._table_of is not None:
+            self._names_told, self._order_of = [], None
+        self.backward_order(model_ranks)
         table, params = None, model_ranks.params
         if self.clip_policy.apart and model_ranks.keys is not None:
             table = self._told_of(params, model_ranks.keys, counts_of(params, model_ranks))
-        told = tell_all((self._names_in_order, table, self.settings()), ranks, group)
+        told = tell_all((self._names_told, table, self.settings()), ranks, group)
         refuse_different(ranks, [settings for *_, settings in told])
         self._names_of_ranks = [names for names, *_ in told]
         if table is not None:
@@ -797,7 +839,6 @@ class Engine:
             every = self._every_parameter
             for message in self.clip_policy.misfits(every.names, every.groups).values():
                 raise ValueError(message)
-        self._table_of = model_ranks
 
     def _gather(
         self,
@@ -813,7 +854,10 @@ class Engine:
         """The measurement of all ranks, and the notes of each."""
         norms = mine.tensors.norms
         scaled = not self.scales or self.losses.any_noted
-        notes = self._agreement.report(model_ranks, refused=refused, wide=wide, scaled=scaled)
+        anew = not model_ranks.is_like(self._table_of)
+        notes = self._agreement.report(
+            model_ranks, refused=refused, wide=wide, scaled=scaled, anew=anew
+        )
         told = numbers_on(norms.device, tuple(notes), norms.dtype)
         if marks is None:
             marks = norms.new_zeros(len(FINGERPRINT))

@@ -45,10 +45,10 @@ class NonFiniteCount(NamedTuple):
         return "NaN" if self.nan else "Inf"
 
 
-TOLD = ("peak", "loss", "nan", "inf", "bad", "place", "place nan", "place inf")
+TOLD = ("peak", "loss", "nan", "inf", "bad", "place", "place counts", "place nan", "place inf")
 """What a rank tells at every step beside its norm: the largest magnitude, whether its loss was not
-finite, its NaN and Inf, how many of its gradients have some; and of the first of those in backward
-order its place in that order, its NaN and its Inf."""
+finite, the NaN and Inf in what it counts, how many of its gradients have some; and of the first of
+those in backward order its place in that order, whether it counts, its NaN and its Inf."""
 
 
 class Together(NamedTuple):
@@ -57,31 +57,38 @@ class Together(NamedTuple):
     ranks: tuple[int, ...]
     rows: Tensor
     names: Sequence[Sequence[str]]
-    """For each rank, its parameters in backward order."""
+    """For each rank, the parameters that it has told of, in backward order."""
 
     def largest(self, what: str) -> Tensor:
         """The largest of all ranks' numbers of that kind."""
         return self.rows[:, TOLD.index(what)].amax()
 
     def total(self, what: str) -> Tensor:
-        """The sum of all ranks' numbers of that kind."""
-        return self.rows[:, TOLD.index(what)].sum()
+        """How many elements of all ranks are "nan" or "inf"; of copies, those of one.
+
+        A copy that differs from the one that counts is told of by its first culprit.
+        """
+        counted = self.rows[:, TOLD.index("nan")].sum() + self.rows[:, TOLD.index("inf")].sum()
+        return torch.where(
+            counted > 0,
+            self.rows[:, TOLD.index(what)].sum(),
+            self.rows[:, TOLD.index(f"place {what}")].amax(),
+        )
 
     def culprits(self) -> dict[str, NonFiniteCount]:
         """The first culprit of each rank, with the ranks that have it. Waits for the device."""
-        found: dict[str, list[Any]] = {}
+        found: dict[str, list[tuple[int, dict[str, float]]]] = {}
         numbers = fetch(self.rows.flatten())
         for at, (rank, names) in enumerate(zip(self.ranks, self.names, strict=True)):
             row = numbers[at * len(TOLD) : (at + 1) * len(TOLD)]
             told = dict(zip(TOLD, row, strict=True))
             if told["bad"]:
-                each = found.setdefault(names[int(told["place"])], [[], 0, 0])
-                each[0].append(rank)
-                each[1] += int(told["place nan"])
-                each[2] += int(told["place inf"])
+                place = int(told["place"])
+                name = names[place] if place < len(names) else "a parameter added since"
+                found.setdefault(name, []).append((rank, told))
         return {
-            f"{name} {self._where(where)}": NonFiniteCount(nan, inf)
-            for name, (where, nan, inf) in found.items()
+            f"{name} {self._where([rank for rank, _ in each])}": _of_one([told for _, told in each])
+            for name, each in found.items()
         }
 
     def _where(self, ranks: Sequence[int]) -> str:
@@ -90,6 +97,16 @@ class Together(NamedTuple):
         if len(ranks) == len(self.ranks):
             return f"on all {len(ranks)} ranks"
         return f"on ranks {shortened(ranks)[1:-1]}"
+
+
+def _of_one(told: Sequence[dict[str, float]]) -> NonFiniteCount:
+    """The NaN and Inf of one tensor, from ranks that hold parts or copies of it."""
+    counted = [each for each in told if each["place counts"]]
+    if counted:
+        nan, inf = (sum(each[f"place {what}"] for each in counted) for what in ("nan", "inf"))
+    else:
+        nan, inf = (max(each[f"place {what}"] for each in told) for what in ("nan", "inf"))
+    return NonFiniteCount(int(nan), int(inf))
 
 
 class ScalerOutcome:
