@@ -60,7 +60,7 @@ def selftest(
       torchrun --nproc-per-node 2 -m gradilocks selftest --device cpu
     """
     # Here and not above: --help must not wait for torch.
-    from gradilocks.selftest import CannotRun, Ensemble, find_seat
+    from gradilocks.selftest import CannotRun, find_seat
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ends the worker too.
     rank = 0
@@ -69,6 +69,8 @@ def selftest(
         rank = seat.rank
         if rank == 0:
             _check_place(output)
+        from gradilocks.selftest import Ensemble
+
         with Ensemble(seat, device=device, limit=limit) as ensemble:
             status = _checked(ensemble, output, quiet=quiet)
     except (CannotRun, _BadPlace) as error:
