@@ -62,9 +62,7 @@ class RankWorker:
         """Begins a process; what it says of itself, or that it cannot."""
         self.end()
         self._generation += 1
-        # Forked, it has torch imported. This process has touched no GPU and runs no thread of its
-        # own; elsewhere than on Linux a fork is not to be relied on.
-        context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        context: Any = multiprocessing.get_context(_way_to_start(self._device))
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve,
@@ -127,6 +125,16 @@ class RankWorker:
             with suppress(ValueError):
                 return f"was ended by {signal.Signals(-code).name}"
         return f"ended with {code}"
+
+
+def _way_to_start(device: str) -> str:
+    """Forked, a process has torch imported, but CUDA does not survive a fork that came after it.
+
+    What a module of torch does to CUDA when it is imported is not known here. Elsewhere than on
+    Linux a fork is not to be relied on at all.
+    """
+    without_gpus = device == "cpu" or (torch.version.cuda is None and torch.version.hip is None)
+    return "fork" if sys.platform == "linux" and without_gpus else "spawn"
 
 
 def _last_words(path: Path) -> str:

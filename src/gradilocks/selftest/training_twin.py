@@ -151,7 +151,8 @@ def _whole(spread: Spread, of: Callable[[Any], Any]) -> dict[str, Tensor]:
         tensor: Any = of(param)
         if tensor is not None:
             tensor = tensor.detach()
-            tensor = tensor.full_tensor() if is_distributed(tensor) else tensor
+            if is_distributed(tensor):  # Offloaded, it lies where NCCL does not reach.
+                tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
             mine[spread.key(name)] = tensor.cpu().clone()
     if spread.parts is None:
         return mine
