@@ -23,7 +23,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "gradilocks"
 FILES = sorted(SOURCE.rglob("*.py"))
 SHOWING = {"cli", "demo", "report", "integrations"}
 # Run a script, a model or a file on somebody's behalf; not part of a training step.
-TOOLS = {"lab", "observe", "runfile"}
+TOOLS = {"lab", "observe", "runfile", "selftest"}
 
 
 def place(path: Path) -> str:

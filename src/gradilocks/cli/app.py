@@ -15,6 +15,7 @@ from gradilocks.cli.export_command import export
 from gradilocks.cli.options import SCRIPT, ScriptCommand, flag
 from gradilocks.cli.report_command import report
 from gradilocks.cli.run_command import run
+from gradilocks.cli.selftest_command import selftest
 from gradilocks.cli.watch_command import watch
 from gradilocks.errors import GradilocksError
 
@@ -34,6 +35,7 @@ app.command()(export)
 app.command(cls=ScriptCommand, context_settings=SCRIPT)(audit)
 app.command(context_settings=NUMBERS)(explain)
 app.command()(demo)
+app.command()(selftest)
 
 
 @app.callback()
