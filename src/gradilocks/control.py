@@ -136,7 +136,7 @@ class GradientControl:
         self._ranks: ModelRanks | None = None
         # Of DistributedDataParallel: its ranks have equal gradients and compare settings once.
         self._replicas = replicas_of(model) if has_other_ranks() else None
-        self._settings_compared = False
+        self._compared = self._replicas is None
         self._engine.other_settings = {
             "on_nonfinite=": on_nonfinite,
             "check_replicas_every=": check_replicas_every,
@@ -171,7 +171,13 @@ class GradientControl:
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups do not travel, and a copy is over other parameters: it asks again.
-        return {**self.__dict__, "_ranks": None, "_ranks_of": ([], []), "_replicas": None}
+        left: dict[str, Any] = {
+            "_ranks": None,
+            "_ranks_of": ([], []),
+            "_replicas": None,
+            "_compared": True,
+        }
+        return {**self.__dict__, **left}
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -427,8 +433,8 @@ class GradientControl:
                 unscaled in place, which float16 would not survive.
         """
         model_ranks = self._model_ranks() if has_other_ranks() else None
-        if self._replicas is not None and not self._settings_compared:
-            self._settings_compared = True
+        if not self._compared:
+            self._compared = True
             self._engine.compare_settings(self._replicas)
         try:
             gradients = self._engine.find(self._optimizers)
@@ -500,7 +506,7 @@ class GradientControl:
             self._told.record, self._told.next_scale = verdict.record, self._engine.state.scale
             self._events.end_step(self._told)
         if hopeless:
-            raise self._engine.never_finite(outcome)
+            raise self._engine.never_finite(outcome, self._replicas)
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
             raise nonfinite(outcome)
         return outcome

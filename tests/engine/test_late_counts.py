@@ -8,6 +8,7 @@ from torch import nn
 
 from gradilocks import GradientControl
 from gradilocks.errors import NeverFinite
+from gradilocks.step.host_copy import LAG
 from gradilocks.step.outcome import StepRecord, Streak
 from tests.engine.backends import INF, NAN, parameter, step
 
@@ -78,6 +79,37 @@ def test_the_count_on_the_cpu_is_exact():
         flag = torch.tensor(float(skip))
         found.append(streak.note(StepRecord(row, flag, lambda: None)))
     assert [n for n, hopeless in enumerate(found) if hopeless] == [5, 6, 10]
+
+
+@pytest.mark.parametrize("behind", [0, 1, 3, 100])
+def test_beside_other_ranks_the_count_is_read_at_the_same_step_whenever_it_arrives(
+    monkeypatch, behind
+):
+    class Late:
+        """A copy that arrives after so many steps, or when it is waited for."""
+
+        def __init__(self, count):
+            self.count, self.asked, self.here = float(count), 0, False
+
+        def arrived(self):
+            self.asked += 1
+            return self.here or self.asked > behind
+
+        def wait(self):
+            self.here = True
+
+        def read(self):
+            assert self.here or self.asked > behind
+            return [self.count]
+
+    monkeypatch.setattr("gradilocks.step.outcome.HostCopy", Late)
+    streak = Streak(3, together=True)
+    monkeypatch.setattr(streak, "_counted", streak._sent)
+    found = []
+    for _ in range(12):
+        row = torch.zeros(12, dtype=torch.float64)
+        found.append(streak.note(StepRecord(row, torch.ones(()), lambda: None)))
+    assert [n for n, hopeless in enumerate(found, 1) if hopeless] == [3 + LAG, 3 + LAG + 1 + LAG]
 
 
 def gpu_control(give_up_after):

@@ -109,6 +109,8 @@ def test_rejected_steps_do_not_move_it_either():
 class Late:
     """A flag that arrives when it is told to, as one from a GPU does."""
 
+    at_once = False
+
     def __init__(self, row):
         self.value, self.arrived = float(row[0]) > 0, False
         flags.append(self)
@@ -148,6 +150,31 @@ def test_a_skip_that_is_learned_of_late_is_made_up_for(late, caplog):
     late[-1].arrived = True
     assert "gradilocks" not in plan.state_dict()
     assert plan.ahead == 0
+
+
+@pytest.mark.parametrize("hurry", ["at once", "never", "in time"])
+def test_beside_other_ranks_a_skip_counts_at_the_same_step_whenever_it_arrives(
+    late, monkeypatch, hurry
+):
+    monkeypatch.setattr(schedule, "has_other_ranks", lambda: True)
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.LambdaLR(optimizer, lambda k: 1.0 + k))
+    rates = []
+    for number in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        control.zero_grad()
+        control.backward(param.sum() * (math.inf if number == 2 else 1.0))
+        control.step()
+        if hurry == "at once":
+            late[number].arrived = True
+        elif hurry == "in time" and number > 2:
+            late[number - 2].arrived = True
+        plan.step()
+    # The third step was skipped, and the schedule stands still once, five steps later.
+    assert rates == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 8.0, 9.0]
+    assert plan.last_epoch == 9
 
 
 def test_its_state_says_how_far_it_is_ahead(late):

@@ -32,6 +32,7 @@ from gradilocks import (
     ZScoreClip,
     chain,
 )
+from gradilocks.ranks.layout import global_rows
 from tests.ranks.rank_programs import run_all
 
 SHAPES = {
@@ -287,6 +288,21 @@ def stages(rank: int) -> dict[str, Any]:
     return found
 
 
+def patterns_that_fit_nobody(rank: int) -> str:
+    """One that fits a parameter of another stage is fine (`stages`); one that fits none is not."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    names = [name for name in SHAPES if name.startswith("a.") is (rank == 0)]
+    settings = {"policy": StaticScale(1.0), "clip": AdaptiveClip(exclude=("haed.*",))}
+    told: dict[str, Any] = {"mesh": mesh, "distinct": ("pp",)}
+    try:
+        _trained("control", settings, _as_it_is, names=names, spoil=_spoil_head, **told)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _as_it_is(_: str, value: Tensor) -> Tensor:
     return value.clone()
 
@@ -298,11 +314,220 @@ def _spoil_head(grads: dict[str, Tensor]) -> None:
         (local.to_local() if hasattr(local, "to_local") else local).reshape(-1)[:1] = math.inf
 
 
+def two_models(rank: int) -> dict[str, Any]:
+    """A model on each half of the ranks, with other gradients, and one half takes more steps."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
+    half = dist.get_world_size() // 2
+    meshes = [DeviceMesh("cpu", list(range(at, at + half))) for at in (0, half)]
+    number = rank // half
+    placed = _on(meshes[number], [[Shard(0)], [Shard(1)]])
+    return {
+        policy: _full(
+            _trained(
+                "scaler",
+                POLICIES[policy],
+                placed,
+                spoil=_spoil_last_of_mesh,
+                seed=number,
+                steps=STEPS - number,
+            )
+        )
+        for policy in ("per tensor 2", "per group 2", "AdaGC", "adaptive, norm", "headroom scale")
+    }
+
+
+# What real wrappers make.
+
+
+class _Layers(nn.Module):
+    """Rows that two and four ranks cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.up, self.norm = nn.Linear(6, 10), nn.LayerNorm(10)
+        self.down, self.head = nn.Linear(10, 6), nn.Linear(6, 7)
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=generator)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.head(self.down(torch.tanh(self.norm(self.up(inputs)))))
+        return out
+
+
+def _inputs(step: int) -> Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+
+
+def wrapped(rank: int) -> dict[str, Any]:
+    """FSDP2 over tensor parallelism, whose rows lie in strides, and a norm outside the plan."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found: dict[str, Any] = {}
+    for how in ("control", "scaler"):
+        model = _Layers()
+        plan: Any = {
+            "up": ColwiseParallel(output_layouts=Replicate()),
+            "down": RowwiseParallel(input_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+        whole = dict(_Layers().named_parameters())
+        found["rows"] = {
+            name: torch.equal(whole[name][global_rows(param, name)], param.to_local())  # type: ignore[operator]
+            for name, param in model.named_parameters()
+            if name in ("up.weight", "head.weight")
+        }
+        found["strided"] = [
+            str(placement)
+            for placement in model.up.weight.placements  # type: ignore[union-attr]
+            if hasattr(placement, "split_factor")
+        ]
+        found[how] = _stepped(how, model, {"mesh": mesh} if how == "control" else {})
+    return found
+
+
+def _stepped(how: str, model: nn.Module, told: dict[str, Any]) -> list[Any]:
+    """Two steps on the same batch everywhere: what they came to, and the parameters after."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    scale, clip = StaticScale(4.0), AdaptiveClip(0.1, exclude=("norm.*",))
+    made: Any = (
+        gradilocks.GradientControl(optimizer, model=model, scale=scale, clip=clip, **told)
+        if how == "control"
+        else gradilocks.GradScaler("cpu", model=model, policy=scale, clip=clip)
+    )
+    seen: list[Any] = []
+    for step in range(2):
+        loss = model(_inputs(step)).square().mean()
+        if how == "control":
+            made.backward(loss)
+            outcome = made.step()
+            made.zero_grad()
+        else:
+            made.scale(loss).backward()
+            made.step(optimizer)
+            made.update()
+            outcome = made.outcome
+            optimizer.zero_grad()
+        seen.append((outcome.clipped, outcome.norm))
+    return _full([seen, dict(model.named_parameters())])
+
+
+def summands_and_copies(rank: int) -> dict[str, Any]:
+    """Partial gradients, plain copies beside shards, sparse rows of a copy, a gradient laid out
+    otherwise than its parameter, and a rank that lacks one: the units of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("all",))
+    weights, grads = _weights(), _gradients(0)
+    params = {
+        name: nn.Parameter(_on(mesh, [placement])(name, weights[name]))
+        for name, placement in (
+            ("a.weight", [Shard(0)]),
+            ("b.weight", [Replicate()]),
+            ("c.weight", [Shard(0)]),
+            ("head.weight", [Shard(0)]),
+        )
+    }
+    params["b.kernel"] = nn.Parameter(weights["b.kernel"].clone())
+    params["plain"] = nn.Parameter(weights["a.weight"].clone())
+    for name in ("a.weight", "b.weight"):
+        params[name].grad = DTensor.from_local(grads[name] / ranks, mesh, [Partial()])
+    params["c.weight"].grad = _on(mesh, [[Shard(1)]])("c.weight", grads["c.weight"])
+    params["head.weight"].grad = _on(mesh, [[Shard(0)]])("head.weight", grads["head.weight"])
+    if rank == ranks - 1:  # Its rows have no gradient, and other ranks' rows are as they were.
+        params["head.weight"].grad = None
+    params["b.kernel"].grad = grads["b.kernel"].clone()
+    rows = torch.tensor([[4, 1]])
+    params["plain"].grad = torch.sparse_coo_tensor(
+        rows, grads["a.weight"][rows[0]], (9, 6), check_invariants=False
+    )
+    control = gradilocks.GradientControl(
+        _Still(list(params.values()), lr=1.0), scale=None, clip=AdaptiveClip(0.3)
+    )
+    outcome = control.step()
+    left: dict[str, Any] = {}
+    for name, param in params.items():
+        grad: Any = param.grad
+        if grad is None:
+            continue
+        if grad.layout is torch.sparse_coo:
+            left[name] = grad.to_dense()
+        elif name == "head.weight":
+            left[name] = grad.to_local()
+        else:
+            left[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return {"clipped": outcome.clipped, "left": left}
+
+
+class _Still(torch.optim.SGD):
+    """Leaves the parameters alone: torch cannot add a gradient that lies otherwise than they do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        return None
+
+
+def _clipped_by_rows(weights: Tensor, grads: Tensor, clipping: float) -> Tensor:
+    """As the paper has it, in float64."""
+    dims = tuple(range(1, grads.dim()))
+    lengths = grads.double().square().sum(dims, keepdim=True).sqrt()
+    bound = clipping * weights.double().square().sum(dims, keepdim=True).sqrt().clamp(min=1e-3)
+    factor = torch.where(lengths > bound, bound / lengths, 1.0)
+    return (grads.double() * factor).float()
+
+
+def how_often_ranks_meet(rank: int) -> dict[str, list[str]]:
+    """The collectives of a second step, with how many numbers each rank gives."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
+    placed = _on(mesh, [[Shard(0)], [Shard(1)]])
+    found: dict[str, list[str]] = {}
+    for how in ("control", "scaler"):
+        for policy in ("per tensor 2", "AdaGC", "adaptive", "adaptive, AdaGC"):
+            counted: list[str] = []
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("all_gather", "all_reduce", "broadcast", "all_gather_object"):
+                    patch.setattr(dist, name, _counting(name, getattr(dist, name), counted))
+
+                def forget(_: dict[str, Tensor], counted: list[str] = counted) -> None:
+                    counted.clear()  # Before the step that is looked at.
+
+                _trained(how, POLICIES[policy], placed, spoil=forget, steps=BAD_STEP + 1)
+            found[f"{how}, {policy}"] = counted
+    return found
+
+
+def _counting(name: str, real: Any, counted: list[str]) -> Callable[..., Any]:
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        given = args[1] if name == "all_gather" else args[0]
+        counted.append(f"{name} of {given.numel()}" if isinstance(given, Tensor) else name)
+        return real(*args, **kwargs)
+
+    return counting
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def returned(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:
-    programs = [layouts, stages]
+    programs: list[Any] = [layouts, stages, summands_and_copies, how_often_ranks_meet]
+    programs.append(patterns_that_fit_nobody)
+    if request.param == 4:
+        programs += [two_models, wrapped]
     return run_all(programs, tmp_path_factory.mktemp("policies"), ranks=request.param)
 
 
@@ -314,6 +539,13 @@ def alone() -> dict[tuple[str, str], list[Any]]:
         for how in ("control", "scaler")
         for policy, settings in POLICIES.items()
     }
+
+
+def test_a_pattern_that_fits_no_ranks_parameters_is_refused_by_all(
+    returned: dict[str, list[Any]],
+) -> None:
+    for told in returned["patterns_that_fit_nobody"]:
+        assert told.startswith("exclude: 'haed.*' fits no parameter")
 
 
 def _assert_same(found: list[Any], expected: list[Any], policy: str, where: object) -> None:
@@ -354,3 +586,60 @@ def test_in_one_process_every_policy_has_something_to_do(
         assert [skipped and not rejected for skipped, rejected, *_ in seen][BAD_STEP], where
         assert any(clipped for _, _, clipped, *_ in seen), where
         assert not all(skipped for skipped, *_ in seen), where
+
+
+def test_two_models_on_two_halves_wait_for_nobody_else(returned: dict[str, list[Any]]) -> None:
+    for rank, found in enumerate(returned.get("two_models", [])):
+        for policy, came in found.items():
+            number = rank // 2
+            steps = {"steps": STEPS - number, "seed": number}
+            settings = POLICIES[policy]
+            expected = _trained("scaler", settings, _as_it_is, spoil=_spoil_one, **steps)
+            _assert_same(came, expected, policy, (rank, policy))
+
+
+def test_rows_that_lie_in_strides_are_known_and_clipped(returned: dict[str, list[Any]]) -> None:
+    alone = {how: _stepped(how, _Layers(), {}) for how in ("control", "scaler")}
+    assert all(clipped for seen, _ in alone.values() for clipped, _ in seen)
+    for found in returned.get("wrapped", []):
+        assert len(found["strided"]) == 1
+        assert found["rows"] == {"up.weight": True, "head.weight": True}
+        for how, (seen, params) in alone.items():
+            assert found[how][0] == [pytest.approx(each, rel=1e-6) for each in seen]
+            for name, value in params.items():  # The products of the layers are rounded otherwise.
+                torch.testing.assert_close(found[how][1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_units_of_summands_copies_and_sparse_rows_are_whole(
+    returned: dict[str, list[Any]],
+) -> None:
+    every = returned["summands_and_copies"]
+    weights, grads = _weights(), _gradients(0)
+    rows = math.ceil(33 / len(every))
+    for rank, found in enumerate(every):
+        assert found["clipped"]
+        for name in ("a.weight", "b.weight", "b.kernel", "c.weight"):
+            expected = _clipped_by_rows(weights[name], grads[name], 0.3)
+            torch.testing.assert_close(found["left"][name], expected, rtol=1e-6, atol=0.0)
+        head = _clipped_by_rows(weights["head.weight"], grads["head.weight"], 0.3)
+        if rank < len(every) - 1:
+            mine = head[rank * rows : (rank + 1) * rows]
+            torch.testing.assert_close(found["left"]["head.weight"], mine, rtol=1e-6, atol=0.0)
+        sparse = torch.zeros(9, 6)
+        at = torch.tensor([1, 4])
+        sparse[at] = _clipped_by_rows(weights["a.weight"][at], grads["a.weight"][at], 0.3)
+        torch.testing.assert_close(found["left"]["plain"], sparse, rtol=1e-6, atol=0.0)
+
+
+def test_one_further_collective_for_policies_that_bound_tensors_or_rows_apart(
+    returned: dict[str, list[Any]],
+) -> None:
+    units = sum(shape[0] if len(shape) > 1 else 1 for shape in SHAPES.values())
+    for found in returned["how_often_ranks_meet"]:
+        for how in ("control", "scaler"):
+            assert [each.split()[0] for each in found[f"{how}, per tensor 2"]] == ["all_gather"] * 2
+            assert found[f"{how}, per tensor 2"][1] == f"all_gather of {2 * len(SHAPES)}"
+            assert found[f"{how}, AdaGC"][1:] == [f"all_gather of {3 * len(SHAPES)}"]
+            assert found[f"{how}, adaptive"][1:] == [f"all_reduce of {2 * units}"]
+            both = 2 * units + len(SHAPES)
+            assert found[f"{how}, adaptive, AdaGC"][1:] == [f"all_reduce of {both}"]

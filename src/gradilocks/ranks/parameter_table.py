@@ -145,6 +145,7 @@ class ParameterTable:
         norms, here = own.norms, self.at(own.params, own.norms)
         counted = torch.where(_mask(own.counts, norms), norms, torch.zeros_like(norms))
         rows = [norms.new_zeros(self.count).index_copy(0, here, counted)]
+        # Also where nobody asks: a rank that records may know it, and numbers must be as many.
         largest = norms.new_zeros(0) if own.largest is None else own.largest
         index = here if own.largest is not None else here[:0]
         rows.append(norms.new_zeros(self.count).index_copy(0, index, largest))

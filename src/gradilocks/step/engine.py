@@ -197,7 +197,7 @@ class Engine:
         self.state = scale.start(torch.device("cpu"))
         self.steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self._counted: int | None = 0  # `steps`, as long as the host can know it.
-        self.streak = Streak(give_up_after)
+        self.streak = Streak(give_up_after, together=has_other_ranks())
         self.detail = False
         """Whether largest magnitudes and zeros are wanted of the next step, at whatever price."""
         self.names = names
@@ -610,14 +610,32 @@ class Engine:
         """The number of the step that has not been concluded; None if only the device knows it."""
         return None if self._counted is None else self._counted + 1
 
-    def never_finite(self, outcome: Outcome) -> NeverFinite:
-        """What to raise after too many non-finite steps in a row."""
+    def never_finite(self, outcome: Outcome, replicas: Any = None) -> NeverFinite:
+        """What to raise after too many non-finite steps in a row, in the same words on all ranks.
+
+        Args:
+            outcome: of the latest step.
+            replicas: the process group of ranks with copies of the model, if there are any. Their
+                gradients are the same and their losses are not, so they tell each other.
+        """
+        symptoms, described = self.streak.symptoms(), outcome.describe(at_most=5)
+        culprits = outcome.culprits
+        if replicas is not None:
+            mine = [symptom.loss_nonfinite for symptom in symptoms], described, culprits
+            told = tell_all(mine, ranks_in(replicas), replicas)
+            broken = [any(flags) for flags in zip(*(flags for flags, *_ in told), strict=True)]
+            symptoms = [
+                dataclasses.replace(symptom, loss_nonfinite=flag)
+                for symptom, flag in zip(symptoms, broken, strict=True)
+            ]
+            # Of a loss that was broken only the rank that had it can tell.
+            _, described, culprits = next((each for each in told if each[0][-1]), told[0])
         return never_finite(
-            self.streak.symptoms(),
+            symptoms,
             in_a_row=int(fetch(self.streak.count)[0]),
             bounds=self.scale_policy.bounds(),
-            culprits=outcome.culprits,
-            described=outcome.describe(at_most=5),
+            culprits=culprits,
+            described=described,
         )
 
     def _advance_scale(self, verdict: Verdict) -> None:

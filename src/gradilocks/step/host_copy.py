@@ -12,7 +12,12 @@ from torch import Tensor
 
 from gradilocks.values import wide
 
-__all__ = ["HostCopy", "fetch"]
+__all__ = ["LAG", "HostCopy", "fetch"]
+
+LAG = 4
+"""After so many steps ranks that decide together read what is on its way, each waiting for it if
+it must: by when it arrives they would decide at different steps. The host is seldom that far
+ahead of its device, and where it is, the device has work for as many steps."""
 
 
 def fetch(*scalars: Tensor) -> list[float]:
@@ -51,6 +56,11 @@ class HostCopy:
             self._flag.copy_(one, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the numbers were there as soon as they were asked for, on any machine."""
+        return self._event is None
 
     def arrived(self) -> bool:
         """Whether `read` gives the numbers; asks the device, and does not wait for it."""

@@ -3,6 +3,7 @@
 Whether a step was taken is known on the device. It is sent to the host without waiting and looked
 at when it has arrived; until then the step counts as taken. If it was not, the schedule stands
 still once later, so that it is never more than the steps on their way ahead of the optimizer.
+Beside other ranks it is looked at after a fixed number of steps, as all must have the same rate.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor
 from gradilocks._torch import inner_schedules, note_stepped, sees_steps
 from gradilocks.errors import BadState
 from gradilocks.kernels.cuda_graph import capturing
-from gradilocks.step.host_copy import HostCopy
+from gradilocks.ranks.layout import has_other_ranks
+from gradilocks.step.host_copy import LAG, HostCopy
 
 __all__ = ["Flag", "Listeners", "Scheduler"]
 
@@ -39,6 +41,11 @@ class Flag:
             self._known = 0.0  # A replay tells nobody.
         elif row is not None:
             self._copy = HostCopy(row[:1])
+
+    @property
+    def at_once(self) -> bool:
+        """Whether it has been known from the start, as on a CPU."""
+        return self._known is not None or self._copy.at_once
 
     def skipped(self, *, wait: bool = False) -> bool | None:
         """None if it is not known yet."""
@@ -67,8 +74,9 @@ class Scheduler:
     Made by `control.scheduler(...)`. Call `step()` where the scheduler's own would be called:
     after `control.step()`, or once an epoch, which counts if one of its steps was taken. On a GPU
     a skipped step may be learned of one step late: then the schedule has moved on once too often,
-    says so through `logging`, and stands still the next time. Steps that are replayed in a CUDA
-    graph count as taken.
+    says so through `logging`, and stands still the next time. Beside other ranks it is learned of
+    four steps late, on all of them, so that no two ever have different rates. Steps that are
+    replayed in a CUDA graph count as taken.
 
     Example:
         >>> schedule = control.scheduler(torch.optim.lr_scheduler.LinearLR(optimizer))
@@ -98,6 +106,7 @@ class Scheduler:
         self._unconfirmed: deque[list[Flag]] = deque()
         self._ahead = 0
         self._replayed = False
+        self._together = has_other_ranks()
         if _PENDING in getattr(scheduler, "__dict__", ()):  # It has loaded a state of ours.
             _, pending = _split_state(scheduler.state_dict())
             self._resume(*_check_pending(pending))
@@ -133,7 +142,8 @@ class Scheduler:
         if not self._since and not self._replayed:
             return  # No step has been tried since the last call.
         flags = self._since
-        told = [flag.skipped() for flag in flags]
+        # Of ranks one may know already what another does not.
+        told = [None if self._together and not f.at_once else f.skipped() for f in flags]
         skipped = bool(flags) and all(told)
         if not skipped and not self._ahead:
             with self._without_warning():  # First: if it raises, nothing is counted.
@@ -184,6 +194,7 @@ class Scheduler:
         self._settle(wait=True)
         made._since = [Flag(None, known=float(bool(skipped))) for skipped in told]
         made._unconfirmed, made._ahead, made._replayed = deque(), self._ahead, self._replayed
+        made._together = self._together
         made._control = (lambda: None) if control is None else weakref.ref(control)
         if control is not None:
             control._schedulers.add(made)
@@ -202,7 +213,9 @@ class Scheduler:
     def _settle(self, *, wait: bool = False) -> None:
         """Looks at steps that were counted unconfirmed, oldest first, as far as flags are here."""
         while self._unconfirmed:
-            told = [flag.skipped(wait=wait) for flag in self._unconfirmed[0]]
+            if self._together and not wait and len(self._unconfirmed) <= LAG:
+                return
+            told = [flag.skipped(wait=wait or self._together) for flag in self._unconfirmed[0]]
             if None in told and False not in told:
                 return
             self._unconfirmed.popleft()

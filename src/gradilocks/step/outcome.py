@@ -18,7 +18,7 @@ from gradilocks.errors import NonFiniteGradient
 from gradilocks.ranks.layout import shortened
 from gradilocks.runfile import FORWARD_OR_LOSS
 from gradilocks.step.diagnose import Symptom
-from gradilocks.step.host_copy import HostCopy, fetch
+from gradilocks.step.host_copy import LAG, HostCopy, fetch
 from gradilocks.values import ROW, Statistics, StepRecord, moved
 
 __all__ = [
@@ -330,15 +330,22 @@ class Streak:
 
     The counter is read only when it could have reached the limit, so a healthy run with a limit of
     100 reads it once in 100 steps. On a GPU it is sent for without waiting and looked at when it
-    has arrived, so the host learns of the limit a few steps late.
+    has arrived, so the host learns of the limit a few steps late; beside other ranks always equally
+    many, so that all give up at the same step.
+
+    Args:
+        limit: so many are too many; None if none are.
+        together: whether other ranks count along.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, *, together: bool = False) -> None:
         self.limit = limit
+        self._together = together
         self.count = torch.zeros((), dtype=torch.int32, device="cpu")
         self._until_reading = limit or 0
         self._recent: deque[Tensor] = deque(maxlen=min(limit, 1000) if limit else 1)
         self._coming: HostCopy | None = None
+        self._age = 0  # How many steps ago it was sent for.
 
     def __getstate__(self) -> dict[str, Any]:
         # An event on its way cannot be copied: a copy asks for the counter again.
@@ -380,9 +387,18 @@ class Streak:
             return int(self.count.item())
         if torch.cuda.is_current_stream_capturing():
             return None
+        return self._sent()
+
+    def _sent(self) -> int | None:
+        """The counter as it was when it was sent for; None as long as it is on its way."""
         if self._coming is None:
-            self._coming = HostCopy(self.count)
-        if not self._coming.arrived():
+            self._coming, self._age = HostCopy(self.count), 0
+        self._age += 1
+        if self._together:
+            if self._age <= LAG:
+                return None
+            self._coming.wait()
+        elif not self._coming.arrived():
             return None
         (count,) = self._coming.read()
         self._coming = None
