@@ -23,15 +23,16 @@ from tests.ranks.rank_programs import run_all
 
 Found = dict[str, list[Any]]
 
-NOT_COMPILED = [
-    name for name in CASES if name not in ("DDP around other wrappers", "FSDP2 compiled")
-]
+_COSTLY = (
+    *("DDP around other wrappers", "FSDP2 compiled", "FSDP2 offloaded", "HSDP over TP"),
+    *("FSDP1 SHARD_GRAD_OP", "FSDP1 SHARD_GRAD_OP, flat", "FSDP1 NO_SHARD, flat"),
+    *("pipeline", "pipeline of FSDP2", "FSDP1 HYBRID_SHARD, flat", "two optimizers on two meshes"),
+)
 EVERY_DAY = {
     name: ORDERS[number % len(ORDERS)]
-    for number, name in enumerate(NOT_COMPILED)
-    if not name.startswith(("FSDP1 SHARD_GRAD_OP", "pipeline of FSDP2"))
+    for number, name in enumerate(name for name in CASES if name not in _COSTLY)
 }
-"""What runs in `make test`, by the order of its norm: torch.compile alone takes longer than most."""
+"""What runs in `make test`, by the order of its norm."""
 
 PARTS = [  # Of these it is not known which parts are one tensor: a bound on each is refused.
     name
