@@ -394,7 +394,8 @@ class GradientControl:
                 gradients, unscaled=self._order.unscaled, model_ranks=model_ranks, rating=rating
             )
             try:
-                self._check_replicas(gradients)
+                if self._replica_check is not None:
+                    self._check_replicas(self._replica_check, gradients)
                 if direct and verdict.settled:
                     skip, divisor = verdict.decision.skip, verdict.decision.divisor
                     self._optimizers[0].take(skip, divisor, rated=rating is not None)
@@ -456,13 +457,12 @@ class GradientControl:
                 self._engine.move_to(first.device)
         return gradients, model_ranks
 
-    def _check_replicas(self, gradients: Gradients) -> None:
+    def _check_replicas(self, check: ReplicaCheck, gradients: Gradients) -> None:
         """Raises if it is time to compare ranks that hold the same and they do not.
 
         After the ranks have decided: at the first step that is where their settings are compared.
         """
-        check = self._replica_check
-        if check is None or not has_other_ranks():
+        if not has_other_ranks():
             return
         step = self._engine.next_step
         if step is None:
@@ -522,7 +522,8 @@ class GradientControl:
             last = self._engine.decide(
                 gradients, unscaled=unscaled, model_ranks=model_ranks, on_device=False
             )
-            self._check_replicas(gradients)
+            if self._replica_check is not None:
+                self._check_replicas(self._replica_check, gradients)
             if last.outcome.skipped:
                 return False
             apply_in_place(last.decision, gradients.tensors)

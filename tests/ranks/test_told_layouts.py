@@ -453,6 +453,7 @@ def different_settings(rank: int) -> dict[str, str]:
     found = {}
     for name, settings in given.items():
         for kind in ("parts", "replicas"):
+            torch.manual_seed(rank)  # Parts are no copies, which would be refused for that.
             model: Any = nn.Linear(2, 1)
             if kind == "replicas":
                 model = DistributedDataParallel(model)

@@ -24,7 +24,7 @@ from torch import Tensor
 from gradilocks.errors import ScaleMisuse
 from gradilocks.kernels.reference import total_norm
 from gradilocks.ranks.layout import shortened
-from gradilocks.ranks.model_ranks import ModelRanks, is_trained
+from gradilocks.ranks.model_ranks import ModelRanks, checksum, is_trained, tell_all
 from gradilocks.values import moved, wide
 
 __all__ = [
@@ -136,6 +136,19 @@ def are_copies(rows: Sequence[Sequence[float]]) -> bool:
     return all(max(column) - min(column) <= most for column in compared)
 
 
+def _same_gradients(rows: Sequence[Sequence[float]]) -> list[int]:
+    """The places of the first two or more ranks with the same gradients, bit for bit; none if none.
+
+    Args:
+        rows: for each rank the numbers that FINGERPRINT names, of finite gradients.
+    """
+    for first, row in enumerate(rows):
+        alike = [at for at, other in enumerate(rows) if other == row]
+        if len(alike) > 1 and row[FINGERPRINT.index("compared")] and alike[0] == first:
+            return alike
+    return []
+
+
 def _projected(tensor: Tensor, norm: Tensor, seeds: Sequence[int]) -> Tensor:
     """The products of `tensor`, divided by its norm, with pseudo-random numbers of variance 1."""
     real = wide(tensor.device)
@@ -182,6 +195,8 @@ class RankAgreement:
 
     def uncompared(self, ranks: ModelRanks) -> dict[int, int]:
         """The plain parameters that have not shown a gradient yet: by id, their places."""
+        if ranks.plain_are_parts and self._agreed == ranks.shapes:
+            return {}
         trained = [(at, param) for at, param in enumerate(ranks.plain) if is_trained(param)]
         there = {id(param): place for place, param in trained}
         self._compared = {key: p for key, p in self._compared.items() if key in there}
@@ -239,7 +254,10 @@ class RankAgreement:
         if len(set(told["parts"])) > 1:
             raise ValueError(_UNLIKE)
         if any(told["parts"]):
-            self._agreed = ranks.shapes
+            if finite and any(told["compared"]):
+                if all(told["anew"]):  # Only then all of them are here.
+                    _refuse_same_parts(ranks, [row[-len(FINGERPRINT) :] for row in reports], names)
+                self._agreed = ranks.shapes
             return
         if finite:
             if not are_copies([row[-len(FINGERPRINT) :] for row in reports]):
@@ -292,6 +310,39 @@ def _refused_by(ranks: ModelRanks, refused: Sequence[float]) -> str:
     return (
         f"{named} refused the step, and the error there says why. The ranks decide together, so "
         "nothing has moved here."
+    )
+
+
+def _refuse_same_parts(ranks: ModelRanks, rows: Sequence[Sequence[float]], names: _Names) -> None:
+    """Raises if ranks that should hold parts hold the same values and have the same gradients.
+
+    Values alone do not show it: stages that were made with one seed begin alike. Nor do gradients
+    alone: the rows of a linear layer's are the same under a loss that is a sum. Of parameters that
+    are all zeros or all ones nothing is concluded.
+    """
+    if not _same_gradients(rows):
+        return
+    (group,) = ranks.rank_group.groups
+    mine = [(tuple(param.shape), checksum(param)) for param in ranks.plain]
+    drawn = any(
+        bool((param != param.reshape(-1)[0]).any()) for param in ranks.plain if param.numel()
+    )
+    told = tell_all((mine, drawn), ranks.rank_group.ranks, group)
+    together = list(zip(rows, told, strict=True))
+    same = [at for at in _same_gradients(rows) if together.count(together[at]) > 1]
+    if same and all(told[at][1] for at in same):
+        raise ValueError(_no_parts(ranks, same, names))
+
+
+def _no_parts(ranks: ModelRanks, same: Sequence[int], names: _Names) -> str:
+    who = [ranks.rank_group.ranks[at] for at in same]
+    return (
+        "process_group= names ranks that hold other parts of the model, and the gradients on ranks "
+        f"{shortened(who)} are the same bit for bit, and so are the parameters, "
+        f"{names(ranks.plain[:1])[0]} among them: they are copies. Copies of a model (data "
+        "parallel) need no process_group=; under FullyShardedDataParallel with NO_SHARD say "
+        "copies= with their number. Where some ranks hold copies and others parts, give the group "
+        "of the parts alone, or mesh= and distinct=."
     )
 
 

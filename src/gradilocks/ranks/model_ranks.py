@@ -41,6 +41,7 @@ __all__ = [
     "ModelRanks",
     "RankOptions",
     "checked_options",
+    "checksum",
     "is_trained",
     "model_ranks_of",
     "refuse_thawed",
@@ -131,8 +132,9 @@ class ModelRanks:
     unknown: str | None = None
     """What this rank does not know, in words, if anything: all ranks have to be told."""
     plain: tuple[Tensor, ...] = ()
-    """Plain parameters beside distributed ones that nobody has said to be copies, though they are
-    taken for such: their gradients are compared until each that is trained has shown one."""
+    """Plain parameters whose gradients are compared: those beside distributed ones, which nobody
+    has said to be copies though they are taken for such, until each that is trained has shown one;
+    and parts that process_group= names, once."""
     plain_are_parts: bool = False
     """Whether plain tensors are parts of the model, of which nothing more is known."""
     ambiguous: frozenset[Hashable] = frozenset()
@@ -278,7 +280,7 @@ def _by_group(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mo
     kind = meshes[0][0].device_type if meshes else device.type
     rank_group = RankGroup(ranks, (group,), device_for(group, kind, device))
     counting = {id(param): True for param in params}
-    unproven = _plain(params) if meshes and options.copies is None else []
+    unproven = _plain(params) if options.copies is None else []
     if meshes:
         counting |= dict.fromkeys(map(id, unproven), _my_rank() == ranks[0])
     known = ModelRanks(
@@ -609,7 +611,8 @@ def _described(mesh: Any) -> str:
 _NAME_THE_GROUP = (
     "Write GradientControl(..., process_group=model.process_group) with the FSDP model, or "
     "process_group=torch.distributed.group.WORLD if it is sharded over all ranks. With NO_SHARD "
-    "every rank holds all of it: use DistributedDataParallel."
+    "every rank holds all of it: add copies= with the number of ranks, or use "
+    "DistributedDataParallel."
 )
 
 _SAY_IT = (

@@ -364,7 +364,7 @@ class Engine:
             measurement = seen.here.measurement(seen.measurement)
         decision = decide(measurement, scale, limit, largest_finite=largest)
         record = self._record(measurement, scale, limit, decision, together)
-        captured = capturing()
+        captured = home.type == "cuda" and capturing()
         if captured:
             self._counted = None
         outcome = Outcome(
