@@ -305,7 +305,7 @@ def test_megatrons_norm_by_groups_is_right(returned: Returned) -> None:
 
 
 def deepspeed(rank: int) -> list[Any]:
-    """ZeRO: every rank has a quarter of each group, averaged; the scale is divided out at the end."""
+    """ZeRO: every rank has a quarter of each group; the scale is divided out at the end."""
     found = []
     for step in range(2):
         groups = [batch(step, number, 64) * factor(step) * 128.0 for number in (1, 2)]
