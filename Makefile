@@ -31,7 +31,7 @@ endef
 $(shell test -x $(BIN)/python || rm -f $(RUNTIME) $(DEV))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint format types bench clean
+.PHONY: help demo test quick ranks lint format types bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -59,7 +59,11 @@ QUICK := tests/stages tests/policies tests/laws tests/runfile tests/formats test
   tests/test_documents.py::test_the_tree_of_files_is_that_of_the_source
 
 quick: lint types ## while working: lint, types and the tests that take under a minute together
-	@$(PYTEST) -q -m 'not gpu and not slow' $(QUICK) $(ARGS)
+	@$(PYTEST) -q -m 'not gpu and not ranks and not slow' $(QUICK) $(ARGS)
+
+# One worker: each test fills the cores with 2, 4 or 8 processes of its own.
+ranks: $(DEV) ## all layouts over 2, 4 and 8 processes beside one; ten minutes on two cores
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks tests/ranks $(ARGS)
 
 lint: $(DEV) ## ruff: rules and format, changing nothing
 	@$(BIN)/python -m ruff check

@@ -264,3 +264,40 @@ def test_our_optimizers_step_the_shards_by_their_kernels(
                 found.append(ranks.local_of(tensor).float().flatten().tolist())
         seen.append(found)
     assert seen[0] == seen[1]
+
+
+def _offloaded(mesh: Any, values: Tensor) -> Any:
+    """As FSDP2 leaves what it offloads: elements on the host, a mesh of another kind."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    kind = "meta" if mesh.device_type == "cpu" else "cuda"  # Without a GPU no other has elements.
+    meta = TensorMeta(values.size(), values.stride(), values.dtype)
+    spec = DTensorSpec(DeviceMesh(kind, [0]), (Shard(0),), tensor_meta=meta)
+    return DTensor(values, spec, requires_grad=False)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_offloaded_stays_on_the_host(mesh: Any, kind: str, dtype: torch.dtype) -> None:
+    optimizers: Any = gradilocks.optim
+    given = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 0.1}
+    values, stepped = torch.linspace(-1.0, 1.0, 6).to(dtype), []
+    for offloaded in (True, False):
+        value = values.clone()
+        param = nn.Parameter(_offloaded(mesh, value) if offloaded else value)
+        optimizer = getattr(optimizers, kind)([param], **given)
+        control = gradilocks.GradientControl(optimizer, scale=None, clip=1.0)
+        for _ in range(3):
+            grad = torch.full_like(values, 2.0)
+            param.grad = _offloaded(mesh, grad) if offloaded else grad
+            assert control.step().norm == pytest.approx(math.sqrt(24.0), rel=1e-6)
+        for each in optimizer.state[param].values():
+            if isinstance(each, Tensor):
+                assert ranks.local_of(each).device.type == "cpu"
+        stepped.append(value)
+        if offloaded:  # The norm is where the mesh is, so that `.full_tensor()` works there.
+            clipped: Any = gradilocks.clip_grad_norm_([param], 1.0)
+            assert ranks.is_distributed(clipped)
+    torch.testing.assert_close(stepped[0], stepped[1], rtol=0.0, atol=0.0)

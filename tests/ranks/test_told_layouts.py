@@ -32,6 +32,13 @@ def _programs() -> list[Callable[[int], Any]]:
         nobody_scales_a_loss,
         different_settings,
         marks_of_other_systems,
+        tied_tensors_bounded_apart,
+        experts_of_one_name,
+        one_rank_changes_alone,
+        all_ranks_add_a_parameter,
+        groups_in_unequal_numbers,
+        copies_that_were_called_parts,
+        copies_of_a_nan,
     ]
 
 
@@ -536,3 +543,228 @@ def test_marks_of_megatron_and_deepspeed_say_who_counts(returned: Returned) -> N
         for name in ("megatron", "deepspeed"):
             assert found[name] == pytest.approx(_expected([2.0, 3.0, *weights, *tied]), rel=1e-7)
         assert found["experts"] == pytest.approx(_expected([2.0, *weights, *tied]), rel=1e-7)
+
+
+def tied_tensors_bounded_apart(rank: int) -> dict[str, Any]:
+    """The first and the last stage hold one tensor of norm 5; it is bounded alike on both."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    found: dict[str, Any] = {}
+    line, grid = _mesh((4,), ("pp",)), _mesh((2, 2), ("pp", "dp"))
+    for name, mesh, last in (("plain", line, rank == 3), ("sharded", grid, rank > 1)):
+        model = nn.Module()
+        for each, values in (("tied", [3.0, 4.0]), ("own", [float(rank // 2), 0.0])):
+            value, grad = torch.zeros(2), torch.tensor(values)
+            if name == "sharded":
+                value, grad = (distribute_tensor(t, mesh["dp"], [Shard(0)]) for t in (value, grad))
+            setattr(model, each, nn.Parameter(value))
+            getattr(model, each).grad = grad
+        control = gradilocks.GradientControl(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model=model,
+            scale=None,
+            clip=gradilocks.ClipPerTensor(1.0),
+            mesh=mesh,
+            distinct="pp",
+            copies=lambda each, param, last=last: 0 if last and each == "tied" else None,
+        )
+        norm = control.step().norm
+        tied: Any = model.tied
+        whole = tied.full_tensor() if name == "sharded" else tied
+        found[name] = norm, whole.tolist()
+    return found
+
+
+def test_tied_tensors_count_once_and_are_bounded_alike_on_both_stages(returned: Returned) -> None:
+    for found in returned["tied_tensors_bounded_apart"]:
+        # Plain: stages 0, 1 and 2 count a tied tensor each, and all four their own.
+        assert found["plain"][0] == pytest.approx(math.sqrt(3 * 25.0 + 2.0), rel=1e-6)
+        assert found["sharded"][0] == pytest.approx(math.sqrt(25.0 + 1.0), rel=1e-6)
+        for _, values in found.values():
+            assert values == pytest.approx([-0.6, -0.8], rel=1e-5)
+
+
+def experts_of_one_name(rank: int) -> dict[str, Any]:
+    """Each rank's expert is called `expert`: parts of one tensor, or four tensors?"""
+    found: dict[str, Any] = {}
+    for name, told in {
+        "copies": {"copies": 1},
+        "mesh": {"mesh": _mesh((4,), ("ep",)), "distinct": "ep"},
+        "mesh and copies": {
+            "mesh": _mesh((4,), ("ep",)),
+            "distinct": "ep",
+            "copies": lambda each, param: 4 if each == "router" else None,
+        },
+    }.items():
+        model = _Model(expert=(1.0 + rank, 3.0 + rank), router=(0.0, 2.0))
+        control = gradilocks.GradientControl(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model=model,
+            scale=None,
+            clip=gradilocks.ClipPerTensor(math.sqrt(2.0)),
+            **told,
+        )
+        refused = _refusal(control.step)
+        found[name] = refused, (1.0 + rank - model.expert).tolist(), (-model.router).tolist()
+    return found
+
+
+def test_experts_that_share_a_name_are_not_taken_for_parts_of_one(returned: Returned) -> None:
+    for found in returned["experts_of_one_name"]:
+        refused, expert, router = found["copies"]
+        assert "are not known to belong together" in refused
+        assert (expert, router) == ([0.0, 0.0], [0.0, 0.0])
+        for name in ("mesh", "mesh and copies"):
+            refused, expert, router = found[name]
+            assert refused == "", name
+            assert [*expert, *router] == pytest.approx([1.0] * 4, rel=1e-5), name
+
+
+def one_rank_changes_alone(rank: int) -> dict[str, Any]:
+    """Rank 0 thaws a bias after the first step and is given a parameter after the second."""
+    found = {}
+    for name, told in {
+        "mesh": {"mesh": _mesh((4,), ("pp",)), "distinct": "pp"},
+        "group": {"process_group": dist.group.WORLD},
+        "copies": {"copies": 1},
+    }.items():
+        model = _Model(weight=(1.0 + rank, 0.0), bias=(0.0, 0.0))
+        late = nn.Parameter(torch.zeros(2))
+        model.bias.requires_grad_(False)
+        control = gradilocks.GradientControl(
+            torch.optim.SGD(model.parameters(), lr=0.0), model=model, scale=None, **told
+        )
+        seen: list[Any] = []
+        for step in range(4):
+            model.weight.grad = torch.full((2,), 1.0 + rank)
+            model.bias.grad = late.grad = None
+            if rank == 0 and step > 0:
+                model.bias.requires_grad_(True)
+                model.bias.grad = torch.full((2,), 5.0)
+            if rank == 0 and step == 2 and name != "copies":
+                control._optimizers[0].add_param_group({"params": [late]})
+            if rank == 0 and step > 1 and name != "copies":
+                late.grad = torch.full((2,), 6.0 if step == 2 else math.inf)
+            outcome = control.step()
+            seen.append((outcome.norm, outcome.skipped, outcome.culprits))
+        found[name] = seen
+    return found
+
+
+def test_what_one_rank_thaws_or_adds_alone_counts_and_nobody_waits(returned: Returned) -> None:
+    def norm(*more: float) -> float:
+        return math.sqrt(2 * sum(value**2 for value in (1.0, 2.0, 3.0, 4.0, *more)))
+
+    first = returned["one_rank_changes_alone"][0]
+    assert all(repr(found) == repr(first) for found in returned["one_rank_changes_alone"])
+    for name, seen in first.items():
+        added = [] if name == "copies" else [6.0]
+        expected = [norm(), norm(5.0), norm(5.0, *added)]
+        assert [each[0] for each in seen[:3]] == pytest.approx(expected, rel=1e-6), name
+        if added:
+            assert seen[3][1:] == (True, ("a parameter added since on rank 0",))
+
+
+def all_ranks_add_a_parameter(rank: int) -> list[Any]:
+    """The ranks tell each other anew, also for a bound on each tensor."""
+    model = _Model(weight=(1.0 + rank, 1.0), late=(0.0, 1.0))
+    optimizer = torch.optim.SGD([model.weight], lr=1.0)
+    control = gradilocks.GradientControl(
+        optimizer,
+        model=model,
+        scale=None,
+        clip=gradilocks.ClipPerTensor(1.0),
+        mesh=_mesh((4,), ("pp",)),
+        distinct="pp",
+    )
+    seen = [control.step().norm]
+    optimizer.add_param_group({"params": [model.late]})
+    model.weight.grad = torch.ones(2)  # The bound was written into it.
+    seen.append(control.step().norm)
+    model.late.grad = torch.full((2,), math.inf)
+    return [seen, (-model.late).tolist(), control.step().culprits]
+
+
+def test_parameters_that_all_ranks_add_are_told_of(returned: Returned) -> None:
+    for seen, late, culprits in returned["all_ranks_add_a_parameter"]:
+        assert seen == pytest.approx([math.sqrt(8.0), math.sqrt(16.0)], rel=1e-6)
+        assert late == pytest.approx([math.sqrt(0.5)] * 2, rel=1e-5)
+        assert culprits == ("late on all 4 ranks",)
+
+
+def groups_in_unequal_numbers(rank: int) -> list[float] | None:
+    """Rank 1 is in groups of its own, as the ends of a pipeline are; one is made all the same."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [[1, 2, 3]], mesh_dim_names=("dp", "pp"))
+    for _ in range(3 if rank == 1 else 0):
+        dist.new_group([1], use_local_synchronization=True)
+    if rank == 0:
+        return None
+    return _norms(_Model(weight=(1.0, 1.0 + rank)), mesh=mesh, distinct="pp")
+
+
+def test_ranks_in_unequal_numbers_of_groups_make_one_together(returned: Returned) -> None:
+    for found in returned["groups_in_unequal_numbers"][1:]:
+        assert found == pytest.approx(_expected([2.0, 3.0, 4.0]), rel=1e-7)
+
+
+def copies_that_were_called_parts(rank: int) -> dict[str, str]:
+    """process_group= for what is a copy on every rank, or on every second one."""
+
+    def told(value: int, gradient: int) -> str:
+        torch.manual_seed(value)
+        model = nn.Linear(3, 3)
+        torch.manual_seed(gradient)
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        before = [param.detach().clone() for param in model.parameters()]
+        control = gradilocks.GradientControl(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model=model,
+            scale=None,
+            process_group=dist.group.WORLD,
+        )
+        said = _refusal(control.step)
+        same = all(map(torch.equal, before, model.parameters()))
+        return said if same == bool(said) else f"moved: {said}"
+
+    return {
+        "copies": told(0, 0),
+        "copies in pairs": told(rank % 2, rank % 2),
+        "one seed": told(0, rank),
+        "one gradient": told(rank, 0),
+    }
+
+
+def test_a_group_that_is_given_for_copies_is_refused(returned: Returned) -> None:
+    for found in returned["copies_that_were_called_parts"]:
+        assert "the gradients on ranks [0, 1, 2, 3] are the same bit for bit" in found["copies"]
+        assert "weight among them: they are copies" in found["copies"]
+        assert "the gradients on ranks [0, 2] are the same" in found["copies in pairs"]
+        assert found["one seed"] == found["one gradient"] == ""
+
+
+def copies_of_a_nan(rank: int) -> list[Any]:
+    """One NaN that all ranks hold is one NaN; a copy that alone has some is told of."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh, found = _mesh((4,), ("tp",)), []
+    for alone in (False, True):
+        model = nn.Module()
+        model.weight = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+        model.weight.grad = distribute_tensor(torch.ones(3), mesh, [Replicate()])
+        if not alone or rank == 2:
+            model.weight.grad.to_local()[1] = math.nan
+        control = gradilocks.GradientControl(
+            torch.optim.SGD(model.parameters(), lr=1.0), model=model, scale=None
+        )
+        outcome = control.step()
+        found.append((dict(outcome.counts), outcome._numbers["nan"]))
+    return found
+
+
+def test_elements_of_copies_count_once_among_nan_too(returned: Returned) -> None:
+    for everywhere, alone in returned["copies_of_a_nan"]:
+        assert everywhere == ({"weight on all 4 ranks": (1, 0)}, 1.0)
+        assert alone == ({"weight on rank 2": (1, 0)}, 1.0)

@@ -215,10 +215,14 @@ def local_of(tensor: Any) -> Any:
 
 
 def laid_out_like(param: Tensor, local: Tensor) -> Tensor:
-    """This rank's elements as a DTensor that lies as the DTensor `param` does."""
+    """This rank's elements as a DTensor that lies as the DTensor `param` does, on its device."""
     from torch.distributed.tensor import DTensor
 
     like: Any = param
+    if local.device.type != like.device_mesh.device_type:  # Offloaded: from_local would move them.
+        made: Any = torch.empty_like(like.detach(), dtype=local.dtype)
+        made.to_local().copy_(local)
+        return cast("Tensor", made)
     return DTensor.from_local(
         local,
         like.device_mesh,
@@ -340,7 +344,7 @@ def device_for(group: Any, kind: str, near: torch.device) -> torch.device:
     """
     kinds = _kinds(group)
     if kinds and kind not in kinds:
-        kind = kinds[0]
+        kind = near.type if near.type in kinds else kinds[0]
     if kind in (near.type, "cpu"):
         return near if near.type == kind else torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())
