@@ -173,7 +173,8 @@ def each_tensor_refused_where_parts_are_not_known(rank: int) -> dict[str, str]:
 def test_a_bound_on_each_tensor_is_refused_where_parts_are_not_known(returned: Found) -> None:
     for found in returned["each_tensor_refused_where_parts_are_not_known"]:
         for name, told in found.items():
-            assert "are not known to belong together" in told, name
+            assert "bounds gradients apart from each other" in told, name
+            assert "not known" in told, name
 
 
 def an_overflow_in_the_reduction(rank: int) -> list[Any]:
@@ -259,7 +260,7 @@ def test_the_drop_ins_send_one_collective_each_a_group(returned: Found) -> None:
             unscaling, clipping, stepping, norm = found[f"{name}, ours"]
             dimensions = 2 if name == "part of two dimensions" else 1
             assert unscaling == [("allreduce", 8)] * dimensions, name
-            assert clipping == [("allgather", 40)] * dimensions, name
+            assert clipping == [("allgather", 48)] * dimensions, name
             assert stepping == []
             assert norm == pytest.approx(found[f"{name}, torch's"][3], rel=1e-6)
 
@@ -304,6 +305,7 @@ def what_each_tensor_sends(rank: int) -> dict[str, Any]:
 def test_one_collective_a_step_whatever_the_policies(returned: Found) -> None:
     for found in returned["what_each_tensor_sends"]:
         for name, (_, *later) in found.items():
-            apart = name in ("each tensor", "AdaGC", "per group")
-            expected = [("allgather", ROW)] + [("allgather", 3 * 8)] * apart
+            # Of each of three tensors the norm and the largest magnitude; AdaGC remembers one more.
+            rows = {"each tensor": 2, "per group": 2, "AdaGC": 3}.get(name, 0)
+            expected = [("allgather", ROW)] + [("allgather", 3 * 8 * rows)] * (rows > 0)
             assert later == [expected] * 2, name
