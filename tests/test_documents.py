@@ -1,7 +1,7 @@
 """What the documents say is true: their Python runs, their commands, links and paths exist.
 
 There is no way to exempt a block. One that cannot run is not Python a reader could use, so it is
-either made to run or fenced as something else.
+either made to run or fenced as something else. Scripts for two ranks are run in tests/ranks.
 """
 
 import re
@@ -25,6 +25,9 @@ DOCUMENTS = sorted(
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
     for path in ROOT.glob(pattern)
 )
+
+# Its scripts need two processes each: tests/ranks/test_ranks_page.py runs every one of them.
+RANKS_PAGE = ROOT / "docs" / "ranks.md"
 
 SHELLS = {"bash", "console", "sh", "shell"}
 FENCE = re.compile(r"^\s*(?P<marks>`{3,}|~{3,})\s*(?P<info>.*?)\s*$")
@@ -79,7 +82,9 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in DOCUMENTS if any(map(is_python, read(path)[0]))], ids=name_of
+    "path",
+    [path for path in DOCUMENTS if path != RANKS_PAGE and any(map(is_python, read(path)[0]))],
+    ids=name_of,
 )
 def test_the_python_of_a_document_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
     # A module rather than a bare dictionary, so that a document may pickle what it defines.
