@@ -37,14 +37,33 @@ from gradilocks.ranks.agreement import (
     fingerprint,
     refuse_different,
 )
-from gradilocks.ranks.collective import reduce, reduce_apart, reduce_each
-from gradilocks.ranks.layout import has_other_ranks, ranks_in, world_size
+from gradilocks.ranks.all_parameters import (
+    NOBODY,
+    AllParameters,
+    held_parameters,
+    parameters_of_all,
+)
+from gradilocks.ranks.collective import (
+    reduce,
+    reduce_apart,
+    reduce_columns,
+    reduce_each,
+)
+from gradilocks.ranks.layout import (
+    Layout,
+    has_other_ranks,
+    is_distributed,
+    layout_of,
+    local_of,
+    ranks_in,
+    world_size,
+)
 from gradilocks.ranks.model_ranks import ModelRanks, tell_all
 from gradilocks.scale import NoScale, ScalePolicy, scale_gradient, scale_loss
 from gradilocks.state import checkpoint
 from gradilocks.step.diagnose import never_finite
 from gradilocks.step.measure import measure
-from gradilocks.step.outcome import TOLD, Outcome, Streak, Together, fetch
+from gradilocks.step.outcome import Outcome, Streak, fetch
 from gradilocks.step.own_step import is_ours
 from gradilocks.step.table import (
     Gradients,
@@ -55,18 +74,23 @@ from gradilocks.step.table import (
     lists_of,
     refuse_shared_gradient,
 )
+from gradilocks.step.together import TOLD, Together
 from gradilocks.values import (
     ROW,
     ClipLimit,
     Decision,
+    LocalDetail,
     Measurement,
     NonFinite,
     RankGroup,
+    RecordingPlan,
     ScaleState,
     Scene,
+    SharedDetail,
     Statistics,
     StepRecord,
     moved,
+    wide,
 )
 
 __all__ = [
@@ -112,12 +136,13 @@ class Verdict(NamedTuple):
 class _Table(NamedTuple):
     """The parameters of all ranks."""
 
-    names: Sequence[Sequence[str]]
+    names: Sequence[Sequence[str]] = ()
     """For each rank, its parameters in backward order."""
-    places: dict[int, int]
-    """By the id of a parameter of this rank, its place among those of all ranks."""
-    total: int
-    """How many parameters all ranks have together."""
+    owners: Sequence[Sequence[int]] = ()
+    """For each rank and each of those, the number of its optimizer."""
+    parameters: AllParameters = NOBODY
+    plans: frozenset[RecordingPlan] = frozenset()
+    """What the recorders of all ranks need."""
 
 
 class Engine:
@@ -157,7 +182,12 @@ class Engine:
         """Of several ranks that hold the model, whether this one scales losses."""
         # What was worked out for the ranks that hold the model, and for which.
         self._table_of: ModelRanks | None = None
-        self._known_table = _Table((), {}, 0)
+        self._known_table = _Table()
+        self.plans: Sequence[RecordingPlan] = ()
+        """What the recorders of the coming step need of other ranks."""
+        self.step_begun = False
+        """Whether the ranks have decided on the coming step before: a closure does so often."""
+        self._steps_since_table = 0
         self._order_of: ModelRanks | None = None
         self._order: dict[int, int] = {}
         self._names_in_order: list[str] = []
@@ -172,7 +202,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and what lies on a device for kernels do not travel.
         left: dict[str, Any] = {"_memory_of": [], "_rank_group": None, "_settler": None}
-        left |= {"_table_of": None, "_known_table": _Table((), {}, 0), "_order_of": None}
+        left |= {"_table_of": None, "_known_table": _Table(), "_order_of": None}
         return {**self.__dict__, **left}
 
     def use(self, scale: ScalePolicy, clip: ClipPolicy) -> None:
@@ -262,6 +292,7 @@ class Engine:
         home, policy = self.state.scale.device, self.clip_policy
         order = float(policy.order)
         detail = policy.needs_largest or self.detail or self.scale_policy.needs_largest
+        detail = detail or (model_ranks is not None and self._shares_detail(model_ranks))
         measurement = measure_all(gradients, home=home, order=order, detail=detail)
         self._rank_group = None if model_ranks is None else model_ranks.rank_group
         scene = self._scene(gradients) if self._asks_for_scene else None
@@ -520,7 +551,15 @@ class Engine:
             self.scaled_here = self.scales and self.losses.any_noted
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
         table = self._table(model_ranks)
-        together = Together(rank_group.ranks, rows, table.names)
+        local = None
+        if self._shares_detail(model_ranks):
+            local = self._local_detail(mine, gradients, counts, table.parameters)
+        if not self.step_begun:
+            self.step_begun = True
+            self._steps_since_table += 1
+        together = Together(
+            rank_group.ranks, rows, table.names, table.owners, table.parameters, local
+        )
         if not apart:
             return whole, largest, together
         if model_ranks.keys is None or policy.by_unit:
@@ -533,8 +572,8 @@ class Engine:
             whole,
             rank_group=rank_group,
             counts=counts,
-            places=[table.places[id(param)] for param in params],
-            count=table.total,
+            places=[table.parameters.places[id(param)] for param in params],
+            count=table.parameters.total,
         )
         return each, largest, together
 
@@ -542,10 +581,14 @@ class Engine:
         """This rank's numbers of TOLD."""
         home, dtype = found.norms.device, found.norms.dtype
         loss = self.losses.broken(home).to(dtype)
+        value = self.losses.total()
+        known = torch.full_like(loss, float(value is not None))
+        value = torch.zeros_like(loss) if value is None else moved(value, home).to(dtype)
         if not params:
-            nothing = found.norms.new_zeros(len(TOLD))
-            nothing[TOLD.index("loss")] = loss
-            return nothing
+            zero = torch.zeros_like(loss)
+            nothing = {**dict.fromkeys(TOLD, zero), "loss": loss}
+            nothing |= {"loss value": value, "losses": known}
+            return torch.stack([nothing[name] for name in TOLD])
         order = self._backward_order(model_ranks)
         at = torch.tensor([order[id(param)] for param in params], dtype=dtype, device="cpu")
         at = moved(at, home)
@@ -563,8 +606,66 @@ class Engine:
             torch.where(torch.isfinite(first), first, 0.0),
             (nan * is_first).sum(),
             (inf * is_first).sum(),
+            value,
+            known,
         ]
         return torch.stack(numbers)
+
+    def _shares_detail(self, model_ranks: ModelRanks) -> bool:
+        """Whether the ranks have agreed to measure the coming step tensor by tensor."""
+        if self._table_of is not model_ranks:
+            return False
+        since = self._steps_since_table - self.step_begun
+        return any(plan.wants_detail(since) for plan in self._known_table.plans)
+
+    def _local_detail(
+        self,
+        mine: Measurement,
+        gradients: Gradients,
+        counts: Sequence[bool],
+        parameters: AllParameters,
+    ) -> LocalDetail:
+        """What this rank found tensor by tensor, for `share_detail`."""
+        found = mine.tensors
+        if mine.order != 2.0 or found.zeros is None or found.largest is None:
+            found = measure(gradients.tensors, home=mine.norm.device, detail=True).tensors
+        return LocalDetail(
+            found,
+            [parameters.places[id(param)] for param in gradients.params],
+            counts,
+            [tensor.numel() for tensor in gradients.tensors],
+        )
+
+    def share_detail(
+        self, together: Together, model_ranks: ModelRanks, moved_by: tuple[Tensor, Tensor] | None
+    ) -> SharedDetail:
+        """What all ranks found of each parameter of a step; two collectives, no wait.
+
+        Args:
+            together: of this step.
+            model_ranks: that hold the model together.
+            moved_by: for each parameter of this rank its norm before the step, and by how much the
+                step has changed it; None if they could not be found out.
+        """
+        local, parameters = together.local, together.parameters
+        assert local is not None
+        home = local.found.norms.device
+        if moved_by is None:
+            unknown = torch.full((len(model_ranks.params),), math.nan, device=home)
+            moved_by = unknown, unknown
+        known: dict[tuple[int, Any], Layout] = {}
+        layouts = [
+            layout_of(param, param, self.names, known) if is_distributed(param) else None
+            for param in model_ranks.params
+        ]
+        return reduce_columns(
+            local,
+            weights=moved_by,
+            weight_places=[parameters.places[id(param)] for param in model_ranks.params],
+            weight_counts=model_ranks.counts(model_ranks.params, layouts),
+            total=parameters.total,
+            rank_group=model_ranks.rank_group,
+        )
 
     def _backward_order(self, model_ranks: ModelRanks) -> dict[int, int]:
         """By a parameter's id, its place in the order in which gradients come."""
@@ -585,10 +686,15 @@ class Engine:
             "the number of steps": int(fetch(self.steps)[0]),
         }
 
-    def compare_settings(self, group: Any) -> None:
-        """Raises, on every rank of `group` alike, if their settings or scales are not the same."""
+    def compare_settings(self, group: Any) -> frozenset[RecordingPlan]:
+        """What the recorders of all ranks of `group` need of each other.
+
+        Raises, on every rank alike, if their settings or scales are not the same.
+        """
         ranks = ranks_in(group)
-        refuse_different(ranks, tell_all(self.settings(), ranks, group))
+        told = tell_all((self.settings(), tuple(self.plans)), ranks, group)
+        refuse_different(ranks, [settings for settings, _ in told])
+        return frozenset(plan for _, plans in told for plan in plans)
 
     def _table(self, model_ranks: ModelRanks) -> _Table:
         """What is known of the parameters of all ranks.
@@ -598,18 +704,26 @@ class Engine:
         if self._table_of is not model_ranks:
             ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
             self._backward_order(model_ranks)
-            mine_told = self._names_in_order, model_ranks.keys, self.settings()
+            import torch.distributed as dist
+
+            me = dist.get_rank()
+            held = held_parameters(model_ranks, self.names.optimizers, self.names, me)
+            order = self._order
+            pairs = zip(model_ranks.params, held, strict=True)
+            placed = {order[id(param)]: each.optimizer for param, each in pairs}
+            owners = [placed[place] for place in sorted(placed)]
+            mine_told = self._names_in_order, owners, held, self.settings(), tuple(self.plans)
             told = tell_all(mine_told, ranks, group)
-            refuse_different(ranks, [settings for *_, settings in told])
-            every = {key for _, keys, _ in told for key in keys or ()}
-            places = {key: place for place, key in enumerate(sorted(every, key=repr))}
-            mine = zip(model_ranks.params, model_ranks.keys or (), strict=False)
+            refuse_different(ranks, [settings for *_, settings, _ in told])
+            ids = list(map(id, model_ranks.params))
+            lists = [theirs for _, _, theirs, *_ in told]
             self._known_table = _Table(
                 names=[names for names, *_ in told],
-                places={id(param): places[key] for param, key in mine},
-                total=len(places),
+                owners=[theirs for _, theirs, *_ in told],
+                parameters=parameters_of_all(ranks, lists, mine=me, ids=ids),
+                plans=frozenset(plan for *_, plans in told for plan in plans),
             )
-            self._table_of = model_ranks
+            self._table_of, self._steps_since_table = model_ranks, 0
         return self._known_table
 
     def _gather(
@@ -873,6 +987,10 @@ class Losses:
     def __init__(self) -> None:
         self._latest: Tensor | None = None
         self._broken: Tensor | None = None
+        self.adds_up = False
+        """Whether they are added up besides, for other ranks to hear of."""
+        self._sum: Tensor | None = None
+        self._is_unknown = False  # Whether one of them was no number.
 
     @property
     def any_noted(self) -> bool:
@@ -884,10 +1002,26 @@ class Losses:
         if self._latest is not None:
             self.broken(home)
         self._latest = loss.detach()
+        if self.adds_up:
+            self._add(loss.detach())
+
+    def _add(self, loss: Tensor) -> None:
+        placements = loss.placements if is_distributed(loss) else ()  # type: ignore[attr-defined]
+        if loss.numel() != 1 or not all(each.is_replicate() for each in placements):
+            self._is_unknown = True
+            return
+        # A copy: the loss is the caller's, who may change it.
+        mine = local_of(loss).reshape(()).to(wide(loss.device), copy=True)
+        self._sum = mine if self._sum is None else moved(self._sum, mine.device) + mine
+
+    def total(self) -> Tensor | None:
+        """The sum of the losses, if they are added up; None if there is none, or it is unknown."""
+        return None if self._is_unknown else self._sum
 
     def forget(self) -> None:
         """The gradients of the losses so far are gone."""
-        self._latest = self._broken = None
+        self._latest = self._broken = self._sum = None
+        self._is_unknown = False
 
     def as_one(self, device: torch.device) -> Tensor | None:
         """The loss if there was one, else a number that is not finite if one of them was not."""

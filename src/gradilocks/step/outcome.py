@@ -9,87 +9,26 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradilocks.errors import NonFiniteGradient
-from gradilocks.ranks.layout import shortened
 from gradilocks.runfile import FORWARD_OR_LOSS
 from gradilocks.step.diagnose import Symptom
 from gradilocks.step.host_copy import HostCopy, fetch
+from gradilocks.step.together import NonFiniteCount
 from gradilocks.values import ROW, Statistics, StepRecord, moved
 
 __all__ = [
-    "TOLD",
     "NonFiniteCount",
     "Outcome",
     "ScalerOutcome",
     "Streak",
-    "Together",
     "fetch",
     "nonfinite",
 ]
-
-
-class NonFiniteCount(NamedTuple):
-    """How many elements of one gradient are NaN, and how many are Inf."""
-
-    nan: int
-    inf: int
-
-    def __str__(self) -> str:
-        if self.nan and self.inf:
-            return "NaN and Inf"
-        return "NaN" if self.nan else "Inf"
-
-
-TOLD = ("peak", "loss", "nan", "inf", "bad", "place", "place nan", "place inf")
-"""What a rank tells at every step beside its norm: the largest magnitude, whether its loss was not
-finite, its NaN and Inf, how many of its gradients have some; and of the first of those in backward
-order its place in that order, its NaN and its Inf."""
-
-
-class Together(NamedTuple):
-    """What all ranks have told each other of a step: a row a rank, with the numbers of TOLD."""
-
-    ranks: tuple[int, ...]
-    rows: Tensor
-    names: Sequence[Sequence[str]]
-    """For each rank, its parameters in backward order."""
-
-    def largest(self, what: str) -> Tensor:
-        """The largest of all ranks' numbers of that kind."""
-        return self.rows[:, TOLD.index(what)].amax()
-
-    def total(self, what: str) -> Tensor:
-        """The sum of all ranks' numbers of that kind."""
-        return self.rows[:, TOLD.index(what)].sum()
-
-    def culprits(self) -> dict[str, NonFiniteCount]:
-        """The first culprit of each rank, with the ranks that have it. Waits for the device."""
-        found: dict[str, list[Any]] = {}
-        numbers = fetch(self.rows.flatten())
-        for at, (rank, names) in enumerate(zip(self.ranks, self.names, strict=True)):
-            row = numbers[at * len(TOLD) : (at + 1) * len(TOLD)]
-            told = dict(zip(TOLD, row, strict=True))
-            if told["bad"]:
-                each = found.setdefault(names[int(told["place"])], [[], 0, 0])
-                each[0].append(rank)
-                each[1] += int(told["place nan"])
-                each[2] += int(told["place inf"])
-        return {
-            f"{name} {self._where(where)}": NonFiniteCount(nan, inf)
-            for name, (where, nan, inf) in found.items()
-        }
-
-    def _where(self, ranks: Sequence[int]) -> str:
-        if len(ranks) == 1:
-            return f"on rank {ranks[0]}"
-        if len(ranks) == len(self.ranks):
-            return f"on all {len(ranks)} ranks"
-        return f"on ranks {shortened(ranks)[1:-1]}"
 
 
 class ScalerOutcome:
