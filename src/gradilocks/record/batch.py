@@ -45,6 +45,7 @@ class RecordedOptimizer:
     Args:
         optimizer: referred to weakly.
         index, names, ordered: as `Recorder.add_optimizer` has them.
+        rank: which rank this is.
         alone: whether there is one rank. Of several ranks' losses each sees its own: another's may
             have made the gradients bad.
         steps: how many steps it has handed over, in earlier sessions too.
@@ -59,14 +60,15 @@ class RecordedOptimizer:
         names: Mapping[Tensor, str],
         ordered: bool,
         alone: bool,
+        rank: int,
         steps: int,
         spread: Sequence[HeldParameter] | None = None,
     ) -> None:
         params = list(every_parameter((optimizer,)))
         named = zip(params, Names(None, (optimizer,)).of(params), strict=True)
-        rank = {id(param): number for number, param in enumerate(names)}
-        ranked = sorted(((rank.get(id(p), -1), at) for at, p in enumerate(params)), reverse=True)
-        self.optimizer, self.steps = weakly(optimizer), steps
+        given = {id(param): number for number, param in enumerate(names)}
+        ranked = sorted(((given.get(id(p), -1), at) for at, p in enumerate(params)), reverse=True)
+        self.optimizer, self.steps, self.rank = weakly(optimizer), steps, rank
         self.info = OptimizerInfo(
             index=index,
             kind=type(optimizer).__name__,
@@ -178,7 +180,7 @@ class PendingStep:
         inf = [int(number) for number in self.columns.get("inf", [])]
         places = range(len(nan)) if self.places is None else self.places
         told: dict[str, Any] = {"nan": sum(nan), "inf": sum(inf)}
-        told |= _culprits(optimizer, places, nan, inf)
+        told |= _culprits(optimizer, places, nan, inf, of_rank=self.of_rank)
         if self.spread is not None:
             told |= self._told_by_ranks(self.spread)
         return Step(
@@ -277,17 +279,25 @@ class PendingStep:
 
 
 def _culprits(
-    optimizer: RecordedOptimizer, places: Sequence[int], nan: list[int], inf: list[int]
+    optimizer: RecordedOptimizer,
+    places: Sequence[int],
+    nan: list[int],
+    inf: list[int],
+    *,
+    of_rank: bool,
 ) -> dict[str, Any]:
     """`culprits` of a step and, where they tell something, `finite_gradients`, `finite_after`."""
     if not any(nan) and not any(inf):
         return {"culprits": ()}
     names = optimizer.info.names
+    where = f" on rank {optimizer.rank}" if of_rank else ""
     counts = dict(zip(places, zip(nan, inf, strict=True), strict=False))
     bad = {place for place, found in counts.items() if any(found)}
     order = [place for place in optimizer.backward if place in counts]
     told: dict[str, Any] = {
-        "culprits": tuple(Culprit(names[place], *counts[place]) for place in order if place in bad)
+        "culprits": tuple(
+            Culprit(names[place] + where, *counts[place]) for place in order if place in bad
+        )
     }
     if optimizer.whole:
         told["finite_gradients"] = len(counts) - len(bad)

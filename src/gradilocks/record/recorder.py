@@ -236,6 +236,7 @@ class Recorder:
             names=names or {},
             ordered=ordered,
             alone=self._alone,
+            rank=self.rank,
             steps=steps if before is None else before.steps,
             spread=spread,
         )
