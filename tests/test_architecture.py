@@ -239,6 +239,7 @@ READ_ELSEWHERE = {
 # one has to be looked at.
 NUMBERS = {
     "_torch.py": {
+        "bool(getattr(getattr(model, '_join_config', None), 'enable', False))",
         "bool(getattr(param, '_fsdp_flattened', False))",
         "bool(own or _every_post_hook)",
         "bool(own or _every_pre_hook)",
@@ -299,7 +300,11 @@ NUMBERS = {
         "bool(numbers['clipped'])",
         "bool(numbers['rejected'])",
         "float(value)",
+        "int(elements[place])",  # On the host, as all that a batch has read.
+        "int(inf)",
+        "int(nan)",
         "int(number)",
+        "int(self.scalars['losses'] or 0)",
     },
     "record/environment.py": {
         "int(memory.split()[0])",
@@ -333,9 +338,14 @@ NUMBERS = {
     "step/engine.py": {
         "float(policy.order)",
         "float(self.clip_policy.order)",
+        "float(value is not None)",
         "int(fetch(self.steps)[0])",
         "int(fetch(self.streak.count)[0])",
     },
+    "step/rank_losses.py": {
+        "float(loss is not None)",
+    },
+    "step/together.py": {"int(told['place'])", "int(nan)", "int(inf)"},  # Numbers on the host.
     "step/lr_schedule.py": {
         "bool(flags)",
         "bool(skipped)",

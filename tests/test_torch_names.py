@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import math
 import re
+import types
 import warnings
 from pathlib import Path
 
@@ -396,6 +397,18 @@ def flattened():
     )
 
 
+def joined():
+    """Without the mark a control that records waits for ranks that have left a `join()`."""
+
+    model = nn.Linear(1, 1)
+    model._join_config = types.SimpleNamespace(enable=True)
+    assert _torch.is_joining(model)
+    assert not _torch.is_joining(nn.Linear(1, 1))
+    assert "_join_config" in _source_of("torch.distributed.algorithms.join"), (
+        "torch marks a join() in another way"
+    )
+
+
 def _source_of(module):
     spec = importlib.util.find_spec(module)
     assert spec is not None, f"{module} is gone"
@@ -410,7 +423,7 @@ def kinds():
     assert _torch.device_kinds(object()) == []  # Then every device is taken to be reached.
 
 
-def joined():
+def groups_joined():
     world = importlib.import_module("torch.distributed.distributed_c10d")._world
     assert _torch.groups_joined() == len(world.pg_names)
     with pytest.MonkeyPatch.context() as patch:
@@ -424,6 +437,7 @@ INSTANCE = {
     "_device_types": kinds,
     "_fsdp_flattened": flattened,
     "_indices": sparse("sparse_indices"),
+    "_join_config": joined,
     "_modules": tables("children_of", "_modules"),
     "_opt_called": steps_noted,
     "_optimizer_step_post_hooks": hooks("_optimizer_step_post_hooks"),
@@ -434,7 +448,7 @@ INSTANCE = {
     "_step_supports_amp_scaling": amp_flag,
     "_values": sparse("sparse_values"),
     "_version": version,
-    "_world": joined,
+    "_world": groups_joined,
     "_wrapped_by_lr_sched": steps_seen,
 }
 

@@ -58,6 +58,7 @@ __all__ = [
     "is_autocast_enabled",
     "is_flattened",
     "is_functorch_tensor",
+    "is_joining",
     "is_profiling",
     "mul_",
     "new_scaler_state",
@@ -478,6 +479,15 @@ def is_flattened(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
+def is_joining(model: object) -> bool:
+    """Whether `DistributedDataParallel.join()` is at work, under which ranks stop at different
+    steps.
+
+    If the mark goes, a control that records waits there for ranks that have stopped.
+    """
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
+
+
 def device_kinds(group: Any) -> list[str]:
     """The kinds of devices that a process group has a backend for; empty if it does not say."""
     return [device.type for device in getattr(group, "_device_types", ())]
@@ -618,6 +628,7 @@ INSTANCE_NAMES = (
     "_device_types",
     "_fsdp_flattened",
     "_indices",
+    "_join_config",
     "_modules",
     "_opt_called",
     "_optimizer_step_post_hooks",

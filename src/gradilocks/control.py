@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
@@ -36,6 +37,7 @@ from gradilocks.ranks.model_ranks import (
     refuse_thawed,
 )
 from gradilocks.record.journal import journal_for, recorder_of
+from gradilocks.record.sample import Weights
 from gradilocks.scale import resolve_scale
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
@@ -44,8 +46,10 @@ from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
 from gradilocks.step.own_step import is_ours
+from gradilocks.step.rank_losses import LossExchange, exchange_for
 from gradilocks.step.replica_check import Holdings, ReplicaCheck, check_every
 from gradilocks.step.table import Gradients, every_parameter, parameter_list
+from gradilocks.step.together import Together
 from gradilocks.step.update import (
     apply_in_place,
     refuse_unscaling_float16,
@@ -53,6 +57,7 @@ from gradilocks.step.update import (
     takes_directly,
     update,
 )
+from gradilocks.values import SharedDetail
 
 if TYPE_CHECKING:
     from gradilocks.record import Recorder
@@ -155,17 +160,27 @@ class GradientControl:
         self._engine.elsewhere = told and has_other_ranks()
         if not self._engine.elsewhere:
             refuse_misfits(policies[1], self._names)
+        self._engine.losses.adds_up = ranks is not None or self._replicas is not None
         self._schedulers = Listeners()
         # Not a method of its own: a control must go as soon as nobody holds it.
         parameters = functools.partial(every_parameter, self._optimizers)
         self._order = CallOrder(parameters if self._engine.scales else tuple)
         self._events = StepEvents(EVENTS)
         self._told: Step | None = None  # The step that goes on, if somebody listens.
+        # Of a step that all ranks share tensor by tensor: the weights before it.
+        self._weights: Weights | None = None
+        # Of DistributedDataParallel, if a rank records: how its ranks hear of each other's losses.
+        self._exchange: LossExchange | None = None
         if record is not None:
             scale_policy, clip_policy = policies
             self._events.add(
                 journal_for(
-                    record, self._optimizers, self._names, scale=scale_policy, clip=clip_policy
+                    record,
+                    self._optimizers,
+                    self._names,
+                    spread=self._ranks is not None,
+                    scale=scale_policy,
+                    clip=clip_policy,
                 )
             )
 
@@ -176,6 +191,8 @@ class GradientControl:
             "_ranks_of": ([], []),
             "_replicas": None,
             "_compared": True,
+            "_weights": None,
+            "_exchange": None,
         }
         return {**self.__dict__, **left}
 
@@ -365,9 +382,10 @@ class GradientControl:
             names=self._names,
             order=float(engine.clip_policy.order),
             scales=engine.scales,
+            spread=self._ranks is not None,
         )
         self._told = self._events.begin_step(told)
-        engine.detail = told.detail
+        engine.detail, engine.plans = told.detail, told.plans
         try:
             with keeping(engine.table.captured):
                 return self._step(closure)
@@ -375,9 +393,10 @@ class GradientControl:
             self._events.fail_step(told)
             raise
         finally:
-            engine.detail, self._told = False, None
+            engine.detail, engine.plans, self._told = False, (), None
 
     def _step(self, closure: Callable[[], Tensor] | None) -> Outcome:
+        self._engine.step_begun, self._weights = False, None
         if closure is not None:
             check_closure(closure, len(self._optimizers))
             return self._step_with_closure(closure)
@@ -393,6 +412,8 @@ class GradientControl:
             verdict = engine.decide(
                 gradients, unscaled=self._order.unscaled, model_ranks=model_ranks, rating=rating
             )
+            if verdict.together is not None:
+                self._keep_weights(verdict)
             try:
                 if self._replica_check is not None:
                     self._check_replicas(self._replica_check, gradients)
@@ -436,7 +457,10 @@ class GradientControl:
         model_ranks = self._model_ranks() if has_other_ranks() else None
         if not self._compared:
             self._compared = True
-            self._engine.compare_settings(self._replicas)
+            plans = self._engine.compare_settings(self._replicas)
+            if model_ranks is None:  # Else the losses travel at every step.
+                self._exchange = exchange_for(plans, self._replicas, self._names.model)
+                self._engine.losses.adds_up = self._exchange is not None
         try:
             gradients = self._engine.find(self._optimizers)
             if self._engine.scales:
@@ -498,18 +522,49 @@ class GradientControl:
     def _conclude(self, verdict: Verdict, params: Sequence[Tensor]) -> Outcome:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         outcome = verdict.outcome
+        loss = None if self._exchange is None else self._engine.losses.total()
         hopeless = self._engine.conclude(verdict)
         for scheduler in self._schedulers:
             scheduler.note(verdict.record.row)
         self._order.note_step(params)
-        if self._told is not None:
-            self._told.record, self._told.next_scale = verdict.record, self._engine.state.scale
-            self._events.end_step(self._told)
+        told = self._told
+        if told is not None:
+            told.record, told.next_scale = verdict.record, self._engine.state.scale
+            told.together = verdict.together
+        try:
+            if verdict.together is not None and verdict.together.local is not None:
+                shared = self._share_detail(verdict.together)
+                if told is not None:
+                    told.shared = shared
+            if self._exchange is not None:
+                losses = self._exchange.take(loss, outcome.step, verdict.record.row.device)
+                if told is not None:
+                    told.rank_losses = losses
+        finally:  # What this rank knows of the step is told, also if another one is gone.
+            if told is not None:
+                self._events.end_step(told)
         if hopeless:
             raise self._engine.never_finite(outcome, self._replicas)
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
             raise nonfinite(outcome)
         return outcome
+
+    def _keep_weights(self, verdict: Verdict) -> None:
+        """Before the first update of a step that the ranks share tensor by tensor."""
+        shares = verdict.together is not None and verdict.together.local is not None
+        if shares and self._weights is None and self._ranks is not None:
+            # Tensors of a kind that nobody has thought of: the others wait all the same.
+            with contextlib.suppress(Exception):
+                self._weights = Weights(self._ranks.params)
+
+    def _share_detail(self, together: Together) -> SharedDetail:
+        """What all ranks found of each parameter of the step that is over."""
+        weights, self._weights = self._weights, None
+        assert together.local is not None
+        assert self._ranks is not None
+        home = together.local.found.norms.device
+        moved_by = None if weights is None else weights.norms(home)
+        return self._engine.share_detail(together, self._ranks, moved_by)
 
     def _step_with_closure(self, closure: Callable[[], Tensor]) -> Outcome:
         (optimizer,) = self._optimizers
@@ -524,6 +579,7 @@ class GradientControl:
             )
             if self._replica_check is not None:
                 self._check_replicas(self._replica_check, gradients)
+            self._keep_weights(last)
             if last.outcome.skipped:
                 return False
             apply_in_place(last.decision, gradients.tensors)

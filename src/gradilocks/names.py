@@ -191,6 +191,11 @@ class Names:
         """Whose parameters are named."""
 
     @property
+    def model(self) -> object:
+        """The module, or the mapping, that names the parameters; None if there is none."""
+        return self._model
+
+    @property
     def has_model(self) -> bool:
         """Whether a model names the parameters."""
         return self._model is not None

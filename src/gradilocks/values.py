@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,14 @@ __all__ = [
     "ROW",
     "ClipLimit",
     "Decision",
+    "LocalDetail",
     "Measurement",
     "NonFinite",
     "RankGroup",
+    "RecordingPlan",
     "ScaleState",
     "Scene",
+    "SharedDetail",
     "Statistics",
     "StepRecord",
     "moved",
@@ -122,6 +125,54 @@ class RankGroup:
     """The process groups to go through, one after the other; None is the default group."""
     device: torch.device
     """Where the collectives run: a device that the groups have a backend for."""
+
+
+class LocalDetail(NamedTuple):
+    """This rank's part of a step that is measured tensor by tensor over all ranks."""
+
+    found: Statistics
+    """Of its gradients, as they stood: 2-norms, with largest magnitudes and zeros."""
+    places: Sequence[int]
+    """For each of them, the place of its parameter among those of all ranks."""
+    counts: Sequence[bool]
+    """For each of them, whether this rank's elements count."""
+    elements: Sequence[int]
+    """For each of them, how many elements are here."""
+
+
+class SharedDetail(NamedTuple):
+    """What all ranks found of each parameter: 1-d along the parameters of all of them."""
+
+    norms: Tensor
+    """2-norm of the gradient, as it stood."""
+    largest: Tensor
+    """Its largest magnitude; 0 where there is no gradient."""
+    nan: Tensor
+    inf: Tensor
+    zeros: Tensor
+    elements: Tensor
+    """How many elements the gradient has; 0 where there is none."""
+    weight: Tensor
+    """Norm of the parameter before the step."""
+    change: Tensor
+    """Norm of what the step has changed it by."""
+
+
+class RecordingPlan(NamedTuple):
+    """What a recorder needs of all ranks: they agree on it once, at a control's first step."""
+
+    flush_every: int
+    """Losses travel at every so many steps."""
+    detail_every: int | None
+    """Every so many steps are measured tensor by tensor; None: none."""
+    steps: int
+    """How many steps were recorded before, also by earlier sessions."""
+    log: bool = True
+    """Whether losses that are NaN or Inf are told through `logging`."""
+
+    def wants_detail(self, since: int) -> bool:
+        """Whether the step is to be measured tensor by tensor before which there were `since`."""
+        return self.detail_every is not None and (self.steps + since) % self.detail_every == 0
 
 
 @dataclass(frozen=True)

@@ -140,5 +140,10 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
     elif summary.failed:
         lines[-1] += "; the steps after that were not watched"
     lines.append(f"to see it: {caller} report {shlex.quote(str(summary.path))}")
+    if summary.partly:
+        lines.append(
+            f"norms, culprits and tensors in it are of what rank {summary.rank} holds: no rank "
+            "waits for another to tell of the whole model, as a GradientControl would"
+        )
     lines += [f"it ended in NaN or Inf: {words}" for words in summary.bad_endings]
     return lines

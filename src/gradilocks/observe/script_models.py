@@ -17,10 +17,16 @@ from torch import Tensor, nn
 
 from gradilocks._torch import children_of, parameters_in
 from gradilocks.lab.trace import Tracer
+from gradilocks.ranks.layout import (
+    flattened_among,
+    has_other_ranks,
+    is_distributed,
+    replicas_of,
+)
 from gradilocks.record import Recorder
 from gradilocks.step.events import PerDriver, Step, StepListener
 
-__all__ = ["ScriptTracer", "owners_of"]
+__all__ = ["ScriptTracer", "are_whole", "owners_of"]
 
 
 def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
@@ -41,6 +47,30 @@ def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
             for root in _climb(module, parents):
                 roots.setdefault(id(root), root)
     return list(roots.values())
+
+
+def are_whole(params: Sequence[Tensor], models: Iterable[nn.Module]) -> bool:
+    """Whether this process is known to hold all of what it trains, with all of its gradients.
+
+    Alone, or as one of the ranks of DistributedDataParallel. Of other plain tensors nothing tells
+    whether the ranks hold copies or parts, and shards are parts.
+
+    Args:
+        params: of an optimizer.
+        models: that own them.
+    """
+    if not has_other_ranks():
+        return True
+    if flattened_among(params) or any(map(is_distributed, params)):
+        return False
+    replicated = {
+        id(param)
+        for model in models
+        for part in model.modules()
+        if replicas_of(part) is not None
+        for param in part.parameters()
+    }
+    return all(id(param) in replicated for param in params)
 
 
 def _modules() -> Iterator[nn.Module]:

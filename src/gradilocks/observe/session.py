@@ -215,6 +215,9 @@ class Summary:
     """Whether it was to find something, there was NaN or Inf, and it found nothing."""
     taken: int
     """How many steps were taken though their gradients were NaN or Inf."""
+    partly: bool
+    """Whether steps were of what this rank holds of a model that is, or may be, on several."""
+    rank: int
     bad_endings: tuple[str, ...]
     """How it ended in NaN or Inf, for each optimizer that did, in words."""
     ending: Ending
@@ -276,6 +279,8 @@ def run_script(
                 watched=session.watched,
                 findings=findings,
                 unseen=options.trace and not findings and any(b.seen for b in bad.values()),
+                partly=session.steps is not None and session.steps.partly,
+                rank=session.rank,
                 taken=sum(each.taken for each in bad.values()),
                 bad_endings=tuple(
                     f"optimizer {index}: {each.ending}" if len(bad) > 1 else each.ending

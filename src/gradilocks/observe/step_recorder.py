@@ -25,7 +25,7 @@ from gradilocks.names import Names, name_parameters, prefixed
 from gradilocks.observe.between_steps import Losses, parameters_of
 from gradilocks.observe.gradient_reader import ClippedGradients, GradientReader, Reading
 from gradilocks.observe.process_end import SignalsHeld
-from gradilocks.observe.script_models import owners_of
+from gradilocks.observe.script_models import are_whole, owners_of
 from gradilocks.record import Recorder, Sample, Weights
 from gradilocks.record.journal import Journal
 from gradilocks.step.events import Clip, Step, StepListener
@@ -100,8 +100,8 @@ class _Introduction:
     keeps this object, and we refer weakly to that. A copy of the optimizer gets an empty list.
     """
 
-    def __init__(self, index: int, params: list[Tensor]) -> None:
-        self.index, self._params = index, params
+    def __init__(self, index: int, params: list[Tensor], *, whole: bool) -> None:
+        self.index, self._params, self.whole = index, params, whole
         self.ids = frozenset(map(id, params))  # Theirs as long as this object lives.
 
     def __reduce__(self) -> Any:
@@ -127,6 +127,7 @@ class _Attempt:
     index: int
     params: list[Tensor]
     detail: bool
+    whole: bool
     lr: Any = None
     reading: Reading | None = None
     loss: Tensor | None = None
@@ -142,6 +143,7 @@ class StepRecorder(StepListener):
     Attributes:
         losses: listens by itself to what is run backward.
         seen: how many steps of optimizers and scalers have come by.
+        partly: whether some were of what this rank holds of a model on several.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class StepRecorder(StepListener):
         self._make_recorder, self._warn = make_recorder, warn
         self._reads_weights = True
         self.seen = 0
+        self.partly = False
         self._introductions: dict[int, Callable[[], _Introduction | None]] = {}  # By optimizer.
         self._attempts: dict[Step, _Attempt] = {}
         self._journals: WeakKeyDictionary[Any, Journal] = WeakKeyDictionary()  # By control.
@@ -174,8 +177,9 @@ class StepRecorder(StepListener):
         params = list(step.parameters())
         if not params:
             return
-        recorder, index = self.recorder_now(), self._introduced(optimizer, params)
-        attempt = _Attempt(index, params, recorder.wants_detail(index))
+        recorder, known = self.recorder_now(), self._introduced(optimizer, params)
+        attempt = _Attempt(known.index, params, recorder.wants_detail(known.index), known.whole)
+        self.partly = self.partly or not known.whole
         lr = optimizer.param_groups[0].get("lr")
         attempt.lr = lr if isinstance(lr, (int, float, Tensor)) else None
         self._attempts[step] = attempt
@@ -267,21 +271,24 @@ class StepRecorder(StepListener):
             elements=reading.elements,
             weight=weight,
             update=update,
+            of_rank=not attempt.whole,
             **attempt.clip,
         )
         self.recorder.step(attempt.index, sample)
 
-    def _introduced(self, optimizer: Any, params: list[Tensor]) -> int:
-        """The index by which the recorder knows an optimizer."""
+    def _introduced(self, optimizer: Any, params: list[Tensor]) -> _Introduction:
+        """What the recorder was told of an optimizer."""
         find = self._introductions.get(id(optimizer))
         known = None if find is None else find()
         if known is not None and known.is_of(params):
-            return known.index
-        names = name_parameters(owners_of(params), params)
+            return known
+        models = owners_of(params)
+        names, whole = name_parameters(models, params), are_whole(params, models)
         index = self.recorder_now().add_optimizer(optimizer, names=names)
-        self._introductions[id(optimizer)] = _Introduction(index, params).kept_by(optimizer)
+        made = _Introduction(index, params, whole=whole)
+        self._introductions[id(optimizer)] = made.kept_by(optimizer)
         self.losses.optimizer_made(optimizer)
-        return index
+        return made
 
     # --- a script's own GradientControls -------------------------------------------------------
 

@@ -18,9 +18,16 @@ from torch import Tensor
 
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import rounded
-from gradilocks.values import Measurement, RankGroup, moved
+from gradilocks.values import LocalDetail, Measurement, RankGroup, SharedDetail, moved
 
-__all__ = ["largest_of_all", "reduce", "reduce_apart", "sum_of_all", "whole_columns"]
+__all__ = [
+    "largest_of_all",
+    "reduce",
+    "reduce_apart",
+    "reduce_columns",
+    "sum_of_all",
+    "whole_columns",
+]
 
 _ROW = ("largest", "unit", "share", "nonfinite", "double")
 """What a rank tells of a list of tensors: the largest of their norms, the unit (that norm, or 1
@@ -124,6 +131,74 @@ def reduce_apart(
         flag = row[_ROW.index("nonfinite")]
         rows.append(row)
     return _whole(measurement, _combined(torch.stack(rows), order)), largest[0]
+
+
+def reduce_columns(
+    local: LocalDetail,
+    *,
+    weights: tuple[Tensor, Tensor],
+    weight_places: Sequence[int],
+    weight_counts: Sequence[bool],
+    total: int,
+    rank_group: RankGroup,
+) -> SharedDetail:
+    """What all ranks found of each parameter: one all_reduce of the largest, one of sums.
+
+    64 bytes a parameter of the model travel, however many ranks there are. The results stay where
+    the collectives run, so that under CPU offload nobody waits for them.
+
+    Args:
+        local: what this rank found of its gradients: 2-norms, with detail.
+        weights: for each parameter of this rank its norm, and by how much the step changed it.
+        weight_places: for each of those, its place among the parameters of all ranks.
+        weight_counts: for each of those, whether this rank's elements count.
+        total: how many parameters all ranks have.
+        rank_group: as in `reduce`.
+    """
+    import torch.distributed as dist
+
+    found, device = local.found, rank_group.device
+    assert found.largest is not None
+    assert found.zeros is not None
+    dtype = found.norms.dtype
+
+    def spread(column: Tensor, places: Sequence[int], counts: Sequence[bool]) -> Tensor:
+        """A column along the parameters of all ranks; 0 where nothing counts."""
+        at = numbers_on(device, tuple(places), torch.int64)
+        there = moved(column, device).to(dtype)
+        there = torch.where(_mask(counts, there), there, torch.zeros_like(there))
+        return there.new_zeros(total).index_add(0, at, there)
+
+    def of_gradient(column: Tensor) -> Tensor:
+        return spread(column, local.places, local.counts)
+
+    def of_weight(column: Tensor) -> Tensor:
+        return spread(column, weight_places, weight_counts)
+
+    (group,) = rank_group.groups
+    largest = of_gradient(found.largest)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    unit = _unit(largest)  # A norm is at most the root of its elements larger: no square overflows.
+    elements = numbers_on(device, tuple(local.elements), dtype)
+    sums = torch.stack(
+        [
+            (of_gradient(found.norms) / unit) ** 2,
+            *map(of_gradient, (found.nan, found.inf, found.zeros, elements)),
+            *(of_weight(column) ** 2 for column in weights),
+        ]
+    )
+    dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+    squares, nan, inf, zeros, count, weight, change = sums.unbind()
+    return SharedDetail(
+        norms=squares.sqrt() * unit,
+        largest=largest,
+        nan=nan,
+        inf=inf,
+        zeros=zeros,
+        elements=count,
+        weight=weight.sqrt(),
+        change=change.sqrt(),
+    )
 
 
 def largest_of_all(numbers: Tensor, rank_groups: Sequence[RankGroup]) -> Tensor:

@@ -13,6 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gradilocks.names import Names
+from gradilocks.ranks.all_parameters import HeldParameter
 from gradilocks.ranks.layout import is_distributed
-from gradilocks.record.sample import Sample
-from gradilocks.runfile import Culprit, Detail, OptimizerInfo, Step
+from gradilocks.record.sample import Sample, SpreadSample, update_ratio
+from gradilocks.runfile import Culprit, Detail, OptimizerInfo, RankLosses, Step
 from gradilocks.step.host_copy import HostCopy, fetch
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter
@@ -33,6 +35,8 @@ __all__ = ["Batch", "PendingStep", "RecordedOptimizer", "StepQueue"]
 _SCALARS = (
     "loss", "scale", "norm", "limit", "clipped", "skip", "rejected", "lr", "next_scale", "carried",
 )  # fmt: skip
+_ALWAYS = ("nan", "inf", "blamed", "rank_losses")  # Not only at steps with detail.
+_SPREAD_SCALARS = ("nan", "inf", "mean_loss", "losses")
 
 
 class RecordedOptimizer:
@@ -41,9 +45,11 @@ class RecordedOptimizer:
     Args:
         optimizer: referred to weakly.
         index, names, ordered: as `Recorder.add_optimizer` has them.
+        rank: which rank this is.
         alone: whether there is one rank. Of several ranks' losses each sees its own: another's may
             have made the gradients bad.
         steps: how many steps it has handed over, in earlier sessions too.
+        spread: the parameters of all ranks, where several hold the model.
     """
 
     def __init__(
@@ -54,13 +60,15 @@ class RecordedOptimizer:
         names: Mapping[Tensor, str],
         ordered: bool,
         alone: bool,
+        rank: int,
         steps: int,
+        spread: Sequence[HeldParameter] | None = None,
     ) -> None:
         params = list(every_parameter((optimizer,)))
         named = zip(params, Names(None, (optimizer,)).of(params), strict=True)
-        rank = {id(param): number for number, param in enumerate(names)}
-        ranked = sorted(((rank.get(id(p), -1), at) for at, p in enumerate(params)), reverse=True)
-        self.optimizer, self.steps = weakly(optimizer), steps
+        given = {id(param): number for number, param in enumerate(names)}
+        ranked = sorted(((given.get(id(p), -1), at) for at, p in enumerate(params)), reverse=True)
+        self.optimizer, self.steps, self.rank = weakly(optimizer), steps, rank
         self.info = OptimizerInfo(
             index=index,
             kind=type(optimizer).__name__,
@@ -73,6 +81,13 @@ class RecordedOptimizer:
         turned round. Those without a name come last, in the optimizer's order, turned round."""
         self.ordered = ordered and all(param in names for param in params)
         """Whether that is the order of a model, and not of the optimizer's list alone."""
+        if spread is not None:
+            self.info = replace(
+                self.info,
+                names=tuple(each.name for each in spread),
+                sizes=tuple(each.size for each in spread),
+                dtypes=tuple(each.dtype for each in spread),
+            )
         self.whole = alone and not any(map(is_distributed, params))
         """Whether this process sees each gradient whole, and every loss that made it."""
 
@@ -86,7 +101,12 @@ class PendingStep:
     def __init__(self, sample: Sample, *, index: int, step: int, time: float, detail: bool) -> None:
         self.index, self.step, self.time, self.detail = index, step, time, detail
         self.places, self.elements, self.more = sample.places, sample.elements, sample.more
-        self.scalars: dict[str, float | None] = dict.fromkeys(_SCALARS)
+        self.spread, self.rank_losses, self.of_rank = (
+            sample.spread,
+            sample.rank_losses,
+            sample.of_rank,
+        )
+        self.scalars: dict[str, float | None] = dict.fromkeys((*_SCALARS, *_SPREAD_SCALARS))
         self.columns: dict[str, list[float]] = {}
         self.on_device: list[tuple[tuple[str, ...] | str, Tensor]] = []
         """Names of scalars with their numbers in a row, or the name of a column with it."""
@@ -97,8 +117,10 @@ class PendingStep:
 
     def _take_scalars(self, sample: Sample) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
-        for name in _SCALARS:
-            value = getattr(sample, name)
+        named = [(name, getattr(sample, name)) for name in _SCALARS]
+        if sample.spread is not None:
+            named += [(name, getattr(sample.spread, name)) for name in _SPREAD_SCALARS]
+        for name, value in named:
             if not isinstance(value, Tensor):
                 self.scalars[name] = None if value is None else float(value)
             elif value.device.type == "cpu":
@@ -112,13 +134,30 @@ class PendingStep:
     def _take_columns(self, sample: Sample) -> None:
         columns: dict[str, Any] = {} if sample.statistics is None else {**vars(sample.statistics)}
         columns |= {"weight": sample.weight, "update": sample.update}
+        if sample.spread is not None:
+            columns = self._spread_columns(sample.spread)
+        if sample.rank_losses is not None:
+            columns["rank_losses"] = sample.rank_losses.numbers
         for name, column in columns.items():
-            if column is None or not (self.detail or name in ("nan", "inf")):
+            if column is None or not (self.detail or name in _ALWAYS):
                 continue
             if column.device.type == "cpu":
                 self.columns[name] = fetch(column.detach())
             else:
                 self.on_device.append((name, column.detach()))
+
+    def _spread_columns(self, spread: SpreadSample) -> dict[str, Any]:
+        """What all ranks found, along the parameters that one optimizer has on all of them."""
+        columns: dict[str, Any] = {"blamed": spread.blamed}
+        shared, parameters = spread.shared, spread.together.parameters
+        if shared is None or not self.detail:
+            self.detail = False  # What this rank alone has found is not what the file is to tell.
+            return columns
+        begin = parameters.begin(spread.optimizer)
+        end = begin + len(parameters.optimizers[spread.optimizer])
+        found = {name: column[begin:end] for name, column in shared._asdict().items()}
+        found["update"] = update_ratio(found["weight"], found.pop("change"))
+        return columns | {f"{name} of all": column for name, column in found.items()}
 
     def put(self, what: tuple[str, ...] | str, numbers: list[float]) -> None:
         """Takes numbers that have arrived, under what `on_device` had them as."""
@@ -133,9 +172,17 @@ class PendingStep:
         skip = numbers["skip"] or 0.0
         rejected = skip == 2.0 or bool(numbers["rejected"])
         skipped = skip > 0 or rejected
+        if self.spread is not None:
+            self._take_spread()
+            if numbers["losses"]:
+                numbers["loss"] = numbers["mean_loss"]
         nan = [int(number) for number in self.columns.get("nan", [])]
         inf = [int(number) for number in self.columns.get("inf", [])]
         places = range(len(nan)) if self.places is None else self.places
+        told: dict[str, Any] = {"nan": sum(nan), "inf": sum(inf)}
+        told |= _culprits(optimizer, places, nan, inf, of_rank=self.of_rank)
+        if self.spread is not None:
+            told |= self._told_by_ranks(self.spread)
         return Step(
             step=self.step,
             time=self.time,
@@ -148,12 +195,50 @@ class PendingStep:
             skipped=skipped,
             reason=None if not skipped else "rejected" if rejected else "nonfinite",
             lr=_finite(numbers["lr"]),
-            nan=sum(nan),
-            inf=sum(inf),
             detail=self._detail(optimizer, places, nan, inf) if self.detail else None,
             loss_nonfinite=numbers["loss"] is not None and not math.isfinite(numbers["loss"]),
-            **_culprits(optimizer, places, nan, inf),
+            of_rank=self.of_rank or None,
+            **told,
         )
+
+    def losses_of_ranks(self) -> RankLosses | None:
+        """What data-parallel ranks have told of the losses up to this step, if they have."""
+        if self.rank_losses is None:
+            return None
+        found = self.rank_losses.by_step(self.columns["rank_losses"])
+        first = self.step - len(found) + 1
+        return RankLosses(
+            optimizer=self.index,
+            first=first,
+            ranks=len(self.rank_losses.ranks),
+            losses=tuple(mean for mean, _ in found),
+            bad={str(first + at): list(bad) for at, (_, bad) in enumerate(found) if bad},
+        )
+
+    def _take_spread(self) -> None:
+        """Of what all ranks found, keeps the parameters that had a gradient on one of them."""
+        elements = self.columns.get("elements of all", [])
+        self.places = [place for place, number in enumerate(elements) if number]
+        self.elements = [int(elements[place]) for place in self.places]
+        for name in [each for each in self.columns if each.endswith(" of all")]:
+            column, short = self.columns.pop(name), name.removesuffix(" of all")
+            if short in ("weight", "update"):  # These run along all parameters.
+                self.columns[short] = column
+            else:
+                self.columns[short] = [column[place] for place in self.places]
+
+    def _told_by_ranks(self, spread: SpreadSample) -> dict[str, Any]:
+        """Culprits with their ranks, NaN and Inf of all, and whose losses were bad."""
+        culprits, bad = spread.together.blamed(self.columns["blamed"], optimizer=spread.optimizer)
+        named = tuple(Culprit(name, *counts) for name, counts in culprits.items())
+        nan, inf = self.scalars["nan"], self.scalars["inf"]
+        return {
+            "culprits": named,
+            "nan": sum(each.nan for each in named) if nan is None else int(nan),
+            "inf": sum(each.inf for each in named) if inf is None else int(inf),
+            "loss_ranks": int(self.scalars["losses"] or 0) or None,
+            "bad_loss_ranks": bad,
+        }
 
     def _detail(
         self, optimizer: RecordedOptimizer, places: Sequence[int], nan: list[int], inf: list[int]
@@ -194,17 +279,25 @@ class PendingStep:
 
 
 def _culprits(
-    optimizer: RecordedOptimizer, places: Sequence[int], nan: list[int], inf: list[int]
+    optimizer: RecordedOptimizer,
+    places: Sequence[int],
+    nan: list[int],
+    inf: list[int],
+    *,
+    of_rank: bool,
 ) -> dict[str, Any]:
     """`culprits` of a step and, where they tell something, `finite_gradients`, `finite_after`."""
     if not any(nan) and not any(inf):
         return {"culprits": ()}
     names = optimizer.info.names
+    where = f" on rank {optimizer.rank}" if of_rank else ""
     counts = dict(zip(places, zip(nan, inf, strict=True), strict=False))
     bad = {place for place, found in counts.items() if any(found)}
     order = [place for place in optimizer.backward if place in counts]
     told: dict[str, Any] = {
-        "culprits": tuple(Culprit(names[place], *counts[place]) for place in order if place in bad)
+        "culprits": tuple(
+            Culprit(names[place] + where, *counts[place]) for place in order if place in bad
+        )
     }
     if optimizer.whole:
         told["finite_gradients"] = len(counts) - len(bad)

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from gradilocks.names import Names
+from gradilocks.ranks.all_parameters import AllParameters
 from gradilocks.ranks.layout import is_distributed
 from gradilocks.record.recorder import Recorder, refuse_capture
-from gradilocks.record.sample import Sample, Weights
+from gradilocks.record.sample import Sample, SpreadSample, Weights
 from gradilocks.step.events import Step, StepEvents, StepListener
 from gradilocks.step.measure import measure
 from gradilocks.step.table import every_parameter, gradients_of
+from gradilocks.step.together import Together
 from gradilocks.values import ROW, Statistics, StepRecord, wide
 
 __all__ = ["Journal", "journal_for", "recorder_of"]
@@ -46,21 +48,35 @@ class Journal(StepListener):
         self.loss: Tensor | None = None
         self._find_names = find_names
         self._indices: list[int] = []
+        self._parameters: AllParameters | None = None  # Of all ranks, as the recorder knows them.
         self._counts: list[int] = []
         self._weights: list[Weights | None] = []
         self._elements: list[int] | None = None
         self._two_norms: Tensor | None = None
 
-    def introduce(self, optimizers: Sequence[Any], names: Names) -> None:
-        """Tells the recorder of the optimizers, with their parameters as they are now."""
+    def introduce(
+        self, optimizers: Sequence[Any], names: Names, together: Together | None = None
+    ) -> None:
+        """Tells the recorder of the optimizers, with their parameters as they are now.
+
+        Args:
+            optimizers: of the control.
+            names: of their parameters.
+            together: what all ranks have told, where several hold the model: theirs are told too.
+        """
         if self._find_names is not None:
             names = self._find_names(names)
         every = list(every_parameter(optimizers))
         order = names.in_backward_order(every)
         named = {every[place]: name for place, name in reversed(order)}
         ordered = names.knows_all(every)
+        self._parameters = None if together is None else together.parameters
+        every_rank = (
+            [None] * len(optimizers) if together is None else together.parameters.optimizers
+        )
         self._indices = [
-            self.recorder.add_optimizer(o, names=named, ordered=ordered) for o in optimizers
+            self.recorder.add_optimizer(optimizer, names=named, ordered=ordered, spread=spread)
+            for optimizer, spread in zip(optimizers, every_rank, strict=False)
         ]
         self._counts = _counts(optimizers)
 
@@ -80,12 +96,17 @@ class Journal(StepListener):
         if not self.recorder.recording:
             return
         refuse_capture()
+        plan = self.recorder.plan(self._indices[0] if self._indices else None)
+        step.plans.append(plan)
+        self._weights, self._elements, self._two_norms = [], None, None
+        if self._tells_of_all(step):
+            step.detail = step.detail or plan.wants_detail(0)
+            return  # The ranks share what they find, and who holds what they tell at the step.
         if self._counts != _counts(step.optimizers):
             assert step.names is not None
             self.introduce(step.optimizers, step.names)
         wanted = [self.recorder.wants_detail(index) for index in self._indices]
         step.detail = step.detail or any(wanted)
-        self._weights, self._elements, self._two_norms = [], None, None
         if any(wanted):
             try:
                 self._read_detail(wanted, step)
@@ -94,6 +115,13 @@ class Journal(StepListener):
                     f"a step could not be recorded tensor by tensor: {type(error).__name__}: "
                     f"{error}. Training goes on, and so does the record of whole steps."
                 )
+
+    def _tells_of_all(self, step: Step) -> bool:
+        """Whether what all ranks tell each other is recorded: on the first of them, rank 0.
+
+        Another rank that records does so for what it holds itself.
+        """
+        return step.spread and self.recorder.rank == 0
 
     def _read_detail(self, wanted: Sequence[bool], step: Step) -> None:
         assert step.names is not None
@@ -111,6 +139,9 @@ class Journal(StepListener):
         loss, self.loss = self.loss, None
         record = step.record
         if not self.recorder.recording or record is None:
+            return
+        if step.together is not None and self._tells_of_all(step):
+            self._record_of_all(step, record, loss, step.together)
             return
         parts = self._parts(record, step.optimizers)
         row = record.row
@@ -137,10 +168,46 @@ class Journal(StepListener):
                     elements=elements,
                     weight=weight,
                     update=update,
+                    rank_losses=step.rank_losses,
+                    of_rank=step.spread,
                     more=number + 1 < len(step.optimizers),
                 ),
             )
         self._weights = []
+
+    def _record_of_all(
+        self, step: Step, record: StepRecord, loss: Tensor | None, together: Together
+    ) -> None:
+        """A step of a model that several ranks hold, as all of them have told it."""
+        if self._parameters is not together.parameters:
+            assert step.names is not None
+            self.introduce(step.optimizers, step.names, together)
+        row, one = record.row, len(self._indices) == 1
+        for number, index in enumerate(self._indices):
+            groups = step.optimizers[number].param_groups
+            sample = Sample(
+                loss=loss,
+                scale=row[_AT["scale"]],
+                norm=row[_AT["norm"]],
+                limit=row[_AT["limit"]],
+                clipped=row[_AT["clipped"]],
+                skip=row[_AT["skip"]],
+                lr=groups[0].get("lr") if groups else None,
+                next_scale=step.next_scale,
+                carried=1.0 if step.unscaled else None,
+                spread=SpreadSample(
+                    together=together,
+                    blamed=together.blamed_rows(),
+                    nan=row[_AT["nan"]] if one else None,
+                    inf=row[_AT["inf"]] if one else None,
+                    mean_loss=together.mean_loss(),
+                    losses=together.total("losses"),
+                    optimizer=number,
+                    shared=step.shared,
+                ),
+                more=number + 1 < len(self._indices),
+            )
+            self.recorder.step(index, sample)
 
     def _parts(
         self, record: StepRecord, optimizers: Sequence[Any]
@@ -171,9 +238,12 @@ class Journal(StepListener):
 
 
 def journal_for(
-    record: object, optimizers: Sequence[Any], names: Names, **settings: object
+    record: object, optimizers: Sequence[Any], names: Names, *, spread: bool, **settings: object
 ) -> Journal:
-    """What listens to a control with `record=`; `settings` are for the header of the run file."""
+    """What listens to a control with `record=`; `settings` are for the header of the run file.
+
+    `spread` says whether several ranks hold the model.
+    """
     told = {key: str(value) for key, value in settings.items()}
     if isinstance(record, Recorder):
         record.describe(**told)
@@ -186,7 +256,8 @@ def journal_for(
             f"{type(record).__name__}."
         )
     journal = Journal(recorder)
-    journal.introduce(optimizers, names)
+    if not spread:  # Else the other ranks' parameters are known at the first step.
+        journal.introduce(optimizers, names)
     return journal
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from gradilocks.eager import users_line
 from gradilocks.kernels.cuda_graph import capturing
+from gradilocks.ranks.all_parameters import HeldParameter
 from gradilocks.record.batch import Batch, PendingStep, RecordedOptimizer, StepQueue
 from gradilocks.record.environment import command_here, hardware_here, rank_here, versions_here
 from gradilocks.record.file_writer import EXISTS, RunFileWriter, Unwritable
@@ -45,10 +46,12 @@ from gradilocks.runfile import (
     describe_error,
     end_line,
     header_line,
+    losses_line,
     optimizer_line,
     step_line,
     trace_line,
 )
+from gradilocks.values import RecordingPlan
 
 __all__ = ["Recorder", "Sink", "refuse_capture"]
 
@@ -134,8 +137,10 @@ class Recorder:
             _check_every("detail_every", detail_every)
         if exists not in EXISTS:
             raise ValueError(f"exists must be one of {', '.join(EXISTS)}, got {exists!r}.")
-        self._detail_every = detail_every
+        self._flush_every, self._detail_every, self._log = flush_every, detail_every, log
         rank, ranks = rank_here()
+        self.rank = rank
+        """Which rank this is."""
         self._alone = ranks == 1
         self.path = Path(path)
         if all_ranks and rank:
@@ -202,7 +207,12 @@ class Recorder:
             self._file.replace_header(_header_line(self._header))
 
     def add_optimizer(
-        self, optimizer: Any, *, names: Mapping[Tensor, str] | None = None, ordered: bool = True
+        self,
+        optimizer: Any,
+        *,
+        names: Mapping[Tensor, str] | None = None,
+        ordered: bool = True,
+        spread: Sequence[HeldParameter] | None = None,
     ) -> int:
         """Takes an optimizer in, before its first step; again if its parameters have changed.
 
@@ -212,6 +222,7 @@ class Recorder:
                 the optimizer names them, and then the order is not known.
             ordered: False if `names` has them in another order than the model's. Without the order
                 several bad gradients do not tell where the first of them arose.
+            spread: its parameters on all ranks, where several hold the model.
 
         Returns:
             The index by which `step` knows it.
@@ -225,7 +236,9 @@ class Recorder:
             names=names or {},
             ordered=ordered,
             alone=self._alone,
+            rank=self.rank,
             steps=steps if before is None else before.steps,
+            spread=spread,
         )
         if before is None:
             self._optimizers.append(made)
@@ -239,6 +252,19 @@ class Recorder:
                 self._write([optimizer_line(made.info)])
                 self._tell_sinks("optimizer", made.info)
         return index
+
+    def plan(self, index: int | None) -> RecordingPlan:
+        """What it needs of the other ranks for the steps to come of that optimizer.
+
+        Args:
+            index: None for the first optimizer that it will be told of.
+        """
+        steps = 0
+        if index is not None:
+            steps = self._optimizers[index].steps
+        elif self._file is not None:
+            steps = self._file.steps_before.get(len(self._optimizers), 0)
+        return RecordingPlan(self._flush_every, self._detail_every, steps, self._log)
 
     def wants_detail(self, index: int) -> bool:
         """Whether the coming step of that optimizer is one to be recorded tensor by tensor."""
@@ -365,7 +391,7 @@ class Recorder:
         """Writes the batches that have arrived, or all; then the log and the sinks hear of them."""
         while (batch := self._queue.next(wait=wait)) is not None:
             steps = self._steps_of(batch.unpack())
-            self._write([step_line(step) for step in steps], steps)
+            self._write(_lines_of(batch, steps), steps)
             self._written.append((batch, steps))
         while self._written:  # Also what was written late: they are told by the thread that trains.
             told, steps = self._written.popleft()
@@ -387,7 +413,7 @@ class Recorder:
                 with contextlib.suppress(Exception):
                     while (batch := self._queue.first_here()) is not None:
                         steps = self._steps_of(batch.read())
-                        self._append([step_line(step) for step in steps], steps)
+                        self._append(_lines_of(batch, steps), steps)
                         self._written.append((batch, steps))
                         self._queue.next()
             finally:
@@ -489,6 +515,17 @@ def refuse_capture() -> None:
             "a step cannot be recorded while a CUDA graph is captured: a replay would not tell of "
             "itself. Record without the graph, or capture a GradientControl without record=."
         )
+
+
+def _lines_of(batch: Batch, steps: Sequence[Step]) -> list[str]:
+    """The lines of steps, and of what other ranks have told with them."""
+    lines = []
+    for pending, step in zip(batch.steps, steps, strict=True):
+        lines.append(step_line(step))
+        losses = pending.losses_of_ranks()
+        if losses is not None:
+            lines.append(losses_line(losses))
+    return lines
 
 
 def _check_every(name: str, value: object) -> None:

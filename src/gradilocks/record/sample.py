@@ -17,11 +17,33 @@ from torch import Tensor
 from gradilocks import _torch, kernels
 from gradilocks.kernels import pieces
 from gradilocks.ranks.layout import is_distributed
-from gradilocks.values import Statistics, moved
+from gradilocks.step.rank_losses import RankedLosses
+from gradilocks.step.together import Together
+from gradilocks.values import SharedDetail, Statistics, moved
 
-__all__ = ["LARGEST_WHOLE", "Sample", "Weights"]
+__all__ = ["LARGEST_WHOLE", "Sample", "SpreadSample", "Weights", "update_ratio"]
 
 Number = Tensor | float | None
+
+
+@dataclass(frozen=True)
+class SpreadSample:
+    """What all ranks that hold a model have told of one step of one optimizer."""
+
+    together: Together
+    blamed: Tensor
+    """As `Together.blamed_rows` has it."""
+    nan: Tensor | None
+    """0-d: how many NaN all ranks have; None if they are those of several optimizers."""
+    inf: Tensor | None
+    mean_loss: Tensor
+    """0-d: of the ranks that have a loss."""
+    losses: Tensor
+    """0-d: how many have."""
+    optimizer: int
+    """Its number among the control's."""
+    shared: SharedDetail | None
+    """Of all parameters of all ranks, if they shared it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,12 @@ class Sample:
     """1-d, along all parameters of the optimizer: their norms before the step."""
     update: Tensor | None = None
     """1-d, likewise: ‖change‖ / ‖parameter before‖."""
+    spread: SpreadSample | None = None
+    """What all ranks have told of the step, where several hold the model."""
+    rank_losses: RankedLosses | None = None
+    """What data-parallel ranks have told of the losses of the latest steps, this one the last."""
+    of_rank: bool = False
+    """Whether this is of what one rank holds of a model that is spread over several."""
     more: bool = False
     """Whether the next sample is of the same decision: another optimizer of the same control."""
 
@@ -91,10 +119,12 @@ class Weights:
             self._before = [_copy(param) for param in self._params]
 
     def moved_by_step(self, home: torch.device) -> tuple[Tensor, Tensor]:
-        """The norms before the step, and ‖change‖ / ‖before‖; both 1-d, on `home`, no wait.
+        """The norms before the step, and ‖change‖ / ‖before‖; both 1-d, on `home`, no wait."""
+        weight, change = self.norms(home)
+        return weight, update_ratio(weight, change)
 
-        0 where nothing has changed, whatever the norm.
-        """
+    def norms(self, home: torch.device) -> tuple[Tensor, Tensor]:
+        """The norms before the step, and those of what it has changed, likewise."""
         count = len(self._params)
         norms = torch.zeros(2, count, dtype=torch.float32, device=home)
         with torch.no_grad():
@@ -110,14 +140,17 @@ class Weights:
                 else:
                     at = torch.tensor(places, device="cpu").to(home, non_blocking=True)
                     norms.index_copy_(1, at, found)
-            weight, change_norm = norms.unbind()
-            still = change_norm == 0
-            update = torch.where(still, torch.zeros_like(weight), change_norm / weight)
             # The norm of a part is multiplied to estimate that of its tensor.
             pairs = zip(self._params, self._before, strict=True)
             ratios = [math.sqrt(max(p.numel(), 1) / max(b.numel(), 1)) for p, b in pairs]
             factors = torch.tensor(ratios, dtype=torch.float32, device="cpu")
-            return weight * moved(factors, home), update
+            weight, change_norm = (norms * moved(factors, home)).unbind()
+            return weight, change_norm
+
+
+def update_ratio(weight: Tensor, change: Tensor) -> Tensor:
+    """‖change‖ / ‖before‖; 0 where nothing has changed, whatever the norm."""
+    return torch.where(change == 0, torch.zeros_like(weight), change / weight)
 
 
 def _local(param: Tensor) -> Tensor:

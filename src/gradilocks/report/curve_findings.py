@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from gradilocks.report.formatting import clean, count, listed, number, percent
 from gradilocks.report.health import Finding, Severity
 from gradilocks.report.skip_findings import SOUND, by_trace, where_it_arose
 from gradilocks.report.tracks import Track, nanmedian
+from gradilocks.runfile import on_ranks
 
 # The loss is compared window by window; a median over fewer than this is noise.
 WINDOWS = 20
@@ -63,7 +64,7 @@ def loss_not_finite(track: Track) -> Iterator[Finding]:
         first, at = track.steps[taken[0]].step, count(len(taken), "step")
         # Gradients that were finite all the same have spoilt nothing.
         spoilt = [track.steps[i].step for i in sorted({*taken} & {*track.taken})]
-        title = f"The loss was NaN or Inf at {at}"
+        title = f"The loss was NaN or Inf{_ranks_at(track, taken)} at {at}"
         told = "The gradients were finite all the same, so the weights are not spoilt by it."
         if spoilt:
             title += " that went into the weights"
@@ -73,7 +74,8 @@ def loss_not_finite(track: Track) -> Iterator[Finding]:
     skipped = [place for place in lost if track.steps[place].skipped]
     if skipped:
         first = track.steps[skipped[0]].step
-        title = f"The loss itself was NaN or Inf at {count(len(skipped), 'step')}"
+        where = _ranks_at(track, skipped)
+        title = f"The loss itself was NaN or Inf{where} at {count(len(skipped), 'step')}"
         told = (
             f"First at step {first:,}; {'it was' if len(skipped) == 1 else 'they were'} skipped "
             f"and changed no weight. {where_it_arose(track, skipped)}"
@@ -84,6 +86,11 @@ def loss_not_finite(track: Track) -> Iterator[Finding]:
         yield Finding("loss-nonfinite-steps", "warning", title, told, evidence, step=first)
 
 
+def _ranks_at(track: Track, places: Iterable[int]) -> str:
+    """On which ranks the losses of these steps were bad, in words."""
+    return on_ranks(*(track.steps[place] for place in places))
+
+
 def _never_finite_again(track: Track, since: int) -> Finding:
     """The loss ended as NaN or Inf: the weights are spoilt, or the steps were skipped."""
     step, here = track.steps[since].step, range(since, len(track.steps))
@@ -92,7 +99,7 @@ def _never_finite_again(track: Track, since: int) -> Finding:
     evidence: dict[str, float] = {"steps": len(here)}
     if since:
         evidence["last loss"] = before = track.loss[since - 1]
-        title = f"The loss is not finite from step {step:,} on"
+        title = f"The loss is not finite{_ranks_at(track, here)} from step {step:,} on"
         told = f"It was {number(before)} just before and has been NaN or Inf for {gone}. "
     else:
         title = "The loss was never finite"

@@ -30,6 +30,15 @@ def ending(run: Run) -> Iterator[Finding]:
         title = f"The run exited with status {end.exit}"
         told = f"It ended itself after {duration(end.time)} and said that something was wrong."
         yield Finding("exit-status", "warning", title, told, {"exit": end.exit})
+    if any(step.of_rank for step in run.steps):
+        rank, ranks = run.header.rank, run.header.ranks
+        title = f"The numbers are those of rank {rank}, not of the whole model"
+        told = (
+            f"{count(ranks, 'rank')} trained, and what this one holds is, or may be, a part of the "
+            "model: norms, culprits and tensors are of that part. A GradientControl with record= "
+            "tells of the whole."
+        )
+        yield Finding("of-one-rank", "note", title, told, {"rank": rank, "ranks": ranks})
     if run.resumed:
         sessions = len(run.resumed) + 1
         title = f"The file holds {count(sessions, 'session')}"

@@ -100,7 +100,13 @@ def what_ran(run: Run) -> Pairs:
         ("settings", _joined(header.settings.items())),
     ]
     if header.ranks > 1:
-        pairs.append(("rank", f"{header.rank} of {header.ranks}"))
+        means = {step.loss_ranks for step in run.steps if step.loss is not None}
+        whose = f"the loss is that of rank {header.rank}"
+        if means and None not in means:
+            whose = "the loss is the mean of the ranks'"
+        elif len(means) > 1:
+            whose = f"the loss is the mean of the ranks', at some steps rank {header.rank}'s own"
+        pairs.append(("rank", f"{header.rank} of {header.ranks}; {whose}"))
     pairs.append(("run file", clean(run.path)))
     return [(name, value) for name, value in pairs if value]
 
@@ -133,12 +139,17 @@ def main_numbers(reported: Reported, track: Track | None) -> Pairs:
         ("skipped", _share_of(skipped, steps)),
         ("clipped", _share_of(clipped, max(1, steps - skipped)) if limited else "no limit"),
         ("loss", _loss(track)),
-        ("median norm", number(norm) if not math.isnan(norm) else unknown),
+        ("median norm", unknown if math.isnan(norm) else number(norm) + _whose(reported.run)),
         ("last scale", "–" if scale is None else power(scale)),
         ("lasted", duration(track.time[-1]) if track.time[-1] > 0 else "–"),
         ("steps/s", number((steps - 1) / seconds) if steps > 1 and seconds > 0 else "–"),
         ("verdict", reported.health.verdict),
     ]
+
+
+def _whose(run: Run) -> str:
+    """Of which rank alone the numbers are; "" if they are of the whole model."""
+    return f" (rank {run.header.rank})" if any(step.of_rank for step in run.steps) else ""
 
 
 def _verdict(run: Run, found: Sequence[Finding], followed: Sequence[Track]) -> tuple[Verdict, str]:

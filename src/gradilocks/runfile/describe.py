@@ -13,7 +13,14 @@ from gradilocks.runfile.bad_steps import FORWARD_OR_LOSS, has_bad_gradients, ori
 from gradilocks.runfile.lines import MOST_CULPRITS
 from gradilocks.runfile.records import Culprit, OptimizerInfo, Step
 
-__all__ = ["describe_bad", "describe_error", "describe_skip", "format_scale", "named_numbers"]
+__all__ = [
+    "describe_bad",
+    "describe_error",
+    "describe_skip",
+    "format_scale",
+    "named_numbers",
+    "on_ranks",
+]
 
 
 def describe_error(error: BaseException) -> str:
@@ -51,7 +58,7 @@ def describe_bad(
         'Inf in blocks.11.attn.qkv.weight (+2 more)'
     """
     if step.loss_nonfinite or lost:
-        return f"the loss itself was NaN or Inf ({FORWARD_OR_LOSS})"
+        return f"the loss itself was NaN or Inf{on_ranks(step)} ({FORWARD_OR_LOSS})"
     many = len(step.culprits)
     several = many > 1 or (many and any(map(has_bad_gradients, others)))
     if several and origin_of(step, others=others).where != "parameter":
@@ -60,6 +67,15 @@ def describe_bad(
         return f"{_kinds(step)} in {every}{many}{more} gradient{'s' if many > 1 else ''}"
     named = ", ".join(f"{_kinds(culprit)} in {culprit.name}" for culprit in step.culprits[:most])
     return named if many <= most else f"{named} (+{many - most} more)"
+
+
+def on_ranks(*steps: Step) -> str:
+    """Whose losses were NaN or Inf at these steps: " on rank 1", or "" where that is not known."""
+    ranks = sorted({rank for step in steps for rank in step.bad_loss_ranks})
+    if not ranks:
+        return ""
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f" on rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def describe_skip(step: Step, *, most: int = 1, spoilt: str = "") -> str:

@@ -14,13 +14,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from operator import itemgetter
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from gradilocks.runfile.records import Culprit, Detail, End, Header, OptimizerInfo, Step, Trace
+from gradilocks.runfile.records import (
+    Culprit,
+    Detail,
+    End,
+    Header,
+    OptimizerInfo,
+    RankLosses,
+    Step,
+    Trace,
+)
 
 __all__ = [
     "FIELDS",
@@ -33,6 +43,8 @@ __all__ = [
     "header_from",
     "header_line",
     "loads",
+    "losses_from",
+    "losses_line",
     "optimizer_from",
     "optimizer_line",
     "step_line",
@@ -47,7 +59,8 @@ MOST_CULPRITS = 32
 Fields = dict[str, Any]
 _Types = frozenset[type]
 
-_RECORDS = {"header": Header, "optimizer": OptimizerInfo, "step": Step, "trace": Trace, "end": End}
+_RECORDS: dict[str, Any] = {"header": Header, "optimizer": OptimizerInfo, "step": Step}
+_RECORDS |= {"losses": RankLosses, "trace": Trace, "end": End}
 # Attributes of records that a line has under another name.
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "header": {"version": "gradilocks"},
@@ -115,9 +128,18 @@ def step_line(step: Step) -> str:
     for name in ("finite_gradients", "finite_after"):
         if not step.culprits or fields[name] is None:
             del fields[name]
+    for name in ("loss_ranks", "bad_loss_ranks", "of_rank"):
+        if not fields[name]:
+            del fields[name]
     if step.detail is not None:
         fields["detail"] = {name: _short(row) for name, row in step.detail._asdict().items()}
     return _line(fields)
+
+
+def losses_line(losses: RankLosses) -> str:
+    """What all ranks had as losses at steps that stand before it."""
+    means = tuple(map(_finite, losses.losses))
+    return _line(_fields("losses", replace(losses, losses=means)))
 
 
 def trace_line(trace: Trace) -> str:
@@ -140,7 +162,7 @@ def end_line(end: End) -> str:
     return _line(_fields("end", end))
 
 
-def _fields(kind: str, record: Header | OptimizerInfo | Trace | End) -> Fields:
+def _fields(kind: str, record: Header | OptimizerInfo | RankLosses | Trace | End) -> Fields:
     """A record as a line has it: its attributes in their order, under the line's names."""
     names = _NAMES.get(kind, {})
     fields: Fields = {"kind": kind}
@@ -202,6 +224,16 @@ def optimizer_from(fields: Fields) -> OptimizerInfo:
     return info
 
 
+def losses_from(fields: Fields) -> RankLosses:
+    """What all ranks had as losses at some steps."""
+    losses = RankLosses(**_attributes("losses", fields))
+    _check_all("an entry of 'losses'", losses.losses, _NUMBER | _NULL)
+    for step, ranks in losses.bad.items():
+        _check_all(f"the ranks of step {step}", [ranks], _LIST)
+        _check_all(f"a rank of step {step}", ranks, _INT)
+    return losses
+
+
 def trace_from(fields: Fields) -> Trace:
     """Where a value first turned non-finite."""
     trace = {"damaged": None, "where": None, **_attributes("trace", fields)}
@@ -244,6 +276,10 @@ def steps_from(lines: Sequence[Fields]) -> list[Step]:
     for name, allowed in OPTIONAL["step"].items():
         columns.append([line.get(name) for line in lines])
         _check_all(repr(name), columns[-1], allowed | _NULL)
+        if list in allowed:
+            columns[-1] = [tuple(value) if value else () for value in columns[-1]]
+            for ranks in filter(None, columns[-1]):
+                _check_all(f"an entry of {name!r}", ranks, _INT)
     return list(map(_make_step, zip(*columns, strict=True)))
 
 

@@ -26,11 +26,21 @@ from gradilocks.runfile.lines import (
     end_from,
     header_from,
     loads,
+    losses_from,
     optimizer_from,
     steps_from,
     trace_from,
 )
-from gradilocks.runfile.records import VERSION, End, Header, OptimizerInfo, Run, Step, Trace
+from gradilocks.runfile.records import (
+    VERSION,
+    End,
+    Header,
+    OptimizerInfo,
+    RankLosses,
+    Run,
+    Step,
+    Trace,
+)
 
 __all__ = ["Reader", "line_batches", "open_run_file", "os_errors", "read_run", "refuse_foreign"]
 
@@ -295,6 +305,8 @@ class Reader:
             self.resumed.append(self._checked_header(fields))
             self.begins.append(len(self.steps))
             self.end = None
+        elif kind == "losses":
+            self._take_losses(losses_from(fields))
         elif kind == "trace":
             self.traces.append(trace_from(fields))
         elif kind == "end":
@@ -303,6 +315,24 @@ class Reader:
             self.audit = fields
         else:
             self.notes.append(fields)
+
+    def _take_losses(self, told: RankLosses) -> None:
+        """Steps that were read before get the losses of all ranks; those handed out stay."""
+        index = self._index.get(told.optimizer)
+        for at in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[at]
+            place = step.step - told.first
+            if step.optimizer != index or place >= len(told.losses):
+                continue
+            if place < 0:
+                break
+            bad = tuple(told.bad.get(str(step.step), ()))
+            loss = told.losses[place]
+            if loss is None and not bad:  # No rank knew a loss.
+                continue
+            self.steps[at] = step._replace(
+                loss=loss, loss_nonfinite=bool(bad), loss_ranks=told.ranks, bad_loss_ranks=bad
+            )
 
     def _take_optimizer(self, info: OptimizerInfo) -> None:
         """A session that goes on describes its optimizers again: the same one, or another."""

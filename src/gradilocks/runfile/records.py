@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["VERSION", "Culprit", "Detail", "End", "Header", "OptimizerInfo", "Run", "Step", "Trace"]
+__all__ = [
+    "VERSION",
+    "Culprit",
+    "Detail",
+    "End",
+    "Header",
+    "OptimizerInfo",
+    "RankLosses",
+    "Run",
+    "Step",
+    "Trace",
+]
 
 VERSION = 1
 
@@ -89,6 +100,30 @@ class Step(NamedTuple):
     """Of a step with culprits, if all gradients from the first of them on are bad in backward
     order, or it alone: the parameter next after it in the model's order whose gradient is finite.
     None if there is none, if the order is not known, or if finite and bad ones take turns."""
+    loss_ranks: int | None = None
+    """Of how many ranks' losses `loss` is the mean; None if it is that of one process: of several
+    ranks the one that wrote the file."""
+    bad_loss_ranks: tuple[int, ...] = ()
+    """The ranks whose loss was NaN or Inf, as far as ranks have told each other."""
+    of_rank: bool | None = None
+    """True if the model is spread over ranks, and norm, NaN, Inf, culprits and detail are of what
+    the rank that wrote the file holds of it; None if they are of the whole."""
+
+
+@dataclass(frozen=True)
+class RankLosses:
+    """The losses of all ranks of steps that stand before it, told some steps later."""
+
+    optimizer: int
+    first: int
+    """The number of the first of these steps; the others follow it one by one."""
+    ranks: int
+    """How many ranks have told theirs."""
+    losses: tuple[float | None, ...]
+    """For each step, the mean of the ranks' losses; None if one of them was not finite, or if none
+    of them was known."""
+    bad: Mapping[str, list[int]]
+    """By the number of a step, as text: the ranks whose loss was NaN or Inf."""
 
 
 @dataclass(frozen=True)

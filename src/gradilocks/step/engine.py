@@ -45,8 +45,20 @@ from gradilocks.ranks.agreement import (
     fingerprint,
     refuse_different,
 )
-from gradilocks.ranks.collective import reduce, reduce_apart
-from gradilocks.ranks.layout import has_other_ranks, ranks_in, world_size
+from gradilocks.ranks.all_parameters import (
+    NOBODY,
+    AllParameters,
+    held_parameters,
+    parameters_of_all,
+)
+from gradilocks.ranks.collective import reduce, reduce_apart, reduce_columns
+from gradilocks.ranks.layout import (
+    has_other_ranks,
+    is_distributed,
+    local_of,
+    ranks_in,
+    world_size,
+)
 from gradilocks.ranks.model_ranks import ModelRanks, tell_all
 from gradilocks.ranks.parameter_table import (
     OwnPart,
@@ -61,7 +73,7 @@ from gradilocks.scale import NoScale, ScalePolicy, scale_gradient, scale_loss
 from gradilocks.state import checkpoint
 from gradilocks.step.diagnose import never_finite
 from gradilocks.step.measure import measure
-from gradilocks.step.outcome import TOLD, Outcome, Streak, Together, fetch
+from gradilocks.step.outcome import Outcome, Streak, fetch
 from gradilocks.step.own_step import is_ours
 from gradilocks.step.table import (
     Gradients,
@@ -72,18 +84,23 @@ from gradilocks.step.table import (
     lists_of,
     refuse_shared_gradient,
 )
+from gradilocks.step.together import TOLD, Together
 from gradilocks.values import (
     ROW,
     ClipLimit,
     Decision,
+    LocalDetail,
     Measurement,
     NonFinite,
     RankGroup,
+    RecordingPlan,
     ScaleState,
     Scene,
+    SharedDetail,
     Statistics,
     StepRecord,
     moved,
+    wide,
 )
 
 __all__ = [
@@ -175,6 +192,18 @@ class Seen(NamedTuple):
     """This rank's part of it, if it is about the gradients of all ranks."""
 
 
+class Met(NamedTuple):
+    """What the ranks that hold one model have told each other once."""
+
+    names: Sequence[Sequence[str]] = ()
+    """For each rank, its parameters in backward order."""
+    owners: Sequence[Sequence[int]] = ()
+    """For each rank and each of those, the number of its optimizer."""
+    parameters: AllParameters = NOBODY
+    plans: frozenset[RecordingPlan] = frozenset()
+    """What the recorders of all ranks need."""
+
+
 class Engine:
     """Holds the table of gradients, the policies, and their state on the device of the scale.
 
@@ -214,7 +243,12 @@ class Engine:
         """Whether other ranks may hold parameters that this one has nothing of."""
         # What was worked out for the ranks that hold the model, and for which.
         self._table_of: ModelRanks | None = None
-        self._names_of_ranks: Sequence[Sequence[str]] = ()  # For each, in backward order.
+        self._met = Met()
+        self.plans: Sequence[RecordingPlan] = ()
+        """What the recorders of the coming step need of other ranks."""
+        self.step_begun = False
+        """Whether the ranks have decided on the coming step before: a closure does so often."""
+        self._steps_since_met = 0
         # Of all ranks, for policies that bound tensors apart; and, for a scaler, made of which.
         self._every_parameter: ParameterTable | None = None
         self._told_params: list[Tensor] = []
@@ -234,7 +268,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and what lies on a device for kernels do not travel.
         left: dict[str, Any] = {"_memory_of": [], "_rank_group": None, "_settler": None}
-        left |= {"_table_of": None, "_every_parameter": None, "_told_params": []}
+        left |= {"_table_of": None, "_every_parameter": None, "_told_params": [], "_met": Met()}
         left |= {"_order_of": None, "_names_told": []}
         return {**self.__dict__, **left}
 
@@ -325,6 +359,7 @@ class Engine:
         home, policy = self.state.scale.device, self.clip_policy
         order = float(policy.order)
         detail = policy.needs_largest or self.detail or self.scale_policy.needs_largest
+        detail = detail or (model_ranks is not None and self._shares_detail)
         measurement = measure_all(gradients, home=home, order=order, detail=detail)
         self._rank_group = None if model_ranks is None else model_ranks.rank_group
         scene = self._scene(gradients) if self._asks_for_scene else None
@@ -532,7 +567,7 @@ class Engine:
             limit.clipped * (1 - decision.skip),
             self.steps + 1,
             *(
-                (together.largest("loss"), together.total("nan"), together.total("inf"))
+                (together.largest("loss"), together.elements("nan"), together.elements("inf"))
                 if together is not None
                 else (
                     self.losses.broken(measurement.norm.device),
@@ -764,13 +799,21 @@ class Engine:
             )
             self.scaled_here = self.scales and self.losses.any_noted
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
-        names = self._names_of_ranks  # By which the rows of this step name their places.
+        met = self._met
         if anew:
             # Where others have not changed, they do not listen: a thaw or an addition on one rank.
             if all(report[REPORT.index("anew")] for report in reports):
                 self._meet(model_ranks)
             self._table_of = model_ranks
-        return whole, largest, Together(rank_group.ranks, rows, names or self._names_of_ranks)
+        if not met.names:
+            met = self._met  # Else the rows of this step name their places by what was told before.
+        parameters = self._met.parameters
+        local = self._local_detail(mine, gradients, model_ranks) if self._shares_detail else None
+        if not self.step_begun:
+            self.step_begun = True
+            self._steps_since_met += 1
+        together = Together(rank_group.ranks, rows, met.names, met.owners, parameters, local)
+        return whole, largest, together
 
     def _told(
         self,
@@ -782,10 +825,14 @@ class Engine:
         """This rank's numbers of TOLD."""
         home, dtype = found.norms.device, found.norms.dtype
         loss = self.losses.broken(home).to(dtype)
+        value = self.losses.total()
+        known = torch.full_like(loss, float(value is not None))
+        value = torch.zeros_like(loss) if value is None else moved(value, home).to(dtype)
         if not params:
-            nothing = found.norms.new_zeros(len(TOLD))
-            nothing[TOLD.index("loss")] = loss
-            return nothing
+            zero = torch.zeros_like(loss)
+            nothing = {**dict.fromkeys(TOLD, zero), "loss": loss}
+            nothing |= {"loss value": value, "losses": known}
+            return torch.stack([nothing[name] for name in TOLD])
         order = self.backward_order(model_ranks)
         at = numbers_on(home, tuple(order[id(param)] for param in params), dtype)
         counting = numbers_on(home, tuple(counts), dtype)
@@ -804,8 +851,63 @@ class Engine:
             (counting * is_first).amax(),
             (nan * is_first).sum(),
             (inf * is_first).sum(),
+            value,
+            known,
         ]
         return torch.stack(numbers)
+
+    @property
+    def _shares_detail(self) -> bool:
+        """Whether the ranks have agreed to measure the coming step tensor by tensor."""
+        since = self._steps_since_met - self.step_begun
+        return any(plan.wants_detail(since) for plan in self._met.plans)
+
+    def _local_detail(
+        self, mine: Measurement, gradients: Gradients, model_ranks: ModelRanks
+    ) -> LocalDetail:
+        """What this rank found tensor by tensor, for `share_detail`."""
+        params, tensors, found = gradients.params, gradients.tensors, mine.tensors
+        counts = model_ranks.counts_each(params, gradients.every_layout())
+        places = self._met.parameters.places
+        # One that was added on this rank alone has no place.
+        told = [at for at, param in enumerate(params) if id(param) in places]
+        complete = mine.order == 2.0 and found.zeros is not None and found.largest is not None
+        if len(told) != len(params) or not complete:
+            chosen = [tensors[at] for at in told]
+            found = measure(chosen, home=mine.norm.device, detail=True).tensors
+        return LocalDetail(
+            found,
+            [places[id(params[at])] for at in told],
+            [counts[at] for at in told],
+            [tensors[at].numel() for at in told],
+        )
+
+    def share_detail(
+        self, together: Together, model_ranks: ModelRanks, moved_by: tuple[Tensor, Tensor] | None
+    ) -> SharedDetail:
+        """What all ranks found of each parameter of a step; two collectives, no wait.
+
+        Args:
+            together: of this step.
+            model_ranks: that hold the model together.
+            moved_by: for each parameter of this rank its norm before the step, and by how much the
+                step has changed it; None if they could not be found out.
+        """
+        local, places, params = together.local, together.parameters.places, model_ranks.params
+        assert local is not None
+        home = local.found.norms.device
+        if moved_by is None:
+            unknown = torch.full((len(params),), math.nan, device=home)
+            moved_by = unknown, unknown
+        counts = zip(params, counts_of(params, model_ranks), strict=True)
+        return reduce_columns(
+            local,
+            weights=moved_by,
+            weight_places=[places.get(id(param), 0) for param in params],
+            weight_counts=[count and id(param) in places for param, count in counts],
+            total=together.parameters.total,
+            rank_group=model_ranks.rank_group,
+        )
 
     def backward_order(self, model_ranks: ModelRanks) -> dict[int, int]:
         """By a parameter's id, its place in the order in which gradients come.
@@ -835,26 +937,43 @@ class Engine:
             "the number of steps": int(fetch(self.steps)[0]),
         }
 
-    def compare_settings(self, group: Any) -> None:
-        """Raises, on every rank of `group` alike, if their settings or scales are not the same."""
+    def compare_settings(self, group: Any) -> frozenset[RecordingPlan]:
+        """What the recorders of all ranks of `group` need of each other.
+
+        Raises, on every rank alike, if their settings or scales are not the same.
+        """
         ranks = ranks_in(group)
-        refuse_different(ranks, tell_all(self.settings(), ranks, group))
+        told = tell_all((self.settings(), tuple(self.plans)), ranks, group)
+        refuse_different(ranks, [settings for settings, _ in told])
+        return frozenset(plan for _, plans in told for plan in plans)
 
     def _meet(self, model_ranks: ModelRanks) -> None:
         """The ranks tell each other which parameters they have: all of them, or none may."""
         ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
         if self._table_of is not None:
             self._names_told, self._order_of = [], None
-        self.backward_order(model_ranks)
-        table, params = None, model_ranks.params
+        order, params = self.backward_order(model_ranks), model_ranks.params
+        held = held_parameters(model_ranks, self.names.optimizers, self.names)
+        placed = {
+            order[id(param)]: each.optimizer for param, each in zip(params, held, strict=True)
+        }
+        owners = [placed[place] for place in sorted(placed)]
+        table = None
         if self.clip_policy.apart and model_ranks.keys is not None:
             table = self._told_of(params, model_ranks.keys, counts_of(params, model_ranks))
-        told = tell_all((self._names_told, table, self.settings()), ranks, group)
+        mine = self._names_told, owners, held, table, tuple(self.plans), self.settings()
+        told = tell_all(mine, ranks, group)
         refuse_different(ranks, [settings for *_, settings in told])
-        self._names_of_ranks = [names for names, *_ in told]
+        names, owners_of, lists, tables, plans, _ = zip(*told, strict=True)
+        self._met = Met(
+            names,
+            owners_of,
+            parameters_of_all(ranks, lists, held=held, ids=list(map(id, params))),
+            frozenset(plan for theirs in plans for plan in theirs),
+        )
+        self._steps_since_met = 0
         if table is not None:
-            self._every_parameter = table_of_model(model_ranks, [theirs for _, theirs, _ in told])
-            every = self._every_parameter
+            every = self._every_parameter = table_of_model(model_ranks, tables)
             for message in self.clip_policy.misfits(every.names, every.groups).values():
                 raise ValueError(message)
 
@@ -1116,6 +1235,10 @@ class Losses:
     def __init__(self) -> None:
         self._latest: Tensor | None = None
         self._broken: Tensor | None = None
+        self.adds_up = False
+        """Whether they are added up besides, for other ranks to hear of."""
+        self._sum: Tensor | None = None
+        self._is_unknown = False  # Whether one of them was no number.
 
     @property
     def any_noted(self) -> bool:
@@ -1127,10 +1250,26 @@ class Losses:
         if self._latest is not None:
             self.broken(home)
         self._latest = loss.detach()
+        if self.adds_up:
+            self._add(loss.detach())
+
+    def _add(self, loss: Tensor) -> None:
+        placements = loss.placements if is_distributed(loss) else ()  # type: ignore[attr-defined]
+        if loss.numel() != 1 or not all(each.is_replicate() for each in placements):
+            self._is_unknown = True
+            return
+        # A copy: the loss is the caller's, who may change it.
+        mine = local_of(loss).reshape(()).to(wide(loss.device), copy=True)
+        self._sum = mine if self._sum is None else moved(self._sum, mine.device) + mine
+
+    def total(self) -> Tensor | None:
+        """The sum of the losses, if they are added up; None if there is none, or it is unknown."""
+        return None if self._is_unknown else self._sum
 
     def forget(self) -> None:
         """The gradients of the losses so far are gone."""
-        self._latest = self._broken = None
+        self._latest = self._broken = self._sum = None
+        self._is_unknown = False
 
     def as_one(self, device: torch.device) -> Tensor | None:
         """The loss if there was one, else a number that is not finite if one of them was not."""

@@ -35,7 +35,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -43,7 +43,9 @@ from torch import Tensor
 
 from gradilocks.names import Names
 from gradilocks.step.own_step import weakly
-from gradilocks.values import Statistics, StepRecord
+from gradilocks.step.rank_losses import RankedLosses
+from gradilocks.step.together import Together
+from gradilocks.values import RecordingPlan, SharedDetail, Statistics, StepRecord
 
 __all__ = ["EVENTS", "Clip", "PerDriver", "Step", "StepEvents", "StepListener"]
 
@@ -75,6 +77,16 @@ class Step:
     """At the end, of a control: what it has measured and decided."""
     next_scale: Tensor | None = None
     """At the end, of a control."""
+    plans: list[RecordingPlan] = field(default_factory=list)
+    """For listeners: at the beginning, what they need of the other ranks of a control."""
+    spread: bool = False
+    """Of a control: whether several ranks hold its model."""
+    rank_losses: RankedLosses | None = None
+    """At the end, of a control whose model each rank holds: losses that the ranks have told."""
+    together: Together | None = None
+    """At the end, of a control whose model several ranks hold: what all of them told."""
+    shared: SharedDetail | None = None
+    """At the end, likewise: what all of them found of each parameter, if they shared it."""
     skip: Tensor | bool = False
     """At the end: whether the parameters were left as they were."""
     rejected: Tensor | bool = False

@@ -9,104 +9,26 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradilocks.errors import NonFiniteGradient
-from gradilocks.ranks.layout import shortened
 from gradilocks.runfile import FORWARD_OR_LOSS
 from gradilocks.step.diagnose import Symptom
 from gradilocks.step.host_copy import LAG, HostCopy, fetch
+from gradilocks.step.together import NonFiniteCount
 from gradilocks.values import ROW, Statistics, StepRecord, moved
 
 __all__ = [
-    "TOLD",
     "NonFiniteCount",
     "Outcome",
     "ScalerOutcome",
     "Streak",
-    "Together",
     "fetch",
     "nonfinite",
 ]
-
-
-class NonFiniteCount(NamedTuple):
-    """How many elements of one gradient are NaN, and how many are Inf."""
-
-    nan: int
-    inf: int
-
-    def __str__(self) -> str:
-        if self.nan and self.inf:
-            return "NaN and Inf"
-        return "NaN" if self.nan else "Inf"
-
-
-TOLD = ("peak", "loss", "nan", "inf", "bad", "place", "place counts", "place nan", "place inf")
-"""What a rank tells at every step beside its norm: the largest magnitude, whether its loss was not
-finite, the NaN and Inf in what it counts, how many of its gradients have some; and of the first of
-those in backward order its place in that order, whether it counts, its NaN and its Inf."""
-
-
-class Together(NamedTuple):
-    """What all ranks have told each other of a step: a row a rank, with the numbers of TOLD."""
-
-    ranks: tuple[int, ...]
-    rows: Tensor
-    names: Sequence[Sequence[str]]
-    """For each rank, the parameters that it has told of, in backward order."""
-
-    def largest(self, what: str) -> Tensor:
-        """The largest of all ranks' numbers of that kind."""
-        return self.rows[:, TOLD.index(what)].amax()
-
-    def total(self, what: str) -> Tensor:
-        """How many elements of all ranks are "nan" or "inf"; of copies, those of one.
-
-        A copy that differs from the one that counts is told of by its first culprit.
-        """
-        counted = self.rows[:, TOLD.index("nan")].sum() + self.rows[:, TOLD.index("inf")].sum()
-        return torch.where(
-            counted > 0,
-            self.rows[:, TOLD.index(what)].sum(),
-            self.rows[:, TOLD.index(f"place {what}")].amax(),
-        )
-
-    def culprits(self) -> dict[str, NonFiniteCount]:
-        """The first culprit of each rank, with the ranks that have it. Waits for the device."""
-        found: dict[str, list[tuple[int, dict[str, float]]]] = {}
-        numbers = fetch(self.rows.flatten())
-        for at, (rank, names) in enumerate(zip(self.ranks, self.names, strict=True)):
-            row = numbers[at * len(TOLD) : (at + 1) * len(TOLD)]
-            told = dict(zip(TOLD, row, strict=True))
-            if told["bad"]:
-                place = int(told["place"])
-                name = names[place] if place < len(names) else "a parameter added since"
-                found.setdefault(name, []).append((rank, told))
-        return {
-            f"{name} {self._where([rank for rank, _ in each])}": _of_one([told for _, told in each])
-            for name, each in found.items()
-        }
-
-    def _where(self, ranks: Sequence[int]) -> str:
-        if len(ranks) == 1:
-            return f"on rank {ranks[0]}"
-        if len(ranks) == len(self.ranks):
-            return f"on all {len(ranks)} ranks"
-        return f"on ranks {shortened(ranks)[1:-1]}"
-
-
-def _of_one(told: Sequence[dict[str, float]]) -> NonFiniteCount:
-    """The NaN and Inf of one tensor, from ranks that hold parts or copies of it."""
-    counted = [each for each in told if each["place counts"]]
-    if counted:
-        nan, inf = (sum(each[f"place {what}"] for each in counted) for what in ("nan", "inf"))
-    else:
-        nan, inf = (max(each[f"place {what}"] for each in told) for what in ("nan", "inf"))
-    return NonFiniteCount(int(nan), int(inf))
 
 
 class ScalerOutcome:

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import drop_empty_hooks, is_functorch_tensor
+from gradilocks._torch import drop_empty_hooks, is_flattened, is_functorch_tensor
 from gradilocks.lab.audit.counting import Tally, read, rows_read, values_of
 from gradilocks.lab.audit.result import Audit
 from gradilocks.lab.audit_record import Histogram, ModuleGradients, Outputs
@@ -31,6 +31,7 @@ from gradilocks.lab.emulate import emulated_format
 from gradilocks.lab.formats import Format
 from gradilocks.lab.tensors import anchor, tensors_in
 from gradilocks.names import name_modules
+from gradilocks.ranks.layout import is_distributed
 
 __all__ = ["Listener", "gather", "is_unit"]
 
@@ -75,6 +76,7 @@ class Listener:
         self._owned: WeakKeyDictionary[nn.Module, dict[str, Tally]] = WeakKeyDictionary()
         """The gradients of a module's own parameters, by their names."""
         self._hooked: dict[int, Tally] = {}
+        self._fired: set[int] = set()  # By parameter, since the last step.
         """By the id of a parameter that had a hook in the last backward pass: its gradients."""
         self.scale: Tensor | float = 1.0
         self.divided: Tensor | float = 1.0
@@ -137,7 +139,7 @@ class Listener:
         if id(param) not in self._hooked:
             self._hooked[id(param)] = tally
             if param.is_leaf:
-                hook = self._counts(tally)
+                hook = self._counts(tally, id(param))
                 self._parameter_handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
         return self._hooked[id(param)]
 
@@ -147,12 +149,23 @@ class Listener:
         self.divided = self.scale
 
     def count_unhooked(self, params: Iterable[Tensor], *, scale: Tensor | float) -> None:
-        """Counts the gradients of those that had no hook in the last backward pass, as they are."""
+        """Counts the gradients of those that had no hook in the last backward pass, as they are.
+
+        And of shards whose hook was not called: FSDP runs backward on other tensors, and gives the
+        shards their gradients itself.
+        """
         for param in params:
-            if param.requires_grad and id(param) not in self._hooked:
+            if not param.requires_grad:
+                continue
+            if id(param) not in self._hooked:
                 tally = self.unowned.setdefault(param, Tally())
-                if param.grad is not None:
-                    self._add(tally, param.grad, scale)
+            elif id(param) not in self._fired and (is_distributed(param) or is_flattened(param)):
+                tally = self._hooked[id(param)]
+            else:
+                continue
+            if param.grad is not None:
+                self._add(tally, param.grad, scale)
+        self._fired.clear()
 
     def tally_of(self, param: Tensor, module: nn.Module, name: str) -> Tally | None:
         """What was counted of a parameter of a module."""
@@ -214,8 +227,10 @@ class Listener:
         if not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
             tensor.register_hook(self._counts(unit.gradients))  # type: ignore[no-untyped-call]
 
-    def _counts(self, tally: Tally) -> Callable[[Tensor], None]:
+    def _counts(self, tally: Tally, param: int | None = None) -> Callable[[Tensor], None]:
         def count(gradient: Tensor | None) -> None:
+            if param is not None:
+                self._fired.add(param)
             if gradient is not None and not self._done:  # A backward of one's own may return None.
                 self.guard(lambda: self._add(tally, gradient, self.scale))
 

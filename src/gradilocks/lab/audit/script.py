@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,7 @@ def audit_script(
             steps = each.steps
             if steps and not session.has_failed() and session.rank == 0:
                 judged = each.audit(options.formats)
-                audit = judged if judged.modules else None
+                audit = _with_rank(judged) if judged.modules else None
         if audit is not None and session.steps.recorder is not None:
             session.steps.recorder.audit(audit.to_plain())
         recorder = session.close(ending)
@@ -147,3 +147,17 @@ def audit_script(
         session.run(listeners, conclude)
     session.end.finish()
     return found[0]
+
+
+def _with_rank(audit: Audit) -> Audit:
+    """An audit that says so if other ranks have gradients too, which were not counted."""
+    from gradilocks.ranks.layout import has_other_ranks, world_size
+
+    if not has_other_ranks():
+        return audit
+    said = (
+        f"Counted on rank 0 of {world_size()}: gradients of its own batches and, where the model "
+        "is spread over ranks, of its own part of it."
+    )
+    words = (*audit.recommendation.words, said)
+    return replace(audit, recommendation=replace(audit.recommendation, words=words))
