@@ -6,6 +6,7 @@ Every rank runs this; rank 0 speaks, and all end with its exit status.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -138,6 +139,8 @@ def _check_place(output: Path) -> None:
             )
         if not place.parent.is_dir():
             raise GradilocksError(f"{output.parent} is no folder; -o names a file in one.")
+        if not os.access(place.parent, os.W_OK):
+            raise GradilocksError(f"{output.parent} cannot be written; name another with -o.")
     except GradilocksError as error:
         raise _BadPlace(str(error)) from error
 
