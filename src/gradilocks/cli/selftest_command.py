@@ -66,10 +66,10 @@ def selftest(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ends the worker too.
     rank = 0
     try:
+        if os.environ.get("RANK", "0") == "0":
+            _check_place(output)  # Before torch is imported.
         seat = find_seat()
         rank = seat.rank
-        if rank == 0:
-            _check_place(output)
         from gradilocks.selftest import Ensemble
 
         with Ensemble(seat, device=device, limit=limit) as ensemble:
