@@ -10,7 +10,8 @@ parallel plans, plain tensors under DDP. Each contender starts a round from the 
 copied in outside the clock, and all end with the same parameters, or the run ends with status 1;
 the per-tensor policy, which torch does not have, bounds other norms and is compared for time alone.
 Collectives and bytes are counted in a step of their own. Over gloo the ranks share the cores of
-one machine: the ratios say something there, and what travels; the times do not.
+one machine: what travels says something there, and ratios of times; where other work shares the
+machine too, ratios of the processor's time of rank 0 alone.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ def over_gloo(options: argparse.Namespace) -> None:
     extra = {"collectives": counted, "what_grows": grows}
     if options.output:
         save(options.output, rows, device=settings.device, notes=settings.notes, extra=extra)
-    print(table(rows), collectives_table(counted), "\n".join(grows), sep="\n\n")
+    parts = table(rows), processor_table(rows), collectives_table(counted), "\n".join(grows)
+    print(*parts, sep="\n\n")
     if settings.notes.failed:
         sys.exit("Not everything is as it should be; the notes above say what.")
 
@@ -280,6 +282,15 @@ def counted_step(contender: Contender, load: RankLoad, layout: str, ranks: int) 
         "bytes_got": got,
         "kinds": kinds,
     }
+
+
+def processor_table(rows: list[Row]) -> str:
+    """The processor's time of rank 0, without what it waits for others."""
+    lines = ["| workload | contender | CPU ms of rank 0 | × less than torch |", "|---|---|---|---|"]
+    for row in rows:
+        cells = row.workload, row.contender, f"{row.times['cpu'].median_ms:.2f}"
+        lines.append("| " + " | ".join(cells) + f" | {row.faster['cpu']:.2f} |")
+    return "\n".join(lines)
 
 
 def collectives_table(counted: list[Counted]) -> str:

@@ -86,7 +86,7 @@ def test_the_verdict_names_what_failed() -> None:
     left = CheckResult("HSDP", "ranks", "not tried", 0.0, why="needs 4 ranks or more")
     assert verdict_of([fine, left]) == (
         True,
-        "All 1 checks passed. 1 did not fit and were not tried.",
+        "All 1 checks passed. 1 was not tried.",
     )
     assert verdict_of([fine, bad]) == (False, "1 of 2 checks FAILED: TP.")
     assert verdict_of([left]) == (False, "Nothing was checked.")

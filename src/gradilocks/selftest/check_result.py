@@ -127,7 +127,7 @@ def verdict_of(results: Sequence[CheckResult]) -> tuple[bool, str]:
     tried = [each for each in results if each.state != "not tried"]
     bad = [each for each in tried if each.state != "ok"]
     left = len(results) - len(tried)
-    beside = f" {left} did not fit and were not tried." if left else ""
+    beside = f" {left} {'was' if left == 1 else 'were'} not tried." if left else ""
     if not tried:
         return False, "Nothing was checked."
     if not bad:
