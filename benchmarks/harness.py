@@ -1,10 +1,11 @@
 """One way to time: contenders alternate in one process, each set up again outside the clock.
 
-On the CPU a call has one time, the wall's. On a GPU it has three, all of the same call on a device
-that was idle before: by events on the device, on the wall with a final synchronize, and of the host
-alone, until the call returns. Asked for `queued`, a further call gives a fourth: by events, with
-the device still at work when the call begins, as it is after a real backward, so that launches
-queue up and the time has no host in it.
+On the CPU a call has two times: the wall's, and the processor's, of this process alone, whatever
+else the machine does. On a GPU it has three, all of the same call on a device that was idle before:
+by events on the device, on the wall with a final synchronize, and of the host alone, until the call
+returns. Asked for `queued`, a further call gives a fourth: by events, with the device still at work
+when the call begins, as it is after a real backward, so that launches queue up and the time has no
+host in it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Contender:
 
 
 Times = dict[str, list[float]]
-"""Milliseconds, round by round, of each measure: "wall" and, on a GPU, "gpu", "host", "queued"."""
+"""Milliseconds, round by round, of each measure: "wall" and, on a CPU, "cpu", on a GPU "gpu",
+"host", "queued"."""
 
 
 def alternate(
@@ -81,9 +83,10 @@ def synchronize(device: torch.device) -> None:
 class _CpuClock:
     def time(self, ready: Ready) -> dict[str, float]:
         ready.prepare()
-        start = time.perf_counter()
+        busy, start = time.process_time(), time.perf_counter()
         ready.run()
-        return {"wall": (time.perf_counter() - start) * 1e3}
+        end, busy_until = time.perf_counter(), time.process_time()
+        return {"wall": (end - start) * 1e3, "cpu": (busy_until - busy) * 1e3}
 
 
 class _GpuClock:

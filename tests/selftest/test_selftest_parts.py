@@ -66,10 +66,10 @@ def test_an_odd_number_of_ranks_has_no_grid() -> None:
 
 
 def test_ranks_that_differ_are_found_though_each_is_content() -> None:
-    found = [Found(alike={"all": [[1.0, True]]}), Found(alike={"all": [[1.0, False]]})]
-    result = combined("FSDP2", "ranks", found)
+    tables = [[[0.5, 1], [1.0, 1]]], [[[0.5, 1], [1.0, 0]]]
+    result = combined("FSDP2", "ranks", [Found(alike={"all": table}) for table in tables])
     assert result.state == "wrong"
-    assert "ranks 0 and 1 differ" in result.problems[0]
+    assert result.problems == ("ranks 0 and 1 differ: [1.0, 1] and [1.0, 0]",)
     apart = [Found(alike={"half 0": [1]}), Found(alike={"half 1": [2]}), Found()]
     assert combined("two models", "ranks", apart).state == "ok"
 
@@ -86,7 +86,7 @@ def test_the_verdict_names_what_failed() -> None:
     left = CheckResult("HSDP", "ranks", "not tried", 0.0, why="needs 4 ranks or more")
     assert verdict_of([fine, left]) == (
         True,
-        "All 1 checks passed. 1 did not fit and were not tried.",
+        "All 1 checks passed. 1 was not tried.",
     )
     assert verdict_of([fine, bad]) == (False, "1 of 2 checks FAILED: TP.")
     assert verdict_of([left]) == (False, "Nothing was checked.")

@@ -6,6 +6,7 @@ Every rank runs this; rank 0 speaks, and all end with its exit status.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -65,10 +66,10 @@ def selftest(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ends the worker too.
     rank = 0
     try:
+        if os.environ.get("RANK", "0") == "0":
+            _check_place(output)  # Before torch is imported.
         seat = find_seat()
         rank = seat.rank
-        if rank == 0:
-            _check_place(output)
         from gradilocks.selftest import Ensemble
 
         with Ensemble(seat, device=device, limit=limit) as ensemble:
@@ -138,6 +139,8 @@ def _check_place(output: Path) -> None:
             )
         if not place.parent.is_dir():
             raise GradilocksError(f"{output.parent} is no folder; -o names a file in one.")
+        if not os.access(place.parent, os.W_OK):
+            raise GradilocksError(f"{output.parent} cannot be written; name another with -o.")
     except GradilocksError as error:
         raise _BadPlace(str(error)) from error
 

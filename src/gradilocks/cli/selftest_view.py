@@ -72,7 +72,8 @@ class SelftestView:
         on = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
         used = [f"{name} {number}" for name, number in versions.items() if name != "gradilocks"]
         self._say(Text(f"{on}; {', '.join(used)}", style="dim"))
-        self._say(Text(f"kernels: {about['kernels']}", style="dim"))
+        for what in ("kernels", "host_waits"):
+            self._say(Text(f"{what.replace('_', ' ')}: {about[what]}", style="dim"))
 
     def show(self, result: CheckResult) -> None:
         """A row for a check that is done."""

@@ -99,8 +99,18 @@ def _unlike(found: Sequence[Found]) -> list[str]:
         for team, facts in each.alike.items():
             one, theirs = first.setdefault(team, (rank, facts))
             if facts != theirs:
-                told.append(f"ranks {one} and {rank} differ: {theirs} and {facts}")
+                rows = " and ".join(map(str, _first_difference(theirs, facts)))
+                told.append(f"ranks {one} and {rank} differ: {rows}")
     return told
+
+
+def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:
+    """The first rows of numbers in which two tables of them differ."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for mine, theirs in zip(one, other, strict=True):
+            if mine != theirs and isinstance(mine, list):
+                return _first_difference(mine, theirs)
+    return one, other
 
 
 def _ranks(ranks: Sequence[int], of: int) -> str:
@@ -117,7 +127,7 @@ def verdict_of(results: Sequence[CheckResult]) -> tuple[bool, str]:
     tried = [each for each in results if each.state != "not tried"]
     bad = [each for each in tried if each.state != "ok"]
     left = len(results) - len(tried)
-    beside = f" {left} did not fit and were not tried." if left else ""
+    beside = f" {left} {'was' if left == 1 else 'were'} not tried." if left else ""
     if not tried:
         return False, "Nothing was checked."
     if not bad:

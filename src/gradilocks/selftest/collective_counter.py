@@ -1,4 +1,4 @@
-"""A block of code enters; which collectives it ran, and how many bytes this rank gave, leave.
+"""A block of code enters; its collectives, and the bytes that this rank gave and got, leave.
 
 torch's own counter of collectives sees every one, whoever calls it and by whatever interface; the
 bytes are added here.
@@ -44,6 +44,8 @@ class CollectiveCounter(CommDebugMode):  # type: ignore[misc, unused-ignore]
         """How many of each kind."""
         self.bytes_given = 0
         """What this rank has put into all of them; of a gather its own row, not everybody's."""
+        self.bytes_got = 0
+        """What it has got out of them; of a gather everybody's rows."""
 
     @property
     def total(self) -> int:
@@ -59,9 +61,12 @@ class CollectiveCounter(CommDebugMode):  # type: ignore[misc, unused-ignore]
             return out
         name = func.overloadpacket.__name__
         if name.strip("_") not in _SILENT:
-            given = args[1] if name in _OUTPUT_FIRST else args[0]
+            given, got = (args[1], args[0]) if name in _OUTPUT_FIRST else (args[0], out)
+            if func.namespace == "c10d" and name not in _OUTPUT_FIRST:
+                got = args[0]  # In place.
             self.calls[name.strip("_")] += 1
             self.bytes_given += sum(each.nbytes for each in _tensors(given))
+            self.bytes_got += sum(each.nbytes for each in _tensors(got))
         return out
 
 

@@ -45,8 +45,9 @@ class Ensemble:
         store, self._store = meeting_place(seat, hosts=True, seconds=START_LIMIT + _SLACK)
         here = Seat(**{**asdict(seat), "port": store.port})
         self._worker = RankWorker(here, device=device, limit=limit)
-        self._kept = store
+        self._kept = store  # It may be this process that keeps it for all.
         self._hung = 0
+        self._stopped = ""  # Why nothing more is tried.
         self._turn = 0
         self.about: dict[str, Any] = {}
         """What ran, and on what: known after `start`."""
@@ -73,10 +74,7 @@ class Ensemble:
 
     def run(self, check: Check, waiting: Callable[[], None] = _nothing) -> CheckResult | None:
         """Runs one check on all ranks; the result on rank 0, None elsewhere."""
-        if check.unfit:
-            return CheckResult(check.name, check.group, "not tried", 0.0, why=check.unfit)
-        if self._hung >= MOST_HUNG:
-            why = f"{MOST_HUNG} checks before it have hung or died"
+        if why := check.unfit or self._stopped:
             return CheckResult(check.name, check.group, "not tried", 0.0, why=why)
         wait = self._limit * check.patience + GRACE + _SLACK
         self._put(asdict(self._worker.run(check.name, check.patience, waiting)))
@@ -90,8 +88,10 @@ class Ensemble:
             self._tell({"hung": lost, "again": again})
         told = self._told(wait + _SLACK)
         self._hung += told["hung"]
-        if told["again"] and self._hung < MOST_HUNG and "refused" in self._begin(waiting):
-            self._hung = MOST_HUNG  # The results so far are still worth having.
+        if self._hung >= MOST_HUNG:
+            self._stopped = f"{MOST_HUNG} checks before it have hung or died"
+        elif told["again"] and "refused" in self._begin(waiting):
+            self._stopped = "the ranks could not begin again"  # What is known is worth having.
         return result
 
     def agree(self, status: int) -> int:
@@ -136,7 +136,7 @@ class Ensemble:
             rank, why = next(iter(refused.items()))
             return {"refused": f"rank {rank} cannot begin: {why}"}
         known = [each for each in told if each is not None]
-        for key in ("device", "backend", "versions", "kernels"):
+        for key in ("device", "backend", "versions"):
             for rank, each in enumerate(known):
                 if each[key] != known[0][key]:
                     return {

@@ -431,6 +431,13 @@ def _by_zero(world: World) -> Training:
     )
 
 
+def _by_the_host(world: World) -> Training:
+    """Where the optimizer runs on the host, the one wait for the decision is due."""
+    return Training(
+        LIMIT, optimizer=lambda params: torch.optim.AdamW(params, lr=0.05, foreach=False)
+    )
+
+
 def _headroom(world: World) -> Training:
     return Training(LIMIT, scale=gradilocks.HeadroomScale(init_scale=4.0), counted=True)
 
@@ -531,7 +538,7 @@ LAYOUT_CHECKS: dict[str, LayoutCheck] = {
     "FSDP2, per tensor": _trained(Needs(), _fsdp2, _per_tensor, 2),
     "FSDP2, headroom": _trained(Needs(), _fsdp2, _headroom),
     "FSDP2, gradilocks.optim": _trained(Needs(), _fsdp2, _own_adamw),
-    "FSDP2, offloaded": _trained(Needs(cuda=True), _offloaded, lambda world: Training(LIMIT)),
+    "FSDP2, offloaded": _trained(Needs(cuda=True), _offloaded, _by_the_host),
     "HSDP": _laid_out(_FOUR, _hsdp),
     "copies and shards": _laid_out(_FOUR, _either_order),
     "FSDP1": _laid_out(Needs(2), _fsdp1),

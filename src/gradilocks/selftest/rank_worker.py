@@ -56,7 +56,9 @@ class RankWorker:
         self._generation = 0
         self._process: Any = None
         self._pipe: Any = None
-        self._words = Path(tempfile.mkstemp(prefix="gradilocks-selftest-")[1])
+        made, words = tempfile.mkstemp(prefix="gradilocks-selftest-")
+        os.close(made)
+        self._words = Path(words)
 
     def start(self, waiting: Callable[[], None]) -> dict[str, Any]:
         """Begins a process; what it says of itself, or that it cannot."""
@@ -273,5 +275,5 @@ def _about(kind: str) -> dict[str, Any]:
         "versions": versions,
         "hardware": hardware,
         "kernels": kernels.describe()[kind],
-        "interpreted": os.environ.get("TRITON_INTERPRET") == "1",
+        "host_waits": "watched for" if kind == "cuda" else "not watched for: a CPU has none",
     }

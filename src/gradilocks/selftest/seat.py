@@ -49,8 +49,10 @@ def find_seat(environment: Mapping[str, str] | None = None) -> Seat:
         environment: the variables; those of this process if None.
 
     Raises:
-        CannotRun: if they are incomplete or make no sense.
+        CannotRun: if they are incomplete or make no sense, or this torch knows of no ranks.
     """
+    if not importlib.import_module("torch.distributed").is_available():
+        raise CannotRun("this torch was built without torch.distributed. Install one that has it.")
     told = os.environ if environment is None else environment
     missing = [name for name in _NAMES if not told.get(name)]
     if missing == list(_NAMES) or ("RANK" in missing and "WORLD_SIZE" in missing):
