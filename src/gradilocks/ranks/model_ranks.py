@@ -13,7 +13,7 @@ are. Only `copies=`, and a group beside meshes, need to ask the other ranks, onc
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -131,6 +131,9 @@ class ModelRanks:
     keys: tuple[Hashable, ...] | None
     """For each parameter, what tells it from all others on all ranks: two with one key are parts or
     copies of one tensor. None if that is not known."""
+    by_mesh: Mapping[Hashable, bool] = field(default_factory=dict)
+    """By the keys of trained parameters that `mesh=` alone is about, whether this rank counts: one
+    of all ranks must, or the norm would lack them."""
 
     def counts(self, params: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[bool]:
         """Whether this rank's elements count, for the gradient of each of `params`."""
@@ -192,8 +195,15 @@ def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mod
         keys.append((name(param), tuple(coordinates[block[0]][at] for at in apart)))
     ranks = tuple(sorted(coordinates))
     rank_group = _group_for(ranks, mesh.device_type, params, near=mesh)
+    told: dict[int, bool] = {}
     if options.copies is not None:
-        counting |= _count_copies(params, options.copies, rank_group, name)
+        told = _count_copies(params, options.copies, rank_group, name)
+    by_mesh = {
+        key: counting[id(param)]
+        for param, key in zip(params, keys, strict=True)
+        if _is_trained(param) and id(param) not in told
+    }
+    counting |= told
     return ModelRanks(
         rank_group=rank_group,
         unknown=None,
@@ -203,6 +213,7 @@ def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mod
         shapes=_shapes(params),
         counting=counting,
         keys=tuple(keys),
+        by_mesh=by_mesh,
     )
 
 

@@ -36,6 +36,7 @@ from gradilocks.ranks.agreement import (
     RankAgreement,
     fingerprint,
     refuse_different,
+    refuse_uncounted,
 )
 from gradilocks.ranks.collective import reduce, reduce_apart, reduce_each
 from gradilocks.ranks.layout import has_other_ranks, ranks_in, world_size
@@ -598,10 +599,16 @@ class Engine:
         if self._table_of is not model_ranks:
             ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
             self._backward_order(model_ranks)
-            mine_told = self._names_in_order, model_ranks.keys, self.settings()
+            mine_told = (
+                self._names_in_order,
+                model_ranks.keys,
+                model_ranks.by_mesh,
+                self.settings(),
+            )
             told = tell_all(mine_told, ranks, group)
             refuse_different(ranks, [settings for *_, settings in told])
-            every = {key for _, keys, _ in told for key in keys or ()}
+            refuse_uncounted(ranks, [by_mesh for _, _, by_mesh, _ in told])
+            every = {key for _, keys, *_ in told for key in keys or ()}
             places = {key: place for place, key in enumerate(sorted(every, key=repr))}
             mine = zip(model_ranks.params, model_ranks.keys or (), strict=False)
             self._known_table = _Table(
