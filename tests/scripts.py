@@ -22,7 +22,7 @@ from tests import PATIENCE
 __all__ = ["ScriptServer", "serving"]
 
 SERVER = """
-import importlib, json, os, runpy, signal, socket, sys, warnings
+import gc, importlib, json, os, runpy, signal, socket, sys, warnings
 import torch, torch._dynamo  # The second is what an optimizer imports when the first is made.
 
 for module in sys.argv[1:]:
@@ -46,6 +46,7 @@ def place(rank, ranks, port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
+    gc.freeze()  # Else each rank's end looks through a million objects of torch: a second.
 
 for line in sys.stdin:
     script, words, folder, ranks = json.loads(line)

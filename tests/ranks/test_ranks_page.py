@@ -69,6 +69,28 @@ def test_a_script_runs_on_two_ranks_and_prints_what_the_page_says(
     assert done.stdout.strip() == printed
 
 
+FORGOTTEN = {
+    "Pipeline parallel": (', distinct="pp")', "is not on the rank that counts for it"),
+    "Tensor parallel": (", mesh=world)", "and other parameters lie on ranks"),
+    "FSDP1": (", model.process_group)", "belongs to FullyShardedDataParallel (FSDP1)"),
+}
+
+
+@pytest.mark.parametrize("way", FORGOTTEN)
+def test_what_the_page_says_to_write_is_asked_for_if_it_is_forgotten(
+    way: str, server: ScriptServer, tmp_path: Path
+) -> None:
+    (block,) = [block for block, text in SCRIPTS if title((block, text)) == way]
+    words, error = FORGOTTEN[way]
+    source = "\n".join(block.lines)
+    assert words in source
+    path = tmp_path / "train.py"
+    path.write_text(source.replace(words, ")"), encoding="utf-8")
+    done = server.run(path, cwd=tmp_path, ranks=2)
+    assert done.returncode != 0
+    assert error in done.stderr
+
+
 def test_the_page_has_a_script_for_every_way_to_spread_a_model() -> None:
     titles = set(map(title, SCRIPTS))
     wanted = {"DDP", "FSDP2", "HSDP", "FSDP1", "ZeRO", "Checkpoints"}

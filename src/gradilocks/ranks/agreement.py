@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ __all__ = [
     "are_copies",
     "fingerprint",
     "refuse_different",
+    "refuse_uncounted",
 ]
 
 _DIRECTIONS = 4
@@ -283,6 +284,30 @@ def refuse_different(ranks: Sequence[int], settings: Sequence[Mapping[str, objec
                     f"the ranks train one model and decide alike only with the same settings: "
                     f"{name} is {first} on rank {ranks[0]} and {theirs[name]} on rank {rank}. Make "
                     "the control, and load its state, in the same way on every rank."
+                )
+
+
+def refuse_uncounted(ranks: Sequence[int], told: Sequence[Mapping[Hashable, bool]]) -> None:
+    """Raises, on every rank alike, if there are parameters that no rank counts.
+
+    Of ranks that `mesh=` says to hold the same one counts. If that one has no such parameter, they
+    do not hold the same: most often `distinct=` was forgotten.
+
+    Args:
+        ranks: in the order of `told`.
+        told: of each rank, `ModelRanks.by_mesh`.
+    """
+    counted = {key for theirs in told for key, counts in theirs.items() if counts}
+    for rank, theirs in zip(ranks, told, strict=True):
+        for key in theirs:
+            if key not in counted:
+                name = key[0] if isinstance(key, tuple) else key
+                raise ValueError(
+                    f"{name} on rank {rank} is not on the rank that counts for it: of ranks that "
+                    "hold the same the first along each dimension of mesh= counts. If ranks along "
+                    "a dimension hold other parameters, such as pipeline stages, name it: "
+                    'GradientControl(..., mesh=world_mesh, distinct=("pp",)). If they hold the '
+                    "same, give them the same names on all ranks, by model= or in the optimizer."
                 )
 
 

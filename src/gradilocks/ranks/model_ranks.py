@@ -146,6 +146,9 @@ class ModelRanks:
     counting_each: Mapping[int, bool] | None = None
     """As `counting`, in the norm of the tensor by itself: what `copies=` leaves to others, such as
     the second of tied embeddings, counts there if it has a key of its own. None if all is alike."""
+    by_mesh: Mapping[Hashable, bool] = field(default_factory=dict)
+    """By the keys of trained parameters that `mesh=` alone is about, whether this rank counts: one
+    of all ranks must, or the norm would lack them."""
 
     @functools.cached_property
     def shapes(self) -> int:
@@ -264,7 +267,13 @@ def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mod
         counting=counting,
         keys=tuple(keys),
     )
-    return _with_copies(known, options.copies, name, told_by_mesh=True)
+    known = _with_copies(known, options.copies, name, told_by_mesh=True)
+    by_mesh = {
+        key: counting[id(param)]
+        for param, key in zip(params, keys, strict=True)
+        if is_trained(param) and id(param) not in known.copied
+    }
+    return replace(known, by_mesh=by_mesh)
 
 
 def _by_group(params: Sequence[Tensor], options: RankOptions, name: _Name) -> ModelRanks:

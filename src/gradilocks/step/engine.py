@@ -44,6 +44,7 @@ from gradilocks.ranks.agreement import (
     RankAgreement,
     fingerprint,
     refuse_different,
+    refuse_uncounted,
 )
 from gradilocks.ranks.all_parameters import (
     NOBODY,
@@ -961,10 +962,11 @@ class Engine:
         table = None
         if self.clip_policy.apart and model_ranks.keys is not None:
             table = self._told_of(params, model_ranks.keys, counts_of(params, model_ranks))
-        mine = self._names_told, owners, held, table, tuple(self.plans), self.settings()
-        told = tell_all(mine, ranks, group)
-        refuse_different(ranks, [settings for *_, settings in told])
-        names, owners_of, lists, tables, plans, _ = zip(*told, strict=True)
+        mine = self._names_told, owners, held, table, tuple(self.plans)
+        told = tell_all((*mine, model_ranks.by_mesh, self.settings()), ranks, group)
+        names, owners_of, lists, tables, plans, by_mesh, settings = zip(*told, strict=True)
+        refuse_different(ranks, settings)
+        refuse_uncounted(ranks, by_mesh)
         self._met = Met(
             names,
             owners_of,
