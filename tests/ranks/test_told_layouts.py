@@ -39,6 +39,7 @@ def _programs() -> list[Callable[[int], Any]]:
         groups_in_unequal_numbers,
         copies_that_were_called_parts,
         copies_of_a_nan,
+        copies_along_a_distinct_dimension,
     ]
 
 
@@ -768,3 +769,66 @@ def test_elements_of_copies_count_once_among_nan_too(returned: Returned) -> None
     for everywhere, alone in returned["copies_of_a_nan"]:
         assert everywhere == ({"weight on all 4 ranks": (1, 0)}, 1.0)
         assert alone == ({"weight on rank 2": (1, 0)}, 1.0)
+
+
+def copies_along_a_distinct_dimension(rank: int) -> dict[str, Any]:
+    """Experts differ along ep, and the router beside them does not: who counts it was not said."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = _mesh((2, 2), ("dp", "ep"))
+
+    def norm(**told: Any) -> Any:
+        model = nn.Module()
+        for name, seed in (("router", 0), ("expert", 1 + rank % 2)):
+            torch.manual_seed(seed)
+            setattr(model, name, nn.Parameter(torch.randn(4)))
+            getattr(model, name).grad = torch.randn(4)
+        if told.pop("on a mesh", False):
+            value, grad = model.router.detach(), model.router.grad
+            model.router = nn.Parameter(distribute_tensor(value, mesh["dp"], [Replicate()]))
+            model.router.grad = distribute_tensor(grad, mesh["dp"], [Replicate()])
+        made: list[float] = []
+        refused = _refusal(
+            lambda: made.append(
+                gradilocks.GradientControl(
+                    torch.optim.SGD(model.parameters(), lr=0.0),
+                    model=model,
+                    scale=None,
+                    mesh=mesh,
+                    distinct="ep",
+                    **told,
+                )
+                .step()
+                .norm
+            )
+        )
+        return refused or made[0]
+
+    def all_hold(name: str, param: torch.Tensor) -> int | None:
+        return 4 if name == "router" else None
+
+    def first_counts(name: str, param: torch.Tensor) -> int | None:
+        return 0 if name == "router" and rank % 2 else None
+
+    return {
+        "plain": norm(),
+        "on a mesh": norm(**{"on a mesh": True}),
+        "plain, told": norm(copies=all_hold),
+        "on a mesh, told": norm(**{"on a mesh": True}, copies=first_counts),
+    }
+
+
+def test_a_copy_along_a_distinct_dimension_is_not_counted_twice(returned: Returned) -> None:
+    drawn = []
+    for seed in (0, 1, 2):
+        torch.manual_seed(seed)
+        torch.randn(4)
+        drawn.append(torch.randn(4))
+    expected = torch.cat(drawn).double().norm().float().item()
+    for found in returned["copies_along_a_distinct_dimension"]:
+        for name in ("plain", "on a mesh"):
+            assert (
+                "router has the same values and the same gradient on ranks 0 and 1" in found[name]
+            )
+            assert "4 for a plain tensor that all 4 ranks hold" in found[name]
+            assert found[f"{name}, told"] == expected

@@ -138,6 +138,9 @@ class ModelRanks:
     keys: tuple[Hashable, ...] | None
     """For each parameter, what tells it from all others on all ranks: two with one key are parts or
     copies of one tensor. None if that is not known."""
+    told_apart: tuple[Tensor, ...] = ()
+    """Parameters that are other tensors than those of the same name elsewhere, because it was said
+    of the ranks and not of them."""
     counting_each: Mapping[int, bool] | None = None
     """As `counting`, in the norm of the tensor by itself: what `copies=` leaves to others, such as
     the second of tied embeddings, counts there if it has a key of its own. None if all is alike."""
@@ -231,6 +234,7 @@ def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mod
         shapes=_shapes(params),
         counting=counting,
         keys=tuple(keys),
+        told_apart=tuple(params) if apart else (),
     )
     return _with_copies(known, options.copies, name, told_by_mesh=True)
 
@@ -299,6 +303,7 @@ def _by_group_beside_meshes(
         shapes=_shapes(params),
         counting={id(param): True for param in params},
         keys=tuple((name(param), mine[0]) for param in params),
+        told_apart=tuple(params),
     )
     return _with_copies(known, options.copies, name)
 
@@ -416,10 +421,13 @@ def _with_copies(
     clear = all(
         _is_one_tensor([number for _, number in held], told_by_mesh) for held in holders.values()
     )
+    said = {id(param) for listed in wanted.values() for param in listed}
+    said |= {key for key, counts in counting.items() if counts != each[key]}
     return replace(
         known,
         counting=counting,
         counting_each=each,
+        told_apart=tuple(param for param in known.told_apart if id(param) not in said),
         keys=tuple(keys[id(param)] for param in known.params) if clear else None,
     )
 

@@ -36,6 +36,8 @@ from gradilocks.ranks.agreement import (
     RankAgreement,
     fingerprint,
     refuse_different,
+    refuse_same_apart,
+    shown_apart,
 )
 from gradilocks.ranks.collective import reduce, reduce_apart, reduce_each
 from gradilocks.ranks.layout import has_other_ranks, ranks_in, world_size
@@ -526,7 +528,7 @@ class Engine:
         if anew:
             # Where others have not changed, they do not listen: a thaw or an addition on one rank.
             if all(report[REPORT.index("anew")] for report in reports):
-                self._tell_table(model_ranks)
+                self._tell_table(model_ranks, finite=not broken)
             self._table_of = model_ranks
         table = self._known_table
         together = Together(rank_group.ranks, rows, names or table.names)
@@ -622,16 +624,21 @@ class Engine:
         ranks = ranks_in(group)
         refuse_different(ranks, tell_all(self.settings(), ranks, group))
 
-    def _tell_table(self, model_ranks: ModelRanks) -> None:
-        """The ranks tell each other which parameters they have: all of them, or none may."""
+    def _tell_table(self, model_ranks: ModelRanks, *, finite: bool) -> None:
+        """The ranks tell each other which parameters they have: all of them, or none may.
+
+        Raises, on all of them, if they have not the same settings, or hold copies of what was said
+        to be different.
+        """
         ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
         if self._table_of is not None:
             self._names_told, self._order_of = [], None
         self.backward_order(model_ranks)
-        mine_told = self._names_told, model_ranks.keys, self.settings()
-        told = tell_all(mine_told, ranks, group)
+        shown = shown_apart(model_ranks) if finite else {}
+        told = tell_all((self._names_told, model_ranks.keys, shown, self.settings()), ranks, group)
         refuse_different(ranks, [settings for *_, settings in told])
-        every = {key for _, keys, _ in told for key in keys or ()}
+        refuse_same_apart(ranks, [shown for _, _, shown, _ in told])
+        every = {key for _, keys, *_ in told for key in keys or ()}
         places = {key: place for place, key in enumerate(sorted(every, key=repr))}
         mine = zip(model_ranks.params, model_ranks.keys or (), strict=False)
         self._known_table = _Table(
