@@ -86,7 +86,8 @@ class GradientControl:
         distinct: its dimensions along which ranks hold different parameters, such as pipeline
             stages and experts; along all others they hold the same.
         copies: how many ranks hold the same elements of a plain parameter: a number, or a function
-            of its name and the parameter.
+            of its name and the parameter, which returns 0 where another rank counts them (also for
+            a DTensor, as the second of tied embeddings), and None to go by all else that is known.
         record: a path for a run file, a Recorder, or None. It changes no number.
 
     Example:

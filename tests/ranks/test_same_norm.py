@@ -113,7 +113,7 @@ def training(rank: int) -> dict[str, Any]:
     chosen = {"grid": POLICIES, "FSDP2": POLICIES if dist.get_world_size() < 4 else ("norm",)}
     if dist.get_world_size() == 8:
         chosen["grid"] = ("norm", "per tensor", "z-score")
-    return _training(rank, lambda name: chosen.get(name, ("norm", "per tensor")))
+    return _training(rank, lambda name: chosen.get(name, ("norm",)))
 
 
 def all_training(rank: int) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def _programs() -> list[Callable[[int], Any]]:
         copies_that_were_called_parts,
         copies_of_a_nan,
         copies_along_a_distinct_dimension,
+        nothing_said_of_some,
     ]
 
 
@@ -832,3 +833,46 @@ def test_a_copy_along_a_distinct_dimension_is_not_counted_twice(returned: Return
             )
             assert "4 for a plain tensor that all 4 ranks hold" in found[name]
             assert found[f"{name}, told"] == expected
+
+
+def nothing_said_of_some(rank: int) -> dict[str, Any]:
+    """A rule that speaks of experts alone: the router is what it is without it, and looked at."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def rule(name: str, param: torch.Tensor) -> int | None:
+        return 1 if name == "expert" else None
+
+    found: dict[str, Any] = {}
+    for name, told in {"world": {}, "group": {"process_group": dist.group.WORLD}}.items():
+        for alike in (True, False):
+            model = _Model(expert=(1.0 + rank, 1.0 + rank), router=(1.0, 12.0 + rank * (not alike)))
+            mesh = _mesh((4,), ("dp",))
+            model.dense = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+            model.dense.grad = distribute_tensor(torch.full((4,), 3.0), mesh, [Shard(0)])
+            made: list[Any] = []
+            refused = _refusal(
+                lambda model=model, told=told, made=made: made.append(
+                    _norms(model, copies=rule, **told)
+                )
+            )
+            found[f"{name}, {alike}"] = refused or made[0]
+    grid = _mesh((2, 2), ("pp", "dp"))
+    model = _Model(expert=(1.0 + rank, 1.0 + rank), router=(1.0, 12.0))
+    model.dense = nn.Parameter(distribute_tensor(torch.zeros(4), grid["dp"], [Shard(0)]))
+    found["stages"] = _refusal(
+        lambda: _norms(model, copies=rule, process_group=grid["pp"].get_group())
+    )
+    plain = _Model(expert=(1.0 + rank, 1.0 + rank), router=(1.0, 12.0))
+    found["no mesh at all"] = _norms(plain, copies=rule)
+    return found
+
+
+def test_what_copies_says_nothing_of_is_taken_as_without_it(returned: Returned) -> None:
+    experts = [1.0, 2.0, 3.0, 4.0]
+    for found in returned["nothing_said_of_some"]:
+        for name in ("world", "group"):
+            whole = _expected([*experts, 12.0, 3.0, 3.0])
+            assert found[f"{name}, True"] == pytest.approx(whole, rel=1e-7), name
+            assert "their gradients are not the same" in found[f"{name}, False"], name
+        assert "router is a plain tensor beside DTensors" in found["stages"]
+        assert found["no mesh at all"] == pytest.approx(_expected([*experts, 12.0]), rel=1e-7)
