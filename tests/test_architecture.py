@@ -221,8 +221,7 @@ READ_ELSEWHERE = {
     },
     "kernels/chunks.py": {"int(each.sum())", "int(counts.max())"},  # Tables, made on the CPU.
     "kernels/triton_launch.py": {"torch.equal(cells, expected)"},  # A launcher is tried out, once.
-    # At a first step at which two ranks have the same gradients.
-    "ranks/agreement.py": {"bool((param != param.reshape(-1)[0]).any())"},
+    "ranks/agreement.py": {"bool((tensor != tensor.reshape(-1)[0]).any())"},  # At a first step.
     "ranks/layout.py": {"mesh.mesh.flatten().tolist()"},  # A mesh's ranks lie on the CPU.
     "ranks/model_ranks.py": {
         "mesh.mesh.flatten().tolist()",

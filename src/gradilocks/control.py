@@ -92,7 +92,8 @@ class GradientControl:
         distinct: its dimensions along which ranks hold different parameters, such as pipeline
             stages and experts; along all others they hold the same.
         copies: how many ranks hold the same elements of a plain parameter: a number, or a function
-            of its name and the parameter.
+            of its name and the parameter, which returns 0 where another rank counts them (also for
+            a DTensor, as the second of tied embeddings), and None to go by all else that is known.
         check_replicas_every: compare, at the first step and every so many steps, whether ranks that
             hold the same parameters and gradients have the same norms to the last bit, and raise
             ReplicasDiffer on all of them if not. Such a step reads parameters and gradients once

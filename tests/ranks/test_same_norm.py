@@ -107,6 +107,20 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def training(rank: int) -> dict[str, Any]:
+    """Every policy in some layout, and each layout under some policy: all of them take minutes."""
+    import torch.distributed as dist
+
+    chosen = {"grid": POLICIES, "FSDP2": POLICIES if dist.get_world_size() < 4 else ("norm",)}
+    if dist.get_world_size() == 8:
+        chosen["grid"] = ("norm", "per tensor", "z-score")
+    return _training(rank, lambda name: chosen.get(name, ("norm",)))
+
+
+def all_training(rank: int) -> dict[str, Any]:
+    return _training(rank, lambda name: POLICIES)
+
+
+def _training(rank: int, policies: Callable[[str], Any]) -> dict[str, Any]:
     """Ten steps with an overflow on the last rank in one of them, under a scale that moves."""
     import torch.distributed as dist
     from torch.distributed.tensor import distribute_tensor
@@ -128,9 +142,7 @@ def training(rank: int) -> dict[str, Any]:
                 local.to_local().reshape(-1)[0] = math.inf
             return made
 
-        # Eight processes take their time on two cores: there, one policy of each kind.
-        chosen = POLICIES if dist.get_world_size() < 8 else ("norm", "per tensor", "z-score")
-        for policy in chosen:
+        for policy in policies(name):
             params = [
                 nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, each))
                 for shape, each in zip(SHAPES, placed, strict=True)
@@ -187,6 +199,19 @@ def test_the_norm_is_that_of_one_process_bit_for_bit(returned: dict[str, list[An
 
 
 def test_training_is_that_of_one_process_bit_for_bit(returned: dict[str, list[Any]]) -> None:
+    _check_training(returned["training"])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_policies_train_as_one_process_in_all_layouts(
+    tmp_path_factory: pytest.TempPathFactory, ranks: int
+) -> None:
+    folder = tmp_path_factory.mktemp("policies")
+    _check_training(run_all([all_training], folder, ranks=ranks)["all_training"])
+
+
+def _check_training(of_ranks: list[Any]) -> None:
     def gradients(step: int, scale: float) -> list[Tensor]:
         made = [grad * scale for grad in _training_gradients(step)]
         if step == BAD_STEP:
@@ -200,7 +225,7 @@ def test_training_is_that_of_one_process_bit_for_bit(returned: dict[str, list[An
         expected[policy] = seen, [param.detach().tolist() for param in params]
         assert seen[BAD_STEP][0]
         assert any(clipped for _, clipped, *_ in seen), policy
-    for found in returned["training"]:
+    for found in of_ranks:
         for name, (seen, mine) in found.items():
             alone, values = expected[name.rpartition(", ")[2]]
             assert seen == alone, name

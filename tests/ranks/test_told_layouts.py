@@ -39,6 +39,8 @@ def _programs() -> list[Callable[[int], Any]]:
         groups_in_unequal_numbers,
         copies_that_were_called_parts,
         copies_of_a_nan,
+        copies_along_a_distinct_dimension,
+        nothing_said_of_some,
     ]
 
 
@@ -771,3 +773,109 @@ def test_elements_of_copies_count_once_among_nan_too(returned: Returned) -> None
     for everywhere, alone in returned["copies_of_a_nan"]:
         assert everywhere == ({"weight on all 4 ranks": (1, 0)}, 1.0)
         assert alone == ({"weight on rank 2": (1, 0)}, 1.0)
+
+
+def copies_along_a_distinct_dimension(rank: int) -> dict[str, Any]:
+    """Experts differ along ep, and the router beside them does not: who counts it was not said."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = _mesh((2, 2), ("dp", "ep"))
+
+    def norm(**told: Any) -> Any:
+        model = nn.Module()
+        for name, seed in (("router", 0), ("expert", 1 + rank % 2)):
+            torch.manual_seed(seed)
+            setattr(model, name, nn.Parameter(torch.randn(4)))
+            getattr(model, name).grad = torch.randn(4)
+        if told.pop("on a mesh", False):
+            value, grad = model.router.detach(), model.router.grad
+            model.router = nn.Parameter(distribute_tensor(value, mesh["dp"], [Replicate()]))
+            model.router.grad = distribute_tensor(grad, mesh["dp"], [Replicate()])
+        made: list[float] = []
+        refused = _refusal(
+            lambda: made.append(
+                gradilocks.GradientControl(
+                    torch.optim.SGD(model.parameters(), lr=0.0),
+                    model=model,
+                    scale=None,
+                    mesh=mesh,
+                    distinct="ep",
+                    **told,
+                )
+                .step()
+                .norm
+            )
+        )
+        return refused or made[0]
+
+    def all_hold(name: str, param: torch.Tensor) -> int | None:
+        return 4 if name == "router" else None
+
+    def first_counts(name: str, param: torch.Tensor) -> int | None:
+        return 0 if name == "router" and rank % 2 else None
+
+    return {
+        "plain": norm(),
+        "on a mesh": norm(**{"on a mesh": True}),
+        "plain, told": norm(copies=all_hold),
+        "on a mesh, told": norm(**{"on a mesh": True}, copies=first_counts),
+    }
+
+
+def test_a_copy_along_a_distinct_dimension_is_not_counted_twice(returned: Returned) -> None:
+    drawn = []
+    for seed in (0, 1, 2):
+        torch.manual_seed(seed)
+        torch.randn(4)
+        drawn.append(torch.randn(4))
+    expected = torch.cat(drawn).double().norm().float().item()
+    for found in returned["copies_along_a_distinct_dimension"]:
+        for name in ("plain", "on a mesh"):
+            assert (
+                "router has the same values and the same gradient on ranks 0 and 1" in found[name]
+            )
+            assert "4 for a plain tensor that all 4 ranks hold" in found[name]
+            assert found[f"{name}, told"] == expected
+
+
+def nothing_said_of_some(rank: int) -> dict[str, Any]:
+    """A rule that speaks of experts alone: the router is what it is without it, and looked at."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def rule(name: str, param: torch.Tensor) -> int | None:
+        return 1 if name == "expert" else None
+
+    found: dict[str, Any] = {}
+    for name, told in {"world": {}, "group": {"process_group": dist.group.WORLD}}.items():
+        for alike in (True, False):
+            model = _Model(expert=(1.0 + rank, 1.0 + rank), router=(1.0, 12.0 + rank * (not alike)))
+            mesh = _mesh((4,), ("dp",))
+            model.dense = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+            model.dense.grad = distribute_tensor(torch.full((4,), 3.0), mesh, [Shard(0)])
+            made: list[Any] = []
+            refused = _refusal(
+                lambda model=model, told=told, made=made: made.append(
+                    _norms(model, copies=rule, **told)
+                )
+            )
+            found[f"{name}, {alike}"] = refused or made[0]
+    grid = _mesh((2, 2), ("pp", "dp"))
+    model = _Model(expert=(1.0 + rank, 1.0 + rank), router=(1.0, 12.0))
+    model.dense = nn.Parameter(distribute_tensor(torch.zeros(4), grid["dp"], [Shard(0)]))
+    found["stages"] = _refusal(
+        lambda: _norms(model, copies=rule, process_group=grid["pp"].get_group())
+    )
+    plain = _Model(expert=(1.0 + rank, 1.0 + rank), router=(1.0, 12.0))
+    found["no mesh at all"] = _norms(plain, copies=rule)
+    return found
+
+
+def test_what_copies_says_nothing_of_is_taken_as_without_it(returned: Returned) -> None:
+    experts = [1.0, 2.0, 3.0, 4.0]
+    for found in returned["nothing_said_of_some"]:
+        for name in ("world", "group"):
+            whole = _expected([*experts, 12.0, 3.0, 3.0])
+            assert found[f"{name}, True"] == pytest.approx(whole, rel=1e-7), name
+            assert "their gradients are not the same" in found[f"{name}, False"], name
+        assert "router is a plain tensor beside DTensors" in found["stages"]
+        assert found["no mesh at all"] == pytest.approx(_expected([*experts, 12.0]), rel=1e-7)

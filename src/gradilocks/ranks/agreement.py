@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradilocks.errors import ScaleMisuse
 from gradilocks.kernels.reference import total_norm
-from gradilocks.ranks.layout import shortened
+from gradilocks.ranks.layout import local_of, shortened
 from gradilocks.ranks.model_ranks import ModelRanks, checksum, is_trained, tell_all
 from gradilocks.values import moved, wide
 
@@ -35,7 +35,9 @@ __all__ = [
     "are_copies",
     "fingerprint",
     "refuse_different",
+    "refuse_same_apart",
     "refuse_uncounted",
+    "shown_apart",
 ]
 
 _DIRECTIONS = 4
@@ -311,6 +313,52 @@ def refuse_uncounted(ranks: Sequence[int], told: Sequence[Mapping[Hashable, bool
                 )
 
 
+def shown_apart(ranks: ModelRanks) -> dict[Hashable, tuple[object, ...]]:
+    """What this rank shows of parameters that were said to be other tensors than elsewhere.
+
+    Returns:
+        By a parameter's key, numbers that follow from the bits of its values and its gradient; of
+        those only that tell something: not all elements are the same. Waits for the device.
+    """
+    keys = dict(zip(map(id, ranks.params), ranks.keys or (), strict=False))
+    found: dict[Hashable, tuple[object, ...]] = {}
+    for param in ranks.told_apart:
+        value, grad = local_of(param), local_of(param.grad)
+        if grad is not None and not grad.is_sparse and _is_drawn(value) and _is_drawn(grad):
+            key = keys.get(id(param), id(param))
+            found[key] = (tuple(value.shape), checksum(value), checksum(grad))
+    return found
+
+
+def refuse_same_apart(
+    ranks: Sequence[int], shown: Sequence[Mapping[Any, tuple[object, ...]]]
+) -> None:
+    """Raises, on all ranks alike, if a parameter that was said to differ between them is a copy.
+
+    Args:
+        ranks: in the order of `shown`.
+        shown: of each rank, what `shown_apart` returned, of finite gradients.
+    """
+    seen: dict[tuple[object, ...], tuple[int, Any]] = {}
+    for rank, theirs in zip(ranks, shown, strict=True):
+        for key, bits in theirs.items():
+            name = key[0] if isinstance(key, tuple) else key
+            first, first_key = seen.setdefault((name, *bits), (rank, key))
+            if first_key != key:
+                raise ValueError(
+                    f"{name} has the same values and the same gradient on ranks {first} and {rank},"
+                    " bit for bit, where distinct= or process_group= says that they hold different "
+                    "parameters: it is a copy, and would count more than once. Say who counts it "
+                    f"by copies=: {len(ranks)} for a plain tensor that all {len(ranks)} ranks "
+                    "hold, 0 on all but the first that holds it otherwise, None for all others."
+                )
+
+
+def _is_drawn(tensor: Tensor) -> bool:
+    """Whether a tensor has different elements: zeros and ones are the same everywhere."""
+    return tensor.numel() > 0 and bool((tensor != tensor.reshape(-1)[0]).any())
+
+
 _ELSEWHERE = (
     "another rank has a DTensor on other ranks than these, and whether those hold copies of it or "
     "other parts of the model is not known: the error on that rank names it, and the way out."
@@ -349,9 +397,7 @@ def _refuse_same_parts(ranks: ModelRanks, rows: Sequence[Sequence[float]], names
         return
     (group,) = ranks.rank_group.groups
     mine = [(tuple(param.shape), checksum(param)) for param in ranks.plain]
-    drawn = any(
-        bool((param != param.reshape(-1)[0]).any()) for param in ranks.plain if param.numel()
-    )
+    drawn = any(map(_is_drawn, ranks.plain))
     told = tell_all((mine, drawn), ranks.rank_group.ranks, group)
     together = list(zip(rows, told, strict=True))
     same = [at for at in _same_gradients(rows) if together.count(together[at]) > 1]

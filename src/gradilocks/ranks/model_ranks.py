@@ -143,6 +143,9 @@ class ModelRanks:
     copied: Mapping[int, Hashable | None] = field(default_factory=dict)
     """By the id of a plain parameter that `copies=` is about, what its elements are known by on all
     ranks; None if another rank counts them and which one was not said."""
+    told_apart: tuple[Tensor, ...] = ()
+    """Parameters that are other tensors than those of the same name elsewhere, because it was said
+    of the ranks and not of them."""
     counting_each: Mapping[int, bool] | None = None
     """As `counting`, in the norm of the tensor by itself: what `copies=` leaves to others, such as
     the second of tied embeddings, counts there if it has a key of its own. None if all is alike."""
@@ -266,6 +269,7 @@ def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mod
         params=tuple(params),
         counting=counting,
         keys=tuple(keys),
+        told_apart=tuple(params) if apart else (),
     )
     known = _with_copies(known, options.copies, name, told_by_mesh=True)
     by_mesh = {
@@ -289,7 +293,7 @@ def _by_group(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mo
     kind = meshes[0][0].device_type if meshes else device.type
     rank_group = RankGroup(ranks, (group,), device_for(group, kind, device))
     counting = {id(param): True for param in params}
-    unproven = _plain(params) if options.copies is None else []
+    unproven = _plain(params) if meshes or options.copies is None else []
     if meshes:
         counting |= dict.fromkeys(map(id, unproven), _my_rank() == ranks[0])
     known = ModelRanks(
@@ -317,8 +321,7 @@ def _by_group_beside_meshes(
     problem = None
     unlike = [(mesh, param) for mesh, param in meshes if list(ranks_on(mesh)) != mine]
     plain = [p for p in _plain(params) if is_trained(p)] if meshes else []
-    if options.copies is not None:
-        plain = []
+    plain = [param for param in plain if _copies_of(param, options.copies, name) is None]
     if unlike:
         problem = _several_meshes(*unlike[0], name, mine)
     elif plain:
@@ -334,6 +337,7 @@ def _by_group_beside_meshes(
         params=tuple(params),
         counting={id(param): True for param in params},
         keys=tuple((name(param), mine[0]) for param in params),
+        told_apart=tuple(params),
     )
     return _with_copies(known, options.copies, name)
 
@@ -357,7 +361,7 @@ def _by_tensors(
     near = fitting[0][1].device if fitting else params[0].device
     rank_group = RankGroup(ranks, (None,), device_for(None, kind, near))
     counting = {id(param): True for param in params}
-    plain = _plain(params) if options.copies is None else []
+    plain = _plain(params)
     counting |= dict.fromkeys(map(id, plain), _my_rank() == 0)
     known = ModelRanks(
         rank_group=rank_group,
@@ -406,7 +410,7 @@ def _with_copies(
             problem = (
                 f"copies= says {number!r} for {name(param)}: it is the number of ranks that hold "
                 f"the same elements of it, 1 to {len(ranks)} here; 0 if another rank counts them, "
-                "None to go by mesh=."
+                "None to go by what is known without it."
             )
         else:
             wanted.setdefault(number, []).append(param)
@@ -453,14 +457,22 @@ def _with_copies(
         for key, held in holders.items()
         if not _is_one_tensor([number for _, number in held], told_by_mesh)
     ]
+    said = {id(param) for listed in wanted.values() for param in listed}
+    said |= {key for key, counts in counting.items() if counts != each[key]}
     return replace(
         known,
+        plain=tuple(param for param in known.plain if id(param) not in said),
         counting=counting,
         counting_each=each,
+        told_apart=tuple(param for param in known.told_apart if id(param) not in said),
         copied=copied,
         keys=tuple(keys[id(param)] for param in known.params),
         ambiguous=frozenset(ambiguous),
     )
+
+
+def _copies_of(param: Tensor, copies: Copies | None, name: _Name) -> int | None:
+    return copies(name(param), param) if callable(copies) else copies
 
 
 def _is_one_tensor(numbers: Sequence[int], told_by_mesh: bool) -> bool:
@@ -545,8 +557,8 @@ def _coordinates(mesh: Any) -> dict[int, tuple[int, ...]]:
     return found
 
 
-_made: dict[tuple[int, tuple[int, ...]], Any] = {}
-"""The groups that were made here, by the default group that they belong to, and their ranks."""
+_made: dict[tuple[int, ...], tuple[Any, Any]] = {}
+"""The groups that were made here, by their ranks, each after the default group of its time."""
 
 
 def _group_for(
@@ -567,10 +579,10 @@ def _group_for(
     elif len(meet_by) == 1:
         (group,) = meet_by
     else:
-        key = id(dist.group.WORLD), ranks
-        if key not in _made:
-            _made[key] = _new_group(ranks, meet_by)
-        group = _made[key]
+        world, group = _made.get(ranks, (None, None))
+        if world is None or world is not dist.group.WORLD:
+            group = _new_group(ranks, meet_by)
+            _made[ranks] = dist.group.WORLD, group
     device = next((p.device for p in params if p.device.type == kind), params[0].device)
     return RankGroup(ranks, (group,), device_for(group, kind, device))
 

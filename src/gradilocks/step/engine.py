@@ -44,7 +44,9 @@ from gradilocks.ranks.agreement import (
     RankAgreement,
     fingerprint,
     refuse_different,
+    refuse_same_apart,
     refuse_uncounted,
+    shown_apart,
 )
 from gradilocks.ranks.all_parameters import (
     NOBODY,
@@ -804,7 +806,7 @@ class Engine:
         if anew:
             # Where others have not changed, they do not listen: a thaw or an addition on one rank.
             if all(report[REPORT.index("anew")] for report in reports):
-                self._meet(model_ranks)
+                self._meet(model_ranks, finite=not broken)
             self._table_of = model_ranks
         if not met.names:
             met = self._met  # Else the rows of this step name their places by what was told before.
@@ -948,8 +950,12 @@ class Engine:
         refuse_different(ranks, [settings for settings, _ in told])
         return frozenset(plan for _, plans in told for plan in plans)
 
-    def _meet(self, model_ranks: ModelRanks) -> None:
-        """The ranks tell each other which parameters they have: all of them, or none may."""
+    def _meet(self, model_ranks: ModelRanks, *, finite: bool) -> None:
+        """The ranks tell each other which parameters they have: all of them, or none may.
+
+        Raises, on all of them, if they have not the same settings, hold copies of what was said to
+        be different, or other parameters than was said.
+        """
         ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
         if self._table_of is not None:
             self._names_told, self._order_of = [], None
@@ -962,11 +968,15 @@ class Engine:
         table = None
         if self.clip_policy.apart and model_ranks.keys is not None:
             table = self._told_of(params, model_ranks.keys, counts_of(params, model_ranks))
+        shown = shown_apart(model_ranks) if finite else {}
         mine = self._names_told, owners, held, table, tuple(self.plans)
-        told = tell_all((*mine, model_ranks.by_mesh, self.settings()), ranks, group)
-        names, owners_of, lists, tables, plans, by_mesh, settings = zip(*told, strict=True)
+        told = tell_all((*mine, model_ranks.by_mesh, shown, self.settings()), ranks, group)
+        names, owners_of, lists, tables, plans, by_mesh, shown_by, settings = zip(
+            *told, strict=True
+        )
         refuse_different(ranks, settings)
         refuse_uncounted(ranks, by_mesh)
+        refuse_same_apart(ranks, shown_by)
         self._met = Met(
             names,
             owners_of,
