@@ -150,8 +150,10 @@ def test_what_a_clip_policy_has_learned_under_a_wrappers_names_is_found_again(ca
         return scaler.state_dict()
 
     saved = trained(None)
-    (state,) = saved["gradilocks_scaler"]["clip"]["states"]
+    (state,) = map(dict, saved["gradilocks_scaler"]["clip"]["states"])
     assert state["names"] == ["weight", "bias"]
-    state["names"] = ["module.weight", "module.bias"]  # As earlier versions named them.
+    # As earlier versions named them, and saved them.
+    state |= {"names": ["module.weight", "module.bias"], "memory": dict(state["memory"])}
+    saved["gradilocks_scaler"]["clip"]["states"] = [state]
     trained(saved)
     assert not caplog.records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import gradilocks
@@ -32,16 +34,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _made(*, optim: Any, clip: Any, **more: Any) -> tuple[nn.Module, Any, Any]:
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-    if more.get("master_weights"):
-        model = model.to(torch.bfloat16)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).to(dtype)
     if dist.is_initialized():
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def _made(*, optim: Any, clip: Any, **more: Any) -> tuple[nn.Module, Any, Any]:
+    model = _model(torch.bfloat16 if more.get("master_weights") else torch.float32)
     optimizer = optim(model.parameters(), lr=0.1, **more)
     scale = gradilocks.DynamicScale(init_scale=8.0, growth_interval=2)
     return (
@@ -62,6 +67,112 @@ def _trained(model: nn.Module, control: Any, steps: range) -> list[Any]:
         seen.append((outcome.step, outcome.norm, outcome.limit, control.scale))
         control.zero_grad()
     return seen
+
+
+SCALERS: dict[str, dict[str, Any]] = {
+    "as torch's": {"init_scale": 8.0, "growth_interval": 2},
+    "headroom": {"policy": gradilocks.HeadroomScale(init_scale=8.0), "clip": 1.0},
+    "chain": {"policy": gradilocks.DynamicScale(init_scale=8.0, growth_interval=2), "clip": LEARNS},
+    "AdaGC": {"init_scale": 8.0, "growth_interval": 2, "clip": gradilocks.AdaGC(warmup=2)},
+    "rows": {
+        "policy": gradilocks.DynamicScale.megatron(init_scale=8.0, growth_interval=2),
+        "clip": gradilocks.chain(
+            gradilocks.AdaptiveClip(0.5), gradilocks.SkipSpikes(0.01, window=4, at_least=2)
+        ),
+    },
+}
+
+
+def _with_scaler(scaler: Any, optim: Any) -> tuple[nn.Module, Any, Any]:
+    model = _model()
+    return model, optim(model.parameters(), lr=0.1, weight_decay=0.01), scaler
+
+
+def _scaled(model: nn.Module, optimizer: Any, scaler: Any, steps: range) -> list[Any]:
+    seen = []
+    for step in steps:
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        loss = model(inputs).square().mean() * (float("inf") if step == 5 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        told: list[Any] = [scaler.get_scale()]
+        if isinstance(scaler, gradilocks.GradScaler):
+            assert scaler.outcome is not None
+            told.append(scaler.outcome.skipped)
+            if isinstance(scaler.outcome, gradilocks.Outcome) and not scaler.outcome.skipped:
+                told += [scaler.outcome.norm, scaler.outcome.limit]
+        seen.append(told)
+        optimizer.zero_grad()
+    return [seen, [_whole(param) for param in model.parameters()]]
+
+
+def _whole(param: Any) -> Any:
+    return (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().tolist()
+
+
+def scaler_saving(folder: Path) -> dict[str, Any]:
+    found = {}
+    for name, settings in SCALERS.items():
+        scaler = gradilocks.GradScaler("cpu", **settings)
+        model, optimizer, scaler = _with_scaler(scaler, gradilocks.optim.AdamW)
+        _scaled(model, optimizer, scaler, range(4))
+        weights, state = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optim": state, "scaler": scaler}
+        dcp.save(saved, checkpoint_id=folder / f"scaler {name}")
+        found[name] = _scaled(model, optimizer, scaler, range(4, 8))
+    return found
+
+
+def scaler_loading(folder: Path) -> dict[str, Any]:
+    found = {}
+    for name, settings in SCALERS.items():
+        scaler = gradilocks.GradScaler("cpu", **settings)
+        model, optimizer, scaler = _with_scaler(scaler, gradilocks.optim.AdamW)
+        _load(folder / f"scaler {name}", model, optimizer, scaler)
+        found[name] = _scaled(model, optimizer, scaler, range(4, 8))
+    return found
+
+
+def _load(path: Path, model: nn.Module, optimizer: Any, scaler: Any, **more: Any) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    loaded: dict[str, Any] = {"model": weights, "optim": state, "scaler": scaler}
+    dcp.load(loaded, checkpoint_id=path, **more)
+    set_state_dict(
+        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"]
+    )
+
+
+def torch_saving(folder: Path) -> dict[str, Any]:
+    """What a user of torch alone has: FSDP2, its AdamW and its GradScaler."""
+    found = {}
+    for fused in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        optim = functools.partial(torch.optim.AdamW, fused=fused)
+        model, optimizer, _ = _with_scaler(scaler, optim)
+        _scaled(model, optimizer, scaler, range(4))
+        weights, state = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optim": state, "scaler": scaler}
+        dcp.save(saved, checkpoint_id=folder / f"torch {fused}")
+        found[str(fused)] = _scaled(model, optimizer, scaler, range(4, 8))
+    return found
+
+
+def torch_loading(folder: Path) -> dict[str, Any]:
+    found = {}
+    for fused in (False, True):
+        for name, settings in {
+            "as it is": {},
+            "with a policy": {"policy": gradilocks.DynamicScale(growth_interval=2)},
+            "with a clip": {"clip": gradilocks.ZScoreClip(1e9, warmup=2)},
+        }.items():
+            scaler = gradilocks.GradScaler("cpu", **settings)
+            model, optimizer, scaler = _with_scaler(scaler, gradilocks.optim.AdamW)
+            # What torch has not saved stays as it was made.
+            planner = DefaultLoadPlanner(allow_partial_load=True) if settings else None
+            _load(folder / f"torch {fused}", model, optimizer, scaler, planner=planner)
+            found[f"{fused} {name}"] = _scaled(model, optimizer, scaler, range(4, 8))
+    return found
 
 
 class _In:
@@ -107,23 +218,58 @@ def loading(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("checkpoint")
-    programs: Any = [_In(saving, folder)]
-    every = run_all(programs, tmp_path_factory.mktemp("saving"), ranks=4)["saving"]
-    assert all(each == every[0] for each in every)
-    return folder, every[0]
+    programs: Any = [_In(each, folder) for each in (saving, scaler_saving, torch_saving)]
+    returned = run_all(programs, tmp_path_factory.mktemp("saving"), ranks=4)
+    for every in returned.values():
+        assert all(each == every[0] for each in every)
+    return folder, {name: every[0] for name, every in returned.items()}
 
 
-@pytest.mark.parametrize("ranks", [4, 2, 1])
+LOADING = (loading, scaler_loading, torch_loading)
+
+
+@pytest.fixture(scope="module", params=[4, 2, 1])
+def loaded(
+    request: pytest.FixtureRequest,
+    saved: tuple[Path, dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, list[Any]]:
+    folder, _ = saved
+    if request.param == 1:
+        return {each.__name__: [each(folder)] for each in LOADING}
+    programs: Any = [_In(each, folder) for each in LOADING]
+    return run_all(programs, tmp_path_factory.mktemp("loading"), ranks=request.param)
+
+
 def test_fresh_objects_go_on_as_if_nothing_had_happened(
-    saved: tuple[Path, dict[str, Any]], tmp_path: Path, ranks: int
+    saved: tuple[Path, dict[str, Any]], loaded: dict[str, list[Any]]
 ) -> None:
-    folder, expected = saved
-    if ranks == 1:
-        returned = [loading(folder)]
-    else:
-        programs: Any = [_In(loading, folder)]
-        returned = run_all(programs, tmp_path, ranks=ranks)["loading"]
-    for found in returned:
+    expected = saved[1]["saving"]
+    for found in loaded["loading"]:
         for name in CASES:
             assert [each[0] for each in found[name]] == [5, 6, 7, 8]
             assert found[name] == expected[name], name
+
+
+def test_a_fresh_scaler_goes_on_with_what_its_policies_have_learned(
+    saved: tuple[Path, dict[str, Any]], loaded: dict[str, list[Any]]
+) -> None:
+    expected = saved[1]["scaler_saving"]
+    for found in loaded["scaler_loading"]:
+        for name, (seen, params) in expected.items():
+            assert any(told[1] for told in seen)
+            assert found[name][0] == [pytest.approx(told, rel=1e-6) for told in seen], name
+            for mine, theirs in zip(found[name][1], params, strict=True):
+                torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs))
+
+
+def test_a_checkpoint_of_torchs_own_parts_loads_into_ours(
+    saved: tuple[Path, dict[str, Any]], loaded: dict[str, list[Any]]
+) -> None:
+    expected = saved[1]["torch_saving"]
+    for found in loaded["torch_loading"]:
+        for name, (seen, params) in found.items():
+            torchs, weights = expected[name.split()[0]]
+            assert [told[0] for told in seen] == [told[0] for told in torchs], name
+            for mine, theirs in zip(params, weights, strict=True):
+                torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs))

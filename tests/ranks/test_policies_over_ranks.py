@@ -148,6 +148,8 @@ def _trained(
         if how == "control":
             outcome, after = made.step(), made.scale
         else:
+            if how == "unscaling":
+                made.unscale_(optimizer)
             made.step(optimizer)
             made.update()
             outcome, after = made.outcome, made.get_scale()
@@ -202,7 +204,8 @@ def _spoil_last_of_mesh(grads: dict[str, Tensor]) -> None:
 
 
 def _spoil_here(grads: dict[str, Tensor]) -> None:
-    grads["head.weight"].to_local().reshape(-1)[:1] = math.inf  # type: ignore[operator]
+    head: Any = grads["head.weight"]
+    (head.to_local() if hasattr(head, "to_local") else head).reshape(-1)[:1] = math.inf
 
 
 def _spoil_one(grads: dict[str, Tensor]) -> None:
@@ -228,8 +231,9 @@ def layouts(rank: int) -> dict[str, Any]:
     line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("all",))
     every = [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0)]]
     ways: dict[str, tuple[Placed, tuple[str, ...], dict[str, Any]]] = {
-        "FSDP2": (_on(line, [[Shard(0)]]), ("control", "scaler"), {}),
+        "FSDP2": (_on(line, [[Shard(0)]]), ("scaler", "unscaling"), {}),
         "line": (_on(line, every), ("control", "scaler"), {}),
+        "copies": (_as_it_is, ("control",), {"copies": ranks}),
     }
     if ranks > 2:
         grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
@@ -238,21 +242,20 @@ def layouts(rank: int) -> dict[str, Any]:
         halves = _on(grid["tp"], every)
         ways = {
             "grid": (_on(grid, pairs), ("control", "scaler"), {}),
-            "HSDP": (_on(grid, [[Replicate(), Shard(0)]]), ("control",), {}),
             "tp inside dp": (halves, ("control",), {"mesh": grid}),
             "tp alone": (halves, ("scaler",), {}),  # The others hold copies, and are not asked.
         }
     found = {}
     for way, (placed, drivers, told) in ways.items():
         for how in drivers:
-            for policy in POLICIES if way in _WITH_ALL else APART:
+            for policy in POLICIES if (way, how) in _WITH_ALL else APART:
                 spoil = _spoil_last if how == "control" else _spoil_last_of_mesh
                 came = _trained(how, POLICIES[policy], placed, spoil=spoil, **told)
                 found[way, how, policy] = _full(came)
     return found
 
 
-_WITH_ALL = ("line", "grid")
+_WITH_ALL = ("line", "control"), ("line", "scaler"), ("grid", "scaler")
 APART = [name for name, clip in CLIPS.items() if clip.apart]
 """Those that need more than the norm of all: they are tried on every layout."""
 
@@ -274,14 +277,14 @@ def stages(rank: int) -> dict[str, Any]:
         ways["by a group"] = sharded, {"process_group": mesh["pp"].get_group()}
     found = {}
     for way, (placed, options) in ways.items():
-        for policy in APART:
+        for policy in APART[:: 4 if way == "by a group" else 1]:
             found[way, policy] = _full(
                 _trained(
                     "control",
                     POLICIES[policy],
                     placed,
                     names=names,
-                    spoil=_spoil_head,
+                    spoil=_spoil_last,
                     **options,
                 )
             )
@@ -297,7 +300,7 @@ def patterns_that_fit_nobody(rank: int) -> str:
     settings = {"policy": StaticScale(1.0), "clip": AdaptiveClip(exclude=("haed.*",))}
     told: dict[str, Any] = {"mesh": mesh, "distinct": ("pp",)}
     try:
-        _trained("control", settings, _as_it_is, names=names, spoil=_spoil_head, **told)
+        _trained("control", settings, _as_it_is, names=names, spoil=_spoil_last, **told)
     except ValueError as error:
         return str(error)
     return ""
@@ -305,13 +308,6 @@ def patterns_that_fit_nobody(rank: int) -> str:
 
 def _as_it_is(_: str, value: Tensor) -> Tensor:
     return value.clone()
-
-
-def _spoil_head(grads: dict[str, Tensor]) -> None:
-    """An Inf on the last rank, whose stage is the last one."""
-    if dist.get_rank() == dist.get_world_size() - 1:
-        local: Any = grads["head.weight"]
-        (local.to_local() if hasattr(local, "to_local") else local).reshape(-1)[:1] = math.inf
 
 
 def two_models(rank: int) -> dict[str, Any]:
@@ -423,6 +419,77 @@ def _stepped(how: str, model: nn.Module, told: dict[str, Any]) -> list[Any]:
     return _full([seen, dict(model.named_parameters())])
 
 
+def headroom_of_fsdp2(rank: int) -> dict[str, Any]:
+    """Of RANKS.md: the gradients' largest magnitude is 4 on the last rank and 1 on the others."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = dist.get_world_size()
+    found = {}
+    for how in ("step", "unscale_ first", "with a clip"):
+        model = nn.Linear(2, ranks, bias=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+        found[how] = _headroom(model, how, ranks)
+    return found
+
+
+def _headroom(model: nn.Module, how: str, rows: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    clip = AdaptiveClip(0.01) if how == "with a clip" else None
+    scaler = gradilocks.GradScaler("cpu", policy=HeadroomScale(), clip=clip)
+    factors = torch.ones(rows)
+    factors[-1] = 4.0
+    scales = []
+    for _ in range(3):
+        scaler.scale((model(torch.ones(1, 2)) * factors).sum()).backward()
+        if how == "unscale_ first":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def only_one_rank_is_clipped(rank: int) -> dict[str, Any]:
+    """Rank 0 has all that passes a bound, and every rank says that the step was clipped."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
+    sharded = _on(mesh, [[Shard(0)]])
+    value = torch.full((9, 6), 0.1)
+    value[0] = 5.0
+    found: dict[str, Any] = {}
+    for name, clip in {
+        "value": ClipByValue(1.0),
+        "rows": AdaptiveClip(0.5),
+        "tensors": ClipPerTensor(4.0),
+        "nobody": ClipByValue(6.0),
+    }.items():
+        for how in ("control", "scaler", "stages"):
+            param = nn.Parameter(sharded("a.weight", torch.ones(9, 6)))
+            param.grad = sharded("a.weight", value)
+            told: dict[str, Any] = {}
+            if how == "stages":
+                param = nn.Parameter(torch.ones(9, 6))
+                param.grad = (value if rank == 0 else value[1:2].expand(9, 6)).clone()
+                told = {"mesh": mesh, "distinct": ("pp",)}
+            optimizer = torch.optim.SGD([param], lr=0.0)
+            outcome: Any
+            if how == "scaler":
+                scaler = gradilocks.GradScaler("cpu", init_scale=1.0, clip=clip)
+                scaler.scale(torch.ones(()))
+                scaler.step(optimizer)
+                outcome = scaler.outcome
+            else:
+                control = gradilocks.GradientControl(optimizer, scale=None, clip=clip, **told)
+                outcome = control.step()
+            found[f"{how}, {name}"] = outcome.clipped
+    return found
+
+
 def summands_and_copies(rank: int) -> dict[str, Any]:
     """Partial gradients, plain copies beside shards, sparse rows of a copy, a gradient laid out
     otherwise than its parameter, and a rank that lacks one: the units of one process."""
@@ -525,7 +592,7 @@ def returned(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:
     programs: list[Any] = [layouts, stages, summands_and_copies, how_often_ranks_meet]
-    programs.append(patterns_that_fit_nobody)
+    programs += [patterns_that_fit_nobody, headroom_of_fsdp2, only_one_rank_is_clipped]
     if request.param == 4:
         programs += [two_models, wrapped]
     return run_all(programs, tmp_path_factory.mktemp("policies"), ranks=request.param)
@@ -536,8 +603,9 @@ def alone() -> dict[tuple[str, str], list[Any]]:
     """What one process does, by driver and policy."""
     return {
         (how, policy): _trained(how, settings, _as_it_is, spoil=_spoil_one)
-        for how in ("control", "scaler")
+        for how in ("control", "scaler", "unscaling")
         for policy, settings in POLICIES.items()
+        if how != "unscaling" or policy in APART
     }
 
 
@@ -546,6 +614,21 @@ def test_a_pattern_that_fits_no_ranks_parameters_is_refused_by_all(
 ) -> None:
     for told in returned["patterns_that_fit_nobody"]:
         assert told.startswith("exclude: 'haed.*' fits no parameter")
+
+
+def test_a_scaler_over_fsdp2_finds_one_headroom(returned: dict[str, list[Any]]) -> None:
+    every = returned["headroom_of_fsdp2"]
+    for found in every:
+        for how, scales in found.items():
+            assert scales == [512.0] * 3  # Of 1 alone it would be 2048.
+            assert scales == _headroom(nn.Linear(2, len(every), bias=False), how, len(every))
+
+
+def test_every_rank_says_whether_a_step_was_clipped_on_any(
+    returned: dict[str, list[Any]],
+) -> None:
+    for found in returned["only_one_rank_is_clipped"]:
+        assert found == {case: not case.endswith("nobody") for case in found}
 
 
 def _assert_same(found: list[Any], expected: list[Any], policy: str, where: object) -> None:

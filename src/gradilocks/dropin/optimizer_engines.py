@@ -108,8 +108,13 @@ class OptimizerEngines:
             )
 
     def saved_clip(self) -> dict[str, Any]:
-        """The clip policy and what it has learned, in plain numbers."""
-        return {"policy": describe(self.clip), "states": self._learned()}
+        """The clip policy and what it has learned, in plain numbers.
+
+        Of each optimizer as pairs of a name and a value, no dict: torch.distributed.checkpoint asks
+        a fresh scaler which keys there are, and that one has not met its optimizers yet.
+        """
+        states = [[[key, _pairs(each[key])] for key in sorted(each)] for each in self._learned()]
+        return {"policy": describe(self.clip), "states": states}
 
     def checked_clip(self, saved: Any, model: Any) -> tuple[ClipPolicy, list[dict[str, Any]]]:
         """The policy and its memories from `saved_clip`; raises BadState and changes nothing."""
@@ -118,6 +123,14 @@ class OptimizerEngines:
         policy = rebuild(self.clip, saved["policy"], "clip", owner="scaler")
         states = saved["states"]
         fit = isinstance(states, list)
+        if fit:
+            states = [_as_dict(state) for state in states]
+            states = [
+                {**state, "memory": _as_dict(state["memory"])}
+                if isinstance(state, Mapping) and "memory" in state
+                else state
+                for state in states
+            ]
         for state in states if fit else ():
             fit = fit and isinstance(state, Mapping) and set(state) == _FIELDS
             fit = fit and isinstance(state["names"], list) and isinstance(state["sizes"], list)
@@ -190,6 +203,19 @@ def _refuse_patterns(policy: ClipPolicy, model: Any) -> None:
     for key, message in policy.misfits(every, [(-1, None)] * len(every)).items():
         if isinstance(key, str) and (isinstance(policy, AdaptiveClip) or set(key) & _IN_A_PATTERN):
             raise ValueError(message)
+
+
+def _pairs(value: Any) -> Any:
+    return [[key, each] for key, each in value.items()] if isinstance(value, Mapping) else value
+
+
+def _as_dict(value: Any) -> Any:
+    """Pairs of a name and a value, as a dict; anything else as it is, for others to refuse."""
+    paired = isinstance(value, list) and all(
+        isinstance(each, (list, tuple)) and len(each) == 2 and isinstance(each[0], str)
+        for each in value
+    )
+    return dict(value) if paired else value
 
 
 def _unnamed(names: Sequence[str]) -> bool:

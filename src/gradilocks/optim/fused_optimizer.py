@@ -364,9 +364,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's."""
+        """As torch's, with the same keys where there are no masters: by its own keys a fresh one is
+        asked what to load (torch.distributed.checkpoint), also from a checkpoint of torch's."""
         packed: dict[str, Any] = super().state_dict()
-        return {**packed, "state": plain_state(packed["state"])}
+        groups = [
+            {key: value for key, value in group.items() if key != "master_weights" or value}
+            for group in packed["param_groups"]
+        ]
+        return {**packed, "state": plain_state(packed["state"]), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; masters and moments that were saved in float32 stay float32."""

@@ -405,7 +405,8 @@ def _with_copies(
         if is_distributed(param):  # Its mesh says who holds it; another mesh's ranks may count.
             counting[id(param)] = counting[id(param)] and not (callable(copies) and number == 0)
         elif number is None:
-            continue
+            if not told_by_mesh and not any(param is each for each in known.plain):
+                copied[id(param)] = None
         elif type(number) is not int or not 0 <= number <= len(ranks):
             problem = (
                 f"copies= says {number!r} for {name(param)}: it is the number of ranks that hold "

@@ -190,7 +190,7 @@ class ParameterTable:
             if held is None or not units or not self._counting[id(held)]:
                 continue
             if held.requires_grad or held.grad is not None:
-                lying = held.detach() if is_distributed(held) else held.grad
+                lying = held if is_distributed(held) else held.grad
                 own_weights = local_of(held) if is_distributed(held) else weights_of(held)
                 self._add(weights, held, lying, norms_of(own_weights))
         told = self._remembered(memory, known, like)
