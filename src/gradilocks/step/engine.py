@@ -322,7 +322,7 @@ class Engine:
             record,
             self.namer(gradients.params),
             step=None if self._counted is None else self._counted + 1,
-            on_ranks=None if together is None else together.culprits,
+            on_ranks=None if together is None else together.blamed_now,
         )
         lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
         return Verdict(decision, outcome, record, False, lesson, unscaled, together)
