@@ -134,6 +134,31 @@ def test_ranks_that_step_differently_often_wait_for_nobody(launcher, tmp_path):
     assert all(step.of_rank for step in run.steps)  # Nothing tells copies from parts.
 
 
+def test_a_control_tells_of_all_ranks_under_watch_too(launcher, tmp_path):
+    shown = launcher.run(
+        "gradilocks", "run", "-o", "a.jsonl", "--flush-every", "2",
+        SCRIPTS / "controlled_ranks.py", cwd=tmp_path,
+    )  # fmt: skip
+    assert shown.statuses == [0, 0], shown.err
+    run = read_run(tmp_path / "a.jsonl")
+    norms = [float(line) for line in shown.out[0].split()]
+    assert [step.norm for step in run.steps if step.norm] == [n for n in norms if n == n]
+    assert not any(step.of_rank for step in run.steps)
+    sharded, replicated = (
+        [step for step in run.steps if step.optimizer == number] for number in (0, 1)
+    )
+    assert [step.loss_ranks for step in sharded] == [2] * 5
+    assert [step.loss_ranks for step in replicated] == [2] * 4 + [None]
+    for steps in (sharded, replicated):
+        assert [step.step for step in steps if step.bad_loss_ranks == (1,)] == [3]
+    assert all(" on all 2 ranks" in culprit.name for culprit in sharded[2].culprits)
+    assert sharded[0].detail is not None
+    total = sum(norm**2 for norm in sharded[0].detail.norm) ** 0.5
+    assert total == pytest.approx(sharded[0].norm, rel=1e-5)  # Of the tensors whole.
+    assert shown.err[0].count("the loss of step 3 was NaN or Inf on rank 1") == 1
+    assert shown.err[1] == ""  # The ranks share a terminal.
+
+
 def test_an_audit_says_on_which_rank_it_counted(launcher, tmp_path):
     command = ("gradilocks", "audit", "-n", "4", "-o", "a.jsonl")
     shown = launcher.run(*command, SCRIPTS / "fsdp2_amp.py", "--amp", cwd=tmp_path)

@@ -118,6 +118,9 @@ class Recorder:
         ...     train(control)
     """
 
+    _log_on = "all"
+    """Which data-parallel ranks log losses that are NaN or Inf, as a RecordingPlan has it."""
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -271,7 +274,9 @@ class Recorder:
             steps = self._optimizers[index].steps
         elif self._file is not None:
             steps = self._file.steps_before.get(len(self._optimizers), 0)
-        return RecordingPlan(self._flush_every, self._detail_every, steps, self._log)
+        return RecordingPlan(
+            self._flush_every, self._detail_every, steps, self._log_on if self._log else "none"
+        )
 
     def wants_detail(self, index: int) -> bool:
         """Whether the coming step of that optimizer is one to be recorded tensor by tensor."""
