@@ -469,7 +469,8 @@ class GradientControl:
         if told is not None:
             told.record, told.next_scale = verdict.record, self._engine.state.scale
             told.together = verdict.together
-        self._share(verdict, loss)
+        if verdict.together is not None or self._exchange is not None:
+            self._share(verdict, loss)
         if told is not None:
             self._events.end_step(told)
         if hopeless:

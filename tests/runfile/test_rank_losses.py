@@ -17,6 +17,7 @@ from gradilocks.runfile import (
     describe_bad,
     header_line,
     losses_line,
+    named_numbers,
     on_ranks,
     optimizer_line,
     step_line,
@@ -53,7 +54,10 @@ def test_a_step_keeps_what_ranks_told_with_it(tmp_path):
     assert read == step
     assert on_ranks(read) == " on ranks 0, 3"
     assert "loss_ranks" not in step_line(plain_step(1))
+    assert "norm" in named_numbers(plain_step(1), None)
     part = plain_step(1, of_rank=True)
+    assert "norm" not in named_numbers(part, None)
+    assert named_numbers(part, None)["norm of one rank"] == part.norm
     assert read_run(written(tmp_path, step_line(part))).steps == [part]
 
 
