@@ -243,7 +243,7 @@ class GradientControl:
         """
         # Of a pipeline's stages only the last has a loss, and the others unscale too.
         self._order.check_unscale(elsewhere=self._ranks is not None)
-        gradients, _ = self._find([False] * len(self._optimizers))
+        gradients, _ = self._find([False] * len(self._optimizers), steps=False)
         with torch.no_grad():
             multiply_(gradients, torch.reciprocal(self._engine.state.scale))
         self._order.note_unscaled()
@@ -411,15 +411,18 @@ class GradientControl:
             )
             begin = end
 
-    def _find(self, inside: Sequence[bool]) -> tuple[Gradients, ModelRanks | None]:
+    def _find(
+        self, inside: Sequence[bool], *, steps: bool = True
+    ) -> tuple[Gradients, ModelRanks | None]:
         """The gradients, and the ranks that hold the model together with this one, if any.
 
         Args:
             inside: for each optimizer, whether its own step unscales; else its gradients are
                 unscaled in place, which float16 would not survive.
+            steps: whether a step goes on: at the first the ranks compare settings and recorders.
         """
         model_ranks = self._model_ranks() if has_other_ranks() else None
-        if self._replicas is not None:
+        if self._replicas is not None and steps:
             replicas, self._replicas = self._replicas, None
             plans = self._engine.compare_settings(replicas)
             if model_ranks is None:  # Else the losses travel at every step.
