@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from gradilocks.checks import (
     warn_of_strangers,
 )
 from gradilocks.clip import resolve_clip
-from gradilocks.eager import eager
+from gradilocks.eager import eager, users_line
 from gradilocks.errors import NoGradients
 from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.names import Names
@@ -98,7 +99,8 @@ class GradientControl:
             hold the same parameters and gradients have the same norms to the last bit, and raise
             ReplicasDiffer on all of them if not. Such a step reads parameters and gradients once
             more, has one more collective, and waits for the device.
-        record: a path for a run file, a Recorder, or None. It changes no number.
+        record: a path for a run file, a Recorder, or None. It changes no number. Of several ranks
+            rank 0 writes, for all of them; give it on every rank or on rank 0.
 
     Example:
         >>> control = GradientControl(optimizer, model=model, clip=1.0)
@@ -278,7 +280,7 @@ class GradientControl:
         """
         # Of a pipeline's stages only the last has a loss, and the others unscale too.
         self._order.check_unscale(elsewhere=self._ranks is not None)
-        gradients, _ = self._find([False] * len(self._optimizers))
+        gradients, _ = self._find([False] * len(self._optimizers), steps=False)
         with torch.no_grad():
             multiply_(gradients, torch.reciprocal(self._engine.state.scale))
         self._order.note_unscaled()
@@ -383,7 +385,7 @@ class GradientControl:
             names=self._names,
             order=float(engine.clip_policy.order),
             scales=engine.scales,
-            spread=self._ranks is not None,
+            ranks=() if self._ranks is None else self._ranks.rank_group.ranks,
         )
         self._told = self._events.begin_step(told)
         engine.detail, engine.plans = told.detail, told.plans
@@ -448,15 +450,18 @@ class GradientControl:
             )
             begin = end
 
-    def _find(self, inside: Sequence[bool]) -> tuple[Gradients, ModelRanks | None]:
+    def _find(
+        self, inside: Sequence[bool], *, steps: bool = True
+    ) -> tuple[Gradients, ModelRanks | None]:
         """The gradients, and the ranks that hold the model together with this one, if any.
 
         Args:
             inside: for each optimizer, whether its own step unscales; else its gradients are
                 unscaled in place, which float16 would not survive.
+            steps: whether a step goes on: at the first the ranks compare settings and recorders.
         """
         model_ranks = self._model_ranks() if has_other_ranks() else None
-        if not self._compared:
+        if steps and not self._compared:
             self._compared = True
             plans = self._engine.compare_settings(self._replicas)
             if model_ranks is None:  # Else the losses travel at every step.
@@ -532,18 +537,10 @@ class GradientControl:
         if told is not None:
             told.record, told.next_scale = verdict.record, self._engine.state.scale
             told.together = verdict.together
-        try:
-            if verdict.together is not None and verdict.together.local is not None:
-                shared = self._share_detail(verdict.together)
-                if told is not None:
-                    told.shared = shared
-            if self._exchange is not None:
-                losses = self._exchange.take(loss, outcome.step, verdict.record.row.device)
-                if told is not None:
-                    told.rank_losses = losses
-        finally:  # What this rank knows of the step is told, also if another one is gone.
-            if told is not None:
-                self._events.end_step(told)
+        if verdict.together is not None or self._exchange is not None:
+            self._share(verdict, loss)
+        if told is not None:
+            self._events.end_step(told)
         if hopeless:
             raise self._engine.never_finite(outcome, self._replicas)
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
@@ -557,6 +554,32 @@ class GradientControl:
             # Tensors of a kind that nobody has thought of: the others wait all the same.
             with contextlib.suppress(Exception):
                 self._weights = Weights(self._ranks.params)
+
+    def _share(self, verdict: Verdict, loss: Tensor | None) -> None:
+        """Tells the other ranks what their recorders need of a step that is over, and hears it.
+
+        The step has been taken, so nothing is raised if another rank is gone: the next collective
+        of the training does, before anything has moved.
+        """
+        together, told = verdict.together, self._told
+        try:
+            if together is not None and together.local is not None:
+                shared = self._share_detail(together)
+                if told is not None:
+                    told.shared = shared
+            if self._exchange is not None:
+                step, home = verdict.outcome.step, verdict.record.row.device
+                losses = self._exchange.take(loss, step, home)
+                if told is not None:
+                    told.rank_losses = losses
+        except Exception as error:
+            self._exchange = None
+            warnings.warn(
+                f"what the ranks record of step {verdict.outcome.step} could not be brought "
+                f"together: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=users_line(),
+            )
 
     def _share_detail(self, together: Together) -> SharedDetail:
         """What all ranks found of each parameter of the step that is over."""

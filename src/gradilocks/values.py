@@ -167,8 +167,8 @@ class RecordingPlan(NamedTuple):
     """Every so many steps are measured tensor by tensor; None: none."""
     steps: int
     """How many steps were recorded before, also by earlier sessions."""
-    log: bool = True
-    """Whether losses that are NaN or Inf are told through `logging`."""
+    log_on: str = "all"
+    """Which ranks log losses that are NaN or Inf: "all", "first" or "none"."""
 
     def wants_detail(self, since: int) -> bool:
         """Whether the step is to be measured tensor by tensor before which there were `since`."""

@@ -16,7 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.cli.cli_process import COMMAND, SOURCE, OnATerminal, environment, run
 from tests.runfile.run_files import DETAIL, END, STEP, plain_step, training, write_run
 
-STEPS = [plain_step(1, loss=None), plain_step(2, detail=DETAIL), STEP]
+RANKS = {"loss_ranks": 4, "bad_loss_ranks": (1, 3)}
+STEPS = [plain_step(1, loss=None, **RANKS), plain_step(2, detail=DETAIL), STEP]
 
 
 @pytest.fixture
@@ -34,6 +35,8 @@ def test_csv_has_a_row_a_step_and_a_row_a_parameter_of_a_detailed_step(path, tmp
     assert rows[2]["clipped"] == "true"
     assert json.loads(rows[2]["culprits"]) == [{"name": "scale", "nan": 3, "inf": 4}]
     assert rows[0]["culprits"] == ""
+    assert [row["bad_loss_ranks"] for row in rows] == ["[1,3]", "", ""]
+    assert [row["loss_ranks"] for row in rows] == ["4", "", ""]
     long = list(csv.reader(detail.read_text("utf-8").splitlines()))
     assert long == [
         [
@@ -62,6 +65,7 @@ def test_parquet_has_the_same_with_types(path, tmp_path):
     assert steps.loss.isna().tolist() == [True, False, False]
     assert steps.skipped.dtype == bool
     assert steps.culprits[2][0] == {"name": "scale", "nan": 3, "inf": 4}
+    assert [list(ranks) for ranks in steps.bad_loss_ranks] == [[1, 3], [], []]
     detail = pandas.read_parquet(tmp_path / "out.detail.parquet")
     assert detail.parameter.tolist() == ["embed.weight", "head.bias", "scale"]
     assert detail.largest.tolist() == [0.25, 3.0, 3.0]

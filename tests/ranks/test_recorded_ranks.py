@@ -68,11 +68,19 @@ def _loss(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _train(
-    control: Any, model: nn.Module, *, rank: int, steps: int = STEPS, bad: dict[Any, float]
+    control: Any,
+    model: nn.Module,
+    *,
+    rank: int,
+    steps: int = STEPS,
+    bad: dict[Any, float],
+    unscales: bool = False,
 ) -> None:
     for step in range(1, steps + 1):
         mine = _batch(step).chunk(2)[rank]
         control.backward(_loss(model, mine) * bad.get((step, rank), 1.0))
+        if unscales:
+            control.unscale_()
         control.step()
         control.zero_grad()
 
@@ -423,7 +431,7 @@ def replicated(rank: int) -> list[str]:
     logging.getLogger("gradilocks").addHandler(heard)
     record = Recorder(_runs() / "replicated.jsonl", flush_every=4) if rank == 0 else None
     control, model = _replicated(rank, record)
-    _train(control, model, rank=rank, steps=10, bad={(BAD, 1): NAN, (10, 1): NAN})
+    _train(control, model, rank=rank, steps=10, bad={(BAD, 1): NAN, (10, 1): NAN}, unscales=True)
     if record is not None:
         record.close()
     logging.getLogger("gradilocks").removeHandler(heard)

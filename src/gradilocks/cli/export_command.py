@@ -193,7 +193,7 @@ def write_csv(
     *,
     progress: Callable[[int], None],
 ) -> None:
-    """Writes rows as CSV: nothing for None, true and false, culprits as JSON."""
+    """Writes rows as CSV: nothing for None, true and false, culprits and ranks as JSON."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
@@ -214,6 +214,6 @@ def _cell(value: object) -> object:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
-        named = [culprit._asdict() for culprit in value]
+        named = [each if isinstance(each, int) else each._asdict() for each in value]
         return json.dumps(named, ensure_ascii=False, separators=(",", ":")) if named else None
     return value

@@ -241,7 +241,7 @@ def plain_status(watched: Watched, optimizers: Iterable[int]) -> Iterator[str]:
         words = [
             f"step {course.last.step}{watched.of(index)}",
             f"loss {course.last_words('loss')}",
-            f"norm {course.last_words('norm')}{limit}",
+            f"norm {course.last_words('norm')}{limit}{_whose(course)}",
             f"scale {course.last_words('scale')}",
             "" if speed is None else f"{speed:.3g} steps/s",
             f"skipped {course.skipped}",
@@ -249,6 +249,11 @@ def plain_status(watched: Watched, optimizers: Iterable[int]) -> Iterator[str]:
             f"taken with NaN or Inf {course.bad.taken:,}" if course.bad.taken else "",
         ]
         yield "  ".join(filter(None, words))
+
+
+def _whose(course: Course) -> str:
+    """That a norm is of what one rank holds of the model, if it is."""
+    return " (of one rank)" if course.last.of_rank else ""
 
 
 def plain_end(watched: Watched) -> str:
@@ -326,7 +331,7 @@ def _rows(course: Course, *, width: int, bars: str) -> list[Text]:
     remarks = {
         "loss": "" if least is None else f"least {_number(least[0])} at step {least[1]:,}",
         "norm": ("" if limit is None else f"limit {_number(limit)}, ")
-        + f"clipped {course.clip_rate}",
+        + f"clipped {course.clip_rate}{_whose(course)}",
         "scale": ""
         if scales is None or scales[0] == scales[1]
         else f"{format_scale(scales[0])} to {format_scale(scales[1])}",

@@ -12,9 +12,9 @@ from gradilocks.errors import MissingPackage
 __all__ = ["parquet_columns", "write_parquet"]
 
 ROWS_AT_ONCE = 50_000
-_WHOLE = {"step", "optimizer", "nan", "inf", "finite_gradients"}
+_WHOLE = {"step", "optimizer", "nan", "inf", "finite_gradients", "loss_ranks"}
 _TEXT = {"reason", "parameter", "finite_after"}
-_TRUTH = {"clipped", "skipped", "loss_nonfinite"}
+_TRUTH = {"clipped", "skipped", "loss_nonfinite", "of_rank"}
 
 
 def write_parquet(
@@ -24,7 +24,7 @@ def write_parquet(
     *,
     progress: Callable[[int], None],
 ) -> None:
-    """Writes rows, with `culprits` as a list of name and counts.
+    """Writes rows, with `culprits` as a list of name and counts, ranks as a list of numbers.
 
     Raises:
         MissingPackage: the package `pyarrow` is not installed.
@@ -77,8 +77,12 @@ def _type(arrow: Any, name: str) -> Any:
     if name == "culprits":
         counts = [("name", arrow.string()), ("nan", arrow.int64()), ("inf", arrow.int64())]
         return arrow.list_(arrow.struct(counts))
+    if name == "bad_loss_ranks":
+        return arrow.list_(arrow.int64())
     return arrow.float64()
 
 
 def _plain(value: Any) -> Any:
-    return [culprit._asdict() for culprit in value] if isinstance(value, tuple) else value
+    if not isinstance(value, tuple):
+        return value
+    return [each if isinstance(each, int) else each._asdict() for each in value]

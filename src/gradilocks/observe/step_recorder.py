@@ -84,6 +84,8 @@ class ScriptRecorder(Recorder):
     script may still step an optimizer then.
     """
 
+    _log_on = "first"  # The ranks of torchrun share a terminal.
+
     def close(self, *, status: str = "finished", exit: int = 0, error: str | None = None) -> None:
         """Leaves it open, whoever asks: `finish` closes it."""
 

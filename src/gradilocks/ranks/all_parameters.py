@@ -72,19 +72,19 @@ def held_parameters(
     Where nothing tells which parameters of two ranks are one, each is the rank's own. Shards of
     FSDP1 are known by their names: it cuts the same ones on every rank of its group.
     """
-    numbers = [
-        (number, type(optimizer).__name__, param)
+    owners = {
+        id(param): (number, type(optimizer).__name__)
         for number, optimizer in enumerate(optimizers)
         for group in optimizer.param_groups
         for param in group["params"]
-    ]
+    }
     import torch.distributed as dist
 
     rank = dist.get_rank()
     found = []
-    for at, (name, (number, kind, param)) in enumerate(
-        zip(names.of(model_ranks.params), numbers, strict=True)
-    ):
+    named = zip(model_ranks.params, names.of(model_ranks.params), strict=True)
+    for at, (param, name) in enumerate(named):
+        number, kind = owners[id(param)]
         flattened = is_flattened(param)
         key: Hashable = name if flattened else (name, rank)
         if model_ranks.keys is not None and model_ranks.keys[at] not in model_ranks.ambiguous:

@@ -117,11 +117,11 @@ class Journal(StepListener):
                 )
 
     def _tells_of_all(self, step: Step) -> bool:
-        """Whether what all ranks tell each other is recorded: on the first of them, rank 0.
+        """Whether what all ranks tell each other is recorded: on the first of them.
 
         Another rank that records does so for what it holds itself.
         """
-        return step.spread and self.recorder.rank == 0
+        return self.recorder.rank in step.ranks[:1]
 
     def _read_detail(self, wanted: Sequence[bool], step: Step) -> None:
         assert step.names is not None
@@ -169,7 +169,7 @@ class Journal(StepListener):
                     weight=weight,
                     update=update,
                     rank_losses=step.rank_losses,
-                    of_rank=step.spread,
+                    of_rank=len(step.ranks) > 0,
                     more=number + 1 < len(step.optimizers),
                 ),
             )

@@ -85,7 +85,13 @@ class Recorder:
 
     `GradientControl(..., record="runs/a.jsonl")` makes one; make it yourself for other settings, or
     to record several controls in one file. Close it, or use it as a context manager; at the end of
-    the process it closes itself. With several ranks only rank 0 writes.
+    the process it closes itself.
+
+    With several ranks only rank 0 writes, whether the others have a recorder or not. Where they
+    hold the model together, it writes what all of them found: losses and culprits travel in the
+    step's own collective, tensors by two more at the steps that are recorded so (64 bytes a
+    parameter of the model). Ranks of DistributedDataParallel tell each other their losses at every
+    `flush_every`-th step (16 bytes a step). No host waits, and `close` waits for no rank.
 
     Args:
         path: the run file; its folder is made.
@@ -99,7 +105,8 @@ class Recorder:
         command: what ran; by default this process's command line.
         sinks: objects that hear of the run too, as they are in `gradilocks.record.Sink`.
         log: whether skipped steps are told through `logging`.
-        all_ranks: whether the other ranks write too, to `a.rank1.jsonl` and so on.
+        all_ranks: whether the other ranks write too, what each of them saw itself, to
+            `a.rank1.jsonl` and so on.
 
     Raises:
         BadRunFile: the file is there already, or is a folder or no run file. One that cannot be
@@ -110,6 +117,9 @@ class Recorder:
         ...     control = GradientControl(optimizer, model=model, record=recorder)
         ...     train(control)
     """
+
+    _log_on = "all"
+    """Which data-parallel ranks log losses that are NaN or Inf, as a RecordingPlan has it."""
 
     def __init__(
         self,
@@ -264,7 +274,9 @@ class Recorder:
             steps = self._optimizers[index].steps
         elif self._file is not None:
             steps = self._file.steps_before.get(len(self._optimizers), 0)
-        return RecordingPlan(self._flush_every, self._detail_every, steps, self._log)
+        return RecordingPlan(
+            self._flush_every, self._detail_every, steps, self._log_on if self._log else "none"
+        )
 
     def wants_detail(self, index: int) -> bool:
         """Whether the coming step of that optimizer is one to be recorded tensor by tensor."""

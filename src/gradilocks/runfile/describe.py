@@ -123,7 +123,7 @@ def named_numbers(step: Step, info: OptimizerInfo | None) -> dict[str, float]:
     """Every number of a step by name: those of the step, then those of each tensor.
 
     A number that was not finite is left out. The names of a second optimizer begin with
-    'optimizer1/', and so on.
+    'optimizer1/', and so on. A norm of what one rank holds of the model is 'norm of one rank'.
 
     Args:
         step: the step.
@@ -131,7 +131,7 @@ def named_numbers(step: Step, info: OptimizerInfo | None) -> dict[str, float]:
     """
     start = f"optimizer{step.optimizer}/" if step.optimizer else ""
     found = {
-        f"{start}{name}": value
+        f"{start}{name}{' of one rank' if name == 'norm' and step.of_rank else ''}": value
         for name in ("loss", "scale", "norm", "limit", "lr")
         if (value := getattr(step, name)) is not None
     }

@@ -410,7 +410,7 @@ class Engine:
             self.namer(gradients.params),
             step=self.next_step,
             live=captured,
-            on_ranks=None if together is None else together.culprits,
+            on_ranks=None if together is None else together.blamed_now,
         )
         lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
         return Verdict(decision, outcome, record, False, lesson, unscaled, together)

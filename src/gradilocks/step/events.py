@@ -79,8 +79,8 @@ class Step:
     """At the end, of a control."""
     plans: list[RecordingPlan] = field(default_factory=list)
     """For listeners: at the beginning, what they need of the other ranks of a control."""
-    spread: bool = False
-    """Of a control: whether several ranks hold its model."""
+    ranks: tuple[int, ...] = ()
+    """Of a control whose model several ranks hold: those ranks."""
     rank_losses: RankedLosses | None = None
     """At the end, of a control whose model each rank holds: losses that the ranks have told."""
     together: Together | None = None

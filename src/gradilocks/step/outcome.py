@@ -48,7 +48,7 @@ class ScalerOutcome:
         self._skip, self._scale, self._counted = skip, scale, counted
         self._names = names
         self._counts: dict[str, NonFiniteCount] | None = None
-        self._all_bad = False
+        self._all_bad, self._where = False, ""
 
     @classmethod
     def of_nothing(cls, *, skip: Tensor | None = None) -> ScalerOutcome:
@@ -116,7 +116,7 @@ class ScalerOutcome:
         """
         parts = [f"{count} in {name}" for name, count in self.counts.items()]
         if self.skipped and self._loss_was_bad:
-            return f"the loss itself was NaN or Inf ({FORWARD_OR_LOSS})"
+            return f"the loss itself was NaN or Inf{self._where} ({FORWARD_OR_LOSS})"
         if len(parts) > 1 and self._all_bad:
             return f"NaN or Inf in all {len(parts)} gradients, so they do not tell where it began"
         if not parts:
@@ -154,14 +154,14 @@ class Outcome(ScalerOutcome):
         *,
         step: int | None = None,
         live: bool = False,
-        on_ranks: Callable[[], dict[str, NonFiniteCount]] | None = None,
+        on_ranks: Callable[[], tuple[dict[str, NonFiniteCount], str]] | None = None,
     ) -> None:
         self._record, self._names, self._step, self._live = record, names, step, live
         self._on_ranks = on_ranks
         self._counted = lambda: (record.statistics.nan, record.statistics.inf)
         self._read: dict[str, float] | None = None
         self._counts: dict[str, NonFiniteCount] | None = None
-        self._all_bad = False
+        self._all_bad, self._where = False, ""  # Whether all are; on which ranks losses were.
 
     def count_by(self, counted: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Takes the counts of NaN and Inf from there, gradient by gradient."""
@@ -189,7 +189,7 @@ class Outcome(ScalerOutcome):
         if self._on_ranks is None:
             return super().counts
         if self._counts is None:
-            self._counts = self._on_ranks() if self.skipped else {}
+            self._counts, self._where = self._on_ranks() if self.skipped else ({}, "")
         return self._counts
 
     @property

@@ -65,7 +65,7 @@ class LossExchange:
     Args:
         group: the ranks, by their process group.
         every: after so many steps.
-        log: whether losses that are NaN or Inf are told through `logging`, on every rank.
+        log: whether this rank tells of losses that are NaN or Inf through `logging`.
         model: what they train. Where `DistributedDataParallel.join()` is at work, some ranks may
             have stopped before the others, and nothing is told any more.
     """
@@ -132,5 +132,8 @@ def exchange_for(
     """
     if not plans:
         return None
-    every, log = min(plan.flush_every for plan in plans), any(plan.log for plan in plans)
+    import torch.distributed as dist
+
+    every, where = min(plan.flush_every for plan in plans), {plan.log_on for plan in plans}
+    log = "all" in where or ("first" in where and dist.get_rank(group) == 0)
     return LossExchange(group, every=every, log=log, model=model)

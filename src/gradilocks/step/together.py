@@ -83,9 +83,10 @@ class Together(NamedTuple):
         columns = [TOLD.index(name) for name in BLAMED]
         return torch.stack([self.rows[:, column] for column in columns], dim=1).flatten()
 
-    def culprits(self) -> dict[str, NonFiniteCount]:
-        """The first culprit of each rank, with the ranks that have it. Waits for the device."""
-        return self.blamed(fetch(self.blamed_rows()))[0]
+    def blamed_now(self) -> tuple[dict[str, NonFiniteCount], str]:
+        """The first culprit of each rank, and where losses were bad. Waits for the device."""
+        culprits, losses = self.blamed(fetch(self.blamed_rows()))
+        return culprits, f" {on_ranks(losses, len(self.ranks))}" if losses else ""
 
     def blamed(
         self, numbers: Sequence[float], *, optimizer: int | None = None
