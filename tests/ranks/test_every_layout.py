@@ -26,7 +26,8 @@ Found = dict[str, list[Any]]
 _COSTLY = (
     *("DDP around other wrappers", "FSDP2 compiled", "FSDP2 offloaded", "HSDP over TP"),
     *("FSDP1 SHARD_GRAD_OP", "FSDP1 SHARD_GRAD_OP, flat", "FSDP1 NO_SHARD, flat"),
-    *("pipeline", "pipeline of FSDP2", "FSDP1 HYBRID_SHARD, flat", "two optimizers on two meshes"),
+    *("pipeline", "looped pipeline", "pipeline of FSDP2"),
+    *("FSDP1 HYBRID_SHARD, flat", "two optimizers on two meshes"),
 )
 EVERY_DAY = {
     name: ORDERS[number % len(ORDERS)]
