@@ -264,8 +264,8 @@ class Feed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
@@ -549,7 +549,7 @@ def _pipeline(
 
     group = mesh["pp"].get_group()
     place, count = dist.get_rank(group), dist.get_world_size(group)
-    interleaved = "Interleaved" in schedule
+    interleaved = schedule not in ("ScheduleGPipe", "Schedule1F1B")
     total = 2 * count if interleaved else count
     share = max(layers // total, 1)
     mine = [place, place + count] if interleaved else [place]
@@ -573,7 +573,7 @@ def _pipeline(
     def begun(control: Any) -> None:
         kind = getattr(pipelining, schedule)
         given = stages if interleaved else stages[0]
-        made.append(kind(given, 4, loss_fn=control.loss_fn(loss_fn)))
+        made.append(kind(given, max(4, count), loss_fn=control.loss_fn(loss_fn)))
 
     def backward(control: Any, step: int) -> None:
         now[0] = step
@@ -607,6 +607,17 @@ def pipeline_by_group(rank: int) -> Run:
 def interleaved_pipeline(rank: int) -> Run:
     mesh = mesh_of((dist.get_world_size(),), ("pp",))
     return _pipeline(rank, mesh, "ScheduleInterleaved1F1B", layers=2 * dist.get_world_size())
+
+
+def looped_pipeline(rank: int) -> Run:
+    mesh = mesh_of((dist.get_world_size(),), ("pp",))
+    return _pipeline(rank, mesh, "ScheduleLoopedBFS", layers=2 * dist.get_world_size())
+
+
+def zero_bubble_pipeline(rank: int) -> Run:
+    """The schedule computes gradients of inputs first and those of weights later."""
+    mesh = mesh_of((dist.get_world_size(),), ("pp",))
+    return _pipeline(rank, mesh, "ScheduleInterleavedZeroBubble", layers=2 * dist.get_world_size())
 
 
 def pipeline_in_dp(rank: int) -> Run:
@@ -792,6 +803,8 @@ ANY_NUMBER: dict[str, Case] = {
     "pipeline": pipeline,
     "pipeline by group": pipeline_by_group,
     "interleaved pipeline": interleaved_pipeline,
+    "looped pipeline": looped_pipeline,
+    "zero-bubble pipeline": zero_bubble_pipeline,
     "tied embeddings": tied_embeddings,
     **{
         f"FSDP1 {strategy}{'' if original else ', flat'}": _fsdp1_case(strategy, original=original)

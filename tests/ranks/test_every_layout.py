@@ -26,7 +26,8 @@ Found = dict[str, list[Any]]
 _COSTLY = (
     *("DDP around other wrappers", "FSDP2 compiled", "FSDP2 offloaded", "HSDP over TP"),
     *("FSDP1 SHARD_GRAD_OP", "FSDP1 SHARD_GRAD_OP, flat", "FSDP1 NO_SHARD, flat"),
-    *("pipeline", "pipeline of FSDP2", "FSDP1 HYBRID_SHARD, flat", "two optimizers on two meshes"),
+    *("pipeline", "looped pipeline", "pipeline of FSDP2"),
+    *("FSDP1 HYBRID_SHARD, flat", "two optimizers on two meshes"),
 )
 EVERY_DAY = {
     name: ORDERS[number % len(ORDERS)]
@@ -118,9 +119,13 @@ def check(name: str, found: list[Any], key: str = "") -> None:
     assert of_ranks
     for rank, each in of_ranks:
         assert each["wrong"] == [], f"{name} {key} on rank {rank}"
-    halves = name in ("two models on two halves", "FSDP1 HYBRID_SHARD", "FSDP1 HYBRID_SHARD, flat")
+    together = len(found)  # So many ranks in a row decide together.
+    if name == "two models on two halves":
+        together //= 2
+    elif "HYBRID" in name:
+        together = 2
     for rank, each in of_ranks:
-        mates = [other for at, other in of_ranks if not halves or _halves(at, rank, len(found))]
+        mates = [other for at, other in of_ranks if at // together == rank // together]
         assert each["culprits"] == mates[0]["culprits"], name
         assert each["culprits"], name
         for culprit in each["culprits"]:
@@ -130,10 +135,6 @@ def check(name: str, found: list[Any], key: str = "") -> None:
                 assert len(each["culprits"]) == 1
                 assert where.isdigit(), culprit
         _check_traffic(name, each["sent"], apart="each tensor" in key)
-
-
-def _halves(one: int, other: int, world: int) -> bool:
-    return one // (world // 2) == other // (world // 2) or world == 2
 
 
 WRAPPERS = {"_fsdp_wrapped_module", "module", "_orig_mod", "_checkpoint_wrapped_module"}

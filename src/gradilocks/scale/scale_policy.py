@@ -183,7 +183,7 @@ class _GradientTimes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
-        return loss.view_as(loss)
+        return loss.clone()  # No view: a zero-bubble pipeline detaches its losses in place.
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
