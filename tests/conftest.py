@@ -36,7 +36,7 @@ else:
 
 
 # Folders of tests that take seconds each, because they start processes.
-LONG = ("tests/observe/", "tests/demo/", "tests/cli/", "tests/ranks/")
+LONG = ("tests/observe/", "tests/demo/", "tests/cli/", "tests/ranks/", "tests/selftest/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

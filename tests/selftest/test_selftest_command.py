@@ -217,3 +217,14 @@ def test_without_a_gpu_the_way_out_is_named(tmp_path: Path) -> None:
     done = _run("-m", "gradilocks", "selftest", "--device", "cuda", cwd=tmp_path)
     assert done.status == 2
     assert "torch sees no GPU here. Take --device cpu" in done.err
+
+
+@pytest.mark.gpu
+def test_one_gpu_is_tested_over_nccl_with_the_kernels(tmp_path: Path) -> None:
+    words = ["-m", "gradilocks", "selftest", "--device", "cuda", "-o", "report.json"]
+    done = _run(*words, "--limit", "120", cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    content = json.loads(done.file)
+    assert (content["backend"], content["host_waits"]) == ("nccl", "watched for")
+    for name in ("Triton", "FSDP2", "FSDP2, offloaded", "a control, gradilocks.optim"):
+        assert done.checks[name]["state"] == "ok"
