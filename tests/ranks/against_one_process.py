@@ -134,7 +134,12 @@ def train(run: Run, clip: Any, *, steps: int = STEPS, scale: float = 4.0) -> dic
             outcome = control.step()
         sent.append(traffic.seen)
         expected = alone.step(grads)
-        mine = [outcome.skipped, outcome.clipped, control.scale, outcome.step]
+        pulled = outcome.clipped
+        if clip.apart:  # Then a rank tells of the tensors that it holds.
+            flags: list[Any] = [None] * dist.get_world_size(run.group)
+            dist.all_gather_object(flags, pulled, group=run.group)
+            pulled = any(flags)
+        mine = [outcome.skipped, pulled, control.scale, outcome.step]
         theirs = [expected.skipped, expected.clipped, alone.control.scale, expected.step]
         if mine != theirs or outcome.skipped != (step == BAD_STEP):
             wrong.append(f"step {step}: decided {mine}, one process {theirs}")
@@ -144,7 +149,7 @@ def train(run: Run, clip: Any, *, steps: int = STEPS, scale: float = 4.0) -> dic
             else math.isclose(outcome.norm, expected.norm, rel_tol=2e-7)
         ):
             wrong.append(f"step {step}: norm {outcome.norm!r}, one process {expected.norm!r}")
-        clipped += outcome.clipped
+        clipped += pulled
         if outcome.skipped:
             culprits = outcome.culprits
         control.zero_grad()

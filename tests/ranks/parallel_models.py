@@ -421,7 +421,7 @@ def two_optimizers_on_two_meshes(rank: int) -> Run:
     params, backward = _given(
         {
             "a": (first, [Shard(0)], (5, 3)),
-            "b": (second, [Shard(0), Replicate()], (6,)),
+            "b": (second, [Shard(0), Replicate()], (8,)),
             "c": (second, [Shard(0), Shard(1)], (3, 4)),
         }
     )
@@ -441,7 +441,7 @@ def experts_on_all_ranks(rank: int) -> Run:
     params, backward = _given(
         {
             "dense": (dense, [Shard(0)], (5, 3)),
-            "experts": (experts, [Shard(1), Shard(0)], (4, 6, 3)),
+            "experts": (experts, [Shard(1), Shard(0)], (4, 8, 3)),
         }
     )
     return over(params, rank, backward)

@@ -228,7 +228,11 @@ class Outcome(ScalerOutcome):
 
     @property
     def clipped(self) -> bool:
-        """Whether the gradients were pulled down. False when skipped."""
+        """Whether the gradients were pulled down. False when skipped.
+
+        Of a policy that bounds tensors apart from each other, on several ranks: whether one that
+        this rank holds was.
+        """
         return self._numbers["clipped"] > 0
 
     def __repr__(self) -> str:
