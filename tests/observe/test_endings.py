@@ -125,3 +125,25 @@ def test_a_folder_that_is_gone_when_it_is_needed_stops_the_watching_and_not_the_
     assert (shown.status, shown.out) == (0, "trained\n")
     assert any("watching ended, the script goes on" in line for line in shown.told)
     assert shown.told[-1].startswith("gradilocks: nothing could be recorded in new")
+
+
+ENDS_TWICE = """
+import os, signal, sys
+from pathlib import Path
+from gradilocks.observe.process_end import ProcessEnd
+
+def conclude(ending):
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    Path("ended.txt").write_text(ending.status)
+
+ProcessEnd(conclude).prepare()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_that_comes_while_the_file_is_closed_waits_for_that(name, tmp_path):
+    """torchrun ends survivors of a rank that failed just when their own collective has failed."""
+    command = [sys.executable, "-c", ENDS_TWICE, name]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), timeout=120)
+    assert done.returncode == -getattr(signal, name)
+    assert (tmp_path / "ended.txt").read_text() == "finished"

@@ -66,7 +66,8 @@ class ProcessEnd:
     def __init__(self, conclude: Callable[[Ending], None]) -> None:
         self._conclude = conclude
         self._pid = os.getpid()
-        self._done = False
+        self._done = self._concluding = False
+        self._late: int | None = None  # A signal that came while it concluded.
         self._exit = os._exit
         self.ending = Ending("finished", 0)
 
@@ -105,6 +106,10 @@ class ProcessEnd:
 
     def _killed(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
+            if self._concluding:
+                # torchrun ends the survivors of a rank that has failed, which are about to end.
+                self._late = number
+                return
             name = signal.Signals(number).name
             self.ending = Ending("interrupted", 128 + number, name, number)
             self.finish()
@@ -113,10 +118,15 @@ class ProcessEnd:
     def finish(self) -> None:
         """Concludes, unless that has been done."""
         if not self._done:
-            self._done = True
-            self._restore()
-            with SignalsHeld():
-                self._conclude(self.ending)
+            self._done = self._concluding = True
+            try:
+                with SignalsHeld():
+                    self._conclude(self.ending)
+            finally:
+                self._concluding = False
+                self._restore()
+            if self._late is not None:
+                _die(self._late)
 
     def _restore(self) -> None:
         os._exit = self._exit
