@@ -228,11 +228,7 @@ class Outcome(ScalerOutcome):
 
     @property
     def clipped(self) -> bool:
-        """Whether the gradients were pulled down. False when skipped.
-
-        Of a policy that bounds tensors apart from each other, on several ranks: whether one that
-        this rank holds was.
-        """
+        """Whether the gradients were pulled down, on any rank. False when skipped."""
         return self._numbers["clipped"] > 0
 
     def __repr__(self) -> str:
