@@ -409,6 +409,19 @@ def joined():
     )
 
 
+def local_elements():
+    class Distributed:
+        _local_tensor = torch.ones(2)
+
+    assert _torch.local_tensor(Distributed()) is Distributed._local_tensor
+    assert _torch.local_tensor(object()) is None  # Then `to_local()` has them, more slowly.
+    Distributed._local_tensor = nn.Parameter(torch.ones(2))  # No plain tensor: neither is what is
+    assert _torch.local_tensor(Distributed()) is None  # still on its way.
+    assert "_local_tensor" in _source_of("torch.distributed.tensor._api"), (
+        "DTensors keep their elements under another name"
+    )
+
+
 def _source_of(module):
     spec = importlib.util.find_spec(module)
     assert spec is not None, f"{module} is gone"
@@ -438,6 +451,7 @@ INSTANCE = {
     "_fsdp_flattened": flattened,
     "_indices": sparse("sparse_indices"),
     "_join_config": joined,
+    "_local_tensor": local_elements,
     "_modules": tables("children_of", "_modules"),
     "_opt_called": steps_noted,
     "_optimizer_step_post_hooks": hooks("_optimizer_step_post_hooks"),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from gradilocks._torch import device_kinds, is_flattened
+from gradilocks._torch import device_kinds, is_flattened, local_tensor
 from gradilocks.values import RankGroup
 
 __all__ = [
@@ -153,11 +153,11 @@ def with_sums_reduced(param: Tensor, grad: Tensor) -> Tensor:
         param: the parameter, or the gradient itself if it belongs to none.
         grad: a DTensor.
     """
-    from torch.distributed.tensor import Replicate
-
     given: Any = grad
     if not any(placement.is_partial() for placement in given.placements):
         return grad
+    from torch.distributed.tensor import Replicate
+
     home: Any = param if param is not grad and is_distributed(param) else None
     if home is None or len(home.placements) != len(given.placements):
         wanted = [Replicate()] * len(given.placements)
@@ -211,7 +211,10 @@ def global_rows(tensor: Tensor, name: str) -> Tensor:
 
 def local_of(tensor: Any) -> Any:
     """This rank's elements of a DTensor, in the same memory; anything else as it is."""
-    return tensor.to_local().detach() if is_distributed(tensor) else tensor
+    if not is_distributed(tensor):
+        return tensor
+    local = local_tensor(tensor)
+    return tensor.to_local().detach() if local is None else local
 
 
 def laid_out_like(param: Tensor, local: Tensor) -> Tensor:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from gradilocks import _torch, kernels
 from gradilocks.kernels import pieces
-from gradilocks.ranks.layout import is_distributed
+from gradilocks.ranks.layout import local_of
 from gradilocks.step.rank_losses import RankedLosses
 from gradilocks.step.together import Together
 from gradilocks.values import SharedDetail, Statistics, moved
@@ -154,9 +153,7 @@ def update_ratio(weight: Tensor, change: Tensor) -> Tensor:
 
 
 def _local(param: Tensor) -> Tensor:
-    if is_distributed(param):
-        param = cast("Tensor", cast("Any", param).to_local())
-    param = param.detach()
+    param = local_of(param).detach()
     return torch.view_as_real(param) if param.is_complex() else param
 
 

@@ -514,7 +514,7 @@ def _elements(params: list[Tensor], grads: list[Tensor], ends: list[int], name: 
         elif is_distributed(grad):
             grad = with_sums_reduced(param, grad)
             layout = layout_of(param, grad, name, known)
-            grad = cast("Tensor", cast("Any", grad).to_local())
+            grad = local_of(grad)
         if grad.is_meta:
             raise ValueError(
                 f"the gradient of {name(param)} is on the meta device and has no values. Give the "
@@ -550,7 +550,7 @@ def measurable(tensor: Tensor, *, any_subclass: bool = False) -> Tensor | None:
     """
     if type(tensor) not in _PLAIN:
         if is_distributed(tensor):
-            tensor = cast("Tensor", cast("Any", tensor).to_local())
+            tensor = local_of(tensor)
         if type(tensor) not in _PLAIN and not any_subclass:
             return None
     if tensor.layout is torch.sparse_coo:
