@@ -228,6 +228,7 @@ READ_ELSEWHERE = {
         "int((piece * index).sum())",  # When a control with copies= is made, before any step.
     },
     "record/batch.py": {"float(value.detach())", "copy.wait()"},  # On the CPU; a batch is read.
+    "step/rank_drift.py": {"self._coming.wait()"},  # As many steps later on every rank.
     # At a step for which check_replicas_every= asks.
     "step/replica_check.py": {"bool((both[0] != -both[1]).any())", "bits.tolist()"},
     "step/call_order.py": {"bool(grad.count_nonzero())"},  # On the CPU alone.

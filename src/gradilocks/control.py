@@ -462,8 +462,8 @@ class GradientControl:
         """
         model_ranks = self._model_ranks() if has_other_ranks() else None
         if steps and not self._compared:
-            self._compared = True
             plans = self._engine.compare_settings(self._replicas)
+            self._compared = True
             if model_ranks is None:  # Else the losses travel at every step.
                 self._exchange = exchange_for(plans, self._replicas, self._names.model)
                 self._engine.losses.adds_up = self._exchange is not None
@@ -471,11 +471,13 @@ class GradientControl:
             gradients = self._engine.find(self._optimizers)
             if self._engine.scales:
                 # Of a pipeline's stages only the last has a loss: the ranks ask each other.
-                if model_ranks is None or self._engine.scaled_here:
+                # Where nobody has said that ranks hold different parts, all have a loss.
+                own = model_ranks is None or self._engine.scaled_here
+                if own or (gradients.params and not self._engine.elsewhere):
                     self._order.check_scaled("step()")
                 if torch.float16 in gradients.dtypes:
                     self._refuse_float16(gradients, inside)
-            if not gradients.params and self._ranks is None:  # Else another rank may have some.
+            if not gradients.params and model_ranks is None:  # Else another rank may have some.
                 raise no_gradients()
         except Exception:
             if model_ranks is not None:  # Else the other ranks would wait for this one.
@@ -503,14 +505,15 @@ class GradientControl:
         if not check.is_due(step):
             return
         measured = dict(zip(map(id, gradients.params), gradients.tensors, strict=True))
+        numbers = {"the scale": self.scale, "the number of steps": step}
         if self._ranks is not None:
             ranks = self._ranks
-            holdings = Holdings(ranks.rank_group, ranks.params, ranks.elements(), measured)
+            holdings = Holdings(ranks.rank_group, ranks.params, ranks.elements(), measured, numbers)
         else:
             params = list(self._parameters())
             rank_group = whole_group(self._replicas, params[0].device)
             elements = list(enumerate(self._names.of(params)))
-            holdings = Holdings(rank_group, params, elements, measured)
+            holdings = Holdings(rank_group, params, elements, measured, numbers)
         check.check(holdings, step)
 
     def _refuse_float16(self, gradients: Gradients, inside: Sequence[bool]) -> None:

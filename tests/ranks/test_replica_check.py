@@ -25,6 +25,7 @@ def _programs() -> list[Callable[[int], Any]]:
         a_parameter_that_parts,
         a_gradient_that_was_not_averaged,
         a_gradient_that_is_missing,
+        a_scale_that_one_rank_loads,
         one_shard_of_hybrid_sharding,
         outside_the_tensor_parallel_plan,
         told_by_copies,
@@ -127,6 +128,23 @@ def a_gradient_that_is_missing(rank: int) -> Any:
     return _train(model, 3, before_step=lose, check_replicas_every=5)
 
 
+def a_scale_that_one_rank_loads(rank: int) -> Any:
+    model = DistributedDataParallel(_model())
+    control = gradilocks.GradientControl(
+        torch.optim.SGD(model.parameters(), lr=0.01), model=model, check_replicas_every=1
+    )
+    for step in range(3):
+        if step == 1 and rank == 3:
+            control.load_state_dict({**control.state_dict(), "scale": 4.0})
+        control.zero_grad()
+        control.backward(model(_inputs(rank, step)).square().sum())
+        try:
+            control.step()
+        except ReplicasDiffer as error:
+            return error.step, error.tensors, error.ranks, str(error)
+    return None
+
+
 def one_shard_of_hybrid_sharding(rank: int) -> Any:
     from torch.distributed.fsdp import fully_shard
 
@@ -216,10 +234,10 @@ def what_is_refused(rank: int) -> Any:
 def test_replicas_that_stay_equal_cost_one_collective_every_so_many_steps(
     returned: Returned,
 ) -> None:
-    # Four tensors, parameter and gradient, largest and smallest: at steps 1, 4 and 7.
+    # Four tensors and two numbers, parameter and gradient, largest and smallest: steps 1, 4, 7.
     for taken, calls in returned["data_parallel"]:
         assert taken == 7
-        assert calls == ["torch.int64 16"] * 3
+        assert calls == ["torch.int64 24"] * 3
 
 
 def test_the_last_bit_of_a_parameter_is_noticed(returned: Returned) -> None:
@@ -245,7 +263,13 @@ def test_a_gradient_that_only_some_replicas_have_is_noticed(returned: Returned) 
     for step, tensors, ranks, kept, said in returned["a_gradient_that_is_missing"]:
         assert (step, tensors, kept) == (1, ("the gradient of 0.bias",), True)
         assert ranks == ((0, 1, 3), (2,))
-        assert "no gradient on ranks [2]" in said
+        assert "none on ranks [2]" in said
+
+
+def test_a_scale_that_one_rank_alone_has_loaded_is_noticed(returned: Returned) -> None:
+    for step, tensors, ranks, said in returned["a_scale_that_one_rank_loads"]:
+        assert (step, tensors[0], ranks) == (2, "the scale", ((0, 1, 2), (3,)))
+        assert "the scale is 65536.0 on ranks [0, 1, 2], 4.0 on ranks [3]" in said
 
 
 def test_shards_are_compared_with_their_own_replicas(returned: Returned) -> None:

@@ -78,6 +78,7 @@ from gradilocks.step.diagnose import never_finite
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, Streak, fetch
 from gradilocks.step.own_step import is_ours
+from gradilocks.step.rank_drift import CARRIED, RankDrift
 from gradilocks.step.table import (
     Gradients,
     GradientTable,
@@ -119,6 +120,10 @@ __all__ = [
     "norm_and_coefficient",
     "peak_of",
 ]
+
+
+_FIRST_STEPS = 32
+"""So many steps at least are looked at: a scale that begins at 2^16 may overflow at 16 of them."""
 
 
 class Lesson(NamedTuple):
@@ -239,7 +244,7 @@ class Engine:
         self._rank_group: RankGroup | None = (
             None  # The ranks that the latest step was measured over.
         )
-        self._agreement = RankAgreement()
+        self._agreement, self._drift = RankAgreement(), RankDrift()
         self.scaled_here = False
         """Of several ranks that hold the model, whether this one scales losses."""
         self.elsewhere = False
@@ -372,7 +377,9 @@ class Engine:
         layouts = gradients.every_layout()
         counts = [layout is None or layout.counts for layout in layouts]
         if model_ranks is not None:
-            measurement, largest, together = self._over_ranks(measurement, gradients, model_ranks)
+            measurement, largest, together = self._over_ranks(
+                measurement, gradients, model_ranks, unscaled=unscaled
+            )
             counts = model_ranks.counts_each(gradients.params, layouts)
             peak = together.largest("peak")
         elif rank_groups:
@@ -755,7 +762,7 @@ class Engine:
             self._gather(skip, model_ranks, counts=(), refused=True, wide=True)
 
     def _over_ranks(
-        self, mine: Measurement, gradients: Gradients, model_ranks: ModelRanks
+        self, mine: Measurement, gradients: Gradients, model_ranks: ModelRanks, *, unscaled: bool
     ) -> tuple[Measurement, Tensor, Together]:
         """The measurement of all ranks, what the gradients of all can hold, and what they found.
 
@@ -764,9 +771,9 @@ class Engine:
         rank_group = model_ranks.rank_group
         params, tensors = gradients.params, gradients.tensors
         counts = model_ranks.counts(params, gradients.every_layout())
-        waiting = self._agreement.uncompared(model_ranks)
         anew = not model_ranks.is_like(self._table_of)
-        looking = anew or self._agreement.is_pending(model_ranks)
+        looking = anew or (self._agreement.is_pending(model_ranks) and self._looks_again)
+        waiting = self._agreement.uncompared(model_ranks) if looking else {}
         plain = [at for at, param in enumerate(params) if id(param) in waiting]
         shown = None
         if plain:
@@ -782,7 +789,7 @@ class Engine:
             model_ranks,
             counts=counts,
             marks=None if shown is None else shown.numbers,
-            found=self._told(mine.tensors, params, model_ranks, counts),
+            found=self._told(mine.tensors, params, model_ranks, counts, unscaled=unscaled),
             wide=all(tensor.dtype is torch.float64 for tensor in tensors),
         )
         every, rows = every[:, : len(REPORT)], every[:, len(REPORT) :]
@@ -808,6 +815,9 @@ class Engine:
             if all(report[REPORT.index("anew")] for report in reports):
                 self._meet(model_ranks, finite=not broken)
             self._table_of = model_ranks
+        parted = self._drift.notice(rows[:, -len(CARRIED) :], rank_group.ranks)
+        skip = torch.maximum(whole.nonfinite, parted.to(whole.nonfinite.dtype))
+        whole = dataclasses.replace(whole, nonfinite=skip)
         if not met.names:
             met = self._met  # Else the rows of this step name their places by what was told before.
         parameters = self._met.parameters
@@ -824,6 +834,8 @@ class Engine:
         params: Sequence[Tensor],
         model_ranks: ModelRanks,
         counts: Sequence[bool],
+        *,
+        unscaled: bool,
     ) -> Tensor:
         """This rank's numbers of TOLD."""
         home, dtype = found.norms.device, found.norms.dtype
@@ -831,11 +843,13 @@ class Engine:
         value = self.losses.total()
         known = torch.full_like(loss, float(value is not None))
         value = torch.zeros_like(loss) if value is None else moved(value, home).to(dtype)
+        zero = torch.zeros_like(loss)
+        told = {**dict.fromkeys(TOLD, zero), "loss": loss, "loss value": value, "losses": known}
+        told["scale"] = zero + 1.0 if unscaled else self.state.scale.to(dtype)
+        told["step"] = self.steps.to(dtype)
+        told["gradients"] = torch.full_like(loss, len(params))
         if not params:
-            zero = torch.zeros_like(loss)
-            nothing = {**dict.fromkeys(TOLD, zero), "loss": loss}
-            nothing |= {"loss value": value, "losses": known}
-            return torch.stack([nothing[name] for name in TOLD])
+            return torch.stack([told[name] for name in TOLD])
         order = self.backward_order(model_ranks)
         at = numbers_on(home, tuple(order[id(param)] for param in params), dtype)
         counting = numbers_on(home, tuple(counts), dtype)
@@ -844,20 +858,27 @@ class Engine:
         first = torch.where(bad, at, math.inf).amin()
         is_first = (at == first).to(dtype)
         largest = found.norms if found.largest is None else found.largest
-        numbers = [
-            largest.amax().to(dtype),
-            loss,
-            (nan * counting).sum(),
-            (inf * counting).sum(),
-            bad.sum().to(dtype),
-            torch.where(torch.isfinite(first), first, 0.0),
-            (counting * is_first).amax(),
-            (nan * is_first).sum(),
-            (inf * is_first).sum(),
-            value,
-            known,
-        ]
-        return torch.stack(numbers)
+        told |= {
+            "peak": largest.amax().to(dtype),
+            "nan": (nan * counting).sum(),
+            "inf": (inf * counting).sum(),
+            "bad": bad.sum().to(dtype),
+            "place": torch.where(torch.isfinite(first), first, 0.0),
+            "place counts": (counting * is_first).amax(),
+            "place nan": (nan * is_first).sum(),
+            "place inf": (inf * is_first).sum(),
+        }
+        return torch.stack([told[name] for name in TOLD])
+
+    @property
+    def _looks_again(self) -> bool:
+        """Whether the host reads what the ranks say of themselves, as it does at the first steps.
+
+        A parameter that never has a gradient, or only zeros, is never compared: after the first
+        steps it is looked at after ever more of them, at the same on all ranks.
+        """
+        since = self._steps_since_met + 1
+        return since <= _FIRST_STEPS or since & (since - 1) == 0
 
     @property
     def _shares_detail(self) -> bool:

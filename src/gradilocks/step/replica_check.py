@@ -62,6 +62,8 @@ class Holdings(NamedTuple):
     to hold them."""
     gradients: Mapping[int, Tensor]
     """By a parameter's id, the elements of its gradient, if it has one."""
+    numbers: Mapping[str, float]
+    """What all of these ranks must have alike besides, by name: the scale, say."""
 
 
 class _Plan(NamedTuple):
@@ -108,12 +110,15 @@ class ReplicaCheck:
         plan, rank_group = self._planned(holdings), holdings.rank_group
         if not plan.shared:
             return
-        places = [place for place, _ in plan.mine]
-        bits = torch.full((2, len(plan.shared)), _ABSENT, dtype=torch.int64, device="cpu")
+        places, numbers = [place for place, _ in plan.mine], holdings.numbers
+        count = len(plan.shared)
+        bits = torch.full((2, count + len(numbers)), _ABSENT, dtype=torch.int64, device="cpu")
         bits[0, places] = _bits([local_of(param) for _, param in plan.mine])
         bits[1, places] = _bits([holdings.gradients.get(id(param)) for _, param in plan.mine])
+        alike = torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
+        bits[0, count:] = alike.view(torch.int64)
         if _differ(bits, rank_group):
-            self._tell(plan, bits.tolist(), rank_group, step)
+            self._tell(plan, list(numbers), bits.tolist(), rank_group, step)
 
     def _planned(self, holdings: Holdings) -> _Plan:
         """The tensors that several ranks hold; the ranks tell each other once."""
@@ -137,16 +142,21 @@ class ReplicaCheck:
         return self._plan
 
     def _tell(
-        self, plan: _Plan, bits: list[list[int]], rank_group: RankGroup, step: int
+        self,
+        plan: _Plan,
+        numbers: list[str],
+        bits: list[list[int]],
+        rank_group: RankGroup,
+        step: int,
     ) -> NoReturn:
         """Raises the error that says who has what."""
         (group,) = rank_group.groups
         names = self._names([param for _, param in plan.mine])
         mine = {place: name for (place, _), name in zip(plan.mine, names, strict=True)}
         told = tell_all((mine, bits), rank_group.ranks, group)
-        called: dict[int, str] = {}
+        called = {len(plan.shared) + at: name for at, name in enumerate(numbers)}
         for theirs, _ in told:
-            called = theirs | called
+            called = called | theirs
         parted: dict[str, dict[float | None, list[int]]] = {}
         for row, what in enumerate(("{}", "the gradient of {}")):
             for place, name in called.items():
@@ -157,7 +167,7 @@ class ReplicaCheck:
                 if len(by_norm) > 1:
                     parted[what.format(name)] = by_norm
         raise ReplicasDiffer(
-            _described(parted, step),
+            _described(parted, step, numbers),
             step=step,
             tensors=tuple(parted),
             ranks=tuple(map(tuple, next(iter(parted.values())).values())),
@@ -197,16 +207,19 @@ _NOTHING = (
 )
 
 
-def _described(parted: Mapping[str, Mapping[float | None, Sequence[int]]], step: int) -> str:
+def _described(
+    parted: Mapping[str, Mapping[float | None, Sequence[int]]], step: int, numbers: Sequence[str]
+) -> str:
     shown = []
     for name, by_norm in list(parted.items())[:_SHOWN]:
+        verb = "is" if name in numbers else "has norm"
         each = [
-            ("no gradient" if norm is None else f"norm {norm!r}") + f" on ranks {shortened(ranks)}"
+            f"{'none' if norm is None else repr(norm)} on ranks {shortened(ranks)}"
             for norm, ranks in list(by_norm.items())[:_SHOWN]
         ]
         if len(by_norm) > _SHOWN:
-            each.append(f"{len(by_norm) - _SHOWN} other norms elsewhere")
-        shown.append(f"{name} has {', '.join(each)}")
+            each.append(f"{len(by_norm) - _SHOWN} others elsewhere")
+        shown.append(f"{name} {verb} {', '.join(each)}")
     more = f"; and {len(parted) - _SHOWN} more tensors" if len(parted) > _SHOWN else ""
     return (
         f"step {step}: ranks that hold the same elements should have the same bits, and have not: "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradilocks.ranks.all_parameters import NOBODY, AllParameters, on_ranks
 from gradilocks.step.host_copy import fetch
+from gradilocks.step.rank_drift import CARRIED
 from gradilocks.values import LocalDetail
 
 __all__ = ["BLAMED", "TOLD", "NonFiniteCount", "Together"]
@@ -34,11 +35,13 @@ class NonFiniteCount(NamedTuple):
 TOLD = (
     *("peak", "loss", "nan", "inf", "bad", "place", "place counts", "place nan", "place inf"),
     *("loss value", "losses"),
+    *CARRIED,
 )
 """What a rank tells at every step beside its norm: the largest magnitude, whether its loss was not
 finite, the NaN and Inf in what it counts, how many of its gradients have some; of the first of
 those in backward order its place in that order, whether it counts, its NaN and its Inf; its loss,
-and whether it has one: of a pipeline's stages only the last does."""
+and whether it has one: of a pipeline's stages only the last does; and what it carries into the
+step."""
 
 BLAMED = ("loss", "bad", "place", "place counts", "place nan", "place inf")
 """Those of TOLD by which `blamed` says whose gradients and whose losses were not finite."""

@@ -1,0 +1,105 @@
+"""What each rank carries into a step enters; an error leaves, on all of them, if they have parted.
+
+Ranks that hold one model compare their settings, scales and step numbers at the first step, and
+decide alike from then on. What only one of them does ends that: it loads a checkpoint, calls
+`unscale_()`, catches the error of a step. Each would divide by a scale of its own. So the numbers
+go out in the step's row; a step at which they differ is skipped on the device, and the error
+follows as soon as the host may know: at once on a CPU, a fixed number of steps later elsewhere, so
+that all ranks raise it at the same step and nobody waits. A step for which no rank has a gradient
+is told in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gradilocks.errors import NoGradients, ScaleMisuse
+from gradilocks.kernels.cuda_graph import capturing
+from gradilocks.ranks.layout import shortened
+from gradilocks.step.host_copy import LAG, HostCopy
+
+__all__ = ["CARRIED", "RankDrift"]
+
+CARRIED = ("scale", "step", "gradients")
+"""What a rank carries into a step: the scale that its gradients have, the number of steps before
+it, and how many gradients there are."""
+
+
+class RankDrift:
+    """Notices ranks that no longer decide alike."""
+
+    def __init__(self) -> None:
+        self._seen: Tensor | None = None  # Whether it has happened, and the rows of the first time.
+        self._coming: HostCopy | None = None
+        self._age = 0  # How many steps ago the host sent for it.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_seen": None, "_coming": None, "_age": 0}
+
+    def notice(self, rows: Tensor, ranks: Sequence[int]) -> Tensor:
+        """0-d, above 0 if the step must be skipped; raises if the host knows why.
+
+        Args:
+            rows: for each rank, the numbers of CARRIED.
+            ranks: in the order of `rows`.
+        """
+        alike = rows[:, :2].amax(dim=0) == rows[:, :2].amin(dim=0)
+        parted = torch.logical_not(alike.all()) | (rows[:, 2].amax() == 0)
+        flag = parted.to(rows.dtype)
+        now = torch.cat([flag.reshape(1), rows.flatten()])
+        if self._seen is None or self._seen.shape != now.shape or self._seen.device != now.device:
+            self._seen, self._coming = now, None
+        else:
+            self._seen = torch.where(self._seen[0] > 0, self._seen, now)
+        if not (now.is_cuda and capturing()):
+            self._tell(ranks)
+        return flag
+
+    def _tell(self, ranks: Sequence[int]) -> None:
+        """Raises what the device noticed, if it has and the numbers have come."""
+        if self._coming is None:
+            assert self._seen is not None
+            self._coming, self._age = HostCopy(self._seen), 0
+        if not self._coming.at_once:
+            self._age += 1
+            if self._age <= LAG:
+                return
+            self._coming.wait()
+        happened, *numbers = self._coming.read()
+        self._coming = None
+        if happened:
+            self._seen = None
+            width = len(CARRIED)
+            _refuse([numbers[at : at + width] for at in range(0, len(numbers), width)], ranks)
+
+
+def _refuse(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> NoReturn:
+    """Raises the error that says what differs."""
+    told = dict(zip(CARRIED, zip(*rows, strict=True), strict=True))
+    absent = [rank for rank, scale in zip(ranks, told["scale"], strict=True) if not scale]
+    if absent:
+        raise ScaleMisuse(
+            f"ranks {shortened(absent)} refused a step, and the error there says why. The ranks "
+            "decide together, so it was skipped here."
+        )
+    for what, column in (
+        ("scale that the gradients carry", "scale"),
+        ("number of steps", "step"),
+    ):
+        values = told[column]
+        for rank, value in zip(ranks, values, strict=True):
+            if value != values[0]:
+                raise ScaleMisuse(
+                    f"the ranks no longer decide alike: the {what} is {values[0]:g} on rank "
+                    f"{ranks[0]} and {value:g} on rank {rank}, so they were about to divide by "
+                    "different scales. No step has been taken since. Load checkpoints, call "
+                    "unscale_() and go on after an error on all ranks or on none."
+                )
+    raise NoGradients(
+        "step() found no gradient on any rank, so nothing was stepped. Call backward() before "
+        "step(), or look at whether the parameters require grad."
+    )

@@ -1,0 +1,205 @@
+"""Ranks that part after the first step: noticed by all at the same step, before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradilocks
+from gradilocks.errors import GradilocksError
+from gradilocks.step import rank_drift
+from gradilocks.step.host_copy import LAG
+from tests.ranks.rank_programs import run_all
+
+Returned = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
+    """What each of two ranks returned from every program below."""
+    programs: list[Callable[[int], Any]] = [
+        what_one_rank_does_alone,
+        settings_that_were_refused_before,
+        no_gradient_anywhere,
+        a_parameter_without_a_gradient,
+    ]
+    return run_all(programs, tmp_path_factory.mktemp("drift"))
+
+
+def _sharded() -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    return fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)))
+
+
+def _steps(model: Any, control: Any, count: int, alone: Callable[[int], None]) -> list[Any]:
+    """For each step its norm or what was raised, and whether parameters moved."""
+    found: list[Any] = []
+    for step in range(count):
+        control.zero_grad()
+        control.backward(model(torch.ones(3, 4) + step).square().sum())
+        before = [param.to_local().clone() for param in model.parameters()]
+        try:
+            alone(step)
+            told: Any = control.step().norm
+        except (GradilocksError, RuntimeError) as error:
+            told = str(error)
+        moved = [param.to_local() for param in model.parameters()]
+        found.append((told, not all(map(torch.equal, before, moved))))
+    return found
+
+
+def what_one_rank_does_alone(rank: int) -> dict[str, Any]:
+    found = {}
+    for name in ("unscale_", "load_state_dict", "an error"):
+        model = _sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        control = gradilocks.GradientControl(optimizer, model=model, clip=1.0)
+
+        def alone(step: int, name: str = name, model: Any = model, control: Any = control) -> None:
+            if rank != 1 or step != 2:
+                return
+            if name == "unscale_":
+                control.unscale_()
+            elif name == "load_state_dict":
+                control.load_state_dict({**control.state_dict(), "scale": 4.0})
+                control._order.scaled = True  # As if the loss had been scaled by it.
+
+        if name == "an error":
+
+            def fail(optimizer: Any, args: Any, kwargs: Any, calls: list[int] = []) -> None:  # noqa: B006
+                calls.append(1)
+                if rank == 1 and len(calls) % 4 == 2:
+                    raise RuntimeError("no more room")
+
+            optimizer.register_step_pre_hook(fail)
+        found[name] = _steps(model, control, 4, alone)
+    return found
+
+
+def settings_that_were_refused_before(rank: int) -> list[str]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD(model.parameters(), lr=0.1), model=model, clip=1.0 + rank
+    )
+    said = []
+    for _ in range(2):
+        control.backward(model(torch.ones(1, 2)).sum())
+        try:
+            control.step()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+        control.zero_grad()
+    return said
+
+
+def no_gradient_anywhere(rank: int) -> str:
+    control = gradilocks.GradientControl(
+        torch.optim.SGD(_sharded().parameters(), lr=0.1), scale=None, clip=1.0
+    )
+    with pytest.raises(gradilocks.errors.NoGradients) as raised:
+        control.step()
+    return str(raised.value)
+
+
+def a_parameter_without_a_gradient(rank: int) -> list[int]:
+    """A plain parameter beside DTensors that is never used: how often the host reads."""
+    from gradilocks.step import engine
+
+    model = _sharded()
+    unused = nn.Parameter(torch.zeros(3))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD([*model.parameters(), unused], lr=0.01), scale=None, clip=1.0
+    )
+    reads = []
+    real = engine.fetch
+
+    def counted(*given: Any) -> Any:
+        reads[-1] += 1
+        return real(*given)
+
+    engine.fetch = counted
+    try:
+        for _ in range(70):
+            control.zero_grad()
+            control.backward(model(torch.ones(3, 4)).square().sum())
+            reads.append(0)
+            control.step()
+    finally:
+        engine.fetch = real
+    return reads
+
+
+def test_what_one_rank_does_alone_is_noticed_by_both(returned: Returned) -> None:
+    first, second = returned["what_one_rank_does_alone"]
+    for name in ("unscale_", "load_state_dict"):
+        assert [moved for _, moved in first[name]][:3] == [True, True, False], name
+        assert first[name][2][0] == second[name][2][0]
+        assert "the scale that the gradients carry is" in first[name][2][0]
+        assert "on rank 0 and" in first[name][2][0]
+    # The step that rank 1 could not take counts on rank 0 alone.
+    assert second["an error"][1] == ("no more room", False)
+    assert first["an error"][2] == second["an error"][2]
+    assert "the number of steps is 2 on rank 0 and 1 on rank 1" in first["an error"][2][0]
+    assert first["an error"][2][1] is False
+
+
+def test_refused_settings_are_refused_again(returned: Returned) -> None:
+    for said in returned["settings_that_were_refused_before"]:
+        assert all("clip= is" in each for each in said)
+
+
+def test_a_step_without_any_gradient_is_no_step(returned: Returned) -> None:
+    for said in returned["no_gradient_anywhere"]:
+        assert "no gradient on any rank" in said
+
+
+def test_a_parameter_that_is_never_used_does_not_make_the_host_read_for_ever(
+    returned: Returned,
+) -> None:
+    for reads in returned["a_parameter_without_a_gradient"]:
+        assert all(reads[:32])
+        assert [at + 1 for at, count in enumerate(reads) if at >= 32 and count] == [64]
+
+
+class _Late:
+    """Numbers that arrive when they are waited for, as from a GPU."""
+
+    at_once = False
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._numbers, self.waited = tensor.tolist(), False
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def read(self) -> list[float]:
+        assert self.waited
+        return self._numbers
+
+
+def test_a_device_skips_at_once_and_tells_after_as_many_steps_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_drift, "HostCopy", _Late)
+    drift = rank_drift.RankDrift()
+    alike = torch.tensor([[8.0, 0.0, 3.0], [8.0, 0.0, 3.0]], dtype=torch.float64)
+    apart = torch.tensor([[8.0, 0.0, 3.0], [4.0, 0.0, 3.0]], dtype=torch.float64)
+    for _ in range(3):
+        assert drift.notice(alike, (0, 1)) == 0
+    assert drift.notice(apart, (0, 1)) == 1
+    # It is sent for every LAG + 1 steps: what came in between is told with the next.
+    for _ in range(2 * LAG - 3):
+        assert drift.notice(alike, (0, 1)) == 0
+    with pytest.raises(gradilocks.errors.ScaleMisuse, match="is 8 on rank 0 and 4 on rank 1"):
+        drift.notice(alike, (0, 1))
+    for _ in range(2 * LAG + 2):  # Told once.
+        assert drift.notice(alike, (0, 1)) == 0
