@@ -42,6 +42,7 @@ from row_sets import TOLERANCE
 from workloads import SIZES
 
 import gradilocks
+from gradilocks import control as control_module
 from gradilocks.selftest import CollectiveCounter
 from report import Row, Spread, save, table
 
@@ -131,8 +132,23 @@ def in_torchs_loop(load: RankLoad, *, ours: bool, scaled: bool) -> Ready:
     return Ready(run, lambda: load.put_gradients(params), lambda: load.results(params))
 
 
-def with_control(load: RankLoad, *, clip: Any = LIMIT, own: bool = False, scaled: bool) -> Ready:
-    """GradientControl over torch's fused AdamW, or over our own."""
+def with_control(
+    load: RankLoad,
+    *,
+    clip: Any = LIMIT,
+    own: bool = False,
+    scaled: bool,
+    together: bool = False,
+) -> Ready:
+    """GradientControl over torch's fused AdamW, or over our own.
+
+    Args:
+        load: what is stepped.
+        clip, scaled: what the control does.
+        own: whether the optimizer is ours.
+        together: alone on its mesh, goes the way of several ranks all the same, with the
+            collective: one rank would settle the step on the device by itself.
+    """
     params = load.parameters()
     make: Any = gradilocks.optim.AdamW if own else torch.optim.AdamW
     optimizer = make(params, lr=LR, eps=load.eps, **({} if own else {"fused": True}))
@@ -142,7 +158,14 @@ def with_control(load: RankLoad, *, clip: Any = LIMIT, own: bool = False, scaled
     def run() -> None:
         if scaled:
             control.scale_loss(load.loss)
-        control.step()
+        if not together:
+            control.step()
+            return
+        alone, control_module.has_other_ranks = control_module.has_other_ranks, lambda: True
+        try:
+            control.step()
+        finally:
+            control_module.has_other_ranks = alone
 
     return Ready(run, lambda: load.put_gradients(params), lambda: load.results(params))
 
@@ -159,6 +182,8 @@ def contenders(load: RankLoad, *, scaled: bool, own: bool) -> list[Contender]:
     if own:
         build = lambda: with_control(load, own=True, **given)  # noqa: E731
         made.append(Contender("GradientControl, gradilocks.optim", build))
+        build = lambda: with_control(load, own=True, together=True, **given)  # noqa: E731
+        made.append(Contender("the same, by the way of several ranks", build))
     return made
 
 
