@@ -409,6 +409,18 @@ def joined():
     )
 
 
+def inference():
+    def _backward_metadata_inference(call):
+        return call()
+
+    assert not _torch.infers_metadata()
+    assert _backward_metadata_inference(_torch.infers_metadata)
+    assert _backward_metadata_inference(lambda: [_torch.infers_metadata()][0])
+    assert "def _backward_metadata_inference" in _source_of("torch.distributed.pipelining.stage"), (
+        "a pipeline learns of shapes in another way: does it call the loss function?"
+    )
+
+
 def local_elements():
     class Distributed:
         _local_tensor = torch.ones(2)
@@ -446,6 +458,7 @@ def groups_joined():
 
 INSTANCE = {
     "_backward_hooks": hook_table,
+    "_backward_metadata_inference": inference,
     "_buffers": buffers,
     "_device_types": kinds,
     "_fsdp_flattened": flattened,

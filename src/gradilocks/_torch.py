@@ -54,6 +54,7 @@ __all__ = [
     "has_step_hooks",
     "has_step_pre_hooks",
     "in_backward",
+    "infers_metadata",
     "inner_schedules",
     "is_autocast_enabled",
     "is_flattened",
@@ -480,6 +481,21 @@ def is_flattened(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
+def infers_metadata() -> bool:
+    """Whether a pipeline's stage runs this code to learn of shapes, on memory nobody has written.
+
+    If torch gives it another name, the loss of such a call is recorded as one of the first step's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(6):  # The caller's own functions may lie in between.
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_backward_metadata_inference":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def local_tensor(distributed: Any) -> Tensor | None:
     """This rank's elements of a DTensor, without autograd; None if only `to_local()` has them.
 
@@ -635,6 +651,7 @@ underscore. Beside these `run`, `_run` and `function`, which are everybody's wor
 
 INSTANCE_NAMES = (
     "_backward_hooks",
+    "_backward_metadata_inference",
     "_buffers",
     "_device_types",
     "_fsdp_flattened",

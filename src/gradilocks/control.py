@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import infers_metadata
 from gradilocks.checks import (
     check_closure,
     check_give_up_after,
@@ -230,26 +231,41 @@ class GradientControl:
         """A loss function whose gradients carry the scale, for code that runs backward itself.
 
         Such as a pipeline's schedule: `ScheduleGPipe(stage, n, loss_fn=control.loss_fn(loss_fn))`.
-        It returns the loss as it is; only what flows back from it is multiplied by the scale.
+        It returns the loss as it is; only what flows back from it is multiplied by the scale. Of
+        the losses of one step the mean is recorded: schedules divide by the number of them.
 
         Args:
             function: takes whatever it is called with and returns a loss.
         """
 
+        if has_other_ranks() and self._ranks is None and self._replicas is None:
+            warnings.warn(_ONE_STAGE, RuntimeWarning, stacklevel=2)
+
         @functools.wraps(function)
         def scaled(*args: Any, **kwargs: Any) -> Tensor:
             loss = function(*args, **kwargs)
-            return self._with_scaled_gradient(loss) if loss.requires_grad else loss
+            if not loss.requires_grad or infers_metadata():
+                return loss
+            return self._with_scaled_gradient(loss)
 
         return scaled
 
     @eager
     def _with_scaled_gradient(self, loss: Tensor) -> Tensor:
-        first = self._begins_anew()
+        self._begins_anew()
         told = self._scaled(loss, as_it_is=True)
-        for listener in self._events.listeners:
-            listener.loss_counted(self, loss, first=first)
         self._order.handed_out = True
+        value = loss.detach().clone()
+
+        # Only what runs backward is a loss: a schedule may call its function to learn of shapes.
+        def ran_backward(_: Tensor) -> None:
+            losses = self._engine.losses
+            first = not losses.any_noted
+            losses.note(value, self._engine.state.scale.device, averaged=True)
+            for listener in self._events.listeners:
+                listener.loss_counted(self, value, first=first, averaged=losses.averaged)
+
+        told.register_hook(ran_backward)  # type: ignore[no-untyped-call]
         return told
 
     @eager
@@ -637,6 +653,12 @@ class GradientControl:
         self._ranks_of = ([], []) if self._ranks is None else (params, trained)
         return self._ranks
 
+
+_ONE_STAGE = (
+    "control.loss_fn() is for the schedule of a pipeline, and this control knows of this rank's "
+    "parameters only: each stage would have a norm, a clip and skips of its own. Say that the "
+    'ranks hold different parts: GradientControl(..., mesh=world_mesh, distinct="pp").'
+)
 
 _NO_REPLICAS_KNOWN = (
     "check_replicas_every= compares ranks that hold the same parameters, and which do is not "

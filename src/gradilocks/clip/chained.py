@@ -77,6 +77,8 @@ class Chain(ClipPolicy):
         for name in ("needs_largest", "apart", "by_unit"):
             needed = any(getattr(policy, name) for policy in self.policies)
             object.__setattr__(self, name, needed)
+        by_group = all(policy.by_group for policy in self.policies if policy.apart)
+        object.__setattr__(self, "by_group", by_group)
         by_parameter = tuple(
             f"{k}.{name}" for k, policy in enumerate(self.policies) for name in policy.by_parameter
         )

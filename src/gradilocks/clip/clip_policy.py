@@ -71,6 +71,8 @@ class ClipPolicy(Policy):
     """Whether the largest magnitude must be measured too."""
     apart: bool = False
     """Whether it bounds gradients apart from each other."""
+    by_group: bool = False
+    """Whether what it bounds apart are groups, so that it need not know where a tensor ends."""
     by_unit: bool = False
     """Whether it bounds the rows of a tensor, or other units of elements, apart from each other."""
     by_parameter: tuple[str, ...] = ()
@@ -131,7 +133,7 @@ class _AdaptedClip(Adapted, ClipPolicy):
     """A user's policy that is no ClipPolicy, with the defaults for what it does not define."""
 
     _taken = (
-        *("order", "needs_largest", "apart", "by_unit", "by_parameter"),
+        *("order", "needs_largest", "apart", "by_group", "by_unit", "by_parameter"),
         *("misfits", "unit_count", "start", "limit", "advance"),
     )
 

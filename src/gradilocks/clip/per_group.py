@@ -86,6 +86,7 @@ class ClipPerGroup(ClipPolicy):
     otherwise: float | None = None
     order: float = 2.0
     apart = True
+    by_group = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_cached", {})

@@ -294,8 +294,8 @@ class StepRecorder(StepListener):
 
     # --- a script's own GradientControls -------------------------------------------------------
 
-    def loss_counted(self, control: Any, loss: Tensor, *, first: bool) -> None:
-        self._journal(control).loss_counted(control, loss, first=first)
+    def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:
+        self._journal(control).loss_counted(control, loss, first=first, averaged=averaged)
 
     def _control_begins(self, step: Step) -> None:
         journal = self._journal(step.driver)

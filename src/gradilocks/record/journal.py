@@ -80,7 +80,7 @@ class Journal(StepListener):
         ]
         self._counts = _counts(optimizers)
 
-    def loss_counted(self, control: Any, loss: Tensor, *, first: bool) -> None:
+    def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:
         if not self.recorder.recording:
             return
         loss = loss.detach()
@@ -90,7 +90,12 @@ class Journal(StepListener):
         with torch.no_grad():  # A copy: the loss is the caller's, who may change it.
             mine = loss.reshape(()).to(wide(loss.device), copy=True)
             before = None if first else self.loss
-            self.loss = mine if before is None else before.to(mine.device) + mine
+            if before is None:
+                self.loss = mine
+            elif averaged:
+                self.loss = before.to(mine.device) + (mine - before.to(mine.device)) / averaged
+            else:
+                self.loss = before.to(mine.device) + mine
 
     def step_begins(self, step: Step) -> None:
         if not self.recorder.recording:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradilocks._torch import version
 from gradilocks.errors import ScaleMisuse, SharedParameter
+from gradilocks.ranks.layout import has_other_ranks
 
 __all__ = [
     "CallOrder",
@@ -82,6 +83,7 @@ class CallOrder:
                 f"gradients do not carry the scale that {caller} would divide by. Call "
                 f"control.backward(loss), or control.scale_loss(loss).backward(), before "
                 f"control.{caller}, or inside the closure."
+                + (_A_STAGE if has_other_ranks() else "")
             )
 
     def check_unscale(self, *, elsewhere: bool = False) -> None:
@@ -242,3 +244,10 @@ def own_write_ended(kept: Sequence[tuple[Tensor, int]]) -> None:
     """Our own clip has written."""
     for grad, number in kept:
         setattr(grad, _UNSCALED, (number, version(grad)))
+
+
+_A_STAGE = (
+    " The stages of a pipeline that have no loss take part if the control knows that they are "
+    'stages: GradientControl(..., mesh=world_mesh, distinct="pp"), and the schedule has '
+    "control.loss_fn(loss_fn)."
+)

@@ -56,6 +56,7 @@ from gradilocks.ranks.all_parameters import (
 )
 from gradilocks.ranks.collective import reduce, reduce_apart, reduce_columns
 from gradilocks.ranks.layout import (
+    flattened_among,
     has_other_ranks,
     is_distributed,
     local_of,
@@ -294,10 +295,12 @@ class Engine:
         Args:
             loss: of whatever is to be run backward.
             device: of the parameters.
-            as_it_is: leave the loss as it is, and multiply what flows back from it.
+            as_it_is: leave the loss as it is, and multiply what flows back from it. Then it is to
+                be noted when something does.
         """
         self.move_to(device)
-        self.losses.note(loss, self.state.scale.device)
+        if not as_it_is:
+            self.losses.note(loss, self.state.scale.device)
         if not self.scales:
             return loss
         return (scale_gradient if as_it_is else scale_loss)(loss, self.state.scale)
@@ -507,6 +510,15 @@ class Engine:
         Raises, on all of them alike, if it is not known which parts belong together.
         """
         if model_ranks is not None:
+            cut = [] if self.clip_policy.by_group else flattened_among(model_ranks.params)
+            if cut:
+                raise ValueError(
+                    f"{self.clip_policy.policy_name} bounds gradients apart from each other, and "
+                    f"{self.names(cut[0])} belongs to FullyShardedDataParallel (FSDP1), which cuts "
+                    "tensors anywhere: which of its parts belong together is not known. Use "
+                    "ClipByNorm, or another policy that bounds the norm of all; or FSDP2 "
+                    "(fully_shard), whose shards say what they are."
+                )
             if model_ranks.keys is None:
                 raise ValueError(
                     f"{self.clip_policy.policy_name} bounds gradients apart from each other, and "
@@ -1272,14 +1284,23 @@ class Losses:
         """Whether they are added up besides, for other ranks to hear of."""
         self._sum: Tensor | None = None
         self._is_unknown = False  # Whether one of them was no number.
+        self.averaged = 0
+        """Of how many their mean is the loss of the step; 0 if it is their sum."""
 
     @property
     def any_noted(self) -> bool:
         """Whether a loss was scaled whose gradients are waiting."""
         return self._latest is not None or self._broken is not None
 
-    def note(self, loss: Tensor, home: torch.device) -> None:
-        """Another loss is about to be scaled."""
+    def note(self, loss: Tensor, home: torch.device, *, averaged: bool = False) -> None:
+        """Another loss is about to be scaled.
+
+        Args:
+            loss: as the user computed it.
+            home: where numbers are brought together.
+            averaged: whether what runs backward divides by the number of losses, as pipelines do.
+        """
+        self.averaged += averaged
         if self._latest is not None:
             self.broken(home)
         self._latest = loss.detach()
@@ -1296,13 +1317,15 @@ class Losses:
         self._sum = mine if self._sum is None else moved(self._sum, mine.device) + mine
 
     def total(self) -> Tensor | None:
-        """The sum of the losses, if they are added up; None if there is none, or it is unknown."""
-        return None if self._is_unknown else self._sum
+        """The loss of the step, if they are added up; None if there is none, or it is unknown."""
+        if self._is_unknown or self._sum is None:
+            return None
+        return self._sum / self.averaged if self.averaged else self._sum
 
     def forget(self) -> None:
         """The gradients of the losses so far are gone."""
         self._latest = self._broken = self._sum = None
-        self._is_unknown = False
+        self._is_unknown, self.averaged = False, 0
 
     def as_one(self, device: torch.device) -> Tensor | None:
         """The loss if there was one, else a number that is not finite if one of them was not."""

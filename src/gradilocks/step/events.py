@@ -166,8 +166,11 @@ class StepListener:
     def loss_scaled(self, driver: Any, loss: Any, scaled: Any, scale: Tensor) -> None:
         """`loss` was multiplied by `scale`; both may be iterables. `scaled` may be run backward."""
 
-    def loss_counted(self, control: Any, loss: Tensor, *, first: bool) -> None:
-        """The coming step of a control is of `loss` too; `first` if it is the first since."""
+    def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:
+        """Its gradients were added. `first` if nothing was left of a loss before it.
+
+        `averaged` says of how many losses so far the mean is that of the step; 0: it is their sum.
+        """
 
     def backward_begins(self, tensors: Any, gradients: Any) -> None:
         """`torch.autograd.backward(tensors, gradients)` is about to run."""
