@@ -221,7 +221,11 @@ READ_ELSEWHERE = {
     },
     "kernels/chunks.py": {"int(each.sum())", "int(counts.max())"},  # Tables, made on the CPU.
     "kernels/triton_launch.py": {"torch.equal(cells, expected)"},  # A launcher is tried out, once.
-    "ranks/agreement.py": {"bool((tensor != tensor.reshape(-1)[0]).any())"},  # At a first step.
+    # At the first step that is finite.
+    "ranks/agreement.py": {
+        "bool((tensor != tensor.reshape(-1)[0]).any())",
+        "found.numbers.tolist()",
+    },
     "ranks/layout.py": {"mesh.mesh.flatten().tolist()"},  # A mesh's ranks lie on the CPU.
     "ranks/model_ranks.py": {
         "mesh.mesh.flatten().tolist()",

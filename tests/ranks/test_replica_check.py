@@ -109,10 +109,17 @@ def a_parameter_that_parts(rank: int) -> Any:
 
 
 def a_gradient_that_was_not_averaged(rank: int) -> Any:
+    """At the second step: at the first all gradients are compared without being asked to."""
+    model = _model()
+
+    def average(step: int) -> None:
+        for param in model.parameters() if step == 1 else ():
+            dist.all_reduce(param.grad)
+
     return _train(
-        _model(),
+        model,
         3,
-        before_step=lambda step: None,
+        before_step=average,
         mesh=_mesh((4,), ("dp",)),
         check_replicas_every=1,
     )
@@ -250,7 +257,7 @@ def test_the_last_bit_of_a_parameter_is_noticed(returned: Returned) -> None:
 
 def test_gradients_that_were_not_averaged_are_noticed(returned: Returned) -> None:
     for step, tensors, ranks, kept, _ in returned["a_gradient_that_was_not_averaged"]:
-        assert step == 1
+        assert step == 2
         assert kept
         assert tensors == tuple(f"the gradient of {n}.{k}" for n in (0, 2) for k in _KINDS)
         assert ranks == ((0,), (1,), (2,), (3,))

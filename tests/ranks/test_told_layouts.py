@@ -23,6 +23,7 @@ def _programs() -> list[Callable[[int], Any]]:
         copies_of_plain_tensors,
         copies_of_biases_that_begin_alike,
         copies_that_cannot_be,
+        copies_that_count_wrongly,
         summands,
         what_the_clip_functions_return,
         settings_that_make_no_sense,
@@ -40,6 +41,7 @@ def _programs() -> list[Callable[[int], Any]]:
         copies_that_were_called_parts,
         copies_of_a_nan,
         copies_along_a_distinct_dimension,
+        stages_that_mesh_calls_copies,
         nothing_said_of_some,
     ]
 
@@ -136,7 +138,34 @@ def copies_that_cannot_be(rank: int) -> dict[str, str]:
         "too many": _refusal(lambda: _norms(model, copies=lambda name, param: 4 + rank // 3)),
         "negative": _refusal(lambda: _norms(model, copies=-1)),
         "a flag": _refusal(lambda: _norms(model, copies=True)),
+        "on some": _refusal(lambda: _norms(model, copies=lambda name, param: 1 + (rank < 2))),
+        "one too few": _refusal(lambda: _norms(alike, copies=lambda name, param: 4 - (rank > 2))),
+        "all, and unlike": _refusal(lambda: _norms(model, copies=4)),
+        "a rule that raises": _refusal(lambda: _norms(model, copies=_fails_on(2, rank))),
+        "a rule that raises beside meshes": _refusal(
+            lambda: _norms(_beside_a_mesh(), copies=_fails_on(2, rank), process_group=_stages())
+        ),
     }
+
+
+def _fails_on(where: int, rank: int) -> Callable[[str, torch.Tensor], int]:
+    def rule(name: str, param: torch.Tensor) -> int:
+        return 1 if rank != where else {}[name]
+
+    return rule
+
+
+def _stages() -> Any:
+    return _mesh((2, 2), ("pp", "dp"))["pp"].get_group()
+
+
+def _beside_a_mesh() -> nn.Module:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = _Model(norm=(1.0, 1.0))
+    mesh = _mesh((2, 2), ("pp", "dp"))["dp"]
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    return model
 
 
 def test_copies_that_cannot_be_are_refused_on_every_rank(returned: Returned) -> None:
@@ -148,6 +177,106 @@ def test_copies_that_cannot_be_are_refused_on_every_rank(returned: Returned) -> 
         assert ("rank 3 refuses" in found["too many"]) == (rank != 3)
         for name in ("negative", "a flag"):
             assert found[name].startswith("TypeError: copies= is how many ranks hold the same")
+        assert "says that 2 ranks hold the same elements of weight" in found["on some"]
+        assert ("rank 0 refuses" in found["on some"]) == (rank > 1)
+        assert "says that 3 ranks hold the same elements" in found["one too few"] or rank < 3
+        assert "says that 4 ranks hold the same elements" in found["one too few"] or rank > 2
+        assert f"ranks [{rank}] hold the same values" in found["all, and unlike"]
+        assert "copies= raised KeyError for weight: 'weight'" in found["a rule that raises"]
+        assert "copies= raised KeyError for norm" in found["a rule that raises beside meshes"]
+        for name in ("a rule that raises", "a rule that raises beside meshes"):
+            assert ("rank 2 refuses" in found[name]) == (rank != 2)
+
+
+def copies_that_count_wrongly(rank: int) -> dict[str, Any]:
+    """Tensors that nobody counts, and copies of which each rank was to count its own."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def drawn(seed: int, *, sharded: bool = False) -> nn.Module:
+        torch.manual_seed(seed)
+        layer = nn.Linear(4, 4)
+        torch.manual_seed(seed)
+        for name, param in list(layer.named_parameters()):
+            grad = torch.randn_like(param)
+            if sharded:
+                value = distribute_tensor(param.detach(), mesh, [Shard(0)])
+                setattr(layer, name, nn.Parameter(value))
+                grad = distribute_tensor(grad, mesh, [Shard(0)])
+            getattr(layer, name).grad = grad
+        return layer
+
+    def renamed(layer: nn.Module) -> nn.Module:
+        return nn.ModuleDict({"head" if rank == 3 else "embedding": layer})
+
+    def told(model: nn.Module, copies: Any, *, first: float = 1.0, **more: Any) -> Any:
+        made: list[float] = []
+
+        def act() -> None:
+            control = gradilocks.GradientControl(
+                torch.optim.SGD(model.parameters(), lr=0.0),
+                model=model,
+                scale=None,
+                copies=copies,
+                **more,
+            )
+            if first != 1.0:
+                grads = [param.grad for param in model.parameters()]
+                for param in model.parameters():
+                    param.grad = None if rank else param.grad * first
+                assert control.step().skipped
+                for param, grad in zip(model.parameters(), grads, strict=True):
+                    param.grad = grad
+            made.append(control.step().norm)
+
+        return _refusal(act) or made[0]
+
+    mesh = _mesh((4,), ("dp",))
+    uneven = drawn(0)
+    if rank == 1:
+        uneven.weight.grad = uneven.weight.grad.flip(0)
+    return {
+        "0 everywhere": told(drawn(0), 0),
+        "0 everywhere, by a rule": told(drawn(0), lambda name, param: 0),
+        "0 for all shards": told(drawn(0, sharded=True), lambda name, param: 0, mesh=mesh),
+        "0 for other values": told(drawn(rank), lambda name, param: int(rank < 3)),
+        "0 for a copy": told(drawn(0), lambda name, param: int(rank == 1)),
+        "0 for a tied one": told(
+            renamed(drawn(rank % 3)), lambda name, param: 0 if "head" in name else 1
+        ),
+        "1 for a copy": told(drawn(0), 1),
+        "1 for a copy, after an overflow": told(drawn(0), 1, first=math.inf),
+        "1 for others": told(drawn(rank), 1),
+        "4, not averaged": told(uneven, 4),
+        "4, not averaged, after an overflow": told(uneven, 4, first=math.inf),
+        "4": told(drawn(0), 4),
+    }
+
+
+def test_what_copies_says_is_compared_with_what_the_ranks_hold(returned: Returned) -> None:
+    def norm(*seeds: int) -> float:
+        drawn = []
+        for seed in seeds:
+            torch.manual_seed(seed)
+            drawn += [torch.randn(4, 4).flatten(), torch.randn(4)]
+        return torch.cat(drawn).double().norm().float().item()
+
+    first = returned["copies_that_count_wrongly"][0]
+    for found in returned["copies_that_count_wrongly"]:
+        assert found == first
+        for name in ("0 everywhere", "0 everywhere, by a rule", "0 for all shards"):
+            assert "copies= says 0 for weight on rank 0: another rank counts" in found[name], name
+        assert "copies= says 0 for weight on rank 3" in found["0 for other values"]
+        for name in ("1 for a copy", "1 for a copy, after an overflow"):
+            assert (
+                "weight has the same values and the same gradient on ranks 0 and 1" in found[name]
+            )
+        for name in ("4, not averaged", "4, not averaged, after an overflow"):
+            assert (
+                "weight is the same on ranks 0 and 1 by what mesh= or copies= says" in found[name]
+            )
+        assert found["0 for a copy"] == found["4"] == norm(0)
+        assert found["0 for a tied one"] == norm(0, 1, 2)
+        assert found["1 for others"] == norm(0, 1, 2, 3)
 
 
 def summands(rank: int) -> dict[str, Any]:
@@ -717,7 +846,7 @@ def test_ranks_in_unequal_numbers_of_groups_make_one_together(returned: Returned
 def copies_that_were_called_parts(rank: int) -> dict[str, str]:
     """process_group= for what is a copy on every rank, or on every second one."""
 
-    def told(value: int, gradient: int) -> str:
+    def told(value: int, gradient: int, *, first: float = 1.0) -> str:
         torch.manual_seed(value)
         model = nn.Linear(3, 3)
         torch.manual_seed(gradient)
@@ -730,6 +859,15 @@ def copies_that_were_called_parts(rank: int) -> dict[str, str]:
             scale=None,
             process_group=dist.group.WORLD,
         )
+        grads = [param.grad for param in model.parameters()]
+        if first != 1.0:  # A first scale of 65536 overflows; a layer may begin without gradients.
+            for param in model.parameters():
+                param.grad = param.grad * 0.0 + first
+            lr, control._optimizers[0].param_groups[0]["lr"] = 1.0, 0.0
+            control.step()
+            control._optimizers[0].param_groups[0]["lr"] = lr
+            for param, grad in zip(model.parameters(), grads, strict=True):
+                param.grad = grad
         said = _refusal(control.step)
         same = all(map(torch.equal, before, model.parameters()))
         return said if same == bool(said) else f"moved: {said}"
@@ -737,6 +875,8 @@ def copies_that_were_called_parts(rank: int) -> dict[str, str]:
     return {
         "copies": told(0, 0),
         "copies in pairs": told(rank % 2, rank % 2),
+        "copies after an overflow": told(0, 0, first=math.inf),
+        "copies after zeros": told(0, 0, first=0.0),
         "one seed": told(0, rank),
         "one gradient": told(rank, 0),
     }
@@ -746,6 +886,8 @@ def test_a_group_that_is_given_for_copies_is_refused(returned: Returned) -> None
     for found in returned["copies_that_were_called_parts"]:
         assert "the gradients on ranks [0, 1, 2, 3] are the same bit for bit" in found["copies"]
         assert "weight among them: they are copies" in found["copies"]
+        assert found["copies after an overflow"] == found["copies"]
+        assert found["copies after zeros"] == found["copies"]
         assert "the gradients on ranks [0, 2] are the same" in found["copies in pairs"]
         assert found["one seed"] == found["one gradient"] == ""
 
@@ -791,22 +933,26 @@ def copies_along_a_distinct_dimension(rank: int) -> dict[str, Any]:
             value, grad = model.router.detach(), model.router.grad
             model.router = nn.Parameter(distribute_tensor(value, mesh["dp"], [Replicate()]))
             model.router.grad = distribute_tensor(grad, mesh["dp"], [Replicate()])
+        overflows = told.pop("after an overflow", False)
         made: list[float] = []
-        refused = _refusal(
-            lambda: made.append(
-                gradilocks.GradientControl(
-                    torch.optim.SGD(model.parameters(), lr=0.0),
-                    model=model,
-                    scale=None,
-                    mesh=mesh,
-                    distinct="ep",
-                    **told,
-                )
-                .step()
-                .norm
+
+        def act() -> None:
+            control = gradilocks.GradientControl(
+                torch.optim.SGD(model.parameters(), lr=0.0),
+                model=model,
+                scale=None,
+                mesh=mesh,
+                distinct="ep",
+                **told,
             )
-        )
-        return refused or made[0]
+            if overflows:
+                grad = model.expert.grad
+                model.expert.grad = grad * math.inf if rank == 3 else grad
+                assert control.step().skipped
+                model.expert.grad = grad
+            made.append(control.step().norm)
+
+        return _refusal(act) or made[0]
 
     def all_hold(name: str, param: torch.Tensor) -> int | None:
         return 4 if name == "router" else None
@@ -817,6 +963,8 @@ def copies_along_a_distinct_dimension(rank: int) -> dict[str, Any]:
     return {
         "plain": norm(),
         "on a mesh": norm(**{"on a mesh": True}),
+        "plain, after an overflow": norm(**{"after an overflow": True}),
+        "on a mesh, after an overflow": norm(**{"on a mesh": True, "after an overflow": True}),
         "plain, told": norm(copies=all_hold),
         "on a mesh, told": norm(**{"on a mesh": True}, copies=first_counts),
     }
@@ -835,7 +983,72 @@ def test_a_copy_along_a_distinct_dimension_is_not_counted_twice(returned: Return
                 "router has the same values and the same gradient on ranks 0 and 1" in found[name]
             )
             assert "4 for a plain tensor that all 4 ranks hold" in found[name]
+            assert found[f"{name}, after an overflow"] == found[name]
             assert found[f"{name}, told"] == expected
+
+
+def stages_that_mesh_calls_copies(rank: int) -> dict[str, Any]:
+    """Two stages with the same names, and `distinct=` was forgotten."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = _mesh((2, 2), ("pp", "dp"))
+
+    def told(*, sharded: bool, first: float = 1.0, **more: Any) -> list[Any]:
+        torch.manual_seed(rank // 2)
+        layer = nn.Linear(4, 4)
+        for name, param in list(layer.named_parameters()):
+            grad = torch.randn_like(param)
+            if sharded:
+                value = distribute_tensor(param.detach(), mesh["dp"], [Shard(0)])
+                setattr(layer, name, nn.Parameter(value))
+                grad = distribute_tensor(grad, mesh["dp"], [Shard(0)])
+            getattr(layer, name).grad = grad
+        control = gradilocks.GradientControl(
+            torch.optim.SGD(layer.parameters(), lr=0.0),
+            model=layer,
+            scale=None,
+            mesh=mesh,
+            **more,
+        )
+        grads = [param.grad for param in layer.parameters()]
+        if first != 1.0:
+            layer.bias.grad = layer.bias.grad * first
+            control.step()
+            layer.bias.grad = grads[1]
+        made: list[float] = []
+        # More than once: who goes on after an error is not to get a wrong answer.
+        refused = [_refusal(lambda: made.append(control.step().norm)) for _ in range(2)]
+        return [refused, made]
+
+    return {
+        "plain": told(sharded=False),
+        "sharded": told(sharded=True),
+        "plain, after an overflow": told(sharded=False, first=math.inf),
+        "sharded, after an overflow": told(sharded=True, first=math.inf),
+        "distinct, plain": told(sharded=False, distinct="pp"),
+        "distinct, sharded": told(sharded=True, distinct="pp"),
+        "copies": told(sharded=False, distinct="pp", copies=lambda name, param: None),
+    }
+
+
+def test_stages_of_one_name_are_not_taken_for_copies_when_distinct_was_forgotten(
+    returned: Returned,
+) -> None:
+    drawn = []
+    for stage in range(2):
+        torch.manual_seed(stage)
+        drawn += [torch.randn_like(param) for param in nn.Linear(4, 4).parameters()]
+    expected = torch.cat([each.flatten() for each in drawn]).double().norm().float().item()
+    for found in returned["stages_that_mesh_calls_copies"]:
+        for name, (refused, norms) in found.items():
+            if name.startswith(("distinct", "copies")):
+                assert refused == ["", ""], name
+                assert norms == [expected] * 2, name
+                continue
+            assert norms == [], name
+            for said in refused:
+                assert "weight is the same on ranks 0 and 2 by what mesh= or copies= says" in said
+                assert 'distinct=("pp",)' in said
 
 
 def nothing_said_of_some(rank: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.errors import ScaleMisuse
-from gradilocks.kernels.reference import total_norm
+from gradilocks.kernels.reference import measure, total_norm
 from gradilocks.ranks.layout import local_of, shortened
 from gradilocks.ranks.model_ranks import ModelRanks, checksum, is_trained, tell_all
 from gradilocks.values import moved, wide
@@ -32,12 +32,12 @@ __all__ = [
     "REPORT",
     "Fingerprint",
     "RankAgreement",
+    "Shown",
     "are_copies",
     "fingerprint",
     "refuse_different",
-    "refuse_same_apart",
     "refuse_uncounted",
-    "shown_apart",
+    "shown_by",
 ]
 
 _DIRECTIONS = 4
@@ -126,16 +126,17 @@ def fingerprint(
     return Fingerprint(numbers, usable.to(norms.dtype))
 
 
-def are_copies(rows: Sequence[Sequence[float]]) -> bool:
+def are_copies(rows: Sequence[Sequence[float]], *, at_most: float | None = None) -> bool:
     """Whether the ranks' gradients are the same but for rounding.
 
     Args:
         rows: for each rank the numbers that FINGERPRINT names, of finite gradients.
+        at_most: by how much numbers of copies may differ; None for what their dtypes allow.
     """
     _, counts, allowed, *compared = zip(*rows, strict=True)
     if len(set(counts)) > 1:
         return False
-    most = min(math.sqrt(max(allowed)), _MOST)
+    most = min(math.sqrt(max(allowed)), _MOST) if at_most is None else at_most
     return all(max(column) - min(column) <= most for column in compared)
 
 
@@ -188,13 +189,16 @@ class RankAgreement:
         # Plain parameters by their id. Not weak: `torch.utils.swap_tensors` refuses tensors that
         # have a weak reference. One that was replaced is not kept past the next step.
         self._compared: dict[int, Tensor] = {}
+        # Whether the ranks have met, and what they then had to show each other was not finite, or
+        # zero: they do so at the first step that has it. They meet together, so it is alike on all.
+        self._to_be_shown = False
 
     def __reduce__(self) -> Any:
         return RankAgreement, ()  # It is about these ranks; asking again costs one wait.
 
     def is_pending(self, ranks: ModelRanks) -> bool:
         """Whether the host has to read what the ranks say of themselves: it may have to wait."""
-        return self._agreed != ranks.shapes or bool(self.uncompared(ranks))
+        return self._to_be_shown or self._agreed != ranks.shapes or bool(self.uncompared(ranks))
 
     def uncompared(self, ranks: ModelRanks) -> dict[int, int]:
         """The plain parameters that have not shown a gradient yet: by id, their places."""
@@ -258,7 +262,7 @@ class RankAgreement:
             raise ValueError(_UNLIKE)
         if any(told["parts"]):
             if finite and any(told["compared"]):
-                if all(told["anew"]):  # Only then all of them are here.
+                if all(told["anew"]) or self._to_be_shown:  # Only then all of them are here.
                     _refuse_same_parts(ranks, [row[-len(FINGERPRINT) :] for row in reports], names)
                 self._agreed = ranks.shapes
             return
@@ -270,6 +274,29 @@ class RankAgreement:
         left = told["uncompared"]
         settled = left == told["compared"] if finite else not any(left)
         self._agreed = ranks.shapes if settled else None
+
+    def compare(self, ranks: ModelRanks, shown: Sequence[Shown]) -> None:
+        """Raises, on every rank alike, if copies were called parts, or parts copies.
+
+        Args:
+            ranks: that hold the model together.
+            shown: of each rank, what `shown_by` returned.
+        """
+        _refuse_same_apart(ranks.rank_group.ranks, [each.apart for each in shown])
+        _refuse_unlike_copies(ranks.rank_group.ranks, [each.alike for each in shown])
+        self._to_be_shown = any(each.waits for each in shown)
+
+    def compare_late(self, ranks: ModelRanks, *, usable: bool) -> None:
+        """The same at a later step, if there was nothing to compare when the ranks met.
+
+        Args:
+            ranks: that hold the model together.
+            usable: whether all gradients are finite on all ranks, and not all zero.
+        """
+        if self._to_be_shown and usable:
+            (group,) = ranks.rank_group.groups
+            shown = shown_by(ranks, usable=True)
+            self.compare(ranks, tell_all(shown, ranks.rank_group.ranks, group))
 
 
 def refuse_different(ranks: Sequence[int], settings: Sequence[Mapping[str, object]]) -> None:
@@ -303,54 +330,115 @@ def refuse_uncounted(ranks: Sequence[int], told: Sequence[Mapping[Hashable, bool
     for rank, theirs in zip(ranks, told, strict=True):
         for key in theirs:
             if key not in counted:
-                name = key[0] if isinstance(key, tuple) else key
                 raise ValueError(
-                    f"{name} on rank {rank} is not on the rank that counts for it: of ranks that "
-                    "hold the same the first along each dimension of mesh= counts. If ranks along "
-                    "a dimension hold other parameters, such as pipeline stages, name it: "
+                    f"{_name_in(key)} on rank {rank} is not on the rank that counts for it: of "
+                    "ranks that hold the same the first along each dimension of mesh= counts. If "
+                    "ranks along a dimension hold other parameters, such as pipeline stages, name "
+                    "it: "
                     'GradientControl(..., mesh=world_mesh, distinct=("pp",)). If they hold the '
                     "same, give them the same names on all ranks, by model= or in the optimizer."
                 )
 
 
-def shown_apart(ranks: ModelRanks) -> dict[Hashable, tuple[object, ...]]:
-    """What this rank shows of parameters that were said to be other tensors than elsewhere.
+class Shown(NamedTuple):
+    """What a rank shows of parameters of which it was said who else holds them, by their keys."""
 
-    Returns:
-        By a parameter's key, numbers that follow from the bits of its values and its gradient; of
-        those only that tell something: not all elements are the same. Waits for the device.
+    waits: bool = False
+    """Whether there is something to show, and the gradients do not serve yet."""
+    apart: Mapping[Hashable, tuple[str, object]] = {}
+    """Of those that were said to be other tensors than elsewhere: the name, and what follows from
+    the bits of values and gradient. Only where these tell something: not all elements are equal."""
+    alike: Mapping[Hashable, tuple[str, Sequence[float]]] = {}
+    """Of those that were said to be copies: the name, and the fingerprint of the gradient."""
+
+
+def shown_by(ranks: ModelRanks, *, usable: bool) -> Shown:
+    """What this rank has to show. Waits for the device.
+
+    Args:
+        ranks: that hold the model together.
+        usable: whether all gradients are finite on all ranks, and not all zero.
     """
+    if not usable:
+        return Shown(bool(ranks.told_apart or ranks.told_alike or ranks.plain_are_parts))
     keys = dict(zip(map(id, ranks.params), ranks.keys or (), strict=False))
-    found: dict[Hashable, tuple[object, ...]] = {}
+    apart: dict[Hashable, tuple[str, object]] = {}
     for param in ranks.told_apart:
         value, grad = local_of(param), local_of(param.grad)
         if grad is not None and not grad.is_sparse and _is_drawn(value) and _is_drawn(grad):
-            key = keys.get(id(param), id(param))
-            found[key] = (tuple(value.shape), checksum(value), checksum(grad))
-    return found
+            bits = tuple(value.shape), checksum(value), checksum(grad)
+            key = keys[id(param)]
+            apart[ranks.copied.get(id(param), key)] = _name_in(key), bits
+    elements = dict(zip(map(id, ranks.params), ranks.elements(), strict=True))
+    alike: dict[Hashable, tuple[str, Sequence[float]]] = {}
+    for param in ranks.told_alike:
+        grad = local_of(param.grad)
+        if elements[id(param)] is not None and (grad is None or not grad.is_sparse):
+            name, shape = _name_in(keys[id(param)]), tuple(param.shape)
+            alike[elements[id(param)]] = name, _fingerprint_of(grad, shape)
+    return Shown(False, apart, alike)
 
 
-def refuse_same_apart(
-    ranks: Sequence[int], shown: Sequence[Mapping[Any, tuple[object, ...]]]
+def _name_in(key: Hashable) -> str:
+    """The name of a parameter, from its key."""
+    return str(key[0] if isinstance(key, tuple) else key)
+
+
+def _fingerprint_of(grad: Tensor | None, shape: tuple[int, ...]) -> list[float]:
+    """The numbers of one gradient; zeros if there is none."""
+    if grad is None or not grad.numel():
+        return [0.0] * len(FINGERPRINT)
+    found = fingerprint([grad], places=[0], shapes=[shape], norms=measure([grad]).norms)
+    return [float(number) for number in found.numbers.tolist()]
+
+
+def _refuse_same_apart(
+    ranks: Sequence[int], shown: Sequence[Mapping[Hashable, tuple[str, object]]]
 ) -> None:
-    """Raises, on all ranks alike, if a parameter that was said to differ between them is a copy.
+    """Raises if a parameter that was said to differ between ranks is a copy.
 
     Args:
         ranks: in the order of `shown`.
-        shown: of each rank, what `shown_apart` returned, of finite gradients.
+        shown: of each rank, `Shown.apart`.
     """
-    seen: dict[tuple[object, ...], tuple[int, Any]] = {}
+    seen: dict[tuple[str, object], tuple[int, Hashable]] = {}
     for rank, theirs in zip(ranks, shown, strict=True):
-        for key, bits in theirs.items():
-            name = key[0] if isinstance(key, tuple) else key
-            first, first_key = seen.setdefault((name, *bits), (rank, key))
+        for key, (name, bits) in theirs.items():
+            first, first_key = seen.setdefault((name, bits), (rank, key))
             if first_key != key:
                 raise ValueError(
                     f"{name} has the same values and the same gradient on ranks {first} and {rank},"
-                    " bit for bit, where distinct= or process_group= says that they hold different "
-                    "parameters: it is a copy, and would count more than once. Say who counts it "
-                    f"by copies=: {len(ranks)} for a plain tensor that all {len(ranks)} ranks "
-                    "hold, 0 on all but the first that holds it otherwise, None for all others."
+                    " bit for bit, where distinct=, process_group= or copies= says that they hold "
+                    "different parameters: it is a copy, and would count more than once. Say who "
+                    f"counts it by copies=: {len(ranks)} for a plain tensor that all {len(ranks)} "
+                    "ranks hold, 0 on all but the first that holds it otherwise, None for all "
+                    "others."
+                )
+
+
+def _refuse_unlike_copies(
+    ranks: Sequence[int], shown: Sequence[Mapping[Hashable, tuple[str, Sequence[float]]]]
+) -> None:
+    """Raises if a parameter that was said to be the same on several ranks is not.
+
+    Of one tensor at a time: any other one differs by about 1, so that much rounding is no matter.
+
+    Args:
+        ranks: in the order of `shown`.
+        shown: of each rank, `Shown.alike`.
+    """
+    first: dict[Hashable, tuple[int, Sequence[float]]] = {}
+    for rank, theirs in zip(ranks, shown, strict=True):
+        for key, (name, row) in theirs.items():
+            other, other_row = first.setdefault(key, (rank, row))
+            if not are_copies([other_row, row], at_most=_MOST):
+                raise ValueError(
+                    f"{name} is the same on ranks {other} and {rank} by what mesh= or copies= "
+                    f"says, and its gradients there are not: their norms are {other_row[0]:.6g} "
+                    f"and {row[0]:.6g}. Only the first would count. If ranks along a dimension of "
+                    "mesh= hold different parameters, such as pipeline stages, name it: "
+                    'GradientControl(..., mesh=world_mesh, distinct=("pp",)). If they hold copies, '
+                    "average the gradients over the ranks before step()."
                 )
 
 

@@ -14,10 +14,11 @@ group that torch does not have yet, and a group beside meshes need to ask the ot
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from gradilocks.ranks.layout import (
     ranks_on,
     refuse_fsdp1_shards,
     shortened,
+    world_size,
 )
 from gradilocks.values import RankGroup
 
@@ -146,6 +148,8 @@ class ModelRanks:
     told_apart: tuple[Tensor, ...] = ()
     """Parameters that are other tensors than those of the same name elsewhere, because it was said
     of the ranks and not of them."""
+    told_alike: tuple[Tensor, ...] = ()
+    """Parameters that other ranks hold too, because it was said: `elements` tells which do."""
     counting_each: Mapping[int, bool] | None = None
     """As `counting`, in the norm of the tensor by itself: what `copies=` leaves to others, such as
     the second of tied embeddings, counts there if it has a key of its own. None if all is alike."""
@@ -250,6 +254,7 @@ def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mod
     me = _my_rank()
     counting: dict[int, bool] = {}
     keys: list[Hashable] = []
+    alike: list[Tensor] = []
     for param in params:
         block = ranks_on(cast("Any", param).device_mesh) if is_distributed(param) else (me,)
         strangers = [rank for rank in block if rank not in coordinates]
@@ -261,7 +266,13 @@ def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mod
             )
         # Of blocks that hold the same, the one that has the first rank of each equal dimension.
         counting[id(param)] = any(all(coordinates[rank][at] == 0 for at in equal) for rank in block)
-        keys.append((name(param), tuple(coordinates[block[0]][at] for at in apart)))
+        stage = tuple(coordinates[block[0]][at] for at in apart)
+        keys.append((name(param), stage))
+        if any(
+            rank not in block and tuple(lies[at] for at in apart) == stage
+            for rank, lies in coordinates.items()
+        ):
+            alike.append(param)
     ranks = tuple(sorted(coordinates))
     rank_group = _group_for(ranks, mesh.device_type, params, meet_by=mesh.get_all_groups())
     known = ModelRanks(
@@ -270,6 +281,7 @@ def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mod
         counting=counting,
         keys=tuple(keys),
         told_apart=tuple(params) if apart else (),
+        told_alike=tuple(alike),
     )
     known = _with_copies(known, options.copies, name, told_by_mesh=True)
     by_mesh = {
@@ -321,7 +333,9 @@ def _by_group_beside_meshes(
     problem = None
     unlike = [(mesh, param) for mesh, param in meshes if list(ranks_on(mesh)) != mine]
     plain = [p for p in _plain(params) if is_trained(p)] if meshes else []
-    plain = [param for param in plain if _copies_of(param, options.copies, name) is None]
+    # What is wrong with copies= itself all ranks hear of later.
+    said, *_ = _said_of(plain, options.copies, name, world_size())
+    plain = [param for param in plain if said.get(id(param), 0) is None]
     if unlike:
         problem = _several_meshes(*unlike[0], name, mine)
     elif plain:
@@ -351,6 +365,9 @@ def _by_tensors(
         return None
     import torch.distributed as dist
 
+    if not (dist.is_available() and dist.is_initialized()):
+        _refuse_copies_alone(params, options.copies, name)
+        return None
     ranks = tuple(range(dist.get_world_size()))
     fitting = [(mesh, param) for mesh, param in meshes if ranks_on(mesh) == ranks]
     if meshes and not fitting:
@@ -396,84 +413,168 @@ def _with_copies(
         return known
     ranks, me = known.rank_group.ranks, _my_rank()
     keys = dict(zip(map(id, known.params), known.keys or map(name, known.params), strict=True))
+    numbers, problem, cause = _said_of(known.params, copies, name, len(ranks))
     wanted: dict[int, list[Tensor]] = {}
-    problem = None
     counting, each = dict(known.counting), dict(known.counting)
     copied: dict[int, Hashable | None] = {}
     for param in known.params:
-        number = copies(name(param), param) if callable(copies) else copies
+        number = numbers.get(id(param))
         if is_distributed(param):  # Its mesh says who holds it; another mesh's ranks may count.
-            counting[id(param)] = counting[id(param)] and not (callable(copies) and number == 0)
+            counting[id(param)] = counting[id(param)] and number != 0
         elif number is None:
             if not told_by_mesh and not any(param is each for each in known.plain):
                 copied[id(param)] = None
-        elif type(number) is not int or not 0 <= number <= len(ranks):
-            problem = (
-                f"copies= says {number!r} for {name(param)}: it is the number of ranks that hold "
-                f"the same elements of it, 1 to {len(ranks)} here; 0 if another rank counts them, "
-                "None to go by what is known without it."
-            )
         else:
             wanted.setdefault(number, []).append(param)
             if number == len(ranks):  # One tensor, whatever mesh= calls distinct.
                 keys[id(param)] = name(param)
-    contents = {
-        number: [(name(each), tuple(each.shape), checksum(each)) for each in listed]
-        for number, listed in wanted.items()
-        if 1 < number < len(ranks)
-    }
+    contents = {number: _contents(listed, name) for number, listed in wanted.items() if number > 1}
     roll = [(keys[id(param)], number) for number, listed in wanted.items() for param in listed]
     (group,) = known.rank_group.groups
     told = tell_all((contents, roll, problem), ranks, group)
-    raise_for_all(problem, ranks, [theirs for *_, theirs in told])
+    raise_for_all(problem, ranks, [theirs for *_, theirs in told], cause=cause)
+    alike: dict[tuple[int, _Contents], list[int]] = {}
+    for rank, (theirs, *_) in zip(ranks, told, strict=True):
+        for number, held in theirs.items():
+            alike.setdefault((number, held), []).append(rank)
+    problems = [_unlike_copies(theirs, alike) for theirs, *_ in told]
+    raise_for_all(problems[ranks.index(me)], ranks, problems)
+    uncounted = [param for param in known.params if numbers.get(id(param)) == 0]
+    _refuse_uncounted(known, uncounted, name)
     holders: dict[Hashable, list[tuple[int, int]]] = {}
     for rank, (_, theirs, _) in zip(ranks, told, strict=True):
         for key, number in theirs:
             holders.setdefault(key, []).append((rank, number))
     for number, listed in wanted.items():
+        holder = me if number == 1 else None
         if number in contents:
-            alike = [
-                rank
-                for rank, (theirs, *_) in zip(ranks, told, strict=True)
-                if theirs.get(number) == contents[number]
-            ]
-            if len(alike) != number:
-                raise ValueError(_unlike_copies(listed, name, number, alike))
-            holder: int | None = alike[0]
-        elif number == 1:
-            holder = me
-        else:
-            holder = ranks[0] if number else None
+            holder = alike[number, contents[number]][0]
         first = holder == me
         counting |= dict.fromkeys(map(id, listed), first)
         for param in listed:
-            copied[id(param)] = None if holder is None else (keys[id(param)], holder)
-            held = holders[keys[id(param)]]
-            if number or any(theirs for _, theirs in held):
+            copied[id(param)] = None if holder is None else (name(param), holder)
+            held_by = holders[keys[id(param)]]
+            if number or any(theirs for _, theirs in held_by):
                 each[id(param)] = first
             elif not told_by_mesh:
-                each[id(param)] = me == held[0][0]
+                each[id(param)] = me == held_by[0][0]
     ambiguous = [
         key
-        for key, held in holders.items()
-        if not _is_one_tensor([number for _, number in held], told_by_mesh)
+        for key, held_by in holders.items()
+        if not _is_one_tensor([number for _, number in held_by], told_by_mesh)
     ]
-    said = {id(param) for listed in wanted.values() for param in listed}
-    said |= {key for key, counts in counting.items() if counts != each[key]}
+    said = {key for key, number in numbers.items() if number is not None}
+    several = [param for number, listed in wanted.items() if number > 1 for param in listed]
     return replace(
         known,
         plain=tuple(param for param in known.plain if id(param) not in said),
         counting=counting,
         counting_each=each,
-        told_apart=tuple(param for param in known.told_apart if id(param) not in said),
+        told_apart=(*_without(known.told_apart, said), *wanted.get(1, ())),
+        told_alike=(*_without(known.told_alike, said), *several),
         copied=copied,
         keys=tuple(keys[id(param)] for param in known.params),
         ambiguous=frozenset(ambiguous),
     )
 
 
-def _copies_of(param: Tensor, copies: Copies | None, name: _Name) -> int | None:
-    return copies(name(param), param) if callable(copies) else copies
+def _without(params: Sequence[Tensor], said: set[int]) -> list[Tensor]:
+    return [param for param in params if id(param) not in said]
+
+
+def _said_of(
+    params: Sequence[Tensor], copies: Copies | None, name: _Name, most: int
+) -> tuple[dict[int, int | None], str | None, Exception | None]:
+    """By a parameter's id what `copies=` says of it; what is wrong with that, and the cause.
+
+    Of a DTensor, whose mesh says who holds it, only a 0 that a function returned is taken.
+    """
+    said: dict[int, int | None] = {}
+    for param in params:
+        try:
+            number: Any = copies(name(param), param) if callable(copies) else copies
+        except Exception as error:  # Raised on this rank alone, the others would wait for it.
+            what = f"copies= raised {type(error).__name__} for {name(param)}: {error}"
+            return said, what, error
+        if is_distributed(param):
+            number = 0 if callable(copies) and number == 0 else None
+        elif number is not None and (type(number) is not int or not 0 <= number <= most):
+            what = (
+                f"copies= says {number!r} for {name(param)}: it is the number of ranks that hold "
+                f"the same elements of it, 1 to {most} here; 0 if another rank counts them, "
+                "None to go by what is known without it."
+            )
+            return said, what, None
+        said[id(param)] = number
+    return said, None, None
+
+
+def _refuse_copies_alone(params: Sequence[Tensor], copies: Copies | None, name: _Name) -> None:
+    """Raises if `copies=` speaks of other ranks and there are none."""
+    said, problem, cause = _said_of(params, copies, name, 1)
+    other = next((param for param in params if said.get(id(param)) == 0), None)
+    if problem is None and other is not None:
+        problem = f"copies= says 0 for {name(other)}: another rank counts it."
+    if problem is not None:
+        raise ValueError(
+            f"{problem} No other rank runs: call torch.distributed.init_process_group() before "
+            "the control is made, or leave copies= out."
+        ) from cause
+
+
+class _Contents(NamedTuple):
+    """What stands for parameters that a rank holds."""
+
+    name: str
+    """Of the first."""
+    length: int
+    digest: str
+    """Of their names, shapes and values."""
+
+
+def _contents(params: Sequence[Tensor], name: _Name) -> _Contents:
+    listed = [(name(param), tuple(param.shape), checksum(param)) for param in params]
+    digest = hashlib.sha256(repr(listed).encode()).hexdigest()
+    return _Contents(name(params[0]), len(params), digest)
+
+
+def _refuse_uncounted(known: ModelRanks, uncounted: Sequence[Tensor], name: _Name) -> None:
+    """Raises, on every rank, if `copies=` says 0 for what no other rank can count.
+
+    A tensor that counts elsewhere is there under this name or another, as tied embeddings are, and
+    has the same values; of DTensors, which may be cut differently, the same shape.
+
+    Args:
+        known: the ranks.
+        uncounted: this rank's parameters with 0.
+        name: tells a parameter's name.
+    """
+    ranks, (group,) = known.rank_group.ranks, known.rank_group.groups
+    mine = [(name(param), *_shown(param)) for param in uncounted if is_trained(param)]
+    told = tell_all(mine, ranks, group)
+    shapes = {shape for theirs in told for _, shape, _ in theirs}
+    if not shapes:
+        return
+    left = _without(known.params, set(map(id, uncounted)))
+    counted = [_shown(p) for p in left if is_trained(p) and tuple(p.shape) in shapes]
+    there = {each for theirs in tell_all(counted, ranks, group) for each in theirs}
+    spread = {shape for shape, bits in there if bits is None}
+    whole = {shape for shape, _ in there}
+    for rank, theirs in zip(ranks, told, strict=True):
+        for what, shape, bits in theirs:
+            found = shape in whole if bits is None else (shape, bits) in there or shape in spread
+            if not found:
+                raise ValueError(
+                    f"copies= says 0 for {what} on rank {rank}: another rank counts its elements, "
+                    "and none holds a parameter with the same values that counts. Return 1 on the "
+                    "rank that is to count it, or the number of ranks that hold the same on each "
+                    "of them; make copies and tied tensors equal before the control is made."
+                )
+
+
+def _shown(param: Tensor) -> tuple[tuple[int, ...], int | None]:
+    """The shape of a parameter, and what stands for its values; None for a DTensor's."""
+    return tuple(param.shape), None if is_distributed(param) else checksum(param)
 
 
 def _is_one_tensor(numbers: Sequence[int], told_by_mesh: bool) -> bool:
@@ -493,22 +594,40 @@ def tell_all(mine: Any, ranks: Sequence[int], group: Any) -> list[Any]:
     return told
 
 
-def raise_for_all(mine: str | None, ranks: Sequence[int], problems: Sequence[str | None]) -> None:
+def raise_for_all(
+    mine: str | None,
+    ranks: Sequence[int],
+    problems: Sequence[str | None],
+    *,
+    cause: Exception | None = None,
+) -> None:
     """Raises on every rank if one of them has a problem: its own, or that of the first that has."""
     if mine is not None:
-        raise ValueError(mine)
+        raise ValueError(mine) from cause
     for rank, theirs in zip(ranks, problems, strict=True):
         if theirs is not None:
             raise ValueError(f"rank {rank} refuses: {theirs}")
 
 
-def _unlike_copies(params: Sequence[Tensor], name: _Name, number: int, alike: Sequence[int]) -> str:
-    return (
-        f"copies= says that {number} ranks hold the same elements of {name(params[0])} and "
-        f"{len(params) - 1} more, and ranks {shortened(alike)} hold the same values of them. Make "
-        "copies equal before the control is made (broadcast them), give different parts different "
-        "values, or say by mesh= and distinct= which ranks hold what."
-    )
+def _unlike_copies(
+    held: Mapping[int, _Contents], alike: Mapping[tuple[int, _Contents], Sequence[int]]
+) -> str | None:
+    """What is wrong with what a rank holds in several copies; None if nothing is.
+
+    Args:
+        held: what the rank holds, by the number of copies.
+        alike: the ranks that hold it, by number and contents.
+    """
+    for number, each in held.items():
+        who = alike[number, each]
+        if len(who) != number:
+            return (
+                f"copies= says that {number} ranks hold the same elements of {each.name} and "
+                f"{each.length - 1} more, and ranks {shortened(who)} hold the same values of them. "
+                "Make copies equal before the control is made (broadcast them), give different "
+                "parts different values, or say by mesh= and distinct= which ranks hold what."
+            )
+    return None
 
 
 @torch.no_grad()

@@ -44,9 +44,8 @@ from gradilocks.ranks.agreement import (
     RankAgreement,
     fingerprint,
     refuse_different,
-    refuse_same_apart,
     refuse_uncounted,
-    shown_apart,
+    shown_by,
 )
 from gradilocks.ranks.all_parameters import (
     NOBODY,
@@ -806,8 +805,9 @@ class Engine:
         )
         every, rows = every[:, : len(REPORT)], every[:, len(REPORT) :]
         if looking:
-            columns = [whole.nonfinite.reshape(1).to(every.dtype), every.flatten()]
-            broken, *numbers = fetch(
+            heads = [whole.nonfinite.reshape(1), whole.norm.reshape(1)]
+            columns = [*(head.to(every.dtype) for head in heads), every.flatten()]
+            broken, norm, *numbers = fetch(
                 torch.cat(columns + ([] if shown is None else [shown.compared]))
             )
             flat, rest = numbers[: every.numel()], numbers[every.numel() :]
@@ -820,12 +820,14 @@ class Engine:
                 names=self.names.of,
             )
             self.scaled_here = self.scales and self.losses.any_noted
+            usable = not broken and norm > 0
+            self._agreement.compare_late(model_ranks, usable=usable)
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
         met = self._met
         if anew:
             # Where others have not changed, they do not listen: a thaw or an addition on one rank.
             if all(report[REPORT.index("anew")] for report in reports):
-                self._meet(model_ranks, finite=not broken)
+                self._meet(model_ranks, usable=usable)
             self._table_of = model_ranks
         parted = self._drift.notice(rows[:, -len(CARRIED) :], rank_group.ranks)
         skip = torch.maximum(whole.nonfinite, parted.to(whole.nonfinite.dtype))
@@ -983,11 +985,15 @@ class Engine:
         refuse_different(ranks, [settings for settings, _ in told])
         return frozenset(plan for _, plans in told for plan in plans)
 
-    def _meet(self, model_ranks: ModelRanks, *, finite: bool) -> None:
+    def _meet(self, model_ranks: ModelRanks, *, usable: bool) -> None:
         """The ranks tell each other which parameters they have: all of them, or none may.
 
         Raises, on all of them, if they have not the same settings, hold copies of what was said to
         be different, or other parameters than was said.
+
+        Args:
+            model_ranks: that hold the model together.
+            usable: whether the gradients of this step show who holds copies.
         """
         ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
         if self._table_of is not None:
@@ -1001,15 +1007,15 @@ class Engine:
         table = None
         if self.clip_policy.apart and model_ranks.keys is not None:
             table = self._told_of(params, model_ranks.keys, counts_of(params, model_ranks))
-        shown = shown_apart(model_ranks) if finite else {}
+        shown = shown_by(model_ranks, usable=usable)
         mine = self._names_told, owners, held, table, tuple(self.plans)
         told = tell_all((*mine, model_ranks.by_mesh, shown, self.settings()), ranks, group)
-        names, owners_of, lists, tables, plans, by_mesh, shown_by, settings = zip(
+        names, owners_of, lists, tables, plans, by_mesh, shown_of, settings = zip(
             *told, strict=True
         )
         refuse_different(ranks, settings)
         refuse_uncounted(ranks, by_mesh)
-        refuse_same_apart(ranks, shown_by)
+        self._agreement.compare(model_ranks, shown_of)
         self._met = Met(
             names,
             owners_of,
