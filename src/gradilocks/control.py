@@ -189,7 +189,8 @@ class GradientControl:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups do not travel, and a copy is over other parameters: it asks again.
+        # A copy is over other parameters, so it asks again who holds them. What was said of the
+        # ranks goes along; to another process as far as torch lets it.
         left: dict[str, Any] = {
             "_ranks": None,
             "_ranks_of": ([], []),
@@ -199,6 +200,12 @@ class GradientControl:
             "_exchange": None,
         }
         return {**self.__dict__, **left}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # Of a copied DistributedDataParallel, the ranks compare settings at its first step again.
+        self._replicas = replicas_of(self._names.model) if has_other_ranks() else None
+        self._compared = self._replicas is None
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -361,7 +368,7 @@ class GradientControl:
         The policies' settings come from the checkpoint, as with torch's. A checkpoint that does not
         fit raises BadState and changes nothing.
         """
-        self._engine.load(state_dict)
+        self._engine.load(state_dict, self._ranks)
         self._order.note_step(self._parameters())  # What is there carries another scale.
 
     def _begins_anew(self) -> bool:

@@ -8,9 +8,10 @@ part of a name is left out only where a wrapper really is, so that a user's own 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,7 +19,10 @@ from gradilocks._torch import CHECKPOINT_WRAPPER, DYNAMO, children_of
 
 __all__ = [
     "Names",
+    "OwnedParameters",
+    "Placed",
     "called_alike",
+    "is_unnamed",
     "is_wrapper",
     "name_modules",
     "name_parameters",
@@ -163,6 +167,56 @@ def called_alike(names: Sequence[str], others: Sequence[str]) -> bool:
         return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
     return list(map(text, names)) == list(map(text, others))
+
+
+Placed = tuple[str, str]
+"""A parameter's name, and its place among ranks that hold different parameters: the stage of a
+pipeline, the rank of experts; "" where all ranks hold it, or there are no others."""
+
+
+class OwnedParameters(NamedTuple):
+    """The parameters of this rank, as a checkpoint may know them."""
+
+    parameters: Sequence[Placed]
+    apart: bool
+    """Whether other ranks hold other parameters."""
+    alone: bool
+    """Whether there are no other ranks."""
+
+    def places_among(self, saved: Sequence[Placed]) -> list[int]:
+        """Where each of them is among those of a checkpoint.
+
+        By name where names tell all of a checkpoint's parameters apart, as those of a whole model
+        do: a parameter may have moved to another rank. Stages that each count their own parts from
+        0 on do not: then by name and place. By their order only if no rank holds other parameters
+        and nothing contradicts it: names are alike but for wrappers, or there are none.
+
+        Raises:
+            KeyError: with the name of the first that is not there.
+        """
+        exact = {each: at for at, each in enumerate(saved)}
+        by_name = {name: at for at, (name, _) in enumerate(saved)}
+        moves = len(by_name) == len(saved)
+        placed = any(place for _, place in saved)
+        found: list[int] = []
+        for name, place in self.parameters:
+            at = exact.get((name, place))
+            if at is None and moves and not ((place or placed) and is_unnamed(name)):
+                at = by_name.get(name)
+            if at is None:
+                names, others = ([name for name, _ in each] for each in (self.parameters, saved))
+                unnamed = all(map(is_unnamed, names)) or all(map(is_unnamed, others))
+                fits = len(names) == len(others) and (unnamed or called_alike(names, others))
+                if fits and not placed and not self.apart:
+                    return list(range(len(names)))
+                raise KeyError(name)
+            found.append(at)
+        return found
+
+
+def is_unnamed(name: str) -> bool:
+    """Whether this is only the parameter's place in an optimizer."""
+    return re.match(r"(optimizers\[\d+\]\.)?param_groups\[", name) is not None
 
 
 class Names:

@@ -195,12 +195,12 @@ def test_torchs_scaler_and_ours_read_each_other():
         ),
         (lambda s: s["gradilocks_scaler"]["clip"].pop("states"), "clip in the state_dict"),
         (
-            lambda s: s["gradilocks_scaler"]["clip"]["states"].append({"names": []}),
+            lambda s: s["gradilocks_scaler"]["clip"].update(states=[{"names": []}]),
             "has learned.* does not fit",
         ),
         (
-            lambda s: s["gradilocks_scaler"]["clip"]["states"].append(
-                {"names": [], "sizes": [], "memory": {"mean": 1.0}}
+            lambda s: s["gradilocks_scaler"]["clip"].update(
+                states=[{"names": [], "sizes": [], "memory": {"mean": 1.0}}]
             ),
             "must have 'count', 'mean', 'var'",
         ),

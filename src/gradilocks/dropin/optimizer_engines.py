@@ -16,7 +16,7 @@ from typing import Any
 from gradilocks.clip import AdaptiveClip, ClipPolicy
 from gradilocks.eager import users_line
 from gradilocks.errors import BadState
-from gradilocks.names import Names, called_alike
+from gradilocks.names import Names, called_alike, is_unnamed
 from gradilocks.scale import NoScale, ScalePolicy
 from gradilocks.state.checkpoint import describe, load_memory, rebuild, save_memory
 from gradilocks.step.engine import Engine
@@ -110,11 +110,10 @@ class OptimizerEngines:
     def saved_clip(self) -> dict[str, Any]:
         """The clip policy and what it has learned, in plain numbers.
 
-        Of each optimizer as pairs of a name and a value, no dict: torch.distributed.checkpoint asks
-        a fresh scaler which keys there are, and that one has not met its optimizers yet.
+        Of the optimizers in a tuple, which torch.distributed.checkpoint takes for one value: of a
+        list it would ask a fresh scaler for every key, and that one has not met them yet.
         """
-        states = [[[key, _pairs(each[key])] for key in sorted(each)] for each in self._learned()]
-        return {"policy": describe(self.clip), "states": states}
+        return {"policy": describe(self.clip), "states": tuple(self._learned())}
 
     def checked_clip(self, saved: Any, model: Any) -> tuple[ClipPolicy, list[dict[str, Any]]]:
         """The policy and its memories from `saved_clip`; raises BadState and changes nothing."""
@@ -122,15 +121,7 @@ class OptimizerEngines:
             raise BadState(f"the clip in the state_dict does not fit: {saved!r:.80}.")
         policy = rebuild(self.clip, saved["policy"], "clip", owner="scaler")
         states = saved["states"]
-        fit = isinstance(states, list)
-        if fit:
-            states = [_as_dict(state) for state in states]
-            states = [
-                {**state, "memory": _as_dict(state["memory"])}
-                if isinstance(state, Mapping) and "memory" in state
-                else state
-                for state in states
-            ]
+        fit = isinstance(states, (list, tuple))
         for state in states if fit else ():
             fit = fit and isinstance(state, Mapping) and set(state) == _FIELDS
             fit = fit and isinstance(state["names"], list) and isinstance(state["sizes"], list)
@@ -166,7 +157,7 @@ class OptimizerEngines:
             if all(state[key] == mine[key] for key in ("names", "sizes")):
                 return place
         for place, state in enumerate(self._loaded):
-            unnamed = _unnamed(mine["names"]) or _unnamed(state["names"])
+            unnamed = any(all(map(is_unnamed, each["names"])) for each in (mine, state))
             alike = unnamed or called_alike(mine["names"], state["names"])
             if alike and state["sizes"] == mine["sizes"]:
                 return place
@@ -203,24 +194,6 @@ def _refuse_patterns(policy: ClipPolicy, model: Any) -> None:
     for key, message in policy.misfits(every, [(-1, None)] * len(every)).items():
         if isinstance(key, str) and (isinstance(policy, AdaptiveClip) or set(key) & _IN_A_PATTERN):
             raise ValueError(message)
-
-
-def _pairs(value: Any) -> Any:
-    return [[key, each] for key, each in value.items()] if isinstance(value, Mapping) else value
-
-
-def _as_dict(value: Any) -> Any:
-    """Pairs of a name and a value, as a dict; anything else as it is, for others to refuse."""
-    paired = isinstance(value, list) and all(
-        isinstance(each, (list, tuple)) and len(each) == 2 and isinstance(each[0], str)
-        for each in value
-    )
-    return dict(value) if paired else value
-
-
-def _unnamed(names: Sequence[str]) -> bool:
-    """Whether these are only the parameters' places in the optimizer."""
-    return all(name.startswith("param_groups[") for name in names)
 
 
 def _signature(optimizer: Any, names: Names) -> dict[str, list[Any]]:

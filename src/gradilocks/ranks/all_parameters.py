@@ -9,13 +9,15 @@ ranks have. The ranks tell each other once; nothing is sent from here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from gradilocks._torch import is_flattened
-from gradilocks.names import Names
-from gradilocks.ranks.layout import is_distributed, shortened
+from gradilocks.names import Names, OwnedParameters
+from gradilocks.ranks.layout import has_other_ranks, is_distributed, shortened
 from gradilocks.ranks.model_ranks import ModelRanks
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "HeldParameter",
     "held_parameters",
     "on_ranks",
+    "owned_parameters",
     "parameters_of_all",
+    "place_of",
 ]
 
 
@@ -134,6 +138,36 @@ def parameters_of_all(
     places = {each.key: place for place, each in enumerate(chain.from_iterable(optimizers))}
     here = zip(ids, held, strict=True)
     return AllParameters(optimizers, {each_id: places[each.key] for each_id, each in here})
+
+
+def owned_parameters(
+    params: Iterable[Tensor], names: Names, model_ranks: ModelRanks | None
+) -> OwnedParameters:
+    """What a checkpoint is to find the parameters of this rank by.
+
+    Args:
+        params: of this rank.
+        names: of the parameters.
+        model_ranks: the ranks that hold the model together, if several do.
+    """
+    owned = list(params)
+    places: dict[int, str] = {}
+    apart = False
+    if model_ranks is not None:
+        keys = model_ranks.keys or ()
+        places = {id(p): place_of(key) for p, key in zip(model_ranks.params, keys, strict=False)}
+        apart = len(model_ranks.told_apart) + len(model_ranks.copied) > 0
+    named = zip(owned, names.of(owned), strict=True)
+    placed = [(name, places.get(id(param), "")) for param, name in named]
+    return OwnedParameters(placed, apart, alone=not has_other_ranks())
+
+
+def place_of(key: Hashable) -> str:
+    """What a parameter's key says beside its name: the stage or the experts; "" for nothing."""
+    if not isinstance(key, tuple):
+        return ""
+    place = key[1] if isinstance(key[1], tuple) else (key[1],)
+    return ", ".join(map(str, place))
 
 
 def on_ranks(ranks: Sequence[int], count: int) -> str:

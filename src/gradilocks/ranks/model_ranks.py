@@ -64,6 +64,18 @@ class RankOptions:
     distinct: tuple[str, ...] = ()
     copies: Copies | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankOptions:
+        return self  # A copy is among the same ranks, and process groups cannot be copied.
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                "a GradientControl with process_group= cannot be pickled: the group belongs to "
+                "this process. Save control.state_dict() and load it into a new one; "
+                "copy.deepcopy works, and shares the group."
+            )
+        return self.__dict__
+
 
 NOTHING_SAID = RankOptions()
 

@@ -10,6 +10,7 @@ or two for each parameter, or for each of its units, at places that follow from 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -17,8 +18,11 @@ import torch
 from torch import Tensor
 
 from gradilocks._torch import sparse_indices
+from gradilocks.errors import BadState
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import any_double
+from gradilocks.names import Placed
+from gradilocks.ranks.all_parameters import place_of
 from gradilocks.ranks.collective import sum_of_all, whole_columns
 from gradilocks.ranks.layout import (
     Layout,
@@ -88,6 +92,7 @@ class ParameterTable:
         mine: of those, this rank's tensors.
         meets: the ranks that this one meets, and the keys of what they hold together.
         counting: by the id of a parameter, whether this rank's elements of its weights count.
+        order: keys in the order to keep; others come after them.
     """
 
     def __init__(
@@ -96,8 +101,10 @@ class ParameterTable:
         mine: Mapping[Hashable, Tensor],
         meets: Sequence[tuple[RankGroup, Sequence[Hashable]]],
         counting: Mapping[int, bool],
+        order: Sequence[Hashable] = (),
     ) -> None:
-        keys = sorted(every, key=repr)
+        first = {key: at for at, key in enumerate(order)}
+        keys = sorted(every, key=lambda key: (first.get(key, len(first)), repr(key)))
         place = {key: at for at, key in enumerate(keys)}
         self.count = len(keys)
         self.names = [every[key].name for key in keys]
@@ -110,6 +117,8 @@ class ParameterTable:
         """The parameters themselves; None for one that only other ranks hold."""
         self.places = {id(param): place[key] for key, param in mine.items()}
         """By the id of a parameter of this rank, its place."""
+        self.placed: list[Placed] = [(every[key].name, place_of(key)) for key in keys]
+        """What a checkpoint knows them by, on whatever ranks they will be then."""
         self._counting = counting
         me = _my_rank()
         self._tells = {at for key, at in place.items() if every[key].rank == me}
@@ -127,14 +136,28 @@ class ParameterTable:
                 self._meets.append((rank_group, torch.tensor(at, device="cpu"), torch.cat(slots)))
         self._rows: dict[tuple[int, Any], Tensor] = {}
 
+    def refuse_recalled(self, saved: frozenset[Placed]) -> None:
+        """Raises if several parameters went by one name when a checkpoint was loaded."""
+        often, known = Counter(self.names), {name for name, _ in saved}
+        for each in self.placed:
+            if often[each[0]] > 1 and each[0] in known and each not in saved:
+                raise BadState(
+                    f"the state_dict that was loaded has learned something of {each[0]}, and "
+                    "several ranks hold a different parameter of that name now: whose it is cannot "
+                    "be known. Give the parameters of all ranks different names, as those of the "
+                    "whole model, or start without the state_dict."
+                )
+
     def at(self, params: Sequence[Tensor], like: Tensor) -> Tensor:
         """The places of `params`, as an index on the device of `like`."""
         return _index([self.places[id(param)] for param in params], like)
 
     def whole_numbers(
         self, own: OwnPart, *, order: float, memory: Mapping[str, Tensor], known: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor | None]:
         """The norm and the largest magnitude of each parameter, and what is remembered of it.
+
+        Last, where something is remembered, a number above 0 for those that have a gradient.
 
         Args:
             own: this rank's part.
@@ -149,14 +172,15 @@ class ParameterTable:
         largest = norms.new_zeros(0) if own.largest is None else own.largest
         index = here if own.largest is not None else here[:0]
         rows.append(norms.new_zeros(self.count).index_copy(0, index, largest))
-        rows += self._remembered(memory, known, norms)
+        rows += self._remembered(memory, known, norms, here)
         columns = torch.stack(rows)
         for rank_group, places, _ in self._meets_on(norms.device):
             of_group = slice(None) if places is None else places
             part = whole_columns(columns[:, of_group], order=order, rank_group=rank_group)
             columns[:, of_group] = part
         whole, peaks, *told = columns.unbind()
-        return whole, peaks, dict(zip(memory, told, strict=True))
+        present = told.pop() if memory else None
+        return whole, peaks, dict(zip(memory, told, strict=True)), present
 
     def whole_units(
         self,
@@ -167,10 +191,11 @@ class ParameterTable:
         weights_of: Callable[[Tensor], Tensor],
         memory: Mapping[str, Tensor],
         known: Sequence[Tensor],
-    ) -> tuple[list[tuple[Tensor, Tensor] | None], Tensor, dict[str, Tensor]]:
+    ) -> tuple[list[tuple[Tensor, Tensor] | None], Tensor, dict[str, Tensor], Tensor | None]:
         """The norms of all units' gradients and weights, and the norm of each parameter.
 
-        Squares are added in float64, in one collective whose size does not depend on the ranks.
+        What is remembered, and of which there is a gradient, as in `whole_numbers`. Squares are
+        added in float64, in one collective whose size does not depend on the ranks.
 
         Args:
             own: this rank's part.
@@ -193,7 +218,7 @@ class ParameterTable:
                 lying = held if is_distributed(held) else held.grad
                 own_weights = local_of(held) if is_distributed(held) else weights_of(held)
                 self._add(weights, held, lying, norms_of(own_weights))
-        told = self._remembered(memory, known, like)
+        told = self._remembered(memory, known, like, self.at(own.params, like))
         numbers = self._summed(torch.stack([squares, weights]), told)
         squares, weights = numbers[0].sqrt(), numbers[1].sqrt()
         lengths: list[tuple[Tensor, Tensor] | None] = []
@@ -203,7 +228,9 @@ class ParameterTable:
             norms.append(torch.linalg.vector_norm(squares[begin:end]))
             lengths.append((squares[begin:end], weights[begin:end]) if units else None)
         whole = torch.stack(norms) if norms else like.new_zeros(0)
-        return lengths, whole, dict(zip(memory, numbers[2], strict=True))
+        rows = list(numbers[2])
+        present = rows.pop() if memory else None
+        return lengths, whole, dict(zip(memory, rows, strict=True)), present
 
     def _meets_on(
         self, device: torch.device
@@ -254,16 +281,20 @@ class ParameterTable:
             slots.index_add_(0, rows, found)
 
     def _remembered(
-        self, memory: Mapping[str, Tensor], known: Sequence[Tensor], like: Tensor
+        self, memory: Mapping[str, Tensor], known: Sequence[Tensor], like: Tensor, here: Tensor
     ) -> list[Tensor]:
-        """What this rank remembers of the parameters that it is to tell of; 0 for all others."""
+        """What this rank remembers of the parameters that it is to tell of; 0 for all others.
+
+        And, if anything is remembered, 1 for those that it has a gradient of: those at `here`.
+        """
         if not memory:
             return []
         places = self.at(known, like)
         mine = _mask([self.places[id(param)] in self._tells for param in known], like)
         nothing = like.new_zeros(self.count)
         rows = [moved(each, like.device).to(like.dtype) for each in memory.values()]
-        return [nothing.index_copy(0, places, torch.where(mine, row, 0.0)) for row in rows]
+        told = [nothing.index_copy(0, places, torch.where(mine, row, 0.0)) for row in rows]
+        return [*told, nothing.index_fill(0, here, 1.0)]
 
     def _summed(self, units: Tensor, told: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Two rows of numbers of units, and rows of numbers of parameters, over all ranks."""
@@ -313,8 +344,12 @@ def told_by(
     return TableOfRank(told, problem)
 
 
-def table_of_model(ranks: ModelRanks, told: Sequence[TableOfRank]) -> ParameterTable:
+def table_of_model(
+    ranks: ModelRanks, told: Sequence[TableOfRank], order: Sequence[Hashable]
+) -> ParameterTable:
     """The table of the ranks that hold one model together, from what each of them has told.
+
+    In the order that one process would have, as far as there is one: a checkpoint keeps it.
 
     Raises:
         ValueError: on every rank, if it cannot be used.
@@ -322,7 +357,7 @@ def table_of_model(ranks: ModelRanks, told: Sequence[TableOfRank]) -> ParameterT
     every = _together(told)
     mine = dict(zip(cast("tuple[Hashable, ...]", ranks.keys), ranks.params, strict=True))
     counting = dict(zip(map(id, ranks.params), counts_of(ranks.params, ranks), strict=True))
-    return ParameterTable(every, mine, [(ranks.rank_group, list(every))], counting)
+    return ParameterTable(every, mine, [(ranks.rank_group, list(every))], counting, order)
 
 
 def table_of_meshes(
@@ -346,8 +381,8 @@ def table_of_meshes(
     homes: dict[tuple[int, ...], dict[Hashable, Told]] = {}
     for param, each in zip(params, told.told.values(), strict=True):
         home = ranks_on(cast("Any", param).device_mesh) if is_distributed(param) else ()
-        mine[home, each.name] = param
-        homes.setdefault(home, {})[home, each.name] = own[home, each.name] = each
+        mine[each.name, home] = param
+        homes.setdefault(home, {})[each.name, home] = own[each.name, home] = each
     every = [TableOfRank(own, told.problem)]
     meets: list[tuple[RankGroup, Sequence[Hashable]]] = []
     for rank_group in rank_groups:

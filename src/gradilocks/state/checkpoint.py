@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradilocks.clip import Chain, ClipPerGroup, ClipPolicy, resolve_clip
 from gradilocks.errors import BadState, MissingKey
+from gradilocks.names import OwnedParameters, Placed
 from gradilocks.scale import LARGEST, SMALLEST, DynamicScale, ScalePolicy, resolve_scale
 from gradilocks.state.other_scalers import recognize
 from gradilocks.step.outcome import fetch
@@ -57,6 +58,9 @@ class Loaded:
     state: ScaleState
     memory: dict[str, Tensor] | None = None
     """What the clip policy remembers; None if nothing was saved of it."""
+    of_all: tuple[list[Placed], dict[str, Tensor]] | None = None
+    """What it remembers of each parameter of all ranks, and which they are; None if nothing was
+    saved of it, or not whose it is."""
     steps: int | None = None
     """How many steps had been judged; None if another scaler has saved it."""
     streak: int = 0
@@ -68,10 +72,22 @@ def save(
     state: ScaleState,
     *,
     memory: Mapping[str, Tensor] | None,
+    parameters: Sequence[Placed] | None,
     steps: int,
     streak: int,
 ) -> dict[str, Any]:
-    """The checkpoint of a GradientControl."""
+    """The checkpoint of a GradientControl.
+
+    Args:
+        scale_policy, clip_policy, state: of the control.
+        memory: what the clip policy remembers.
+        parameters: those of which it remembers a number each, in order; None if that is not known.
+        steps, streak: how many steps it has judged, and how many in a row were non-finite.
+    """
+    named: dict[str, Any] = {}
+    if clip_policy.by_parameter and parameters is not None:
+        # Lists, no dicts: torch.distributed.checkpoint takes each for one value, whatever is in it.
+        named = {"clip_parameters": [[name, place] for name, place in parameters]}
     settings = _TORCH_SETTINGS if isinstance(scale_policy, DynamicScale) else ()
     scale = save_scale(scale_policy, state)
     return {
@@ -83,6 +99,7 @@ def save(
             "scale_policy": scale["policy"],
             "clip_policy": describe(clip_policy),
             "clip_state": save_memory(memory),
+            **named,
             "hysteresis": scale["hysteresis"],
             "scale_state": scale["state"],
             "steps": steps,
@@ -92,7 +109,11 @@ def save(
 
 
 def load(
-    saved: Mapping[str, Any], scale_policy: ScalePolicy, clip_policy: ClipPolicy, *, count: int
+    saved: Mapping[str, Any],
+    scale_policy: ScalePolicy,
+    clip_policy: ClipPolicy,
+    *,
+    owned: OwnedParameters,
 ) -> Loaded:
     """Checks `saved` against the present policies and says what to go on with.
 
@@ -101,7 +122,7 @@ def load(
             Megatron-LM, DeepSpeed, fairseq and apex.
         scale_policy: the policy in force; a checkpoint of another class does not fit.
         clip_policy: likewise.
-        count: how many parameters there are.
+        owned: the parameters of this rank.
 
     Returns:
         What was loaded. Raises BadState if anything does not fit.
@@ -142,12 +163,14 @@ def load(
             f"the scale in the state_dict must lie in [{lowest:g}, {highest:g}], as its policy "
             f"says, got {scale:g}."
         )
+    memory, of_all = _load_named_memory(clip, ours, owned)
     kept = {"hysteresis": ours["hysteresis"], "state": ours.get("scale_state") or {}}
     return Loaded(
         scale_policy=rebuilt,
         clip_policy=clip,
         state=load_scale(rebuilt, saved, {"policy": ours["scale_policy"], **kept}),
-        memory=load_memory(clip, ours.get("clip_state"), count),
+        memory=memory,
+        of_all=of_all,
         steps=_check_count("steps", ours["steps"]),
         streak=_check_count("streak", ours["streak"]),
     )
@@ -239,6 +262,47 @@ def refill(state: ScaleState, fresh: ScaleState) -> None:
 def save_memory(memory: Mapping[str, Tensor] | None) -> dict[str, Any] | None:
     """What a clip policy remembers, as plain numbers and lists."""
     return None if memory is None else {name: _plain(t) for name, t in memory.items()}
+
+
+def _load_named_memory(
+    policy: ClipPolicy, ours: Mapping[str, Any], owned: OwnedParameters
+) -> tuple[dict[str, Tensor] | None, tuple[list[Placed], dict[str, Tensor]] | None]:
+    """What the clip policy remembers, of this rank's parameters and of all; or BadState."""
+    count, saved = len(owned.parameters), ours.get("clip_state")
+    if not policy.by_parameter or saved is None:
+        return load_memory(policy, saved, count), None
+    placed = ours.get("clip_parameters")
+    if placed is None:  # From before names were saved.
+        if owned.apart:
+            raise BadState(
+                f"the state_dict has what {policy.policy_name} has learned of {count} parameters "
+                "or so, but not of which, and the ranks hold different ones here. Start without "
+                "the state_dict; one that is saved now has the names."
+            )
+        return load_memory(policy, saved, count), None
+    if not isinstance(placed, list) or not all(map(_is_placed, placed)):
+        raise BadState(
+            "clip_parameters in the state_dict must be pairs of a name and a place, got "
+            f"{placed!r:.80}."
+        )
+    placed = [(name, place) for name, place in placed]
+    of_all = load_memory(policy, saved, count if owned.alone and placed else len(placed))
+    if of_all is None or not placed:  # Saved before the first step: nothing was learned.
+        return None, None
+    try:
+        places = owned.places_among(placed)
+    except KeyError as error:
+        raise BadState(
+            f"the state_dict has not what {policy.policy_name} has learned of {error.args[0]}. It "
+            f"knows {len(placed)} parameters: {', '.join(name for name, _ in placed[:3])}, ... It "
+            "was saved with another model, or by ranks that called different parameters alike, "
+            "which must hold the same ones again. If only names have changed, take "
+            "'clip_parameters' out of state_dict['gradilocks'] to go by the order; else start "
+            "without the state_dict."
+        ) from None
+    each = {name: of_all[name] for name in policy.by_parameter}
+    mine = {name: tensor[places] for name, tensor in each.items()}
+    return {**of_all, **mine}, (placed, each)
 
 
 def load_memory(policy: ClipPolicy, saved: Any, count: int) -> dict[str, Tensor] | None:
@@ -354,6 +418,12 @@ def _require(saved: Mapping[str, Any], keys: tuple[str, ...], *, where: str) -> 
             f"{', '.join(repr(key) for key in saved)}. Expected what state_dict() of a "
             "GradientControl or of torch's GradScaler returns."
         )
+
+
+def _is_placed(pair: Any) -> bool:
+    """Whether this is a parameter's name and place."""
+    pair = list(pair) if isinstance(pair, (list, tuple)) else []
+    return len(pair) == 2 and all(isinstance(each, str) for each in pair)
 
 
 def _check_number(name: str, value: Any) -> float:

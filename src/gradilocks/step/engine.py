@@ -27,7 +27,6 @@ from gradilocks._torch import AMP_FLAG
 from gradilocks.checks import refuse_misfits
 from gradilocks.clip import (
     ClipPolicy,
-    Memory,
     remap_memory,
     same_parameters,
     unit_norms,
@@ -37,7 +36,7 @@ from gradilocks.errors import NeverFinite
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import DOUBLE, summarize
-from gradilocks.names import Names
+from gradilocks.names import Names, Placed
 from gradilocks.ranks.agreement import (
     FINGERPRINT,
     REPORT,
@@ -51,6 +50,7 @@ from gradilocks.ranks.all_parameters import (
     NOBODY,
     AllParameters,
     held_parameters,
+    owned_parameters,
     parameters_of_all,
 )
 from gradilocks.ranks.collective import reduce, reduce_apart, reduce_columns
@@ -133,6 +133,8 @@ class Lesson(NamedTuple):
     measurement: Measurement
     scale: Tensor
     limit: ClipLimit
+    here: PartHere | None
+    """This rank's part of it, if it is about the parameters of all ranks."""
 
 
 class Verdict(NamedTuple):
@@ -160,6 +162,8 @@ class PartHere(NamedTuple):
     gradients: Gradients
     mine: Measurement
     """Of this rank's gradients."""
+    present: Tensor | None
+    """Of a policy that remembers a number for each parameter: which have a gradient anywhere."""
 
     def measurement(self, whole: Measurement) -> Measurement:
         """This rank's gradients with their own statistics, but for the norms: of whole tensors."""
@@ -195,7 +199,7 @@ class Seen(NamedTuple):
     """What a clip policy is asked about."""
 
     measurement: Measurement
-    memory: Memory | None
+    memory: dict[str, Tensor] | None
     here: PartHere | None
     """This rank's part of it, if it is about the gradients of all ranks."""
 
@@ -241,6 +245,10 @@ class Engine:
         self.memory: dict[str, Tensor] | None = None
         """What the clip policy remembers."""
         self._memory_of: list[Tensor] = []  # The parameters that it remembers, in order.
+        # Where several ranks hold the model, or it was loaded: parameters, of other ranks too, and
+        # what is remembered of each.
+        self._of_all: tuple[Sequence[Placed], dict[str, Tensor]] | None = None
+        self._recalled: frozenset[Placed] = frozenset()  # Of a checkpoint, until the ranks meet.
         self._rank_group: RankGroup | None = (
             None  # The ranks that the latest step was measured over.
         )
@@ -278,6 +286,11 @@ class Engine:
         left: dict[str, Any] = {"_memory_of": [], "_rank_group": None, "_settler": None}
         left |= {"_table_of": None, "_every_parameter": None, "_told_params": [], "_met": Met()}
         left |= {"_order_of": None, "_names_told": []}
+        if self._of_all is None and self.memory is not None and self.clip_policy.by_parameter:
+            placed, memory = self._placed_memory()
+            if placed is not None and memory is not None:
+                known = {name: memory[name] for name in self.clip_policy.by_parameter}
+                left["_of_all"] = placed, known
         return {**self.__dict__, **left}
 
     def use(self, scale: ScalePolicy, clip: ClipPolicy) -> None:
@@ -286,6 +299,8 @@ class Engine:
         self.scales = not isinstance(scale, NoScale)
         """Whether gradients carry a scale at all."""
         self._asks_for_scene, self._learns = clip.needs_scene, clip.learns
+        # Who remembers numbers of each parameter must see each of them whole, too.
+        self._apart = clip.apart or len(clip.by_parameter) > 0
         self._rules = clip.rules(), scale.rules()
 
     def scaled(self, loss: Tensor, device: torch.device, *, as_it_is: bool = False) -> Tensor:
@@ -406,6 +421,9 @@ class Engine:
                 seen, gradients, counts, peak, model_ranks=model_ranks, rank_groups=rank_groups
             )
         limit = policy.limit(seen.measurement, scale, *(() if memory is None else (seen.memory,)))
+        lesson = None
+        if seen.memory is not None:
+            lesson = Lesson(seen.memory, seen.measurement, scale, limit, seen.here)
         if seen.here is not None:
             limit = seen.here.limit(limit)
             measurement = seen.here.measurement(seen.measurement)
@@ -421,7 +439,6 @@ class Engine:
             live=captured,
             on_ranks=None if together is None else together.blamed_now,
         )
-        lesson = None if memory is None else Lesson(memory, measurement, scale, limit)
         return Verdict(decision, outcome, record, False, lesson, unscaled, together)
 
     def _seen_over_ranks(
@@ -448,20 +465,20 @@ class Engine:
             model_ranks, rank_groups: as in `decide`.
         """
         policy, found = self.clip_policy, mine.measurement.tensors
-        if not policy.apart:
+        if not self._apart:
             if found.largest is None:
                 return mine
             statistics = dataclasses.replace(found, largest=peak.reshape(1))
             return mine._replace(
                 measurement=dataclasses.replace(mine.measurement, tensors=statistics)
             )
-        params, remembered = gradients.params, mine.memory or {}
+        params, remembered = gradients.params, mine.memory
         table = self._parameter_table(params, model_ranks, rank_groups)
         own = OwnPart(params, found.norms, counts, found.largest)
-        kept = {name: remembered[name] for name in policy.by_parameter}
+        kept = {} if remembered is None else {k: remembered[k] for k in policy.by_parameter}
         lengths: Sequence[tuple[Tensor, Tensor] | None] = ()
         if policy.by_unit:
-            lengths, norms, known = table.whole_units(
+            lengths, norms, known, present = table.whole_units(
                 own,
                 gradients.tensors,
                 norms_of=unit_norms,
@@ -471,7 +488,7 @@ class Engine:
             )
             largest = peak.expand_as(norms)
         else:
-            norms, largest, known = table.whole_numbers(
+            norms, largest, known, present = table.whole_numbers(
                 own, order=mine.measurement.order, memory=kept, known=self._memory_of
             )
         here = table.at(params, norms)
@@ -495,8 +512,8 @@ class Engine:
         whole = dataclasses.replace(
             mine.measurement, tensors=statistics, double=table.double, scene=scene
         )
-        part = PartHere(here, table, gradients, mine.measurement)
-        return Seen(whole, {**remembered, **known}, part)
+        part = PartHere(here, table, gradients, mine.measurement, present)
+        return Seen(whole, None if remembered is None else {**remembered, **known}, part)
 
     def _parameter_table(
         self,
@@ -655,11 +672,33 @@ class Engine:
         if verdict.settled:
             return self.streak.watch(verdict.record)
         if verdict.lesson is not None:  # Before the scale moves, under which the policy was asked.
-            self.clip_policy.advance(*verdict.lesson, verdict.decision.skip)
+            self._learn(verdict.lesson, verdict.decision.skip)
         if moves:
             self._advance_scale(verdict)
         self.steps.add_(1)
         return self.streak.note(verdict.record)
+
+    def _learn(self, lesson: Lesson, skip: Tensor) -> None:
+        """Moves what the clip policy remembers on.
+
+        Where several ranks hold the model, each learns of the parameters of all: any of them can
+        save what all have learned, and load it where other ranks hold the parameters.
+        """
+        memory, here = lesson.memory, lesson.here
+        each = self.clip_policy.by_parameter if here is not None else ()
+        before = {name: memory[name].clone() for name in each}
+        self.clip_policy.advance(memory, lesson.measurement, lesson.scale, lesson.limit, skip)
+        if here is None or here.present is None:
+            self._of_all = None
+            return
+        assert self.memory is not None
+        places = here.table.at(self._memory_of, here.present)
+        known: dict[str, Tensor] = {}
+        for name in each:
+            # A policy in one process sees only parameters that have a gradient.
+            known[name] = torch.where(here.present > 0, memory[name], before[name])
+            self.memory[name].copy_(known[name].index_select(0, places))
+        self._of_all = here.table.placed, known
 
     @property
     def next_step(self) -> int | None:
@@ -721,23 +760,44 @@ class Engine:
         What the clip policy remembers is there before the first step too: whoever loads into a
         fresh control by its own keys, as torch.distributed.checkpoint does, must find them.
         """
-        memory = self.memory
-        if memory is None:
-            count = sum(1 for _ in every_parameter(self.names.optimizers))
-            memory = self.clip_policy.start(torch.device("cpu"), count)
+        placed, memory = self._placed_memory()
         return checkpoint.save(
             self.scale_policy,
             self.clip_policy,
             self.state,
             memory=memory,
+            parameters=placed,
             steps=int(fetch(self.steps)[0]),
             streak=int(fetch(self.streak.count)[0]),
         )
 
-    def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint; one that does not fit raises and changes nothing."""
-        count = sum(1 for _ in every_parameter(self.names.optimizers))
-        loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, count=count)
+    def _placed_memory(self) -> tuple[Sequence[Placed] | None, dict[str, Tensor] | None]:
+        """What the clip policy remembers, and of which parameters: of all ranks' if it is known.
+
+        None in the place of these if the checkpoint that it is from did not say them.
+        """
+        if self.memory is None:
+            # Ranks that have not met do not know each other's parameters: it is of none of them.
+            learns_each = has_other_ranks() and self.clip_policy.by_parameter
+            names = [] if learns_each else self.names.of(every_parameter(self.names.optimizers))
+            memory = self.clip_policy.start(torch.device("cpu"), len(names))
+            return [(name, "") for name in names], memory
+        if self._of_all is not None:
+            placed, known = self._of_all
+            return placed, {**self.memory, **known}
+        if not self._memory_of:
+            return None, self.memory
+        return [(name, "") for name in self.names.of(self._memory_of)], self.memory
+
+    def load(self, state_dict: Mapping[str, Any], model_ranks: ModelRanks | None = None) -> None:
+        """Goes on from a checkpoint; one that does not fit raises and changes nothing.
+
+        Args:
+            state_dict: of this class, or of another scaler.
+            model_ranks: the ranks that hold the model together, if several do.
+        """
+        owned = owned_parameters(every_parameter(self.names.optimizers), self.names, model_ranks)
+        loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, owned=owned)
         if not self.elsewhere:
             refuse_misfits(loaded.clip_policy, self.names)
         if loaded.clip_policy != self.clip_policy:  # It may need other numbers of the ranks.
@@ -750,7 +810,11 @@ class Engine:
             self._counted = loaded.steps
         home, memory = self.state.scale.device, loaded.memory
         self.memory = None if memory is None else {k: moved(t, home) for k, t in memory.items()}
-        self._memory_of = []
+        self._memory_of, self._of_all, self._recalled = [], None, frozenset()
+        if loaded.of_all is not None:
+            placed, known = loaded.of_all
+            self._of_all = placed, {name: moved(tensor, home) for name, tensor in known.items()}
+            self._recalled = frozenset(placed)
         self.losses.forget()
 
     def recall(self, saved: Any) -> None:
@@ -1005,7 +1069,7 @@ class Engine:
         }
         owners = [placed[place] for place in sorted(placed)]
         table = None
-        if self.clip_policy.apart and model_ranks.keys is not None:
+        if self._apart and model_ranks.keys is not None:
             table = self._told_of(params, model_ranks.keys, counts_of(params, model_ranks))
         shown = shown_by(model_ranks, usable=usable)
         mine = self._names_told, owners, held, table, tuple(self.plans)
@@ -1024,7 +1088,10 @@ class Engine:
         )
         self._steps_since_met = 0
         if table is not None:
-            every = self._every_parameter = table_of_model(model_ranks, tables)
+            order_of_all = [each.key for one in self._met.parameters.optimizers for each in one]
+            every = self._every_parameter = table_of_model(model_ranks, tables, order_of_all)
+            every.refuse_recalled(self._recalled)
+            self._recalled = frozenset()
             for message in self.clip_policy.misfits(every.names, every.groups).values():
                 raise ValueError(message)
 
