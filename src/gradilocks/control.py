@@ -30,6 +30,7 @@ from gradilocks.eager import eager, users_line
 from gradilocks.errors import NoGradients
 from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.names import Names
+from gradilocks.ranks.collective import largest_of_all
 from gradilocks.ranks.layout import has_other_ranks, replicas_of, whole_group
 from gradilocks.ranks.model_ranks import (
     Copies,
@@ -618,12 +619,27 @@ class GradientControl:
             optimizer,
             closure,
             make_true=make_true,
-            gradients_are_waiting=self._order.scaled
-            and any(param.grad is not None for param in self._parameters()),
+            gradients_are_waiting=self._gradients_are_waiting(),
         )
         if last is None:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
         return self._conclude(last, list(self._parameters()))
+
+    def _gradients_are_waiting(self) -> bool:
+        """Whether a closure's optimizer begins with gradients that are there: alike on all ranks.
+
+        Of a pipeline's stages only the last has scaled a loss, so the ranks ask each other.
+        """
+        waiting = self._order.scaled and any(p.grad is not None for p in self._parameters())
+        if not has_other_ranks():
+            return waiting
+        # As they were: a change of parameters is told of with the step's own row.
+        ranks = self._model_ranks() if self._ranks is None else self._ranks
+        if ranks is None:
+            return waiting
+        home = ranks.rank_group.device
+        mine = torch.full((1,), float(waiting), dtype=torch.float32, device=home)
+        return bool(fetch(largest_of_all(mine, [ranks.rank_group]))[0])
 
     def _model_ranks(self) -> ModelRanks | None:
         """The ranks that hold the model together; raises if they are not known."""

@@ -31,6 +31,7 @@ def _programs() -> list[Callable[[int], Any]]:
         a_mesh_that_is_a_part_of_the_world,
         schedules_of_a_pipeline,
         nobody_scales_a_loss,
+        gradients_that_wait_for_a_closure,
         different_settings,
         marks_of_other_systems,
         tied_tensors_bounded_apart,
@@ -449,6 +450,46 @@ def test_gradients_without_a_scale_are_refused_on_every_rank(returned: Returned)
         assert "no rank has scaled a loss since the last step" in told
         assert "control.loss_fn(loss_fn)" in told
         assert told.endswith("[1.0, 1.0]")
+
+
+def gradients_that_wait_for_a_closure(rank: int) -> list[Any]:
+    """Only the last stage scales a loss; the optimizer begins with the gradients that are there."""
+    param = nn.Parameter(torch.zeros(1))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD([param], lr=1.0),
+        scale=4.0,
+        mesh=_mesh((4,), ("pp",)),
+        distinct="pp",
+    )
+
+    def back(value: float) -> torch.Tensor:
+        param.grad = torch.full((1,), 4.0 * value)
+        loss = torch.ones((), requires_grad=True)
+        return control.scale_loss(loss) if rank == 3 else loss
+
+    norms = []
+    for waits in (True, False):
+        if waits:
+            back(math.inf if rank == 0 else 1.0)
+            skipped = control.step(lambda: back(2.0))
+            norms.append((skipped.skipped, skipped.culprits))
+            control.zero_grad()
+            back(1.0)
+        norms.append(control.step(lambda: back(2.0)).norm)
+        control.zero_grad()
+    back(3.0)
+    norms.append(control.step().norm)
+    return [*norms, param.item()]
+
+
+def test_whether_a_closure_begins_with_gradients_is_decided_alike(returned: Returned) -> None:
+    # What waits is judged too: an Inf in it on one rank skips the step on all.
+    for found in returned["gradients_that_wait_for_a_closure"]:
+        (skipped, culprits), *norms, value = found
+        assert skipped
+        assert culprits == ("param_groups[0]['params'][0] on rank 0",)
+        assert norms == [4.0, 4.0, 6.0]
+        assert value == -7.0
 
 
 def different_settings(rank: int) -> dict[str, str]:
