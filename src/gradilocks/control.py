@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import infers_metadata
+from gradilocks._torch import infers_metadata, is_joining
 from gradilocks.checks import (
     check_closure,
     check_give_up_after,
@@ -30,10 +30,12 @@ from gradilocks.eager import eager, users_line
 from gradilocks.errors import NoGradients
 from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.names import Names
+from gradilocks.ranks.collective import largest_of_all
 from gradilocks.ranks.layout import has_other_ranks, replicas_of, whole_group
 from gradilocks.ranks.model_ranks import (
     Copies,
     ModelRanks,
+    asks_others,
     checked_options,
     model_ranks_of,
     refuse_thawed,
@@ -484,7 +486,7 @@ class GradientControl:
             steps: whether a step goes on: at the first the ranks compare settings and recorders.
         """
         model_ranks = self._model_ranks() if has_other_ranks() else None
-        if steps and not self._compared:
+        if steps and not self._compared and not is_joining(self._names.model):
             plans = self._engine.compare_settings(self._replicas)
             self._compared = True
             if model_ranks is None:  # Else the losses travel at every step.
@@ -517,7 +519,7 @@ class GradientControl:
 
         After the ranks have decided: at the first step that is where their settings are compared.
         """
-        if not has_other_ranks():
+        if not has_other_ranks() or is_joining(self._names.model):
             return
         step = self._engine.next_step
         if step is None:
@@ -536,7 +538,7 @@ class GradientControl:
             params = list(self._parameters())
             rank_group = whole_group(self._replicas, params[0].device)
             elements = list(enumerate(self._names.of(params)))
-            holdings = Holdings(rank_group, params, elements, measured, numbers)
+            holdings = Holdings(rank_group, params, elements, measured, numbers, whole=True)
         check.check(holdings, step)
 
     def _refuse_float16(self, gradients: Gradients, inside: Sequence[bool]) -> None:
@@ -568,7 +570,9 @@ class GradientControl:
         if told is not None:
             self._events.end_step(told)
         if hopeless:
-            raise self._engine.never_finite(outcome, self._replicas)
+            # Under join() some ranks have no step left, and would not answer.
+            replicas = None if is_joining(self._names.model) else self._replicas
+            raise self._engine.never_finite(outcome, replicas)
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
             raise nonfinite(outcome)
         return outcome
@@ -640,12 +644,27 @@ class GradientControl:
             optimizer,
             closure,
             make_true=make_true,
-            gradients_are_waiting=self._order.scaled
-            and any(param.grad is not None for param in self._parameters()),
+            gradients_are_waiting=self._gradients_are_waiting(),
         )
         if last is None:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
         return self._conclude(last, list(self._parameters()))
+
+    def _gradients_are_waiting(self) -> bool:
+        """Whether a closure's optimizer begins with gradients that are there: alike on all ranks.
+
+        Of a pipeline's stages only the last has scaled a loss, so the ranks ask each other.
+        """
+        waiting = self._order.scaled and any(p.grad is not None for p in self._parameters())
+        if not has_other_ranks():
+            return waiting
+        # As they were: a change of parameters is told of with the step's own row.
+        ranks = self._model_ranks() if self._ranks is None else self._ranks
+        if ranks is None:
+            return waiting
+        home = ranks.rank_group.device
+        mine = torch.full((1,), float(waiting), dtype=torch.float32, device=home)
+        return bool(fetch(largest_of_all(mine, [ranks.rank_group]))[0])
 
     def _model_ranks(self) -> ModelRanks | None:
         """The ranks that hold the model together; raises if they are not known."""
@@ -653,13 +672,49 @@ class GradientControl:
         trained = [param.requires_grad for param in params]
         known, were = self._ranks_of
         if len(params) != len(known) or any(map(operator.is_not, params, known)):
-            self._ranks = model_ranks_of(params, name=self._names, options=self._rank_options)
+            self._ranks = self._ranks_of_changed(params)
         elif trained != were:  # On this rank perhaps alone: the others are not to be asked.
-            refuse_thawed(params, self._rank_options, name=self._names)
+            with self._refusing_for_all(self._ranks):
+                refuse_thawed(params, self._rank_options, name=self._names)
         # Nothing is kept where nothing is spread: a parameter that is replaced must go.
         self._ranks_of = ([], []) if self._ranks is None else (params, trained)
         return self._ranks
 
+    def _ranks_of_changed(self, params: list[Tensor]) -> ModelRanks | None:
+        """The ranks that hold `params` together, which are others than before.
+
+        On this rank perhaps alone: nobody is asked before all ranks have said that theirs are
+        others too. Raises on all ranks if some would have to be asked and have not changed.
+        """
+        before, options = self._ranks, self._rank_options
+        asks = before is not None and asks_others(before.params, options)
+        # A policy that bounds tensors apart needs the table of all, which is told anew.
+        needs_all = asks or self._engine.clip_policy.apart
+        if before is not None and needs_all and not self._engine.all_have_changed(before):
+            raise ValueError(_CHANGED_ALONE)
+        # Where the ranks ask each other, they refuse together.
+        with self._refusing_for_all(None if asks else before):
+            if before is not None and not asks and asks_others(params, options):
+                raise ValueError(_CHANGED_ALONE)
+            return model_ranks_of(params, name=self._names, options=options)
+
+    @contextlib.contextmanager
+    def _refusing_for_all(self, ranks: ModelRanks | None) -> Iterator[None]:
+        """Inside, an error on this rank refuses the step on all `ranks`, which wait for its row."""
+        try:
+            yield
+        except Exception:
+            if ranks is not None:
+                self._engine.all_have_changed(ranks)
+            raise
+
+
+_CHANGED_ALONE = (
+    "parameters were added, removed or replaced on this rank and not on all ranks that train the "
+    "model, and who holds what can only be told by all of them together. Nothing has moved. Change "
+    "the parameters of the optimizers on all ranks before the same step, or make a new "
+    "GradientControl on all of them."
+)
 
 _ONE_STAGE = (
     "control.loss_fn() is for the schedule of a pipeline, and this control knows of this rank's "

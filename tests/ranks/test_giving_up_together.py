@@ -132,7 +132,7 @@ def ddp(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def returned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    programs = [fsdp2, pipeline, ddp, a_short_streak]
+    programs = [fsdp2, pipeline, ddp, a_short_streak, joined]
     return run_all(programs, tmp_path_factory.mktemp("giving_up"), ranks=2)
 
 
@@ -195,3 +195,39 @@ def test_whether_a_smaller_scale_may_help_is_the_same_everywhere(
     assert first == second
     assert all(curable for curable, _ in first.values())
     assert "a smaller scale may cure this" in first["Inf in a gradient"][1]
+
+
+def joined(rank: int) -> dict[str, Any]:
+    """Ranks with different numbers of batches, one of them with none, as torch's `join` allows."""
+    found: dict[str, Any] = {}
+    for first_has in (0, 2):
+        model = nn.parallel.DistributedDataParallel(_model())
+        control = gradilocks.GradientControl(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model=model,
+            scale=SCALE,
+            give_up_after=3,
+            check_replicas_every=1,
+        )
+        steps, said = 0, ""
+        with model.join():
+            for number in range(6 if rank else first_has):
+                factor = 1.0 if number < 2 else math.inf
+                control.backward(model(torch.ones(3, 4)).square().mean() * factor)
+                try:
+                    control.step()
+                except NeverFinite as error:
+                    said = str(error)
+                    break
+                control.zero_grad()
+                steps += 1
+        found[str(first_has)] = steps, said
+    return found
+
+
+def test_a_rank_that_has_no_batch_left_is_not_waited_for(returned: dict[str, list[Any]]) -> None:
+    first, second = returned["joined"]
+    assert first == {"0": (0, ""), "2": (2, "")}
+    for steps, said in second.values():
+        assert steps == 4
+        assert "3 steps in a row had non-finite gradients" in said

@@ -30,6 +30,7 @@ def _programs() -> list[Callable[[int], Any]]:
         outside_the_tensor_parallel_plan,
         told_by_copies,
         nothing_to_compare,
+        one_rank_adds_alone,
         what_is_refused,
     ]
 
@@ -241,10 +242,11 @@ def what_is_refused(rank: int) -> Any:
 def test_replicas_that_stay_equal_cost_one_collective_every_so_many_steps(
     returned: Returned,
 ) -> None:
-    # Four tensors and two numbers, parameter and gradient, largest and smallest: steps 1, 4, 7.
+    # Four tensors and two numbers, parameter and gradient, largest and smallest, and whether a rank
+    # has others than it has told of: at steps 1, 4 and 7.
     for taken, calls in returned["data_parallel"]:
         assert taken == 7
-        assert calls == ["torch.int64 24"] * 3
+        assert calls == ["torch.int64 25"] * 3
 
 
 def test_the_last_bit_of_a_parameter_is_noticed(returned: Returned) -> None:
@@ -294,6 +296,50 @@ def test_copies_that_the_user_has_told_are_compared(returned: Returned) -> None:
     for step, tensors, ranks, kept, _ in returned["told_by_copies"]:
         assert (step, tensors) == (3, ("the gradient of 2.bias",))
         assert (ranks, kept) == (((0,), (1,)), True)
+
+
+def one_rank_adds_alone(rank: int) -> Any:
+    """Rank 2 is given a parameter that its replicas have not; stages of a pipeline may do that."""
+    model, late = DistributedDataParallel(_model()), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    control = gradilocks.GradientControl(optimizer, model=model, check_replicas_every=1)
+    stage, later = nn.Linear(4, 4), nn.Parameter(torch.ones(2))
+    of_stage = torch.optim.SGD(stage.parameters(), lr=0.01)
+    mesh = _mesh((2, 2), ("pp", "dp"))
+    told = {"mesh": mesh, "distinct": "pp", "check_replicas_every": 1}
+    staged = gradilocks.GradientControl(of_stage, model={"": stage}, scale=None, **told)
+    taken, said = [], []
+    for step in range(3):
+        control.zero_grad()
+        control.backward(model(_inputs(rank, step)).square().sum())
+        for param in stage.parameters():
+            torch.manual_seed(step + 10 * (rank // 2))
+            param.grad = torch.randn(param.shape)
+        if step == 1 and rank == 2:
+            optimizer.add_param_group({"params": [late]})
+        if step == 1 and rank // 2:
+            of_stage.add_param_group({"params": [later]})
+        if step == 2 and rank == 3:
+            with torch.no_grad():
+                later += 1
+        for each in (control, staged):
+            try:
+                each.step()
+            except ReplicasDiffer as error:
+                said.append((step, error.ranks, error.tensors, str(error)))
+        taken.append(control.state_dict()["gradilocks"]["steps"])
+    return taken, said
+
+
+def test_a_parameter_that_one_rank_adds_is_told_to_all(returned: Returned) -> None:
+    for rank, (taken, said) in enumerate(returned["one_rank_adds_alone"]):
+        assert taken == [1, 1, 1]
+        lacking, again, parted = said
+        for step, (number, ranks, _, words) in zip((1, 2), (lacking, again), strict=True):
+            assert (number, ranks) == (step, ((2,), (0, 1, 3)))
+            assert "and not on ranks [0, 1, 3]" in words
+        # What the second stage was given is compared from then on.
+        assert (parted[0], parted[1]) == (2, ((2,), (3,))), rank
 
 
 def test_where_nobody_holds_the_same_a_warning_says_so(returned: Returned) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradilocks
+from gradilocks.ranks.layout import local_of
 from tests.ranks.rank_programs import run_all
 
 Returned = dict[str, list[Any]]
@@ -31,11 +32,13 @@ def _programs() -> list[Callable[[int], Any]]:
         a_mesh_that_is_a_part_of_the_world,
         schedules_of_a_pipeline,
         nobody_scales_a_loss,
+        gradients_that_wait_for_a_closure,
         different_settings,
         marks_of_other_systems,
         tied_tensors_bounded_apart,
         experts_of_one_name,
         one_rank_changes_alone,
+        one_rank_changes_what_all_must_tell,
         all_ranks_add_a_parameter,
         groups_in_unequal_numbers,
         copies_that_were_called_parts,
@@ -578,6 +581,46 @@ def test_gradients_without_a_scale_are_refused_on_every_rank(returned: Returned)
         assert told.endswith("[1.0, 1.0]")
 
 
+def gradients_that_wait_for_a_closure(rank: int) -> list[Any]:
+    """Only the last stage scales a loss; the optimizer begins with the gradients that are there."""
+    param = nn.Parameter(torch.zeros(1))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD([param], lr=1.0),
+        scale=4.0,
+        mesh=_mesh((4,), ("pp",)),
+        distinct="pp",
+    )
+
+    def back(value: float) -> torch.Tensor:
+        param.grad = torch.full((1,), 4.0 * value)
+        loss = torch.ones((), requires_grad=True)
+        return control.scale_loss(loss) if rank == 3 else loss
+
+    norms = []
+    for waits in (True, False):
+        if waits:
+            back(math.inf if rank == 0 else 1.0)
+            skipped = control.step(lambda: back(2.0))
+            norms.append((skipped.skipped, skipped.culprits))
+            control.zero_grad()
+            back(1.0)
+        norms.append(control.step(lambda: back(2.0)).norm)
+        control.zero_grad()
+    back(3.0)
+    norms.append(control.step().norm)
+    return [*norms, param.item()]
+
+
+def test_whether_a_closure_begins_with_gradients_is_decided_alike(returned: Returned) -> None:
+    # What waits is judged too: an Inf in it on one rank skips the step on all.
+    for found in returned["gradients_that_wait_for_a_closure"]:
+        (skipped, culprits), *norms, value = found
+        assert skipped
+        assert culprits == ("param_groups[0]['params'][0] on rank 0",)
+        assert norms == [4.0, 4.0, 6.0]
+        assert value == -7.0
+
+
 def different_settings(rank: int) -> dict[str, str]:
     """One rank has another scale, or another clip: no rank steps, and all say the same."""
     from torch.nn.parallel import DistributedDataParallel
@@ -797,6 +840,100 @@ def test_what_one_rank_thaws_or_adds_alone_counts_and_nobody_waits(returned: Ret
         assert [each[0] for each in seen[:3]] == pytest.approx(expected, rel=1e-6), name
         if added:
             assert seen[3][1:] == (True, ("a parameter added since on rank 0",))
+
+
+def one_rank_changes_what_all_must_tell(rank: int) -> dict[str, Any]:
+    """Rank 3, or its stage, is given a parameter, where the ranks must ask each other who holds it;
+    then the others are given one too."""
+    grid, line = _mesh((2, 2), ("pp", "dp")), _mesh((4,), ("pp",))
+    policy = gradilocks.ClipPerTensor(1e6)
+    scaled = {"mesh": line, "distinct": "pp", "scale": 8.0, "clip": policy}
+    stages = {"scale": None, "process_group": grid["pp"].get_group()}
+    return {
+        "copies": _changed_alone(rank == 3, rank, copies=1, scale=None),
+        "group beside meshes": _changed_alone(rank > 1, rank // 2, sharded=grid["dp"], **stages),
+        "a bound on each tensor": _changed_alone(rank == 3, rank, **scaled),
+        "the same, unscaled": _changed_alone(rank == 3, rank, unscales=True, **scaled),
+        "a scaler": _changed_alone(rank == 3, rank // 2, sharded=grid["dp"], scaler=policy),
+    }
+
+
+def _changed_alone(
+    early: bool,
+    seed: int,
+    *,
+    sharded: Any = None,
+    scaler: Any = None,
+    unscales: bool = False,
+    **told: Any,
+) -> tuple[list[str], list[float]]:
+    """What was said in four steps, and the norms of those that were taken; a second parameter comes
+    before the second of them, or before the last."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    values = [torch.full((4,), 1.0 + seed) for _ in range(2)]
+    if sharded is not None:
+        values = [distribute_tensor(value, sharded, [Shard(0)]) for value in values]
+    params = [nn.Parameter(value) for value in values]
+    optimizer = torch.optim.SGD(params[:1], lr=1.0)
+    made: Any = (
+        gradilocks.GradScaler("cpu", init_scale=1.0, clip=scaler)
+        if scaler is not None
+        else gradilocks.GradientControl(optimizer, **told)
+    )
+    scale = told.get("scale") or 1.0
+    said: list[str] = []
+    norms: list[float] = []
+
+    def act() -> None:
+        if scaler is not None:
+            made.scale(torch.ones(()))
+            made.step(optimizer)
+            made.update()
+            return
+        made.scale_loss(torch.ones((), requires_grad=True))
+        if unscales:
+            made.unscale_()
+        norms.append(made.step().norm)
+
+    for step in range(4):
+        if step == (1 if early else 3):
+            optimizer.add_param_group({"params": params[1:]})
+        before = _elements(params)
+        for param in params:
+            param.grad = torch.full_like(param, scale)
+        said.append(_refusal(act))
+        assert (before == _elements(params)) == bool(said[-1]), said
+        if scaler is None:
+            made.zero_grad()
+    return said, norms
+
+
+def _elements(params: list[nn.Parameter]) -> list[list[float]]:
+    return [local_of(each).detach().tolist() for each in params]
+
+
+def test_a_change_on_one_rank_that_all_must_tell_of_is_refused_by_all(returned: Returned) -> None:
+    for rank, found in enumerate(returned["one_rank_changes_what_all_must_tell"]):
+        for name, (said, norms) in found.items():
+            assert said[0] == said[3] == "", (rank, name, said)
+            for words in said[1:3]:
+                if name == "a scaler" and rank < 2:  # On another mesh.
+                    assert words == ""
+                    continue
+                if name == "group beside meshes":
+                    here, others = rank // 2, "ranks [2, 3] refused the step"
+                else:
+                    here, others = rank == 3, "rank 3 refused the step"
+                if here or name == "a scaler":
+                    assert "were added, removed or replaced on" in words, (rank, name)
+                    assert "on all ranks before the same step" in words
+                else:
+                    assert others in words, (rank, name)
+            if name != "a scaler":
+                per_rank = 2 if name == "group beside meshes" else 4
+                expected = [math.sqrt(4 * per_rank), math.sqrt(2 * 4 * per_rank)]
+                assert norms == pytest.approx(expected, rel=1e-6), name
 
 
 def all_ranks_add_a_parameter(rank: int) -> list[Any]:

@@ -28,6 +28,7 @@ from gradilocks.ranks.model_ranks import ModelRanks, checksum, is_trained, tell_
 from gradilocks.values import moved, wide
 
 __all__ = [
+    "ASKS",
     "FINGERPRINT",
     "REPORT",
     "Fingerprint",
@@ -36,6 +37,7 @@ __all__ = [
     "are_copies",
     "fingerprint",
     "refuse_different",
+    "refuse_refused",
     "refuse_uncounted",
     "shown_by",
 ]
@@ -69,7 +71,9 @@ REPORT = (
 """What a rank tells of itself: that it refuses the step, that it does not know who holds what, that
 its plain tensors are parts, how many plain ones have not been compared yet, that not all of its
 gradients are float64, that it has scaled a loss or need not, that it has other parameters than the
-others know of, and the fingerprint of the plain ones."""
+others know of (ASKS if it can tell of them only together with all others), and the fingerprint of
+the plain ones."""
+ASKS = 2.0
 
 _Names = Callable[[Sequence[Tensor]], Sequence[str]]
 
@@ -210,7 +214,7 @@ class RankAgreement:
         return {key: place for key, place in there.items() if key not in self._compared}
 
     def report(
-        self, ranks: ModelRanks, *, refused: bool, wide: bool, scaled: bool, anew: bool
+        self, ranks: ModelRanks, *, refused: bool, wide: bool, scaled: bool, anew: float
     ) -> list[float]:
         """What the other ranks have to know of this one: REPORT up to the fingerprint.
 
@@ -219,7 +223,7 @@ class RankAgreement:
             refused: whether this rank refuses the step.
             wide: whether all of its gradients are float64, or there are none.
             scaled: whether it has scaled a loss, or there is no scale.
-            anew: whether it has other parameters than it has told of.
+            anew: whether it has other parameters than it has told of, or ASKS.
         """
         uncompared = len(self.uncompared(ranks)) if self.is_pending(ranks) else 0
         told = (
@@ -252,8 +256,7 @@ class RankAgreement:
             names: tells the names of parameters.
         """
         told = dict(zip(REPORT, zip(*reports, strict=True), strict=True))
-        if any(told["refused"]):
-            raise ValueError(_refused_by(ranks, told["refused"]))
+        refuse_refused(ranks, told["refused"])
         if not any(told["scaled"]):
             raise ScaleMisuse(_NOT_SCALED)
         if any(told["unknown"]):
@@ -465,13 +468,15 @@ _UNLIKE = (
 )
 
 
-def _refused_by(ranks: ModelRanks, refused: Sequence[float]) -> str:
+def refuse_refused(ranks: ModelRanks, refused: Sequence[float]) -> None:
+    """Raises if a rank refuses the step: `refused` is above 0 for those."""
     who = [rank for rank, told in zip(ranks.rank_group.ranks, refused, strict=True) if told]
-    named = f"rank {who[0]}" if len(who) == 1 else f"ranks {shortened(who)}"
-    return (
-        f"{named} refused the step, and the error there says why. The ranks decide together, so "
-        "nothing has moved here."
-    )
+    if who:
+        named = f"rank {who[0]}" if len(who) == 1 else f"ranks {shortened(who)}"
+        raise ValueError(
+            f"{named} refused the step, and the error there says why. The ranks decide together, "
+            "so nothing has moved here."
+        )
 
 
 def _refuse_same_parts(ranks: ModelRanks, rows: Sequence[Sequence[float]], names: _Names) -> None:

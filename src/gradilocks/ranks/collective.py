@@ -90,7 +90,7 @@ def reduce_apart(
     rank_groups: Sequence[RankGroup],
     ranks: Sequence[tuple[int, ...] | None],
     counts: Sequence[bool],
-    peak: Tensor | None = None,
+    told: Tensor | None = None,
 ) -> tuple[Measurement, Tensor]:
     """Brings each tensor together over the ranks of its own mesh, and no others.
 
@@ -101,14 +101,14 @@ def reduce_apart(
         ranks: for each tensor, over which ranks it lies; None for a plain one, which is this
             rank's own.
         counts: for each tensor, whether this rank's elements count.
-        peak: 0-d, the largest magnitude of this rank's gradients, if somebody asks for that of all.
+        told: 1-d, numbers of this rank of which the largest of all is wanted, if there are any.
 
     Returns:
         A Measurement with the norm of all tensors of this rank, each one whole; the per-tensor
-        numbers stay this rank's. And the largest magnitude of all; 0 if nobody has asked.
+        numbers stay this rank's. And the largest of all for each of `told`; 0 if there is none.
     """
     order, norms, flag = measurement.order, measurement.tensors.norms, measurement.nonfinite
-    largest = norms.new_zeros(1) if peak is None else peak.to(norms.dtype).reshape(1)
+    largest = norms.new_zeros(1) if told is None else told.to(norms.dtype)
     if order <= 0.0:
         raise ValueError(
             f"norm_type must be positive where gradients are distributed, got {order:g}: what such "
@@ -126,11 +126,11 @@ def reduce_apart(
         row = row_of(rank_group.ranks)
         for group in rank_group.groups:
             gathered = _gathered(torch.cat([row, largest]), group, rank_group.device)
-            row = _combined(gathered[:, :-1], order)
-            largest = gathered[:, -1:].amax(dim=0)
+            row = _combined(gathered[:, : len(_ROW)], order)
+            largest = gathered[:, len(_ROW) :].amax(dim=0)
         flag = row[_ROW.index("nonfinite")]
         rows.append(row)
-    return _whole(measurement, _combined(torch.stack(rows), order)), largest[0]
+    return _whole(measurement, _combined(torch.stack(rows), order)), largest
 
 
 def reduce_columns(

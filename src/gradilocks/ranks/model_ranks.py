@@ -42,6 +42,7 @@ __all__ = [
     "Copies",
     "ModelRanks",
     "RankOptions",
+    "asks_others",
     "checked_options",
     "checksum",
     "is_trained",
@@ -254,6 +255,16 @@ def model_ranks_of(
     if group is not None:
         return _by_group(params, options, name)
     return _by_tensors(params, options, name, way_out)
+
+
+def asks_others(params: Sequence[Tensor], options: RankOptions) -> bool:
+    """Whether `model_ranks_of` asks the other ranks, whatever it has asked before."""
+    if options.copies is not None:
+        return True
+    group = options.process_group
+    return group is not None and any(
+        ranks_on(mesh) != ranks_in(group) for mesh, _ in meshes_of(params)
+    )
 
 
 def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> ModelRanks:

@@ -38,11 +38,13 @@ from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import DOUBLE, summarize
 from gradilocks.names import Names, Placed
 from gradilocks.ranks.agreement import (
+    ASKS,
     FINGERPRINT,
     REPORT,
     RankAgreement,
     fingerprint,
     refuse_different,
+    refuse_refused,
     refuse_uncounted,
     shown_by,
 )
@@ -401,13 +403,25 @@ class Engine:
             peak = together.largest("peak")
         elif rank_groups:
             found = measurement.tensors.largest
-            measurement, peak = reduce_apart(
+            norms = measurement.tensors.norms
+            peak = norms.new_zeros(()) if found is None or not found.numel() else found.amax()
+            numbers, changed = [peak.reshape(1).to(norms.dtype)], 0.0
+            if policy.apart:
+                changed = float(not self._has_told)
+                numbers.append(numbers_on(norms.device, (changed, -changed), norms.dtype))
+            measurement, told = reduce_apart(
                 measurement,
                 rank_groups=rank_groups,
                 ranks=[None if layout is None else layout.ranks for layout in layouts],
                 counts=counts,
-                peak=None if found is None or not found.numel() else found.amax(),
+                told=torch.cat(numbers),
             )
+            peak = told[0]
+            # A rank that would have to wait for its device does not look, and waits for this one.
+            if changed or (policy.apart and told.device.type == "cpu"):
+                _, most, least = fetch(told)
+                if most != -least:
+                    raise ValueError(_CHANGED_ALONE.format(policy=policy.policy_name))
         if overflow is not None:
             flag = torch.maximum(measurement.nonfinite, moved(overflow, home))
             measurement = dataclasses.replace(measurement, nonfinite=flag)
@@ -554,22 +568,22 @@ class Engine:
                     "ClipByNorm, which bounds the norm of all."
                 )
             assert self._every_parameter is not None
-            strangers = [p for p in params if id(p) not in self._every_parameter.places]
-            if strangers:
-                raise ValueError(
-                    f"{self.clip_policy.policy_name} bounds gradients apart from each other, and "
-                    f"{self.names(strangers[0])} was added on this rank since the ranks told each "
-                    "other what they hold. Add parameters on all ranks before the same step, or "
-                    "make a new GradientControl on all of them."
-                )
             return self._every_parameter
-        every = list({id(p): p for p in every_parameter(self.names.optimizers)}.values())
-        if not same_parameters(self._told_params, every):
+        if not self._has_told:  # On no rank of the meshes: else all have refused.
+            every = self._own_parameters()
             told = self._told_of(every, range(len(every)), counts_of(every))
             self._every_parameter = table_of_meshes(every, rank_groups, told)
             self._told_params = every
         assert self._every_parameter is not None
         return self._every_parameter
+
+    def _own_parameters(self) -> list[Tensor]:
+        return list({id(p): p for p in every_parameter(self.names.optimizers)}.values())
+
+    @property
+    def _has_told(self) -> bool:
+        """Of a scaler, whether the ranks of its meshes know the parameters that it has."""
+        return same_parameters(self._told_params, self._own_parameters())
 
     def _told_of(
         self, params: Sequence[Tensor], keys: Sequence[Hashable], counts: Sequence[bool]
@@ -830,11 +844,27 @@ class Engine:
         ends the run, as it does anywhere else.
         """
         if self._agreement.is_pending(model_ranks) or not model_ranks.is_like(self._table_of):
-            order = float(self.clip_policy.order)
-            nothing = measure((), home=self.state.scale.device, order=order)
-            # Whoever does not listen any more skips the step.
-            skip = dataclasses.replace(nothing, nonfinite=torch.ones_like(nothing.nonfinite))
-            self._gather(skip, model_ranks, counts=(), refused=True, wide=True)
+            self._refused(model_ranks)
+
+    def all_have_changed(self, model_ranks: ModelRanks) -> bool:
+        """Whether all ranks have other parameters than before; waits for them.
+
+        Then all of them are here, and may ask each other. Else the step is refused: the others
+        raise as this one must, or skip it where they would have to wait for a device to hear of it.
+
+        Args:
+            model_ranks: that held the model together before the parameters changed.
+        """
+        told = self._refused(model_ranks, anew=ASKS)[:, REPORT.index("anew")]
+        return all(number == ASKS for number in fetch(told))
+
+    def _refused(self, model_ranks: ModelRanks, *, anew: float | None = None) -> Tensor:
+        """Takes part in the step's collective as a rank that refuses; what each has told."""
+        order = float(self.clip_policy.order)
+        nothing = measure((), home=self.state.scale.device, order=order)
+        # Whoever does not listen any more skips the step.
+        skip = dataclasses.replace(nothing, nonfinite=torch.ones_like(nothing.nonfinite))
+        return self._gather(skip, model_ranks, counts=(), refused=True, wide=True, anew=anew)[1]
 
     def _over_ranks(
         self, mine: Measurement, gradients: Gradients, model_ranks: ModelRanks, *, unscaled: bool
@@ -886,6 +916,8 @@ class Engine:
             self.scaled_here = self.scales and self.losses.any_noted
             usable = not broken and norm > 0
             self._agreement.compare_late(model_ranks, usable=usable)
+        elif every.device.type == "cpu":  # Where it costs no wait, nobody goes on alone.
+            refuse_refused(model_ranks, every[:, REPORT.index("refused")].tolist())
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
         met = self._met
         if anew:
@@ -1105,11 +1137,13 @@ class Engine:
         marks: Tensor | None = None,
         found: Tensor | None = None,
         refused: bool = False,
+        anew: float | None = None,
     ) -> tuple[Measurement, Tensor]:
         """The measurement of all ranks, and the notes of each."""
         norms = mine.tensors.norms
         scaled = not self.scales or self.losses.any_noted
-        anew = not model_ranks.is_like(self._table_of)
+        if anew is None:
+            anew = not model_ranks.is_like(self._table_of)
         notes = self._agreement.report(
             model_ranks, refused=refused, wide=wide, scaled=scaled, anew=anew
         )
@@ -1177,6 +1211,14 @@ class Engine:
                 more={name: moved(each, device) for name, each in self.state.more.items()},
             )
             self.steps = moved(self.steps, device)
+
+
+_CHANGED_ALONE = (
+    "{policy} bounds gradients apart from each other, for which ranks tell each other what they "
+    "hold; parameters were added, removed or replaced on one rank, and not on all that share its "
+    "meshes. Nothing has moved. Change the parameters of an optimizer on all ranks before the same "
+    "step."
+)
 
 
 def measure_all(

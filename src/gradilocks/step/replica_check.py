@@ -64,6 +64,8 @@ class Holdings(NamedTuple):
     """By a parameter's id, the elements of its gradient, if it has one."""
     numbers: Mapping[str, float]
     """What all of these ranks must have alike besides, by name: the scale, say."""
+    whole: bool = False
+    """Whether each of the ranks holds all of the model; elements then end in a name."""
 
 
 class _Plan(NamedTuple):
@@ -86,11 +88,12 @@ class ReplicaCheck:
     def __init__(self, every: int, *, names: Callable[[Sequence[Tensor]], Sequence[str]]) -> None:
         self.every = every
         self._names = names
+        self._ranks: tuple[int, ...] = ()  # That have made the plan, and of what this rank has.
         self._plan_of: tuple[Any, ...] = ()
         self._plan = _Plan((), ())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plan_of": (), "_plan": _Plan((), ())}
+        return {**self.__dict__, "_ranks": (), "_plan_of": (), "_plan": _Plan((), ())}
 
     def is_due(self, step: int) -> bool:
         """Whether step number `step`, counted from 1, is to be checked."""
@@ -107,50 +110,74 @@ class ReplicaCheck:
             holdings: the ranks, and this one's parameters and gradients.
             step: its number, for the message.
         """
-        plan, rank_group = self._planned(holdings), holdings.rank_group
-        if not plan.shared:
-            return
-        places, numbers = [place for place, _ in plan.mine], holdings.numbers
-        count = len(plan.shared)
-        bits = torch.full((2, count + len(numbers)), _ABSENT, dtype=torch.int64, device="cpu")
+        rank_group = holdings.rank_group
+        known = tuple(map(id, holdings.params)), tuple(holdings.elements)
+        if self._ranks != rank_group.ranks:
+            self._make_plan(holdings, step)
+        else:
+            # What this rank holds has changed perhaps on it alone: nobody is asked before all have
+            # heard of it.
+            bits = self._bits_of(holdings)
+            changed, differ = _compared(bits, rank_group, changed=known != self._plan_of)
+            if differ and not changed:
+                self._tell(list(holdings.numbers), bits.tolist(), rank_group, step)
+            if not changed:
+                return
+            self._make_plan(holdings, step)
+        self._ranks, self._plan_of = rank_group.ranks, known
+        bits = self._bits_of(holdings)
+        if self._plan.shared and _compared(bits, rank_group, changed=False)[1]:
+            self._tell(list(holdings.numbers), bits.tolist(), rank_group, step)
+
+    def _bits_of(self, holdings: Holdings) -> Tensor:
+        """What this rank has for each of the tensors that several hold."""
+        plan = self._plan
+        places = [place for place, _ in plan.mine]
+        count, alike = len(plan.shared), list(holdings.numbers.values())
+        bits = torch.full((2, count + len(alike)), _ABSENT, dtype=torch.int64, device="cpu")
         bits[0, places] = _bits([local_of(param) for _, param in plan.mine])
         bits[1, places] = _bits([holdings.gradients.get(id(param)) for _, param in plan.mine])
-        alike = torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
-        bits[0, count:] = alike.view(torch.int64)
-        if _differ(bits, rank_group):
-            self._tell(plan, list(numbers), bits.tolist(), rank_group, step)
+        numbers = torch.tensor(alike, dtype=torch.float64, device="cpu")
+        bits[0, count:] = numbers.view(torch.int64)
+        return bits
 
-    def _planned(self, holdings: Holdings) -> _Plan:
-        """The tensors that several ranks hold; the ranks tell each other once."""
+    def _make_plan(self, holdings: Holdings, step: int) -> None:
+        """Finds the tensors that several ranks hold: all of them tell each other.
+
+        Raises, on all of them, if each should hold all of the model and one lacks a tensor of it.
+        """
         rank_group = holdings.rank_group
-        known = rank_group.ranks, tuple(map(id, holdings.params)), tuple(holdings.elements)
-        if self._plan_of != known:
-            (group,) = rank_group.groups
-            mine = {each for each in holdings.elements if each is not None}
-            told = tell_all(mine, rank_group.ranks, group)
-            times = Counter(each for theirs in told for each in theirs)
-            shared = sorted((each for each, ranks in times.items() if ranks > 1), key=repr)
-            place = {each: number for number, each in enumerate(shared)}
-            held = [
-                (place[each], param)
-                for param, each in zip(holdings.params, holdings.elements, strict=True)
-                if each in place
-            ]
-            if not shared:
-                warnings.warn(_NOTHING, stacklevel=2)
-            self._plan, self._plan_of = _Plan(shared, held), known
-        return self._plan
+        (group,) = rank_group.groups
+        mine = {each for each in holdings.elements if each is not None}
+        told = tell_all(mine, rank_group.ranks, group)
+        times = Counter(each for theirs in told for each in theirs)
+        for each, number in times.items() if holdings.whole else ():
+            if number < len(told):
+                with_it = [r for r, has in zip(rank_group.ranks, told, strict=True) if each in has]
+                without = [rank for rank in rank_group.ranks if rank not in with_it]
+                name = str(each[-1] if isinstance(each, tuple) else each)
+                raise ReplicasDiffer(
+                    _lacking(name, with_it, without, step),
+                    step=step,
+                    tensors=(name,),
+                    ranks=(tuple(with_it), tuple(without)),
+                )
+        shared = sorted((each for each, ranks in times.items() if ranks > 1), key=repr)
+        place = {each: number for number, each in enumerate(shared)}
+        held = [
+            (place[each], param)
+            for param, each in zip(holdings.params, holdings.elements, strict=True)
+            if each in place
+        ]
+        if not shared:
+            warnings.warn(_NOTHING, stacklevel=2)
+        self._plan = _Plan(shared, held)
 
     def _tell(
-        self,
-        plan: _Plan,
-        numbers: list[str],
-        bits: list[list[int]],
-        rank_group: RankGroup,
-        step: int,
+        self, numbers: list[str], bits: list[list[int]], rank_group: RankGroup, step: int
     ) -> NoReturn:
         """Raises the error that says who has what."""
-        (group,) = rank_group.groups
+        plan, (group,) = self._plan, rank_group.groups
         names = self._names([param for _, param in plan.mine])
         mine = {place: name for (place, _), name in zip(plan.mine, names, strict=True)}
         told = tell_all((mine, bits), rank_group.ranks, group)
@@ -190,21 +217,32 @@ def _norm(bits: int) -> float | None:
     return None if norm == _NONE else norm
 
 
-def _differ(bits: Tensor, rank_group: RankGroup) -> bool:
-    """Whether two ranks have sent different numbers for one tensor; waits for the device."""
+def _compared(bits: Tensor, rank_group: RankGroup, *, changed: bool) -> tuple[bool, bool]:
+    """Whether one of the ranks holds other tensors than it has told of, and whether two have sent
+    different numbers for one tensor; waits for the device."""
     import torch.distributed as dist
 
-    both = torch.stack([bits, torch.where(bits == _ABSENT, bits, -bits)])
-    both = moved(both, rank_group.device)
+    both = torch.stack([bits, torch.where(bits == _ABSENT, bits, -bits)]).flatten()
+    both = moved(torch.cat([both, both.new_tensor([changed])]), rank_group.device)
     (group,) = rank_group.groups
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return bool((both[0] != -both[1]).any())
+    highest, lowest = both[:-1].view(2, -1).unbind()
+    return bool(both[-1]), bool((highest != -lowest).any())
 
 
 _NOTHING = (
     "check_replicas_every= has nothing to compare: no two ranks are known to hold the same "
     "elements of a parameter. Leave it out where every parameter is sharded over all ranks."
 )
+
+
+def _lacking(name: str, with_it: Sequence[int], without: Sequence[int], step: int) -> str:
+    return (
+        f"step {step}: the optimizer has {name} on ranks {shortened(with_it)} and not on ranks "
+        f"{shortened(without)}, and ranks that train copies of one model should have the same "
+        "parameters: they would find different norms. Parameters and optimizer state are as they "
+        "were before this step. Add and remove parameters on all ranks before the same step."
+    )
 
 
 def _described(
