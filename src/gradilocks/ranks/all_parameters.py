@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from gradilocks._torch import is_flattened
 from gradilocks.names import Names
-from gradilocks.ranks.layout import is_distributed, shortened
+from gradilocks.ranks.layout import is_distributed, my_rank, shortened
 from gradilocks.ranks.model_ranks import ModelRanks
 
 __all__ = [
@@ -78,9 +78,7 @@ def held_parameters(
         for group in optimizer.param_groups
         for param in group["params"]
     }
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
+    rank = my_rank()
     found = []
     named = zip(model_ranks.params, names.of(model_ranks.params), strict=True)
     for at, (param, name) in enumerate(named):
