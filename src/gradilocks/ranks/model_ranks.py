@@ -469,7 +469,7 @@ def _with_copies(
     several = [param for number, listed in wanted.items() if number > 1 for param in listed]
     return replace(
         known,
-        plain=tuple(param for param in known.plain if id(param) not in said),
+        plain=tuple(_without(known.plain, said)),
         counting=counting,
         counting_each=each,
         told_apart=(*_without(known.told_apart, said), *wanted.get(1, ())),
