@@ -290,6 +290,7 @@ NUMBERS = {
         "float(value)",
     },
     "ranks/agreement.py": {
+        "bool(ranks.told_apart or ranks.told_alike or ranks.plain_are_parts)",
         "bool(self.uncompared(ranks))",
         "float(number)",
     },

@@ -282,6 +282,19 @@ def test_what_copies_says_is_compared_with_what_the_ranks_hold(returned: Returne
         assert found["1 for others"] == norm(0, 1, 2, 3)
 
 
+@pytest.mark.parametrize("copies", [1, lambda name, param: 1, lambda name, param: None])
+def test_of_a_process_alone_copies_may_say_that_it_holds_all(copies: Any) -> None:
+    model = _Model(weight=(1.0, 3.0), bias=(1.0, 4.0))
+    assert _norms(model, copies=copies) == pytest.approx(_expected([3.0, 4.0]), rel=1e-7)
+
+
+@pytest.mark.parametrize("copies", [0, 2, lambda name, param: 2 * (name == "bias")])
+def test_of_a_process_alone_copies_cannot_speak_of_other_ranks(copies: Any) -> None:
+    model = _Model(weight=(1.0, 3.0), bias=(1.0, 4.0))
+    with pytest.raises(ValueError, match=r"No other rank runs: call torch.distributed.init_proc"):
+        _norms(model, copies=copies)
+
+
 def summands(rank: int) -> dict[str, Any]:
     """As SequenceParallel leaves the gradient of a norm's weight: every rank has a part of it."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

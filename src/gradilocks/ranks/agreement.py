@@ -9,6 +9,10 @@ projected on four fixed pseudo-random directions, which follow from its place an
 logarithm of its norm is added beside. Copies agree in all of these but for rounding; the
 projections of others are of the size of 1 and differ by as much. It costs a few passes over each
 gradient, until it has been compared with one that is not zero.
+
+What was said of the ranks may be wrong: copies that were called parts count too often, parts that
+were called copies not at all. Both are compared once, at the first step that is finite and not all
+zero; under a dynamic scale that is seldom the very first.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradilocks._torch import is_flattened
 from gradilocks.names import Names, OwnedParameters
-from gradilocks.ranks.layout import has_other_ranks, is_distributed, shortened
+from gradilocks.ranks.layout import has_other_ranks, is_distributed, my_rank, shortened
 from gradilocks.ranks.model_ranks import ModelRanks
 
 __all__ = [
@@ -82,9 +82,7 @@ def held_parameters(
         for group in optimizer.param_groups
         for param in group["params"]
     }
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
+    rank = my_rank()
     found = []
     named = zip(model_ranks.params, names.of(model_ranks.params), strict=True)
     for at, (param, name) in enumerate(named):

@@ -22,6 +22,7 @@ from gradilocks.values import LocalDetail, Measurement, RankGroup, SharedDetail,
 
 __all__ = [
     "largest_of_all",
+    "mask_like",
     "reduce",
     "reduce_apart",
     "reduce_columns",
@@ -166,7 +167,7 @@ def reduce_columns(
         """A column along the parameters of all ranks; 0 where nothing counts."""
         at = numbers_on(device, tuple(places), torch.int64)
         there = moved(column, device).to(dtype)
-        there = torch.where(_mask(counts, there), there, torch.zeros_like(there))
+        there = torch.where(mask_like(counts, there), there, torch.zeros_like(there))
         return there.new_zeros(total).index_add(0, at, there)
 
     def of_gradient(column: Tensor) -> Tensor:
@@ -249,14 +250,15 @@ def _row(
     if order != math.inf:
         powers = (norms / unit) ** order
         if counts is not None:
-            powers = torch.where(_mask(counts, norms), powers, torch.zeros_like(powers))
+            powers = torch.where(mask_like(counts, norms), powers, torch.zeros_like(powers))
         share = powers.sum()
     wider = torch.full_like(largest, float(double))
     return torch.stack([largest, unit, share, nonfinite.to(norms.dtype), wider])
 
 
-def _mask(counts: Sequence[bool], norms: Tensor) -> Tensor:
-    return numbers_on(norms.device, tuple(counts), torch.bool)
+def mask_like(flags: Sequence[bool], like: Tensor) -> Tensor:
+    """The flags as a tensor on the device of `like`."""
+    return numbers_on(like.device, tuple(flags), torch.bool)
 
 
 def _unit(largest: Tensor) -> Tensor:

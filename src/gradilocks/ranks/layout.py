@@ -32,6 +32,7 @@ __all__ = [
     "layout_of",
     "local_of",
     "meshes_of",
+    "my_rank",
     "rank_groups_of",
     "ranks_in",
     "ranks_on",
@@ -88,6 +89,13 @@ def world_size() -> int:
     import torch.distributed as dist
 
     return int(dist.get_world_size())
+
+
+def my_rank() -> int:
+    """The number of this rank."""
+    import torch.distributed as dist
+
+    return dist.get_rank()
 
 
 def covers_world(rank_group: RankGroup) -> bool:

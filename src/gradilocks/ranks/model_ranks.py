@@ -30,6 +30,7 @@ from gradilocks.ranks.layout import (
     flattened_among,
     is_distributed,
     meshes_of,
+    my_rank,
     ranks_in,
     ranks_on,
     refuse_fsdp1_shards,
@@ -274,7 +275,7 @@ def _by_mesh(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mod
     dims = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     equal = [at for at, dim in enumerate(dims) if dim not in options.distinct]
     apart = [at for at, dim in enumerate(dims) if dim in options.distinct]
-    me = _my_rank()
+    me = my_rank()
     counting: dict[int, bool] = {}
     keys: list[Hashable] = []
     alike: list[Tensor] = []
@@ -330,7 +331,7 @@ def _by_group(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mo
     counting = {id(param): True for param in params}
     unproven = _plain(params) if meshes or options.copies is None else []
     if meshes:
-        counting |= dict.fromkeys(map(id, unproven), _my_rank() == ranks[0])
+        counting |= dict.fromkeys(map(id, unproven), my_rank() == ranks[0])
     known = ModelRanks(
         rank_group=rank_group,
         params=tuple(params),
@@ -352,7 +353,7 @@ def _by_group_beside_meshes(
     """
     group = options.process_group
     meshes = meshes_of(params)
-    mine = sorted({rank for mesh, _ in meshes for rank in ranks_on(mesh)} | {_my_rank()})
+    mine = sorted({rank for mesh, _ in meshes for rank in ranks_on(mesh)} | {my_rank()})
     problem = None
     unlike = [(mesh, param) for mesh, param in meshes if list(ranks_on(mesh)) != mine]
     plain = [p for p in _plain(params) if is_trained(p)] if meshes else []
@@ -402,7 +403,7 @@ def _by_tensors(
     rank_group = RankGroup(ranks, (None,), device_for(None, kind, near))
     counting = {id(param): True for param in params}
     plain = _plain(params)
-    counting |= dict.fromkeys(map(id, plain), _my_rank() == 0)
+    counting |= dict.fromkeys(map(id, plain), my_rank() == 0)
     known = ModelRanks(
         rank_group=rank_group,
         unknown=unknown,
@@ -434,7 +435,7 @@ def _with_copies(
     """
     if copies is None:
         return known
-    ranks, me = known.rank_group.ranks, _my_rank()
+    ranks, me = known.rank_group.ranks, my_rank()
     keys = dict(zip(map(id, known.params), known.keys or map(name, known.params), strict=True))
     numbers, problem, cause = _said_of(known.params, copies, name, len(ranks))
     wanted: dict[int, list[Tensor]] = {}
@@ -453,8 +454,10 @@ def _with_copies(
                 keys[id(param)] = name(param)
     contents = {number: _contents(listed, name) for number, listed in wanted.items() if number > 1}
     roll = [(keys[id(param)], number) for number, listed in wanted.items() for param in listed]
+    uncounted = [p for p in known.params if numbers.get(id(p)) == 0 and is_trained(p)]
+    zeros = [(name(param), *_seen_of(param)) for param in uncounted]
     (group,) = known.rank_group.groups
-    told = tell_all((contents, roll, problem), ranks, group)
+    told = tell_all((contents, roll, zeros, problem), ranks, group)
     raise_for_all(problem, ranks, [theirs for *_, theirs in told], cause=cause)
     alike: dict[tuple[int, _Contents], list[int]] = {}
     for rank, (theirs, *_) in zip(ranks, told, strict=True):
@@ -462,10 +465,9 @@ def _with_copies(
             alike.setdefault((number, held), []).append(rank)
     problems = [_unlike_copies(theirs, alike) for theirs, *_ in told]
     raise_for_all(problems[ranks.index(me)], ranks, problems)
-    uncounted = [param for param in known.params if numbers.get(id(param)) == 0]
-    _refuse_uncounted(known, uncounted, name)
+    _refuse_zeros(known, numbers, [theirs for *_, theirs, _ in told])
     holders: dict[Hashable, list[tuple[int, int]]] = {}
-    for rank, (_, theirs, _) in zip(ranks, told, strict=True):
+    for rank, (_, theirs, *_) in zip(ranks, told, strict=True):
         for key, number in theirs:
             holders.setdefault(key, []).append((rank, number))
     for number, listed in wanted.items():
@@ -490,7 +492,7 @@ def _with_copies(
     several = [param for number, listed in wanted.items() if number > 1 for param in listed]
     return replace(
         known,
-        plain=tuple(param for param in known.plain if id(param) not in said),
+        plain=tuple(_without(known.plain, said)),
         counting=counting,
         counting_each=each,
         told_apart=(*_without(known.told_apart, said), *wanted.get(1, ())),
@@ -561,25 +563,35 @@ def _contents(params: Sequence[Tensor], name: _Name) -> _Contents:
     return _Contents(name(params[0]), len(params), digest)
 
 
-def _refuse_uncounted(known: ModelRanks, uncounted: Sequence[Tensor], name: _Name) -> None:
+_Seen = tuple[tuple[int, ...], int | None]
+"""The shape of a parameter, and what stands for its values; None for those of a DTensor."""
+
+
+def _seen_of(param: Tensor) -> _Seen:
+    return tuple(param.shape), None if is_distributed(param) else checksum(param)
+
+
+def _refuse_zeros(
+    known: ModelRanks,
+    numbers: Mapping[int, int | None],
+    told: Sequence[Sequence[tuple[str, tuple[int, ...], int | None]]],
+) -> None:
     """Raises, on every rank, if `copies=` says 0 for what no other rank can count.
 
     A tensor that counts elsewhere is there under this name or another, as tied embeddings are, and
     has the same values; of DTensors, which may be cut differently, the same shape.
 
     Args:
-        known: the ranks.
-        uncounted: this rank's parameters with 0.
-        name: tells a parameter's name.
+        known: the ranks, and this one's parameters.
+        numbers: what `copies=` says of them, by their ids.
+        told: of each rank, the names of trained parameters with 0 and what is seen of them.
     """
-    ranks, (group,) = known.rank_group.ranks, known.rank_group.groups
-    mine = [(name(param), *_shown(param)) for param in uncounted if is_trained(param)]
-    told = tell_all(mine, ranks, group)
     shapes = {shape for theirs in told for _, shape, _ in theirs}
     if not shapes:
         return
-    left = _without(known.params, set(map(id, uncounted)))
-    counted = [_shown(p) for p in left if is_trained(p) and tuple(p.shape) in shapes]
+    ranks, (group,) = known.rank_group.ranks, known.rank_group.groups
+    left = [p for p in known.params if numbers.get(id(p)) != 0 and is_trained(p)]
+    counted = [_seen_of(param) for param in left if tuple(param.shape) in shapes]
     there = {each for theirs in tell_all(counted, ranks, group) for each in theirs}
     spread = {shape for shape, bits in there if bits is None}
     whole = {shape for shape, _ in there}
@@ -593,11 +605,6 @@ def _refuse_uncounted(known: ModelRanks, uncounted: Sequence[Tensor], name: _Nam
                     "rank that is to count it, or the number of ranks that hold the same on each "
                     "of them; make copies and tied tensors equal before the control is made."
                 )
-
-
-def _shown(param: Tensor) -> tuple[tuple[int, ...], int | None]:
-    """The shape of a parameter, and what stands for its values; None for a DTensor's."""
-    return tuple(param.shape), None if is_distributed(param) else checksum(param)
 
 
 def _is_one_tensor(numbers: Sequence[int], told_by_mesh: bool) -> bool:
@@ -681,12 +688,6 @@ def is_trained(param: Tensor) -> bool:
     return (param.requires_grad or param.grad is not None) and param.numel() > 0
 
 
-def _my_rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank()
-
-
 def _coordinates(mesh: Any) -> dict[int, tuple[int, ...]]:
     """Where each rank of a mesh lies on it."""
     shape = tuple(mesh.mesh.shape)
@@ -743,7 +744,7 @@ def _new_group(ranks: tuple[int, ...], meet_by: Sequence[Any]) -> Any:
     for group in meet_by:
         most = max(tell_all(most, dist.get_process_group_ranks(group), group))
     for _ in range(most - mine):
-        dist.new_group([_my_rank()], use_local_synchronization=True)
+        dist.new_group([my_rank()], use_local_synchronization=True)
     return dist.new_group(list(ranks), use_local_synchronization=True)
 
 

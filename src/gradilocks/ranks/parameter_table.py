@@ -23,13 +23,14 @@ from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import any_double
 from gradilocks.names import Placed
 from gradilocks.ranks.all_parameters import place_of
-from gradilocks.ranks.collective import sum_of_all, whole_columns
+from gradilocks.ranks.collective import mask_like, sum_of_all, whole_columns
 from gradilocks.ranks.layout import (
     Layout,
     global_rows,
     is_distributed,
     layout_of,
     local_of,
+    my_rank,
     ranks_in,
     ranks_on,
     shortened,
@@ -120,7 +121,7 @@ class ParameterTable:
         self.placed: list[Placed] = [(every[key].name, place_of(key)) for key in keys]
         """What a checkpoint knows them by, on whatever ranks they will be then."""
         self._counting = counting
-        me = _my_rank()
+        me = my_rank()
         self._tells = {at for key, at in place.items() if every[key].rank == me}
         # A parameter without units still has one number: the square of its norm.
         ends = list(itertools.accumulate(max(1, units) for units in self.units))
@@ -166,7 +167,7 @@ class ParameterTable:
             known: parameters of this rank.
         """
         norms, here = own.norms, self.at(own.params, own.norms)
-        counted = torch.where(_mask(own.counts, norms), norms, torch.zeros_like(norms))
+        counted = torch.where(mask_like(own.counts, norms), norms, torch.zeros_like(norms))
         rows = [norms.new_zeros(self.count).index_copy(0, here, counted)]
         # Also where nobody asks: a rank that records may know it, and numbers must be as many.
         largest = norms.new_zeros(0) if own.largest is None else own.largest
@@ -290,7 +291,7 @@ class ParameterTable:
         if not memory:
             return []
         places = self.at(known, like)
-        mine = _mask([self.places[id(param)] in self._tells for param in known], like)
+        mine = mask_like([self.places[id(param)] in self._tells for param in known], like)
         nothing = like.new_zeros(self.count)
         rows = [moved(each, like.device).to(like.dtype) for each in memory.values()]
         told = [nothing.index_copy(0, places, torch.where(mine, row, 0.0)) for row in rows]
@@ -329,7 +330,7 @@ def told_by(
         unit_count: into how many units a policy divides a parameter, by its name and shape; None if
             the policy does not look at units.
     """
-    me, problem = _my_rank(), None
+    me, problem = my_rank(), None
     told: dict[Hashable, Told] = {}
     for param, key, name, group, count in zip(params, keys, names, groups, counts, strict=True):
         units = 0 if unit_count is None else unit_count(name, param.shape)
@@ -431,15 +432,5 @@ def _merged(told: Sequence[TableOfRank]) -> TableOfRank:
     return TableOfRank(every, problems[0] if problems else None)
 
 
-def _my_rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank()
-
-
 def _index(places: Sequence[int], like: Tensor) -> Tensor:
     return numbers_on(like.device, tuple(places), torch.int64)
-
-
-def _mask(flags: Sequence[bool], like: Tensor) -> Tensor:
-    return numbers_on(like.device, tuple(flags), torch.bool)
