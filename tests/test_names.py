@@ -11,7 +11,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import gradilocks
-from gradilocks.names import Names, called_alike, name_modules, name_parameters, unwrapped
+from gradilocks.names import (
+    Names,
+    OwnedParameters,
+    called_alike,
+    name_modules,
+    name_parameters,
+    unwrapped,
+)
 from gradilocks.observe.script_models import owners_of
 
 
@@ -157,3 +164,34 @@ def test_what_a_clip_policy_has_learned_under_a_wrappers_names_is_found_again(ca
     saved["gradilocks_scaler"]["clip"]["states"] = [state]
     trained(saved)
     assert not caplog.records
+
+
+PLACES = "param_groups[0]['params'][{}]"
+
+
+@pytest.mark.parametrize(
+    ("mine", "saved", "apart", "found"),
+    [
+        # Names of a whole model: wherever they lie now.
+        ([("b", "1")], [("a", "0"), ("b", "0")], True, [1]),
+        ([("a", ""), ("b", "")], [("b", "1"), ("a", "0")], False, [1, 0]),
+        # Names of their own on each stage: nowhere else.
+        ([("a", "1")], [("a", "0"), ("a", "1")], True, [1]),
+        ([("a", "2")], [("a", "0"), ("a", "1")], True, None),
+        ([("b", "0")], [("a", "0"), ("a", "1"), ("b", "1")], True, None),
+        ([("a", "")], [("a", "0"), ("a", "1")], False, None),
+        # Without names, by the order if no rank holds others.
+        ([(PLACES.format(0), ""), (PLACES.format(1), "")], [("a", ""), ("b", "")], False, [0, 1]),
+        ([(PLACES.format(0), "")], [("a", "0")], False, None),
+        ([(PLACES.format(0), "1")], [(PLACES.format(0), "")], True, None),
+        ([("module.a", "")], [("a", "")], False, [0]),
+        ([("b", "")], [("a", "")], False, None),
+    ],
+)
+def test_parameters_are_found_in_a_checkpoint_by_name_or_not_at_all(mine, saved, apart, found):
+    owned = OwnedParameters(mine, apart, alone=not apart)
+    if found is not None:
+        assert owned.places_among(saved) == found
+    else:
+        with pytest.raises(KeyError, match=mine[0][0].replace("[", r"\[").split("\\")[0]):
+            owned.places_among(saved)

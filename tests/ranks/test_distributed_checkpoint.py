@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import gradilocks
+from gradilocks.errors import BadState
 from tests.ranks.rank_programs import run_all
 
 pytestmark = pytest.mark.filterwarnings(
@@ -175,6 +176,105 @@ def torch_loading(folder: Path) -> dict[str, Any]:
     return found
 
 
+PIPED = {
+    "AdaGC": gradilocks.AdaGC(warmup=2),
+    "chain": gradilocks.chain(
+        gradilocks.ClipPerGroup({"*bias": 0.5}), gradilocks.AdaGC(warmup=2), LEARNS.policies[0]
+    ),
+}
+
+
+def _stages(clip: Any, *, names: str = "whole") -> tuple[list[nn.Module], Any]:
+    """Four layers on 1, 2 or 4 stages; of a chain of stages each learns from data of its own."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if ranks > 1 else 0
+    torch.manual_seed(0)
+    every = [nn.Linear(4, 4) for _ in range(4)]
+    held = range(4 * rank // ranks, 4 * (rank + 1) // ranks)
+    first = 0 if names == "own" else held.start
+    model = nn.ModuleDict({f"layer{at - held.start + first}": every[at] for at in held})
+    more: dict[str, Any] = {}
+    if ranks > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        more = {"mesh": init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))}
+        more["distinct"] = "pp"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    named = None if names == "none" else model
+    scale = gradilocks.DynamicScale(init_scale=8.0, growth_interval=2)
+    control = gradilocks.GradientControl(optimizer, model=named, scale=scale, clip=clip, **more)
+    return [every[at] for at in held], control
+
+
+def _piped(layers: list[nn.Module], control: Any, steps: range) -> list[Any]:
+    """Each layer has its own loss, so that the gradients are those of one process on any rank."""
+    seen = []
+    first = 4 * dist.get_rank() // dist.get_world_size() if dist.is_initialized() else 0
+    for step in steps:
+        losses = []
+        for at, layer in enumerate(layers, start=first):
+            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + at))
+            losses.append(layer(inputs).square().mean() * 2.0 ** (3 * at))
+        control.backward(sum(losses))
+        outcome = control.step()
+        seen.append((outcome.step, outcome.norm, outcome.limit, outcome.clipped, control.scale))
+        control.zero_grad()
+    saved = control.state_dict()["gradilocks"]
+    usual = next(each for name, each in saved["clip_state"].items() if name.endswith("usual"))
+    pairs = zip(saved["clip_parameters"], usual, strict=True)
+    return [seen, sorted((name, place, number) for (name, place), number in pairs)]
+
+
+def stage_saving(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, clip in PIPED.items():
+        layers, control = _stages(clip)
+        _piped(layers, control, range(4))
+        dcp.save({"control": control}, checkpoint_id=folder / f"stages {name}")
+        if dist.get_rank() == 3:  # One rank alone, of all: nothing waits.
+            torch.save(control.state_dict(), folder / f"{name}.pt")
+        found[name] = _piped(layers, control, range(4, 8))
+    for names in ("own", "none"):
+        layers, control = _stages(PIPED["AdaGC"], names=names)
+        _piped(layers, control, range(4))
+        dcp.save({"control": control}, checkpoint_id=folder / f"stages {names}")
+        found[names] = _piped(layers, control, range(4, 8))
+    _, fresh = _stages(PIPED["AdaGC"])
+    dcp.save({"control": fresh}, checkpoint_id=folder / "stages fresh")
+    return found
+
+
+def _loaded(folder: Path, name: str, clip: Any, names: str = "whole") -> Any:
+    layers, control = _stages(clip, names=names)
+    more = {} if dist.is_initialized() else {"no_dist": True}
+    try:
+        dcp.load({"control": control}, checkpoint_id=folder / f"stages {name}", **more)
+        return _piped(layers, control, range(4, 8))
+    except (BadState, dcp.api.CheckpointException) as error:
+        return str(error)
+
+
+def stage_loading(folder: Path) -> dict[str, Any]:
+    found = {name: _loaded(folder, name, clip) for name, clip in PIPED.items()}
+    for names in ("own", "none"):
+        found[names] = _loaded(folder, names, PIPED["AdaGC"], names)
+    found["fresh"] = _loaded(folder, "fresh", PIPED["AdaGC"])
+    found["renamed"] = _loaded(folder, "AdaGC", PIPED["AdaGC"], "own")
+    for name, clip in PIPED.items():
+        layers, control = _stages(clip)
+        control.load_state_dict(torch.load(folder / f"{name}.pt"))
+        found[f"{name} of rank 3"] = _piped(layers, control, range(4, 8))
+    layers, control = _stages(PIPED["AdaGC"])
+    nameless = torch.load(folder / "AdaGC.pt")
+    del nameless["gradilocks"]["clip_parameters"]
+    try:
+        control.load_state_dict(nameless)
+        found["nameless"] = "loaded"
+    except BadState as error:
+        found["nameless"] = str(error)
+    return found
+
+
 class _In:
     """A program that also gets a folder."""
 
@@ -218,14 +318,16 @@ def loading(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("checkpoint")
-    programs: Any = [_In(each, folder) for each in (saving, scaler_saving, torch_saving)]
+    programs: Any = [
+        _In(each, folder) for each in (saving, stage_saving, scaler_saving, torch_saving)
+    ]
     returned = run_all(programs, tmp_path_factory.mktemp("saving"), ranks=4)
     for every in returned.values():
         assert all(each == every[0] for each in every)
     return folder, {name: every[0] for name, every in returned.items()}
 
 
-LOADING = (loading, scaler_loading, torch_loading)
+LOADING = (loading, stage_loading, scaler_loading, torch_loading)
 
 
 @pytest.fixture(scope="module", params=[4, 2, 1])
@@ -249,6 +351,47 @@ def test_fresh_objects_go_on_as_if_nothing_had_happened(
         for name in CASES:
             assert [each[0] for each in found[name]] == [5, 6, 7, 8]
             assert found[name] == expected[name], name
+
+
+def test_what_was_learned_of_each_parameter_goes_with_it_to_the_rank_that_holds_it(
+    saved: tuple[Path, dict[str, Any]], loaded: dict[str, list[Any]]
+) -> None:
+    expected = saved[1]["stage_saving"]
+    for found in loaded["stage_loading"]:
+        for name in PIPED:
+            seen, usual = expected[name]
+            assert len({number for *_, number in usual}) == 8
+            assert any(clipped for *_, clipped, _ in seen)
+            for mine in (found[name], found[f"{name} of rank 3"]):
+                assert mine[0] == seen, name
+                assert [each[0] for each in mine[1]] == [each[0] for each in usual]
+                assert [each[2] for each in mine[1]] == [each[2] for each in usual]
+
+
+def test_names_that_stages_share_belong_to_a_stage_and_load_nowhere_else(
+    saved: tuple[Path, dict[str, Any]], loaded: dict[str, list[Any]]
+) -> None:
+    expected, ranks = saved[1]["stage_saving"], len(loaded["stage_loading"])
+    for found in loaded["stage_loading"]:
+        for names in ("own", "none"):
+            if ranks == 4:
+                assert found[names] == expected[names]
+            else:
+                assert "AdaGC has learned of" in found[names]
+        renamed = found["renamed"]
+        if ranks == 1:
+            assert renamed == found["AdaGC"]
+        else:
+            assert "several ranks hold a different parameter" in renamed or "learned of" in renamed
+
+
+def test_a_checkpoint_that_says_not_whose_it_is_is_refused_where_ranks_differ(
+    loaded: dict[str, list[Any]],
+) -> None:
+    for found in loaded["stage_loading"]:
+        alone = len(loaded["stage_loading"]) == 1
+        assert (found["nameless"] == "loaded") if alone else "but not of which" in found["nameless"]
+        assert [each[0] for each in found["fresh"][0]] == [1, 2, 3, 4]
 
 
 def test_a_fresh_scaler_goes_on_with_what_its_policies_have_learned(

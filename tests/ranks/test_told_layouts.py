@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +44,7 @@ def _programs() -> list[Callable[[int], Any]]:
         all_ranks_add_a_parameter,
         groups_in_unequal_numbers,
         copies_that_were_called_parts,
+        copied_controls,
         copies_of_a_nan,
         copies_along_a_distinct_dimension,
         stages_that_mesh_calls_copies,
@@ -1242,3 +1245,52 @@ def test_what_copies_says_nothing_of_is_taken_as_without_it(returned: Returned) 
             assert "their gradients are not the same" in found[f"{name}, False"], name
         assert "router is a plain tensor beside DTensors" in found["stages"]
         assert found["no mesh at all"] == pytest.approx(_expected([*experts, 12.0]), rel=1e-7)
+
+
+def copied_controls(rank: int) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    model = nn.Linear(2, 2)
+    mesh = _mesh((4,), ("pp",))
+    found: dict[str, Any] = {}
+    for name, told in {
+        "group": {"process_group": dist.group.WORLD},
+        "mesh": {"mesh": mesh, "distinct": "pp", "clip": gradilocks.AdaGC(warmup=1)},
+    }.items():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        control = gradilocks.GradientControl(optimizer, model=model, **told)
+        _step(model, control, 0)
+        twin, copied = copy.deepcopy((model, control))
+        same = control.state_dict() == copied.state_dict()
+        found[name] = same, _step(model, control, 1), _step(twin, copied, 1)
+        try:
+            pickle.dumps(control._rank_options)
+            found[f"{name}, pickled"] = "pickled"
+        except TypeError as error:
+            found[f"{name}, pickled"] = str(error)
+    replica = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.0)
+    control = gradilocks.GradientControl(optimizer, model=replica, check_replicas_every=1)
+    _step(replica, control, 0)
+    twin, copied = copy.deepcopy((replica, control))
+    found["DDP"] = True, _step(replica, control, 1), _step(twin, copied, 1)
+    found["DDP, replicas"] = copied._replicas is not None
+    return found
+
+
+def _step(model: nn.Module, control: Any, seed: int) -> float:
+    inputs = torch.randn(4, 2, generator=torch.Generator().manual_seed(seed))
+    control.backward(model(inputs).square().mean())
+    outcome = control.step()
+    control.zero_grad()
+    return float(outcome.norm)
+
+
+def test_a_copied_control_is_among_the_same_ranks(returned: Returned) -> None:
+    every = returned["copied_controls"]
+    for found in every:
+        for name in ("group", "mesh", "DDP"):
+            same, norm, again = found[name]
+            assert same
+            assert norm == again == every[0][name][1]
+        assert "Save control.state_dict()" in found["group, pickled"]
+        assert found["DDP, replicas"]

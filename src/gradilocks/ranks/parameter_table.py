@@ -155,10 +155,10 @@ class ParameterTable:
 
     def whole_numbers(
         self, own: OwnPart, *, order: float, memory: Mapping[str, Tensor], known: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor | None]:
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
         """The norm and the largest magnitude of each parameter, and what is remembered of it.
 
-        Last, where something is remembered, a number above 0 for those that have a gradient.
+        Last, whether each has a gradient on any rank.
 
         Args:
             own: this rank's part.
@@ -169,19 +169,18 @@ class ParameterTable:
         norms, here = own.norms, self.at(own.params, own.norms)
         counted = torch.where(mask_like(own.counts, norms), norms, torch.zeros_like(norms))
         rows = [norms.new_zeros(self.count).index_copy(0, here, counted)]
-        # Also where nobody asks: a rank that records may know it, and numbers must be as many.
-        largest = norms.new_zeros(0) if own.largest is None else own.largest
-        index = here if own.largest is not None else here[:0]
-        rows.append(norms.new_zeros(self.count).index_copy(0, index, largest))
-        rows += self._remembered(memory, known, norms, here)
+        # Also where nobody asks: a rank that records may know it, and numbers must be as many. It
+        # is below 0 where there is no gradient.
+        largest = torch.zeros_like(norms) if own.largest is None else own.largest
+        rows.append(torch.full_like(rows[0], -1.0).index_copy(0, here, largest))
+        rows += self._remembered(memory, known, norms)
         columns = torch.stack(rows)
         for rank_group, places, _ in self._meets_on(norms.device):
             of_group = slice(None) if places is None else places
             part = whole_columns(columns[:, of_group], order=order, rank_group=rank_group)
             columns[:, of_group] = part
         whole, peaks, *told = columns.unbind()
-        present = told.pop() if memory else None
-        return whole, peaks, dict(zip(memory, told, strict=True)), present
+        return whole, peaks.clamp(min=0.0), dict(zip(memory, told, strict=True)), peaks >= 0
 
     def whole_units(
         self,
@@ -192,11 +191,11 @@ class ParameterTable:
         weights_of: Callable[[Tensor], Tensor],
         memory: Mapping[str, Tensor],
         known: Sequence[Tensor],
-    ) -> tuple[list[tuple[Tensor, Tensor] | None], Tensor, dict[str, Tensor], Tensor | None]:
+    ) -> tuple[list[tuple[Tensor, Tensor] | None], Tensor, dict[str, Tensor], Tensor]:
         """The norms of all units' gradients and weights, and the norm of each parameter.
 
-        What is remembered, and of which there is a gradient, as in `whole_numbers`. Squares are
-        added in float64, in one collective whose size does not depend on the ranks.
+        And what is remembered of it, and whether it has a gradient that is not 0. Squares are added
+        in float64, in one collective whose size does not depend on the ranks.
 
         Args:
             own: this rank's part.
@@ -219,7 +218,7 @@ class ParameterTable:
                 lying = held if is_distributed(held) else held.grad
                 own_weights = local_of(held) if is_distributed(held) else weights_of(held)
                 self._add(weights, held, lying, norms_of(own_weights))
-        told = self._remembered(memory, known, like, self.at(own.params, like))
+        told = self._remembered(memory, known, like)
         numbers = self._summed(torch.stack([squares, weights]), told)
         squares, weights = numbers[0].sqrt(), numbers[1].sqrt()
         lengths: list[tuple[Tensor, Tensor] | None] = []
@@ -229,9 +228,7 @@ class ParameterTable:
             norms.append(torch.linalg.vector_norm(squares[begin:end]))
             lengths.append((squares[begin:end], weights[begin:end]) if units else None)
         whole = torch.stack(norms) if norms else like.new_zeros(0)
-        rows = list(numbers[2])
-        present = rows.pop() if memory else None
-        return lengths, whole, dict(zip(memory, rows, strict=True)), present
+        return lengths, whole, dict(zip(memory, numbers[2], strict=True)), whole > 0
 
     def _meets_on(
         self, device: torch.device
@@ -282,20 +279,16 @@ class ParameterTable:
             slots.index_add_(0, rows, found)
 
     def _remembered(
-        self, memory: Mapping[str, Tensor], known: Sequence[Tensor], like: Tensor, here: Tensor
+        self, memory: Mapping[str, Tensor], known: Sequence[Tensor], like: Tensor
     ) -> list[Tensor]:
-        """What this rank remembers of the parameters that it is to tell of; 0 for all others.
-
-        And, if anything is remembered, 1 for those that it has a gradient of: those at `here`.
-        """
+        """What this rank remembers of the parameters that it is to tell of; 0 for all others."""
         if not memory:
             return []
         places = self.at(known, like)
         mine = mask_like([self.places[id(param)] in self._tells for param in known], like)
         nothing = like.new_zeros(self.count)
         rows = [moved(each, like.device).to(like.dtype) for each in memory.values()]
-        told = [nothing.index_copy(0, places, torch.where(mine, row, 0.0)) for row in rows]
-        return [*told, nothing.index_fill(0, here, 1.0)]
+        return [nothing.index_copy(0, places, torch.where(mine, row, 0.0)) for row in rows]
 
     def _summed(self, units: Tensor, told: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Two rows of numbers of units, and rows of numbers of parameters, over all ranks."""

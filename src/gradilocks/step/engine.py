@@ -164,8 +164,8 @@ class PartHere(NamedTuple):
     gradients: Gradients
     mine: Measurement
     """Of this rank's gradients."""
-    present: Tensor | None
-    """Of a policy that remembers a number for each parameter: which have a gradient anywhere."""
+    present: Tensor
+    """Which of all parameters have a gradient anywhere."""
 
     def measurement(self, whole: Measurement) -> Measurement:
         """This rank's gradients with their own statistics, but for the norms: of whole tensors."""
@@ -702,15 +702,15 @@ class Engine:
         each = self.clip_policy.by_parameter if here is not None else ()
         before = {name: memory[name].clone() for name in each}
         self.clip_policy.advance(memory, lesson.measurement, lesson.scale, lesson.limit, skip)
-        if here is None or here.present is None:
+        if here is None or not each:
             self._of_all = None
             return
         assert self.memory is not None
-        places = here.table.at(self._memory_of, here.present)
+        places = here.table.at(self._memory_of, skip)
         known: dict[str, Tensor] = {}
         for name in each:
             # A policy in one process sees only parameters that have a gradient.
-            known[name] = torch.where(here.present > 0, memory[name], before[name])
+            known[name] = torch.where(here.present, memory[name], before[name])
             self.memory[name].copy_(known[name].index_select(0, places))
         self._of_all = here.table.placed, known
 
@@ -814,6 +814,8 @@ class Engine:
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, owned=owned)
         if not self.elsewhere:
             refuse_misfits(loaded.clip_policy, self.names)
+        if loaded.of_all is not None and self._every_parameter is not None:
+            self._every_parameter.refuse_recalled(frozenset(loaded.of_all[0]))
         if loaded.clip_policy != self.clip_policy:  # It may need other numbers of the ranks.
             self._table_of, self._told_params = None, []
         self.use(loaded.scale_policy, loaded.clip_policy)
