@@ -222,14 +222,21 @@ READ_ELSEWHERE = {
     "kernels/chunks.py": {"int(each.sum())", "int(counts.max())"},  # Tables, made on the CPU.
     "kernels/triton_launch.py": {"torch.equal(cells, expected)"},  # A launcher is tried out, once.
     "ranks/agreement.py": {"bool((tensor != tensor.reshape(-1)[0]).any())"},  # At a first step.
-    "ranks/layout.py": {"mesh.mesh.flatten().tolist()"},  # A mesh's ranks lie on the CPU.
+    "ranks/layout.py": {
+        "mesh.mesh.flatten().tolist()",  # A mesh's ranks lie on the CPU.
+        "flags.tolist()",  # Where a rank lacks a summand (Partial) that others may have.
+    },
     "ranks/model_ranks.py": {
         "mesh.mesh.flatten().tolist()",
         "int((piece * index).sum())",  # When a control with copies= is made, before any step.
     },
     "record/batch.py": {"float(value.detach())", "copy.wait()"},  # On the CPU; a batch is read.
     # At a step for which check_replicas_every= asks.
-    "step/replica_check.py": {"bool((both[0] != -both[1]).any())", "bits.tolist()"},
+    "step/replica_check.py": {
+        "bool((highest != -lowest).any())",
+        "bool(both[-1])",
+        "bits.tolist()",
+    },
     "step/call_order.py": {"bool(grad.count_nonzero())"},  # On the CPU alone.
     "step/lr_schedule.py": {"self._copy.wait()"},  # A schedule's state is saved.
     "optim/adam.py": {"float(step)"},  # A checkpoint's count, on the CPU.
