@@ -226,7 +226,10 @@ READ_ELSEWHERE = {
         "bool((tensor != tensor.reshape(-1)[0]).any())",
         "found.numbers.tolist()",
     },
-    "ranks/layout.py": {"mesh.mesh.flatten().tolist()"},  # A mesh's ranks lie on the CPU.
+    "ranks/layout.py": {
+        "mesh.mesh.flatten().tolist()",  # A mesh's ranks lie on the CPU.
+        "flags.tolist()",  # Where a rank lacks a summand (Partial) that others may have.
+    },
     "ranks/model_ranks.py": {
         "mesh.mesh.flatten().tolist()",
         "int((piece * index).sum())",  # When a control with copies= is made, before any step.
@@ -234,7 +237,11 @@ READ_ELSEWHERE = {
     "record/batch.py": {"float(value.detach())", "copy.wait()"},  # On the CPU; a batch is read.
     "step/rank_drift.py": {"self._coming.wait()"},  # As many steps later on every rank.
     # At a step for which check_replicas_every= asks.
-    "step/replica_check.py": {"bool((both[0] != -both[1]).any())", "bits.tolist()"},
+    "step/replica_check.py": {
+        "bool((highest != -lowest).any())",
+        "bool(both[-1])",
+        "bits.tolist()",
+    },
     "step/call_order.py": {"bool(grad.count_nonzero())"},  # On the CPU alone.
     "step/lr_schedule.py": {"self._copy.wait()"},  # A schedule's state is saved.
     "optim/adam.py": {"float(step)"},  # A checkpoint's count, on the CPU.

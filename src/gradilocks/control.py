@@ -663,8 +663,9 @@ class GradientControl:
         if ranks is None:
             return waiting
         home = ranks.rank_group.device
-        mine = torch.full((1,), float(waiting), dtype=torch.float32, device=home)
-        return bool(fetch(largest_of_all(mine, [ranks.rank_group]))[0])
+        mine = torch.full((1,), waiting, dtype=torch.float32, device=home)
+        (most,) = fetch(largest_of_all(mine, [ranks.rank_group]))
+        return most > 0
 
     def _model_ranks(self) -> ModelRanks | None:
         """The ranks that hold the model together; raises if they are not known."""

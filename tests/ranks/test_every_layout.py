@@ -153,6 +153,9 @@ def _check_traffic(name: str, sent: list[list[tuple[str, int]]], *, apart: bool)
     sums = 2 if name == "SequenceParallel" else 0  # A Partial gradient each, at its own size.
     assert first[sums : sums + 2] == [("allgather", ROW), *told], name
     assert len(first) == sums + 3 + apart
+    if sums:  # Which of them there are is told first, once it is known that there may be some.
+        assert all(step[0] == ("allreduce", 4 * sums) for step in later), (name, later[0])
+        later = [step[1:] for step in later]
     for step in later:
         assert all(kind.startswith("all_reduce") for kind, _ in step[:sums])
         assert step[sums] == ("allgather", ROW), name

@@ -28,6 +28,7 @@ def _programs() -> list[Callable[[int], Any]]:
         copies_that_cannot_be,
         copies_that_count_wrongly,
         summands,
+        a_summand_that_is_missing,
         what_the_clip_functions_return,
         settings_that_make_no_sense,
         pipeline_of_tensor_parallel_stages,
@@ -352,6 +353,57 @@ def test_summands_are_added_up_and_written_back(returned: Returned) -> None:
             assert placements == [placement.strip()], name
             moved = {"clip": 0.0, "scaler": -2.0, "control": -1.0}[how]
             assert param == pytest.approx([moved, 0.0, 0.0, 0.0], rel=1e-5), name
+
+
+def a_summand_that_is_missing(rank: int) -> dict[str, Any]:
+    """Rank 2 has nothing of a gradient whose summands the others hold; then nobody has; then all
+    have again. Beside it lies a parameter that always has one."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh = _mesh((4,), ("tp",))
+    found: dict[str, Any] = {}
+    for name in ("control", "own optimizer", "scaler"):
+        for placement in (Replicate(), Shard(0)):
+            params = [
+                nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement])) for _ in range(2)
+            ]
+            kind = gradilocks.optim.AdamW if name == "own optimizer" else torch.optim.SGD
+            optimizer = kind(params, lr=0.25, weight_decay=1.0)
+            scaler = gradilocks.GradScaler("cpu", init_scale=1.0, clip=1e9)
+            control = gradilocks.GradientControl(optimizer, scale=None)
+            seen: list[Any] = []
+            for have in ({0, 1, 2, 3}, {0, 1, 3}, set(), {0, 1, 2, 3}):
+                params[0].grad = None
+                params[1].grad = distribute_tensor(torch.full((4,), 3.0), mesh, [placement])
+                if rank in have:
+                    params[0].grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+                if name == "scaler":
+                    scaler.scale(torch.ones(()))
+                    scaler.step(optimizer)
+                    scaler.update()
+                    assert scaler.outcome is not None
+                    norm = scaler.outcome.norm
+                else:
+                    norm = control.step().norm
+                has_one = params[0].grad is not None
+                seen.append((norm, has_one, params[0].full_tensor().tolist()))  # type: ignore[operator]
+            found[f"{name}, {placement}"] = seen
+    return found
+
+
+def test_a_rank_without_a_summand_takes_part(returned: Returned) -> None:
+    for found in returned["a_summand_that_is_missing"]:
+        for name, seen in found.items():
+            norms, has, values = zip(*seen, strict=True)
+            assert has == (True, True, False, True), name
+            whole = [math.sqrt(4 * (n**2 + 9.0)) for n in (4, 3, 0, 4)]
+            assert norms == pytest.approx(whole, rel=1e-6), name
+            # Without a gradient nothing decays.
+            assert values[1] == values[2] != values[3], name
+            if "own" not in name:
+                one = 1.0 - 0.25 * (4.0 + 1.0)
+                two = one - 0.25 * (3.0 + one)
+                assert [values[0][0], values[1][0]] == pytest.approx([one, two]), name
 
 
 def what_the_clip_functions_return(rank: int) -> dict[str, Any]:

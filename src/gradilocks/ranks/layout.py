@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from gradilocks._torch import device_kinds, is_flattened, local_tensor
+from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.values import RankGroup
 
 __all__ = [
     "Layout",
+    "Summand",
     "any_distributed",
     "common_mesh",
     "covers_world",
@@ -41,6 +43,7 @@ __all__ = [
     "shortened",
     "whole_group",
     "with_sums_reduced",
+    "without_missing_summands",
     "world_size",
 ]
 
@@ -151,7 +154,63 @@ def layout_of(
     return layout
 
 
-def with_sums_reduced(param: Tensor, grad: Tensor) -> Tensor:
+class Summand(NamedTuple):
+    """How a rank held its summand of a parameter's gradient, when the ranks of its mesh did so."""
+
+    param: Tensor
+    placements: tuple[Any, ...]
+    like: Tensor
+    """Without elements: of the summand's shape, dtype and device kind."""
+    device: torch.device
+
+
+def without_missing_summands(summands: Sequence[Summand]) -> None:
+    """Gives parameters zeros for a gradient whose other summands are on other ranks.
+
+    Ranks add up what they hold of a gradient (Partial), and all of the mesh must be there, also one
+    that has none of it this time. Whether the others have is told by one flag a parameter; only a
+    rank that has none waits to read it. Where no rank has any, the parameter has no gradient.
+
+    A parameter does not show that its gradients are summands; the first that there are must be on
+    all ranks of the mesh, or those that have one wait for the others.
+
+    Args:
+        summands: of the parameters whose gradients the ranks have added up before.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    for rank_group in rank_groups_of([summand.param for summand in summands]):
+        here = [each for each in summands if ranks_on(_mesh(each.param)) == rank_group.ranks]
+        have = [_is_partial(each.param.grad) for each in here]
+        flags = numbers_on(rank_group.device, tuple(have), torch.float32).clone()
+        for group in rank_group.groups:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        if all(each.param.grad is not None for each in here):
+            continue
+        for each, others_have in zip(here, flags.tolist(), strict=True):
+            if others_have and each.param.grad is None:
+                each.param.grad = DTensor.from_local(
+                    torch.zeros_like(each.like, device=each.device),
+                    _mesh(each.param),
+                    each.placements,
+                    run_check=False,
+                    shape=each.param.shape,
+                    stride=each.param.stride(),
+                )
+
+
+def _mesh(param: Tensor) -> Any:
+    return cast("Any", param).device_mesh
+
+
+def _is_partial(grad: Any) -> bool:
+    return is_distributed(grad) and any(each.is_partial() for each in grad.placements)
+
+
+def with_sums_reduced(
+    param: Tensor, grad: Tensor, summands: dict[int, Summand] | None = None
+) -> Tensor:
     """The distributed gradient of `param` as elements, where its ranks hold summands (Partial).
 
     They are added up at the gradient's own size, by all ranks of its mesh, and take the parameter's
@@ -160,13 +219,19 @@ def with_sums_reduced(param: Tensor, grad: Tensor) -> Tensor:
     Args:
         param: the parameter, or the gradient itself if it belongs to none.
         grad: a DTensor.
+        summands: by the parameter's id, to be added to: for `without_missing_summands`.
     """
     given: Any = grad
-    if not any(placement.is_partial() for placement in given.placements):
+    if not _is_partial(grad):
         return grad
     from torch.distributed.tensor import Replicate
 
     home: Any = param if param is not grad and is_distributed(param) else None
+    adds = all(getattr(each, "reduce_op", "sum") in ("sum", "avg") for each in given.placements)
+    if home is not None and summands is not None and id(param) not in summands and adds:
+        local = local_of(grad)
+        like = torch.empty_like(local, device="meta")
+        summands[id(param)] = Summand(param, given.placements, like, local.device)
     if home is None or len(home.placements) != len(given.placements):
         wanted = [Replicate()] * len(given.placements)
     else:

@@ -324,7 +324,8 @@ class Engine:
     def find(self, optimizers: Sequence[Any]) -> Gradients:
         """The gradients of all optimizers; raises if one cannot be measured."""
         only: Any = optimizers[0] if len(optimizers) == 1 else None
-        if getattr(only, AMP_FLAG, False) and is_ours(only):
+        own = getattr(only, AMP_FLAG, False) and is_ours(only) and not self.table.adds_up
+        if own:
             found: TableGradients | None = only.gradients()  # Its step will want the same.
             if found is not None and found.shared:
                 refuse_shared_gradient(found.params, found.tensors, self.names)
@@ -405,9 +406,9 @@ class Engine:
             found = measurement.tensors.largest
             norms = measurement.tensors.norms
             peak = norms.new_zeros(()) if found is None or not found.numel() else found.amax()
-            numbers, changed = [peak.reshape(1).to(norms.dtype)], 0.0
+            numbers, changed = [peak.reshape(1).to(norms.dtype)], False
             if policy.apart:
-                changed = float(not self._has_told)
+                changed = not self._has_told
                 numbers.append(numbers_on(norms.device, (changed, -changed), norms.dtype))
             measurement, told = reduce_apart(
                 measurement,
@@ -919,7 +920,7 @@ class Engine:
             usable = not broken and norm > 0
             self._agreement.compare_late(model_ranks, usable=usable)
         elif every.device.type == "cpu":  # Where it costs no wait, nobody goes on alone.
-            refuse_refused(model_ranks, every[:, REPORT.index("refused")].tolist())
+            refuse_refused(model_ranks, fetch(every[:, REPORT.index("refused")]))
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
         met = self._met
         if anew:

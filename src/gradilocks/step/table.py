@@ -27,10 +27,12 @@ from gradilocks.kernels.chunks import DTYPES, AddressedTensors, Addresses, all_a
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.ranks.layout import (
     Layout,
+    Summand,
     is_distributed,
     layout_of,
     local_of,
     with_sums_reduced,
+    without_missing_summands,
 )
 
 __all__ = [
@@ -240,6 +242,8 @@ class GradientTable:
         self._one_element: list[tuple[int, int, int]] = []
         self._lacking: list[Tensor] = []
         self._found: TableGradients | None = None
+        # By id, parameters whose gradients the ranks of a mesh held summands of, in that order.
+        self._summands: dict[int, Summand] = {}
         self._roster = Roster()
         self._roster_of: Sequence[Tensor] = ()
         self._rosters: weakref.WeakSet[Roster] = weakref.WeakSet()
@@ -256,12 +260,18 @@ class GradientTable:
             lists: the parameters, by optimizer and group.
             name: tells a parameter's name, for the error message.
         """
+        if self._summands:
+            without_missing_summands(list(self._summands.values()))
         found = self.find_addressed(lists, name=name) if _may_be_addressed(lists) else None
         if found is not None:
             return found
         self._found = None
         return _walk(
-            lists, name=name, refuse_twice=self._refuse_twice, refuse_shared=not self._may_share
+            lists,
+            name=name,
+            refuse_twice=self._refuse_twice,
+            refuse_shared=not self._may_share,
+            summands=self._summands,
         )
 
     def find_addressed(self, lists: Lists, *, name: Name) -> TableGradients | None:
@@ -287,6 +297,11 @@ class GradientTable:
                     return found
         self._found = self._look(lists, name)
         return self._found
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the ranks of a mesh have added up summands of gradients (Partial) here."""
+        return len(self._summands) > 0
 
     def forget(self) -> None:
         """Looks at everything again next time."""
@@ -414,14 +429,21 @@ def measurable_gradients(params: Sequence[Tensor]) -> tuple[list[int], list[Tens
     return places, [tensor for tensor in tensors if tensor is not None]
 
 
-def _walk(lists: Lists, *, name: Name, refuse_twice: bool, refuse_shared: bool) -> Gradients:
+def _walk(
+    lists: Lists,
+    *,
+    name: Name,
+    refuse_twice: bool,
+    refuse_shared: bool,
+    summands: dict[int, Summand] | None = None,
+) -> Gradients:
     params, ends = _flat(lists, name, twice_is_an_error=refuse_twice)
     tensors = [grad for param in params if (grad := param.grad) is not None]
     having = params
     if len(tensors) != len(params):
         ends = _ends_among(ends, params)
         having = [param for param in params if param.grad is not None]
-    found = _elements(having, tensors, ends, name)
+    found = _elements(having, tensors, ends, name, summands)
     if refuse_shared and _coincide(addresses_of(found.tensors)):
         refuse_shared_gradient(having, found.tensors, name)
     return found
@@ -491,7 +513,13 @@ def _ends_among(ends: Sequence[int], params: Sequence[Tensor]) -> list[int]:
     return [sum(counts[: number + 1]) for number in range(len(counts))]
 
 
-def _elements(params: list[Tensor], grads: list[Tensor], ends: list[int], name: Name) -> Gradients:
+def _elements(
+    params: list[Tensor],
+    grads: list[Tensor],
+    ends: list[int],
+    name: Name,
+    summands: dict[int, Summand] | None = None,
+) -> Gradients:
     """The gradients' own elements; refuses what cannot be measured."""
     dtypes: set[torch.dtype] = set()
     devices: set[torch.device] = set()
@@ -512,7 +540,7 @@ def _elements(params: list[Tensor], grads: list[Tensor], ends: list[int], name: 
         if grad.layout is not torch.strided:
             grad = _sparse_values(param, grad, name)
         elif is_distributed(grad):
-            grad = with_sums_reduced(param, grad)
+            grad = with_sums_reduced(param, grad, summands)
             layout = layout_of(param, grad, name, known)
             grad = local_of(grad)
         if grad.is_meta:
