@@ -454,6 +454,7 @@ def groups_joined():
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr("torch.distributed.distributed_c10d._world")
         assert _torch.groups_joined() == 0  # Then ranks in unequal numbers of groups may wait.
+        assert _torch.default_store() is None  # Then ranks under `run` tell each other nothing.
 
 
 INSTANCE = {

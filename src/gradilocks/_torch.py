@@ -47,6 +47,7 @@ __all__ = [
     "constants_taken",
     "current_device",
     "current_stream",
+    "default_store",
     "device_kinds",
     "drop_empty_hooks",
     "groups_joined",
@@ -527,6 +528,17 @@ def groups_joined() -> int:
     """
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     return len(getattr(world, "pg_names", ()))
+
+
+def default_store() -> Any:
+    """The store that the ranks of the default process group have met by.
+
+    None where there is no group; without the name ranks under `gradilocks run` tell each other
+    nothing.
+    """
+    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    group = getattr(world, "default_pg", None)
+    return getattr(world, "pg_map", {}).get(group, (None, None))[1]
 
 
 # --- CUDA and Triton ------------------------------------------------------------------------------

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from gradilocks import read_run
 from gradilocks.report import examine
@@ -88,30 +93,134 @@ def _watched(launcher: Launcher, folder: Path, script: str, *words: str) -> tupl
     return read_run(folder / "a.jsonl"), shown.err[0].splitlines()
 
 
+def _printed(run: Run, folder: Path) -> list[tuple[float, float]]:
+    """The norms of steps as recorded, and as rank 0 has printed them, where they are finite."""
+    norms = [float(line.split()[-1]) for line in (folder / ".out0").read_text().splitlines()]
+    return [(s.norm, norm) for s, norm in zip(run.steps, norms, strict=True) if s.norm is not None]
+
+
+def _script(name: str) -> dict[str, Any]:
+    """What a script defines, which has to run nothing for it."""
+    return runpy.run_path(str(SCRIPTS / name))
+
+
 @pytest.mark.parametrize("words", [(), ("--amp",)], ids=["plain", "scaler"])
-def test_sharded_parameters_are_told_as_one_ranks(launcher, tmp_path, words):
+def test_sharded_parameters_are_told_as_all_ranks_have_them(launcher, tmp_path, words):
     run, said = _watched(launcher, tmp_path, "fsdp2_amp.py", *words)
     assert len(run.steps) == 8
-    assert all(step.of_rank for step in run.steps)
+    assert not any(step.of_rank for step in run.steps)
     assert run.optimizers[0].names[:2] == ("0.weight", "0.bias")
     assert run.optimizers[0].sizes[0] == 128
-    assert sum("are of what rank 0 holds" in line for line in said) == 1
-    assert any(finding.rule == "of-one-rank" for finding in examine(run).findings)
+    assert not any("of what rank" in line for line in said)
+    assert not any(finding.rule == "of-one-rank" for finding in examine(run).findings)
+    for recorded, printed in _printed(run, tmp_path):
+        assert recorded == pytest.approx(printed, abs=1e-6)
+    assert [step.loss_ranks for step in run.steps] == [2] * 8
     skipped = [step for step in run.steps if step.skipped]
     assert [step.step for step in skipped] == ([6] if words else [])
     for step in skipped:
+        assert (step.bad_loss_ranks, step.loss, step.loss_nonfinite) == ((1,), None, True)
         assert step.culprits
-        assert all(culprit.name.endswith(" on rank 0") for culprit in step.culprits)
-    norms = [float(line.split()[-1]) for line in (tmp_path / ".out0").read_text().splitlines()]
-    taken = [(own.norm, whole) for own, whole in zip(run.steps, norms, strict=True) if own.norm]
-    assert all(own < whole for own, whole in taken)  # It is not the whole, and is not told so.
+        assert all(" on all 2 ranks" in culprit.name for culprit in step.culprits)
+        sizes = dict(zip(run.optimizers[0].names, run.optimizers[0].sizes, strict=True))
+        for culprit in step.culprits:  # Both ranks' elements, each of them once.
+            assert 0 < culprit.nan + culprit.inf <= sizes[culprit.name.split()[0]]
+        assert step.nan + step.inf > sum(sizes.values()) / 2
+    if not words:
+        _compare_with_one_process(run)
 
 
-def test_flat_shards_are_told_as_one_ranks(launcher, tmp_path):
+def _compare_with_one_process(run: Run) -> None:
+    """fsdp2_amp.py without its ranks: each step on both ranks' data."""
+    block = _script("fsdp2_amp.py")["Block"]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), block(16), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = []
+    for rank in (0, 1):
+        torch.manual_seed(100 + rank)
+        batches.append([(torch.randn(4, 8), torch.randint(4, (4,))) for _ in range(8)])
+    for at, step in enumerate(run.steps):
+        optimizer.zero_grad()
+        loss = sum(F.cross_entropy(model(x), y) for x, y in (b[at] for b in batches)) / 2
+        loss.backward()
+        norms = [p.grad.norm().item() for p in model.parameters()]
+        weights = [p.norm().item() for p in model.parameters()]
+        largest = [p.grad.abs().max().item() for p in model.parameters()]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        assert step.norm == pytest.approx(norm.item(), rel=1e-4)
+        assert step.loss == pytest.approx(loss.item(), rel=1e-4)
+        if step.detail is not None:
+            pairs = zip(model.parameters(), before, weights, strict=True)
+            updates = [(p.detach() - old).norm().item() / w for p, old, w in pairs]
+            assert step.detail.norm == pytest.approx(norms, rel=1e-4)
+            assert step.detail.largest == pytest.approx(largest, rel=1e-4)
+            assert step.detail.weight == pytest.approx(weights, rel=1e-4)
+            assert step.detail.update == pytest.approx(updates, rel=1e-3)
+            assert step.detail.zeros == [0.0] * len(norms)
+    assert run.steps[0].detail is not None
+
+
+def test_flat_shards_are_told_as_all_ranks_have_them(launcher, tmp_path):
     run, _ = _watched(launcher, tmp_path, "fsdp1_amp.py")
     assert len(run.steps) == 8
-    assert all(step.of_rank for step in run.steps)
-    assert [step.step for step in run.steps if step.skipped] == [4]
+    assert not any(step.of_rank for step in run.steps)
+    for recorded, printed in _printed(run, tmp_path):  # FSDP's own clip is not seen.
+        assert recorded == pytest.approx(min(printed, 0.5), abs=2e-6)
+    (skipped,) = [step for step in run.steps if step.skipped]
+    assert (skipped.step, skipped.bad_loss_ranks) == (4, (1,))
+    assert skipped.culprits
+    assert all(" on " in culprit.name for culprit in skipped.culprits)
+
+
+def test_tensor_parallel_steps_are_those_of_one_process(launcher, tmp_path):
+    run, _ = _watched(launcher, tmp_path, "tensor_parallel.py")
+    assert len(run.steps) == 5
+    assert not any(step.of_rank for step in run.steps)
+    model = _script("tensor_parallel.py")["build"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(1)
+    steps = iter(run.steps)
+    for at in range(6):
+        x = torch.randn(4, 8)
+        if at == 4:
+            continue
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        norms = [p.grad.norm().item() for p in model.parameters()]
+        step = next(steps)
+        assert step.norm == pytest.approx(math.hypot(*norms), rel=1e-4)
+        assert (step.loss, step.loss_ranks) == (pytest.approx(loss.item(), rel=1e-4), 2)
+        if step.detail is not None:  # Plain tensors count once, shards add up.
+            assert step.detail.norm == pytest.approx(norms, rel=1e-4)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["fewer", "killed"])
+def test_a_rank_that_ends_early_keeps_nobody_waiting(launcher, tmp_path, how):
+    command = ("gradilocks", "run", "-o", "a.jsonl", "--flush-every", "1")
+    shown = launcher.run(*command, SCRIPTS / "shards_apart.py", how, cwd=tmp_path)
+    assert shown.statuses == [0, 0 if how == "fewer" else -9], shown.err
+    run = read_run(tmp_path / "a.jsonl")
+    assert run.end is not None
+    assert [step.step for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    assert all(step.of_rank for step in run.steps[3:])
+    if how == "fewer":
+        assert not any(step.of_rank for step in run.steps[:3])
+    for step in run.steps:  # Never the one under the name of the other.
+        assert step.norm == step.step * (6.0 if step.of_rank else 10.0)
+    assert "are of what rank 0 holds" in shown.err[0]
+
+
+def _ddp_losses(rank: int) -> list[float]:
+    """Of one rank of ddp_amp.py, at its first step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    torch.manual_seed(rank)
+    return [sum(model(torch.randn(4, 8)).square().mean().item() / 2 for _ in range(2))]
 
 
 def test_replicas_are_told_as_the_whole(launcher, tmp_path):
@@ -125,6 +234,11 @@ def test_replicas_are_told_as_the_whole(launcher, tmp_path):
     (skipped,) = [step for step in run.steps if step.skipped]
     assert skipped.step == 5
     assert not any(" on rank" in culprit.name for culprit in skipped.culprits)
+    assert skipped.bad_loss_ranks == (1,)
+    assert [step.loss_ranks for step in run.steps] == [2] * 8
+    losses = [_ddp_losses(rank) for rank in (0, 1)]
+    first = sum(each[0] for each in losses) / 2  # Of the same weights on both.
+    assert run.steps[0].loss == pytest.approx(first, rel=1e-5)
     assert skipped.finite_gradients is None  # Another rank's loss may have made them bad.
 
 

@@ -48,12 +48,12 @@ class ScriptSession:
         warn, note: told if something had to end early; at the first step, where it is recorded.
         failure: what a failure of ours means, in words.
         after_failure: called whenever we would do something and have failed; may raise.
-        every_rank: whether ranks that do not record are watched too.
+        every_rank: whether ranks that do not record have all listeners too.
 
     Attributes:
         shown: the run file, as it is to be typed from the folder in which the session began.
         rank: of this process.
-        watched: whether this process is one that is watched.
+        records: whether this process has a run file. The others tell rank 0 of their steps.
         imported_torch: whether the script imported torch at all.
         guard: around all that is done while the script runs; None until it imports torch.
         steps: what records the steps; None likewise.
@@ -77,10 +77,10 @@ class ScriptSession:
         self._program, self._options, self._settings = program, options, settings
         self._warn, self._note = warn, note
         self._failure, self._after_failure = failure, after_failure
+        self._every_rank = every_rank
         rank = os.environ.get("RANK", "0")
         self.rank = int(rank) if rank.isdigit() else 0
-        records = self.rank == 0 or options.all_ranks
-        self.watched = records or every_rank
+        self.records = records = self.rank == 0 or options.all_ranks
         self.shown = options.output or _fresh_name(program.stem)
         self._path = Path(os.path.abspath(self.shown))
         self._made: list[Path] = []
@@ -120,27 +120,32 @@ class ScriptSession:
         """torch is there."""
         self.imported_torch = True
         options = self._options
-        if self.watched:
-            from gradilocks.observe.step_recorder import Guard, StepRecorder
-            from gradilocks.observe.torch_hooks import TorchHooks
-            from gradilocks.step.events import EVENTS
+        from gradilocks.observe.step_recorder import Guard, StepRecorder
+        from gradilocks.observe.torch_hooks import TorchHooks
+        from gradilocks.step.events import EVENTS
 
-            self.guard = Guard(
-                lambda error: self._warn(f"{self._failure}: {type(error).__name__}: {error}"),
-                self._after_failure,
-            )
-            self.steps = StepRecorder(self._recorder, self._warn)
-            every = (self.steps.losses, self.steps, *listeners())
-            self._listeners = [self.guard.around(each) for each in every]
-            for listener in self._listeners:
-                EVENTS.add(listener)
-            self._hooks = TorchHooks()
-            self._hooks.install()
+        self.guard = Guard(
+            lambda error: self._say(f"{self._failure}: {type(error).__name__}: {error}"),
+            self._after_failure,
+        )
+        self.steps = StepRecorder(self._recorder, self._say)
+        others = listeners() if self.records or self._every_rank else ()
+        every = (self.steps.losses, self.steps, *others)
+        self._listeners = [self.guard.around(each) for each in every]
+        for listener in self._listeners:
+            EVENTS.add(listener)
+        self._hooks = TorchHooks()
+        self._hooks.install()
         if options.swap or options.swap_optimizers:
             from gradilocks.observe.patches import Patches, swap
 
             self._patches = Patches()
             swap(self._patches, parts=options.swap, optimizers=options.swap_optimizers)
+
+    def _say(self, message: str) -> None:
+        """A warning; only ranks that record speak, as they share a terminal."""
+        if self.records or self._every_rank:
+            self._warn(message)
 
     def stop_listening(self) -> None:
         """Leaves torch as it was: nobody hears of anything any more."""
@@ -161,7 +166,7 @@ class ScriptSession:
             try:
                 recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
             except Exception as error:  # The script has ended; nothing must keep it from leaving.
-                self._warn(f"{self.shown} could not be closed: {type(error).__name__}: {error}")
+                self._say(f"{self.shown} could not be closed: {type(error).__name__}: {error}")
         for folder in self._made:  # That nothing was put into.
             with suppress(OSError):
                 folder.rmdir()
@@ -182,10 +187,11 @@ class ScriptSession:
             exists=options.exists,
             settings=self._settings,
             command=options.command or None,
-            log=options.log,
+            log=options.log and self.records,
             all_ranks=options.all_ranks,
         )
-        self._note(f"recording to {self.name_of(recorder)}")
+        if self.records:
+            self._note(f"recording to {self.name_of(recorder)}")
         return recorder
 
     def name_of(self, recorder: Any) -> Path:
@@ -276,10 +282,10 @@ def run_script(
                 seen=0 if session.steps is None else session.steps.seen,
                 failed=session.has_failed(),
                 torch=session.imported_torch,
-                watched=session.watched,
+                watched=session.records,
                 findings=findings,
                 unseen=options.trace and not findings and any(b.seen for b in bad.values()),
-                partly=session.steps is not None and session.steps.partly,
+                partly=recorder is not None and recorder.partly,
                 rank=session.rank,
                 taken=sum(each.taken for each in bad.values()),
                 bad_endings=tuple(

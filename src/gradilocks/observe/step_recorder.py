@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import is_not
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from gradilocks import runfile
 from gradilocks._torch import unseen_by_modes
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.reference import rounded, total_norm
@@ -25,8 +28,14 @@ from gradilocks.names import Names, name_parameters, prefixed
 from gradilocks.observe.between_steps import Losses, parameters_of
 from gradilocks.observe.gradient_reader import ClippedGradients, GradientReader, Reading
 from gradilocks.observe.process_end import SignalsHeld
+from gradilocks.observe.rank_parts import RankParts, letter_of, step_of_all
+from gradilocks.observe.rank_post import RankPost
 from gradilocks.observe.script_models import are_whole, owners_of
+from gradilocks.ranks.layout import has_other_ranks
 from gradilocks.record import Recorder, Sample, Weights
+from gradilocks.record.batch import PendingStep, RecordedOptimizer
+from gradilocks.record.environment import rank_here
+from gradilocks.record.file_writer import RunFileWriter
 from gradilocks.record.journal import Journal
 from gradilocks.step.events import Clip, Step, StepListener
 from gradilocks.step.table import every_parameter
@@ -77,20 +86,135 @@ class Guard:
         return guarded
 
 
+_PATIENCE = 15.0
+"""Seconds that a step waits on the host of rank 0 for what others tell of it. They tell it when
+their recorders' batches are due, every 5 seconds or after as many steps, and at once on a CPU."""
+_FAREWELL = 5.0
+"""Seconds likewise when the script has ended."""
+
+
+class _NoFile(RunFileWriter):
+    """In place of the run file, on ranks that have none."""
+
+    def __init__(self) -> None:
+        self.steps_before, self.seconds_before = {}, 0.0
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Nothing is written."""
+
+    def close(self) -> None:
+        """Nothing is let go."""
+
+
+class _WaitingStep(NamedTuple):
+    """A step of this rank that may become one of all ranks."""
+
+    pending: PendingStep
+    own: runfile.Step
+    optimizer: RecordedOptimizer
+    number: int
+    """Counted from the first of this session, as on every rank."""
+    since: float
+
+
 class ScriptRecorder(Recorder):
     """Closed by the end of the session alone, which knows how the script ended.
 
     A Recorder closes itself when Python begins to leave; threads and `atexit` functions of the
     script may still step an optimizer then.
+
+    Samples with a RankPart are told to rank 0, which writes them down as all ranks have told them;
+    those of which not all have told in time as its own.
     """
 
     _log_on = "first"  # The ranks of torchrun share a terminal.
+
+    def __init__(self, path: str | os.PathLike[str], *, all_ranks: bool, **settings: Any) -> None:
+        super().__init__(path, all_ranks=all_ranks, **settings)
+        self.writes = self._file is not None
+        """Whether there is a file. Other ranks record to tell the first one of it."""
+        self.partly = False
+        """Whether steps are of what this rank holds of a model that is, or may be, on several."""
+        self._post: RankPost | None = None
+        self._waiting: deque[_WaitingStep] = deque()  # For what other ranks tell of them.
+        self._letters: dict[tuple[int, int], dict[int, Any]] = {}  # By optimizer and step: of whom.
+        self._told: dict[int, int] = {}  # By optimizer: up to which step nothing waits any more.
+        self._heard: set[int] = set()
+        self._left: set[int] = set()
+        self._patience = _PATIENCE
+        if self.rank and not all_ranks:
+            self._file, self._began = _NoFile(), time.perf_counter()
+
+    def begin_post(self) -> None:
+        """The ranks are about to tell of their first step: opens what they tell it by."""
+        if self._post is None:
+            self._post = RankPost(*rank_here())
+
+    def _take(self, arrived: Sequence[PendingStep]) -> None:
+        assert self._file is not None
+        letters = []
+        for pending in arrived:
+            optimizer = self._optimizers[pending.index]
+            number = pending.step - self._file.steps_before.get(pending.index, 0)
+            step = _WaitingStep(
+                pending, pending.to_step(optimizer), optimizer, number, time.monotonic()
+            )
+            self._waiting.append(step)
+            if pending.part is not None:
+                letters.append(letter_of(pending, step.own, number))
+        if letters and self._post is not None and self.rank:
+            self._post.send({"rank": self.rank, "steps": letters})
+        self._sort_in(self.rank, letters)
+
+    def _sort_in(self, rank: int, letters: Sequence[Any]) -> None:
+        for letter in letters:
+            optimizer, number = letter["optimizer"], letter["step"]
+            if number > self._told.get(optimizer, 0):
+                self._letters.setdefault((optimizer, number), {})[rank] = letter
+
+    def _settled(self) -> int:
+        """Steps of which all ranks have told become those of all; others wait for a while."""
+        for came in () if self._post is None else self._post.received():
+            self._sort_in(came["rank"], came["steps"])
+            self._heard.add(came["rank"])
+            if came.get("leaves"):
+                self._left.add(came["rank"])
+        while self._waiting:
+            waiting = self._waiting[0]
+            step, part = waiting.own, waiting.pending.part
+            if part is not None:
+                key = part.optimizer, waiting.number
+                told = self._letters.get(key, {})
+                missing = set(part.ranks) - told.keys()
+                is_late = time.monotonic() >= waiting.since + self._patience
+                if missing and not (self.rank or is_late or missing & self._left):
+                    break
+                if not missing:
+                    theirs = {rank: told[rank] for rank in part.ranks}
+                    step = step_of_all(step, waiting.optimizer, theirs) or step
+                self._told[part.optimizer] = waiting.number
+                self._letters.pop(key, None)
+            self.partly = self.partly or bool(step.of_rank)
+            self._arrived.append((waiting.pending, step))
+            self._waiting.popleft()
+        return len(self._arrived)
 
     def close(self, *, status: str = "finished", exit: int = 0, error: str | None = None) -> None:
         """Leaves it open, whoever asks: `finish` closes it."""
 
     def finish(self, *, status: str, exit: int, error: str | None) -> None:
-        """Closes it, with how the script ended."""
+        """Closes it, with how the script ended; waits a moment for what ranks tell of the end."""
+        if self._post is not None and self.recording and not self._busy:
+            self.flush()
+            if self.rank:
+                self._post.send({"rank": self.rank, "steps": [], "leaves": True})
+            until = time.monotonic() + _FAREWELL
+            # Also for those who are about to leave: they would find the door shut.
+            while (self._waiting or self._heard - self._left) and time.monotonic() < until:
+                time.sleep(0.02)
+                self.flush()
+            self._patience = 0.0
+            self._post.close(_FAREWELL)
         super().close(status=status, exit=exit, error=error)
 
 
@@ -102,8 +226,10 @@ class _Introduction:
     keeps this object, and we refer weakly to that. A copy of the optimizer gets an empty list.
     """
 
-    def __init__(self, index: int, params: list[Tensor], *, whole: bool) -> None:
-        self.index, self._params, self.whole = index, params, whole
+    def __init__(
+        self, index: int, params: list[Tensor], *, whole: bool, parts: RankParts | None
+    ) -> None:
+        self.index, self._params, self.whole, self.parts = index, params, whole, parts
         self.ids = frozenset(map(id, params))  # Theirs as long as this object lives.
 
     def __reduce__(self) -> Any:
@@ -130,7 +256,9 @@ class _Attempt:
     params: list[Tensor]
     detail: bool
     whole: bool
+    parts: RankParts | None
     lr: Any = None
+    counts: list[bool] | None = None
     reading: Reading | None = None
     loss: Tensor | None = None
     weights: Weights | None = None
@@ -145,7 +273,6 @@ class StepRecorder(StepListener):
     Attributes:
         losses: listens by itself to what is run backward.
         seen: how many steps of optimizers and scalers have come by.
-        partly: whether some were of what this rank holds of a model on several.
     """
 
     def __init__(
@@ -154,8 +281,8 @@ class StepRecorder(StepListener):
         self._make_recorder, self._warn = make_recorder, warn
         self._reads_weights = True
         self.seen = 0
-        self.partly = False
         self._introductions: dict[int, Callable[[], _Introduction | None]] = {}  # By optimizer.
+        self._numbers: dict[int, int] = {}  # By index: among those of which ranks tell.
         self._attempts: dict[Step, _Attempt] = {}
         self._journals: WeakKeyDictionary[Any, Journal] = WeakKeyDictionary()  # By control.
         self._reader = GradientReader()
@@ -179,9 +306,16 @@ class StepRecorder(StepListener):
         params = list(step.parameters())
         if not params:
             return
-        recorder, known = self.recorder_now(), self._introduced(optimizer, params)
-        attempt = _Attempt(known.index, params, recorder.wants_detail(known.index), known.whole)
-        self.partly = self.partly or not known.whole
+        recorder = self.recorder_now()
+        if not (recorder.writes or has_other_ranks()):
+            return
+        known = self._introduced(optimizer, params)
+        parts, detail = known.parts, recorder.wants_detail(known.index)
+        if not recorder.writes:
+            if parts is None:
+                return  # There is nobody to tell.
+            detail = detail and parts.has_detail
+        attempt = _Attempt(known.index, params, detail, known.whole, parts)
         lr = optimizer.param_groups[0].get("lr")
         attempt.lr = lr if isinstance(lr, (int, float, Tensor)) else None
         self._attempts[step] = attempt
@@ -190,12 +324,22 @@ class StepRecorder(StepListener):
 
     def _read(self, step: Step, attempt: _Attempt, loss: object = None) -> None:
         """Reads the gradients, and the loss that they came from."""
-        attempt.reading = self._reader.read(attempt.params, detail=attempt.detail)
+        if self._only_losses(attempt):
+            attempt.reading = Reading([], None, [], double=False)
+        else:
+            attempt.reading = self._reader.read(attempt.params, detail=attempt.detail)
+        if attempt.parts is not None:
+            attempt.counts = attempt.parts.counts(attempt.params, attempt.reading)
         step.statistics = attempt.reading.statistics
         attempt.loss = self.losses.take()
         if attempt.loss is None and isinstance(loss, Tensor) and loss.numel() == 1:
             attempt.loss = loss.detach().clone()
         attempt.clip = attempt.reading.clip
+
+    def _only_losses(self, attempt: _Attempt) -> bool:
+        """Whether rank 0, which has the same gradients, needs nothing else of this rank."""
+        silent = self.recorder is not None and not self.recorder.writes
+        return silent and attempt.parts is not None and not attempt.parts.spread
 
     def update_begins(self, step: Step) -> None:
         attempt = self._attempts.get(step)
@@ -236,7 +380,8 @@ class StepRecorder(StepListener):
 
     def step_ended(self, step: Step) -> None:
         if step.is_of_control:
-            self._journal(step.driver).step_ended(step)
+            if self.recorder_now().writes:
+                self._journal(step.driver).step_ended(step)
             self.losses.start()
             return
         attempt = self._attempts.pop(step, None)
@@ -258,6 +403,9 @@ class StepRecorder(StepListener):
             self._read_weights(attempt)  # If a scaler held the step back, nobody has yet.
             if attempt.weights is not None:
                 weight, update = attempt.weights.moved_by_step(home)
+        part = None
+        if attempt.parts is not None:
+            part = attempt.parts.of_step(reading, attempt.counts, step.carried)
         if step.clipped is not None:
             attempt.clip = {"limit": step.limit, "clipped": step.clipped}
         sample = Sample(
@@ -274,6 +422,7 @@ class StepRecorder(StepListener):
             weight=weight,
             update=update,
             of_rank=not attempt.whole,
+            part=part,
             **attempt.clip,
         )
         self.recorder.step(attempt.index, sample)
@@ -286,8 +435,16 @@ class StepRecorder(StepListener):
             return known
         models = owners_of(params)
         names, whole = name_parameters(models, params), are_whole(params, models)
-        index = self.recorder_now().add_optimizer(optimizer, names=names)
-        made = _Introduction(index, params, whole=whole)
+        recorder = self.recorder_now()
+        index, parts = recorder.add_optimizer(optimizer, names=names), None
+        if RankParts.known(params, models):
+            # Not the recorder's index: controls, of which other ranks do not tell, have one too.
+            number = self._numbers.setdefault(index, len(self._numbers))
+            named = [names.get(param, str(place)) for place, param in enumerate(params)]
+            kind = type(optimizer).__name__
+            parts = RankParts(params, models, number=number, names=named, kind=kind)
+            recorder.begin_post()
+        made = _Introduction(index, params, whole=whole, parts=parts)
         self._introductions[id(optimizer)] = made.kept_by(optimizer)
         self.losses.optimizer_made(optimizer)
         return made
@@ -295,9 +452,12 @@ class StepRecorder(StepListener):
     # --- a script's own GradientControls -------------------------------------------------------
 
     def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:
-        self._journal(control).loss_counted(control, loss, first=first, averaged=averaged)
+        if self.recorder_now().writes:
+            self._journal(control).loss_counted(control, loss, first=first, averaged=averaged)
 
     def _control_begins(self, step: Step) -> None:
+        if not self.recorder_now().writes:  # The ranks of a control tell each other by themselves.
+            return
         journal = self._journal(step.driver)
         if journal.loss is None and not step.scales:
             # Not by way of the control: what `loss.backward()` was called on has no scale here.
@@ -314,8 +474,21 @@ class StepRecorder(StepListener):
     # --- clips ---------------------------------------------------------------------------------
 
     def clip_begins(self, clip: Clip) -> None:
+        if self._tells_only_losses(clip.params):
+            return
         detail = clip.by_value or self._wants_detail({id(param) for param in clip.params})
         self._clipping = self._reader.before_clip(clip.params, detail=detail)
+
+    def _tells_only_losses(self, params: Sequence[Tensor]) -> bool:
+        """Whether this rank has nothing to say of these gradients: rank 0 has the same ones."""
+        if self.recorder is None or self.recorder.writes:
+            return False
+        ids = {id(param) for param in params}
+        known = [intro for find in self._introductions.values() if (intro := find()) is not None]
+        return not any(
+            each.parts is not None and each.parts.spread and not each.ids.isdisjoint(ids)
+            for each in known
+        )
 
     def _wants_detail(self, params: set[int]) -> bool:
         """Whether a step that these are clipped for may be recorded in detail."""

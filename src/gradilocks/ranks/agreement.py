@@ -408,15 +408,18 @@ def _refuse_same_apart(
         ranks: in the order of `shown`.
         shown: of each rank, `Shown.apart`.
     """
-    seen: dict[tuple[str, object], tuple[int, Hashable]] = {}
+    # By their bits alone: tied embeddings have two names.
+    seen: dict[object, tuple[int, Hashable, str]] = {}
     for rank, theirs in zip(ranks, shown, strict=True):
         for key, (name, bits) in theirs.items():
-            first, first_key = seen.setdefault((name, bits), (rank, key))
+            first, first_key, first_name = seen.setdefault(bits, (rank, key, name))
             if first_key != key:
+                tied = "" if name == first_name else f" (there as {first_name})"
                 raise ValueError(
-                    f"{name} has the same values and the same gradient on ranks {first} and {rank},"
-                    " bit for bit, where distinct=, process_group= or copies= says that they hold "
-                    "different parameters: it is a copy, and would count more than once. Say who "
+                    f"{name} has the same values and the same gradient on ranks {first}{tied} and "
+                    f"{rank}, bit for bit, where distinct=, process_group= or copies= says that "
+                    "they hold different parameters: it is a copy, and would count more than once. "
+                    "Say who "
                     f"counts it by copies=: {len(ranks)} for a plain tensor that all {len(ranks)} "
                     "ranks hold, 0 on all but the first that holds it otherwise, None for all "
                     "others."

@@ -9,6 +9,6 @@ the machine. Training is bit for bit the same with recording and without.
 """
 
 from gradilocks.record.recorder import Recorder, Sink
-from gradilocks.record.sample import Sample, Weights
+from gradilocks.record.sample import RankPart, Sample, Weights
 
-__all__ = ["Recorder", "Sample", "Sink", "Weights"]
+__all__ = ["RankPart", "Recorder", "Sample", "Sink", "Weights"]

@@ -35,7 +35,7 @@ __all__ = ["Batch", "PendingStep", "RecordedOptimizer", "StepQueue"]
 _SCALARS = (
     "loss", "scale", "norm", "limit", "clipped", "skip", "rejected", "lr", "next_scale", "carried",
 )  # fmt: skip
-_ALWAYS = ("nan", "inf", "blamed", "rank_losses")  # Not only at steps with detail.
+_ALWAYS = ("nan", "inf", "blamed", "rank_losses", "part_norms")  # Not only at steps with detail.
 _SPREAD_SCALARS = ("nan", "inf", "mean_loss", "losses")
 
 
@@ -101,6 +101,7 @@ class PendingStep:
     def __init__(self, sample: Sample, *, index: int, step: int, time: float, detail: bool) -> None:
         self.index, self.step, self.time, self.detail = index, step, time, detail
         self.places, self.elements, self.more = sample.places, sample.elements, sample.more
+        self.part = None if sample.part is None else replace(sample.part, norms=None)
         self.spread, self.rank_losses, self.of_rank = (
             sample.spread,
             sample.rank_losses,
@@ -138,6 +139,8 @@ class PendingStep:
             columns = self._spread_columns(sample.spread)
         if sample.rank_losses is not None:
             columns["rank_losses"] = sample.rank_losses.numbers
+        if sample.part is not None:
+            columns["part_norms"] = sample.part.norms
         for name, column in columns.items():
             if column is None or not (self.detail or name in _ALWAYS):
                 continue

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -165,7 +166,9 @@ class Recorder:
         _check_sinks(self._sinks)
         self._optimizers: list[RecordedOptimizer] = []
         self._queue = StepQueue(flush_every, flush_seconds)
-        self._written: deque[tuple[Batch, list[Step]]] = deque()  # Sinks and log: not told yet.
+        self._arrived: deque[tuple[PendingStep, Step]] = deque()  # On the host, not written yet.
+        self._written: deque[tuple[PendingStep, Step]] = deque()  # Sinks and log: not told yet.
+        self._read_late: list[Batch] = []  # By the timer, which must not let go of them.
         self._timer = _Timer(self._write_late, flush_seconds)
         self._skips = SkipLog() if log else None
         self._lock = threading.RLock()
@@ -392,6 +395,7 @@ class Recorder:
     def _stop(self, error: Exception) -> None:
         """Ends the recording at what should not have happened: training must not suffer from it."""
         self._queue.clear()
+        self._arrived.clear()
         self._written.clear()
         self._let_go()
         self.warn_once(
@@ -401,18 +405,19 @@ class Recorder:
 
     def _write_batches(self, *, wait: bool) -> None:
         """Writes the batches that have arrived, or all; then the log and the sinks hear of them."""
+        self._read_late.clear()
         while (batch := self._queue.next(wait=wait)) is not None:
-            steps = self._steps_of(batch.unpack())
-            self._write(_lines_of(batch, steps), steps)
-            self._written.append((batch, steps))
+            self._take(batch.unpack())
+        ready = [self._arrived.popleft() for _ in range(self._settled())]
+        if ready:
+            self._write(_lines_of(ready), [step for _, step in ready])
+            self._written += ready
         while self._written:  # Also what was written late: they are told by the thread that trains.
-            told, steps = self._written.popleft()
+            pending, step = self._written.popleft()
             if self._skips is not None:
-                for pending, step in zip(told.steps, steps, strict=True):
-                    after = pending.scalars["next_scale"]
-                    self._skips.take(step, next_scale=after, more=pending.more)
-            for step in steps:
-                self._tell_sinks("step", step)
+                after = pending.scalars["next_scale"]
+                self._skips.take(step, next_scale=after, more=pending.more)
+            self._tell_sinks("step", step)
 
     def _write_late(self) -> bool:
         """For the timer: writes what has reached the host; whether to come again.
@@ -424,16 +429,26 @@ class Recorder:
             try:
                 with contextlib.suppress(Exception):
                     while (batch := self._queue.first_here()) is not None:
-                        steps = self._steps_of(batch.read())
-                        self._append(_lines_of(batch, steps), steps)
-                        self._written.append((batch, steps))
+                        self._take(batch.read())
+                        self._read_late.append(batch)
                         self._queue.next()
+                    ready = list(islice(self._arrived, self._settled()))
+                    if ready:
+                        self._append(_lines_of(ready), [step for _, step in ready])
+                        self._written += ready
+                        for _ in ready:
+                            self._arrived.popleft()
             finally:
                 self._lock.release()
         return self.recording
 
-    def _steps_of(self, arrived: Sequence[PendingStep]) -> list[Step]:
-        return [pending.to_step(self._optimizers[pending.index]) for pending in arrived]
+    def _take(self, arrived: Sequence[PendingStep]) -> None:
+        """Takes steps whose numbers have reached the host."""
+        self._arrived += [(each, each.to_step(self._optimizers[each.index])) for each in arrived]
+
+    def _settled(self) -> int:
+        """How many of the steps in `_arrived`, from the first, are as they are to be written."""
+        return len(self._arrived)
 
     def _write(self, lines: list[str], steps: Sequence[Step] = ()) -> None:
         """Adds lines to the file, and counts their steps; what cannot be written is a warning."""
@@ -529,10 +544,10 @@ def refuse_capture() -> None:
         )
 
 
-def _lines_of(batch: Batch, steps: Sequence[Step]) -> list[str]:
+def _lines_of(steps: Sequence[tuple[PendingStep, Step]]) -> list[str]:
     """The lines of steps, and of what other ranks have told with them."""
     lines = []
-    for pending, step in zip(batch.steps, steps, strict=True):
+    for pending, step in steps:
         lines.append(step_line(step))
         losses = pending.losses_of_ranks()
         if losses is not None:

@@ -20,7 +20,7 @@ from gradilocks.step.rank_losses import RankedLosses
 from gradilocks.step.together import Together
 from gradilocks.values import SharedDetail, Statistics, moved
 
-__all__ = ["LARGEST_WHOLE", "Sample", "SpreadSample", "Weights", "update_ratio"]
+__all__ = ["LARGEST_WHOLE", "RankPart", "Sample", "SpreadSample", "Weights", "update_ratio"]
 
 Number = Tensor | float | None
 
@@ -43,6 +43,31 @@ class SpreadSample:
     """Its number among the control's."""
     shared: SharedDetail | None
     """Of all parameters of all ranks, if they shared it."""
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank has of a step, where its ranks tell each other on the host, some time later."""
+
+    ranks: tuple[int, ...]
+    """Those that tell of the step."""
+    optimizer: int
+    """Its number among the optimizers of which ranks tell, the same on all of them."""
+    structure: str
+    """Stands for the optimizer's parameters, the same on all ranks that have the same ones."""
+    spread: bool = False
+    """Whether gradients are spread over the ranks, and not only losses."""
+    holders: Sequence[tuple[str, tuple[int, ...]]] = ()
+    """For each set of parameters that the same ranks hold: what stands for it, and the ranks."""
+    norms: Tensor | None = None
+    """1-d, float64, unscaled: for each of `holders` the norm of the elements that count, which of
+    several ranks with the same ones are the first's. None if they are not known to be elements."""
+    counts: Sequence[bool] = ()
+    """For each measured gradient, whether this rank's elements count."""
+    sets: Sequence[int] = ()
+    """For each measured gradient, the place in `holders` of the set that its parameter is in."""
+    double: bool = False
+    """Whether a gradient is float64."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +115,8 @@ class Sample:
     """What data-parallel ranks have told of the losses of the latest steps, this one the last."""
     of_rank: bool = False
     """Whether this is of what one rank holds of a model that is spread over several."""
+    part: RankPart | None = None
+    """What the ranks are to bring together later, if they do."""
     more: bool = False
     """Whether the next sample is of the same decision: another optimizer of the same control."""
 
