@@ -19,8 +19,9 @@ import torch.distributed as dist
 from gradilocks.cli import main
 from gradilocks.kernels import reference
 from gradilocks.ranks import layout, model_ranks
+from gradilocks.ranks.parameter_table import ParameterTable
 from gradilocks.scale import HeadroomScale
-from gradilocks.step import engine, table
+from gradilocks.step import table
 
 SECRET = "/home/somebody/secret/plans.py"
 RANK = int(os.environ.get("RANK", "0"))
@@ -54,25 +55,25 @@ def a_rank_that_is_not_counted():
 
 def a_collective_too_many():
     """For policies that bound tensors apart."""
-    reduce_each = engine.reduce_each
+    whole_numbers = ParameterTable.whole_numbers
 
     def more(*args, **options):
         dist.all_reduce(torch.zeros(1))
-        return reduce_each(*args, **options)
+        return whole_numbers(*args, **options)
 
-    engine.reduce_each = more
+    ParameterTable.whole_numbers = more
 
 
 def a_rank_that_hangs():
     """With `copies=`, the first time."""
-    count = model_ranks._count_copies
+    with_copies = model_ranks._with_copies
 
-    def waiting(*args):
-        if RANK == 1 and once("hang"):
+    def waiting(known, copies, name, **options):
+        if RANK == 1 and copies is not None and once("hang"):
             time.sleep(1000)
-        return count(*args)
+        return with_copies(known, copies, name, **options)
 
-    model_ranks._count_copies = waiting
+    model_ranks._with_copies = waiting
 
 
 def an_error():
