@@ -142,8 +142,8 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
     lines.append(f"to see it: {caller} report {shlex.quote(str(summary.path))}")
     if summary.partly:
         lines.append(
-            f"norms, culprits and tensors in it are of what rank {summary.rank} holds: no rank "
-            "waits for another to tell of the whole model, as a GradientControl would"
+            f"norms, culprits and tensors of some steps are of what rank {summary.rank} holds: not "
+            "all ranks have told of them, or they do not say what each holds of the model"
         )
     lines += [f"it ended in NaN or Inf: {words}" for words in summary.bad_endings]
     return lines

@@ -25,7 +25,7 @@ __all__ = ["RankPost"]
 
 _ADDRESS = "gradilocks/post"
 _MOST_LETTERS = 4096  # That wait for a rank 0 which nobody can reach.
-_PATIENCE = timedelta(seconds=5)  # With a store that does not answer.
+_PATIENCE = timedelta(seconds=2.5)  # With a store that does not answer.
 _OFTEN, _SELDOM = 0.05, 0.5  # Seconds between two looks.
 
 

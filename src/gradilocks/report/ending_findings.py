@@ -32,11 +32,12 @@ def ending(run: Run) -> Iterator[Finding]:
         yield Finding("exit-status", "warning", title, told, {"exit": end.exit})
     if any(step.of_rank for step in run.steps):
         rank, ranks = run.header.rank, run.header.ranks
-        title = f"The numbers are those of rank {rank}, not of the whole model"
+        which = "The" if all(step.of_rank for step in run.steps) else "Some"
+        title = f"{which} numbers are those of rank {rank}, not of the whole model"
         told = (
             f"{count(ranks, 'rank')} trained, and what this one holds is, or may be, a part of the "
             "model: norms, culprits and tensors are of that part. A GradientControl with record= "
-            "tells of the whole."
+            "tells of the whole at every step."
         )
         yield Finding("of-one-rank", "note", title, told, {"rank": rank, "ranks": ranks})
     if run.resumed:
