@@ -22,6 +22,8 @@ CLIPS = {
     "norm": lambda: gradilocks.ClipByNorm(0.5),
     "tensors apart": lambda: gradilocks.ClipPerTensor(0.1),
     "learning": lambda: gradilocks.ZScoreClip(),
+    "learning of each tensor": lambda: gradilocks.AdaGC(warmup=2),
+    "rows apart": lambda: gradilocks.AdaptiveClip(),
 }
 SCALES = {
     "dynamic": lambda: gradilocks.DynamicScale(init_scale=2.0**10, growth_interval=3),
