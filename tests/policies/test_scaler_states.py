@@ -333,7 +333,7 @@ def test_a_state_without_a_clip_forgets_what_was_learned():
     scaler = GradScaler("cpu", clip=QuantileClip(0.5, window=8))
     stepped(scaler, optimizers, models)
     scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
-    assert scaler.state_dict()["gradilocks_scaler"]["clip"]["states"] == []
+    assert scaler.state_dict()["gradilocks_scaler"]["clip"]["states"] == ()
 
 
 def test_patterns_of_a_state_that_fit_nothing_are_refused():

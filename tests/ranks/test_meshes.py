@@ -564,14 +564,19 @@ def test_parts_that_show_a_gradient_later_are_refused_then(returned: Returned) -
 
 def copies_are_looked_at_until_all_are_known(rank: int) -> list[bool]:
     """At which steps the host reads what the ranks say: until the last copy has a gradient."""
-    from gradilocks.step import engine
+    from gradilocks.ranks.agreement import RankAgreement
 
     router, late = _plain([12.0]), _plain([0.0])
     control = _beside_shards([router, late], lr=0.0)
     looked: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        real = engine.fetch
-        patch.setattr(engine, "fetch", lambda *given: (looked.append(True), real(*given))[1])
+        real = RankAgreement.check
+
+        def noted(*given: Any, **named: Any) -> None:
+            looked.append(True)
+            real(*given, **named)
+
+        patch.setattr(RankAgreement, "check", noted)
         seen = []
         for value in (0.0, math.nan, 5.0, 7.0, 0.0):
             late.grad = torch.tensor([value])

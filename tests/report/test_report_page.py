@@ -71,7 +71,7 @@ def test_the_page_says_what_ran() -> None:
     assert facts["hardware"] == "memory 16 GiB, GPU H200"
     assert facts["ended"] == "by itself"
     assert facts["lasted"] == "1 min 0 s"
-    assert facts["rank"] == "2 of 4"
+    assert facts["rank"] == "2 of 4; the loss is that of rank 2"
     page = render([reported(run)])
     for value in facts.values():
         assert value in page

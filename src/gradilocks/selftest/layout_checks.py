@@ -188,7 +188,7 @@ def _tp(world: World, *, sequence: bool = False) -> Spread:
     model, mesh = _block(world, hidden=2 * world.size), world.mesh(("all", world.size))
     _split(model, mesh, sequence=sequence)
     # The norm's two gradients are summands on each rank, and are summed up first.
-    return Spread(model, _backward(world, model, rows=world.size), collectives=3 if sequence else 1)
+    return Spread(model, _backward(world, model, rows=world.size), collectives=4 if sequence else 1)
 
 
 def _tp_in_dp(world: World) -> Spread:
