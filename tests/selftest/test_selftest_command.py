@@ -124,7 +124,7 @@ def test_collectives_and_their_bytes_are_counted(whole: Run) -> None:
     assert counted["DDP"] == 0
     assert counted["FSDP2"] == counted["PP, process_group="] == 1
     assert counted["FSDP2, drop-ins"] == counted["FSDP2, per tensor"] == 2
-    assert counted["TP, sequence parallel"] == 3
+    assert counted["TP, sequence parallel"] == 4
     assert 100 < whole.checks["FSDP2"]["numbers"]["bytes"] < 1000
 
 

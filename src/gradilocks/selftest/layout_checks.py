@@ -187,7 +187,8 @@ def _split(block: Block, mesh: Any, *, sequence: bool = False) -> None:
 def _tp(world: World, *, sequence: bool = False) -> Spread:
     model, mesh = _block(world, hidden=2 * world.size), world.mesh(("all", world.size))
     _split(model, mesh, sequence=sequence)
-    # The norm's two gradients are summands on each rank, and are summed up first.
+    # The norm's two gradients are summands on each rank, and are summed up first, after a flag that
+    # says who has them.
     return Spread(model, _backward(world, model, rows=world.size), collectives=4 if sequence else 1)
 
 
