@@ -62,7 +62,7 @@ quick: lint types ## while working: lint, types and the tests that take under a 
 	@$(PYTEST) -q -m 'not gpu and not ranks and not slow' $(QUICK) $(ARGS)
 
 # One worker: each test fills the cores with 2, 4 or 8 processes of its own.
-ranks: $(DEV) ## all layouts over 2, 4 and 8 processes beside one; ten minutes on two cores
+ranks: $(DEV) ## all layouts over 2, 4 and 8 processes beside one; a long while on two cores
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks tests/ranks $(ARGS)
 
 lint: $(DEV) ## ruff: rules and format, changing nothing
