@@ -29,6 +29,7 @@ __all__ = [
     "AMP_FLAG",
     "CHECKPOINT_GENERATOR",
     "CHECKPOINT_WRAPPER",
+    "COLLECTIVE_NAMESPACES",
     "COMPOSABLE_CHECKPOINT",
     "DYNAMO",
     "FOUND_NAMES",
@@ -480,6 +481,10 @@ def is_flattened(param: Tensor) -> bool:
     If the mark goes, such a parameter is measured as a plain one; FSDP1 itself is going.
     """
     return bool(getattr(param, "_fsdp_flattened", False))
+
+
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+"""Where torch keeps the operations by which ranks meet: a new one would go uncounted."""
 
 
 def infers_metadata() -> bool:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from gradilocks._torch import COLLECTIVE_NAMESPACES
+
 __all__ = ["CollectiveCounter"]
 
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 # They carry nothing, or only wait for or wrap what was counted when it began.
 _SILENT = ("wait_tensor", "wrap_tensor_autograd", "barrier", "monitored_barrier")
 # Where the first argument is what comes out; elsewhere it is what goes in.
@@ -35,7 +36,7 @@ class CollectiveCounter(CommDebugMode):  # type: ignore[misc, unused-ignore]
         >>> with CollectiveCounter() as counter:
         ...     control.step()
         >>> counter.calls, counter.bytes_given
-        (Counter({'allgather': 1}), 224)
+        (Counter({'allgather': 1}), 296)
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class CollectiveCounter(CommDebugMode):  # type: ignore[misc, unused-ignore]
     ) -> Any:
         """Counts one operation of torch, if it is a collective."""
         out = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call, unused-ignore]
-        if out is NotImplemented or getattr(func, "namespace", "") not in _NAMESPACES:
+        if out is NotImplemented or getattr(func, "namespace", "") not in COLLECTIVE_NAMESPACES:
             return out
         name = func.overloadpacket.__name__
         if name.strip("_") not in _SILENT:
