@@ -1,11 +1,15 @@
-"""Forking a process that has run other tests."""
+"""Forking a process that has run other tests, and processes that fork others when asked to."""
 
 from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-__all__ = ["fork"]
+__all__ = ["fork", "fork_server"]
 
 
 def fork() -> int:
@@ -23,3 +27,26 @@ def fork() -> int:
     finally:
         gc.enable()
     return child
+
+
+@contextmanager
+def fork_server(
+    code: str, *words: str, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs `code`, which has imported what takes long and forks for each request.
+
+    Args:
+        code: reads requests from its standard input, a line each, and answers in a line.
+        words: its arguments.
+        env: its environment; None for this process's own.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()

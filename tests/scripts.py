@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from tests import PATIENCE
+from tests.forks import fork_server
 
 __all__ = ["ScriptServer", "serving"]
 
@@ -121,11 +121,5 @@ def serving(*modules: str) -> Iterator[ScriptServer]:
     Args:
         modules: that it imports beside torch, once for all scripts.
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER, *modules],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with fork_server(SERVER, *modules) as process:
         yield ScriptServer(process)
-        cast(IO[str], process.stdin).close()

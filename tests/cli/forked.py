@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.cli.cli_process import environment
+from tests.forks import fork_server
 
 SERVER = """
 import json, os, sys
@@ -64,13 +64,5 @@ class Server:
 @contextmanager
 def serving() -> Iterator[Server]:
     """A server, for as long as it is needed."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        env=environment(OMP_NUM_THREADS="1", COLUMNS="80"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with fork_server(SERVER, env=environment(OMP_NUM_THREADS="1", COLUMNS="80")) as process:
         yield Server(process)
-        assert process.stdin is not None
-        process.stdin.close()

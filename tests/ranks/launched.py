@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from tests import PATIENCE
 from tests.cli.cli_process import environment
+from tests.forks import fork_server
 
 SERVER = """
 import json, os, runpy, signal, socket, sys, time
@@ -117,13 +117,5 @@ class Launcher:
 @contextmanager
 def launching() -> Iterator[Launcher]:
     """A launcher, for as long as it is needed."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        env=environment(OMP_NUM_THREADS="1", COLUMNS="80"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with fork_server(SERVER, env=environment(OMP_NUM_THREADS="1", COLUMNS="80")) as process:
         yield Launcher(process)
-        assert process.stdin is not None
-        process.stdin.close()
