@@ -273,17 +273,64 @@ def test_a_control_tells_of_all_ranks_under_watch_too(launcher, tmp_path):
     assert shown.err[1] == ""  # The ranks share a terminal.
 
 
-def test_an_audit_says_on_which_rank_it_counted(launcher, tmp_path):
+STAGES = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+stage = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))  # A pipeline's stage.
+optimizer = torch.optim.SGD(stage.parameters(), lr=0.0)
+for step in range(8):
+    optimizer.zero_grad()
+    (stage(torch.randn(4, 6)).square().mean() * 4.0**rank).backward()
+    if step == 2 and rank == 1 and LEAVES:
+        raise SystemExit(0)
+    optimizer.step()
+"""
+
+
+def _counted(histogram: Any) -> int:
+    return sum(histogram["counts"]) + histogram["zeros"]
+
+
+def test_an_audit_counts_on_every_rank(launcher, tmp_path):
     command = ("gradilocks", "audit", "-n", "4", "-o", "a.jsonl")
     shown = launcher.run(*command, SCRIPTS / "fsdp2_amp.py", "--amp", cwd=tmp_path)
     assert shown.statuses == [0, 0], shown.err
-    assert "Counted on rank 0 of 2" in shown.out[0]
+    assert "Counted on all 2 ranks" in shown.out[0]
     assert shown.out[1] == ""
     assert "gradilocks" not in shown.err[1]
     audit = read_run(tmp_path / "a.jsonl").audit
     assert audit is not None
-    counted = sum(audit["total"]["parameters"]["counts"]) + audit["total"]["parameters"]["zeros"]
-    # Of four steps, the half of every parameter that rank 0 holds.
+    # Of four steps, both halves of every parameter; and what both batches made of the outputs.
     elements = 8 * 16 + 16 + 2 * (16 * 32) + 32 + 16 + 16 * 4 + 4
-    assert counted == 4 * elements // 2
+    assert _counted(audit["total"]["parameters"]) == 4 * elements
+    (last,) = [module for module in audit["modules"] if module["name"] == "2"]
+    assert _counted(last["activations"]) == 4 * 2 * (4 * 4)
     assert not (tmp_path / "a.rank1.jsonl").exists()
+
+
+def test_an_audit_keeps_apart_what_may_be_different_modules(launcher, tmp_path):
+    script = write(tmp_path, "stages.py", STAGES.replace("LEAVES", "False"))
+    shown = launcher.run("gradilocks", "audit", "-n", "3", "-o", "a.jsonl", script, cwd=tmp_path)
+    assert shown.statuses == [0, 0], shown.err
+    audit = read_run(tmp_path / "a.jsonl").audit
+    assert audit is not None
+    modules = {module["name"]: module for module in audit["modules"]}
+    assert list(modules) == [f"{name} on rank {rank}" for rank in (0, 1) for name in (0, 1)]
+    for module in modules.values():
+        assert _counted(module["parameters"]) == 3 * (6 * 6 + 6)
+
+
+def test_an_audit_has_what_a_rank_counted_that_ended_early(launcher, tmp_path):
+    script = write(tmp_path, "stages.py", STAGES.replace("LEAVES", "True"))
+    shown = launcher.run("gradilocks", "audit", "-n", "5", "-o", "a.jsonl", script, cwd=tmp_path)
+    assert shown.statuses[0] == 0, shown.err
+    audit = read_run(tmp_path / "a.jsonl").audit
+    assert audit is not None
+    assert "Counted on all 2 ranks" in shown.out[0]
+    counted = {module["name"]: _counted(module["parameters"]) for module in audit["modules"]}
+    steps = {name: number / (6 * 6 + 6) for name, number in counted.items()}
+    assert steps == {"0 on rank 0": 5, "1 on rank 0": 5, "0 on rank 1": 3, "1 on rank 1": 3}

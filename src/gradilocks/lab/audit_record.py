@@ -233,6 +233,20 @@ class ModuleGradients:
         """Both kinds of gradients."""
         return Histogram.total((self.parameters, self.activations))
 
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        found: dict[str, Any] = _plain(self)
+        return found
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> ModuleGradients:
+        """The inverse of `to_plain`, for gradients that have not been judged.
+
+        Raises:
+            UnreadableAudit: something is missing or of the wrong type.
+        """
+        return _module(plain, ())
+
 
 @dataclass(frozen=True)
 class FormatFinding:

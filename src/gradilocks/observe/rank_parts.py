@@ -38,7 +38,7 @@ from gradilocks.record.batch import PendingStep, RecordedOptimizer
 from gradilocks.runfile import Culprit, Detail, Step
 from gradilocks.values import moved
 
-__all__ = ["RankParts", "letter_of", "step_of_all"]
+__all__ = ["RankParts", "letter_of", "partners_of", "step_of_all"]
 
 _ALIKE = 1e-5  # Copies of a gradient may differ in their last bits, by the order of their sums.
 _MOST_DETAIL = 65_536
@@ -368,8 +368,28 @@ def _counts(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> list[bool] | N
     return counts
 
 
+def partners_of(params: Sequence[Tensor], models: Sequence[nn.Module]) -> set[int]:
+    """The ranks that train these parameters together with this one, as far as it is known."""
+    if not has_other_ranks():
+        return set()
+    found = {rank for ranks in _replicas_by_id(models).values() for rank in ranks}
+    found |= {rank for ranks in _flat_ranks(params, models).values() for rank in ranks}
+    for param in filter(is_distributed, params):
+        found.update(ranks_on(cast("Any", param).device_mesh))
+    return found
+
+
 def _replicas(params: Sequence[Tensor], models: Sequence[nn.Module]) -> tuple[int, ...] | None:
     """The ranks of DistributedDataParallel that all of these parameters belong to; else None."""
+    groups = _replicas_by_id(models)
+    found = {groups.get(id(param)) for param in params}
+    if len(found) != 1 or flattened_among(params) or any(map(is_distributed, params)):
+        return None
+    return found.pop()
+
+
+def _replicas_by_id(models: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
+    """By the id of a parameter of DistributedDataParallel: the ranks that hold it."""
     groups: dict[int, tuple[int, ...]] = {}
     for model in models:
         for part in model.modules():
@@ -377,10 +397,7 @@ def _replicas(params: Sequence[Tensor], models: Sequence[nn.Module]) -> tuple[in
             if group is not None:
                 ranks = ranks_in(group)
                 groups.update((id(param), ranks) for param in part.parameters())
-    found = {groups.get(id(param)) for param in params}
-    if len(found) != 1 or flattened_among(params) or any(map(is_distributed, params)):
-        return None
-    return found.pop()
+    return groups
 
 
 def _flat_ranks(

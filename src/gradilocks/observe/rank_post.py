@@ -23,7 +23,6 @@ from gradilocks._torch import default_store
 
 __all__ = ["RankPost"]
 
-_ADDRESS = "gradilocks/post"
 _MOST_LETTERS = 4096  # That wait for a rank 0 which nobody can reach.
 _PATIENCE = timedelta(seconds=2.5)  # With a store that does not answer.
 _OFTEN, _SELDOM = 0.05, 0.5  # Seconds between two looks.
@@ -35,10 +34,12 @@ class RankPost:
     Args:
         rank: this one.
         ranks: how many there are.
+        name: tells it from others of these ranks.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, name: str) -> None:
         self._rank, self._ranks = rank, ranks
+        self._address = f"gradilocks/{name}"
         self._letters: deque[str] = deque(maxlen=_MOST_LETTERS)
         self._came: deque[Any] = deque()
         self._until = float("inf")
@@ -82,7 +83,7 @@ class RankPost:
         self._own_store.set("token", token)
         hosts = [os.environ.get("MASTER_ADDR"), socket.gethostname()]
         address = {"hosts": hosts, "port": self._own_store.port, "token": token}
-        self._script_store.set(_ADDRESS, json.dumps(address))
+        self._script_store.set(self._address, json.dumps(address))
 
     def _work(self) -> None:
         try:
@@ -125,11 +126,11 @@ class RankPost:
 
     def _reached(self) -> Any:
         """Rank 0's store, once that has said where it is; None if it cannot be reached."""
-        while not self._script_store.check([_ADDRESS]):
+        while not self._script_store.check([self._address]):
             if time.monotonic() >= self._until:
                 return None
             time.sleep(_OFTEN)
-        address = json.loads(self._script_store.get(_ADDRESS))
+        address = json.loads(self._script_store.get(self._address))
         self._script_store = None
         for host in dict.fromkeys(filter(None, address["hosts"])):
             try:

@@ -148,7 +148,7 @@ class ScriptRecorder(Recorder):
     def begin_post(self) -> None:
         """The ranks are about to tell of their first step: opens what they tell it by."""
         if self._post is None:
-            self._post = RankPost(*rank_here())
+            self._post = RankPost(*rank_here(), "steps")
 
     def _take(self, arrived: Sequence[PendingStep]) -> None:
         assert self._file is not None

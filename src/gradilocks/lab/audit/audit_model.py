@@ -117,7 +117,8 @@ def audit(
             "the loss reaches no parameter of the model, so there are no gradients to audit. Does "
             "loss_fn use the model that it is given?"
         )
-    found = gather(listener, [model], steps=done, formats=chosen, reachable=True)
+    counted = gather(listener, [model], reachable=True)
+    found = counted.judged(steps=done, formats=chosen)
     if isinstance(record, Recorder):
         record.audit(found.to_plain())
     elif record is not None:

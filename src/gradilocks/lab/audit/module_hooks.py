@@ -1,4 +1,4 @@
-"""Hooks on models, for as long as an audit lasts: gradients and outputs enter, an Audit leaves.
+"""Hooks on models, for as long as an audit lasts: gradients and outputs enter, counts leave.
 
 The gradient of a parameter is taken as a backward pass makes it, before it is added to others,
 clipped or unscaled: that is what is stored in the format. The gradient of a module's output is
@@ -24,11 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks._torch import drop_empty_hooks, is_flattened, is_functorch_tensor
+from gradilocks.lab.audit.counted import Counted
 from gradilocks.lab.audit.counting import Tally, read, rows_read, values_of
-from gradilocks.lab.audit.result import Audit
 from gradilocks.lab.audit_record import Histogram, ModuleGradients, Outputs
 from gradilocks.lab.emulate import emulated_format
-from gradilocks.lab.formats import Format
 from gradilocks.lab.tensors import anchor, tensors_in
 from gradilocks.names import name_modules
 from gradilocks.ranks.layout import is_distributed
@@ -317,17 +316,14 @@ def gather(
     listener: Listener,
     models: Sequence[nn.Module],
     *,
-    steps: int,
-    formats: Sequence[Format],
     others: Mapping[Tensor, str] | None = None,
     reachable: bool = False,
-) -> Audit:
-    """Brings the counts to the host, once, and judges them.
+) -> Counted:
+    """Brings the counts to the host, once.
 
     Args:
         listener: with its hooks taken away.
         models: the outermost modules; what is in none of them is left out.
-        steps, formats: how many steps were seen, and what to judge.
         others: parameters that are in no module, with their names.
         reachable: whether the one model's `get_submodule` must take the names.
     """
@@ -364,21 +360,7 @@ def gather(
         )
         for key in dict.fromkeys([*outputs, *owned, *units])
     ]
-    narrowest = min((format.largest for format in formats), default=_LARGEST)
-    return Audit.of(
-        [
-            module
-            for module in modules
-            # It has gradients, or returns what one of the formats cannot hold.
-            if module.parameters is not None
-            or module.activations is not None
-            or (module.outputs is not None and module.outputs.largest > narrowest)
-        ],
-        steps=steps,
-        formats=formats,
-        precision=listener.precision,
-        loss_scale=float(listener.divided),
-    )
+    return Counted(tuple(modules), listener.precision, float(listener.divided))
 
 
 def _names(models: Sequence[nn.Module], *, reachable: bool) -> dict[int, str]:

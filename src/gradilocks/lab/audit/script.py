@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,11 +21,18 @@ from gradilocks.observe.process_end import Ending
 from gradilocks.observe.session import Options, ScriptSession
 
 if TYPE_CHECKING:
+    from gradilocks.lab.audit.counted import Counted
     from gradilocks.lab.audit.result import Audit
+    from gradilocks.lab.audit.script_gradients import ScriptGradients
+    from gradilocks.observe.rank_post import RankPost
 
 __all__ = ["AuditOptions", "ScriptAudit", "Stopped", "audit_script"]
 
 _PATIENCE = 3
+_PATIENCE_WITH_RANKS = 20.0
+"""Seconds that rank 0 waits for what others have counted: they step as often, if not at once."""
+_FAREWELL = 5.0
+"""Seconds that a rank tries to tell it."""
 
 
 class Stopped(SystemExit):
@@ -123,9 +131,12 @@ def audit_script(
         for each in gradients:
             each.close()
             steps = each.steps
-            if steps and not session.has_failed() and session.rank == 0:
-                judged = each.audit(options.formats)
-                audit = _with_rank(judged) if judged.modules else None
+            if steps and not session.has_failed():
+                audit = _audit_of_all(each, options.formats, rank=session.rank)
+            elif each.post is not None and session.rank:
+                each.post.send({"rank": session.rank, "counted": None})
+            if each.post is not None:
+                each.post.close(_FAREWELL)
         if audit is not None and session.steps.recorder is not None:
             session.steps.recorder.audit(audit.to_plain())
         recorder = session.close(ending)
@@ -149,15 +160,45 @@ def audit_script(
     return found[0]
 
 
-def _with_rank(audit: Audit) -> Audit:
-    """An audit that says so if other ranks have gradients too, which were not counted."""
-    from gradilocks.ranks.layout import has_other_ranks, world_size
+def _audit_of_all(
+    gradients: ScriptGradients, formats: Sequence[Format], *, rank: int
+) -> Audit | None:
+    """On rank 0 an audit of what all ranks have counted; None on others, and if that is nothing."""
+    own, post = gradients.counted(), gradients.post
+    whole, said = own, tuple[str, ...]()
+    if post is not None and rank:
+        partners = gradients.partners()
+        post.send({"rank": rank, "partners": partners, "counted": own.to_plain()})
+        return None
+    if post is not None:
+        whole, sentence = _with_other_ranks(own, gradients.partners(), post)
+        said = (sentence,)
+    audit = whole.judged(steps=gradients.steps, formats=formats)
+    words = (*audit.recommendation.words, *said)
+    audit = replace(audit, recommendation=replace(audit.recommendation, words=words))
+    return audit if audit.modules else None
 
-    if not has_other_ranks():
-        return audit
-    said = (
-        f"Counted on rank 0 of {world_size()}: gradients of its own batches and, where the model "
-        "is spread over ranks, of its own part of it."
+
+def _with_other_ranks(own: Counted, partners: list[int], post: RankPost) -> tuple[Counted, str]:
+    """What rank 0 and the others have counted, and a sentence on whose it is."""
+    from gradilocks.lab.audit.counted import Counted, counted_together
+    from gradilocks.ranks.all_parameters import on_ranks
+    from gradilocks.ranks.layout import world_size
+
+    ranks = world_size()
+    told: dict[int, Any] = {}
+    until = time.monotonic() + _PATIENCE_WITH_RANKS
+    while len(told) < ranks - 1 and time.monotonic() < until:
+        time.sleep(0.02)
+        told.update((letter["rank"], letter) for letter in post.received())
+    heard = {rank: letter for rank, letter in told.items() if letter["counted"] is not None}
+    counted = {0: own} | {r: Counted.from_plain(heard[r]["counted"]) for r in sorted(heard)}
+    known = {0: partners} | {rank: letter["partners"] for rank, letter in heard.items()}
+    whole = counted_together(counted, known, ranks=ranks)
+    said = f"Counted {on_ranks(list(counted), ranks)}"
+    if len(counted) == ranks:
+        return whole, f"{said}: the gradients of their batches and of their parts of the model."
+    return whole, (
+        f"{said} of {ranks}: the others have told of nothing. Their batches and, where the model "
+        "is spread over ranks, their parts of it are not in this audit."
     )
-    words = (*audit.recommendation.words, said)
-    return replace(audit, recommendation=replace(audit.recommendation, words=words))

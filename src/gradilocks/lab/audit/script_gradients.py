@@ -7,7 +7,7 @@ by torch's global hooks. What belongs to no optimizer's model is left out in the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +19,15 @@ from torch.nn.modules.module import (
 
 from gradilocks._torch import DYNAMO, in_backward
 from gradilocks.eager import UNCOMPILED
+from gradilocks.lab.audit.counted import Counted
 from gradilocks.lab.audit.module_hooks import Listener, gather, is_unit
-from gradilocks.lab.audit.result import Audit
-from gradilocks.lab.formats import Format
 from gradilocks.lab.tensors import tensors_in
 from gradilocks.observe.interpreter import when_imported
+from gradilocks.observe.rank_parts import partners_of
+from gradilocks.observe.rank_post import RankPost
 from gradilocks.observe.script_models import owners_of
+from gradilocks.ranks.layout import has_other_ranks
+from gradilocks.record.environment import rank_here
 from gradilocks.step.events import PerDriver, Step, StepListener
 
 __all__ = ["ScriptGradients"]
@@ -39,6 +42,7 @@ class ScriptGradients(StepListener):
 
     Attributes:
         steps: how many the busiest optimizer has taken.
+        post: brings to rank 0 what others have counted; None where there are no others.
     """
 
     def __init__(self, guard: Callable[..., Any], stepped: Callable[[int], None]) -> None:
@@ -47,6 +51,7 @@ class ScriptGradients(StepListener):
         self._listener.guard = guard
         self._numbers = PerDriver(lambda: itertools.count(1))  # Of the steps of each.
         self.steps = 0
+        self.post: RankPost | None = None
         self._models: dict[int, nn.Module] = {}  # Held: a script may be done with them before us.
         self._params: dict[Tensor, str] = {}  # With the names of those that no model owns.
         self._is_uncompiled = False
@@ -65,15 +70,13 @@ class ScriptGradients(StepListener):
             UNCOMPILED.__exit__()
             self._is_uncompiled = False
 
-    def audit(self, formats: Sequence[Format]) -> Audit:
-        """What was counted, judged."""
-        return gather(
-            self._listener,
-            list(self._models.values()),
-            steps=self.steps,
-            formats=formats,
-            others=self._params,
-        )
+    def counted(self) -> Counted:
+        """What was counted in this process."""
+        return gather(self._listener, list(self._models.values()), others=self._params)
+
+    def partners(self) -> list[int]:
+        """The ranks that train a model together with this one, as far as it is known."""
+        return sorted(partners_of(list(self._params), list(self._models.values())))
 
     def _run_eagerly(self) -> None:
         """Compiled code would run past the hooks."""
@@ -126,6 +129,8 @@ class ScriptGradients(StepListener):
 
     def step_begins(self, step: Step) -> None:
         """Its parameters are trained."""
+        if self.post is None and has_other_ranks():
+            self.post = RankPost(*rank_here(), "audit")
         carried = self._listener.scale if step.is_of_control else step.carried
         params = list(step.parameters())
         self._listener.count_unhooked(params, scale=carried)
