@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +33,17 @@ from gradilocks.errors import NoGradients
 from gradilocks.kernels.cuda_graph import keeping
 from gradilocks.names import Names
 from gradilocks.ranks.collective import largest_of_all
-from gradilocks.ranks.layout import has_other_ranks, replicas_of, whole_group
+from gradilocks.ranks.layout import (
+    data_parallel_around,
+    has_other_ranks,
+    is_distributed,
+    my_rank,
+    replicas_of,
+    whole_group,
+    world_size,
+)
 from gradilocks.ranks.model_ranks import (
+    NOTHING_SAID,
     Copies,
     ModelRanks,
     asks_others,
@@ -67,6 +78,12 @@ if TYPE_CHECKING:
     from gradilocks.record import Recorder
 
 __all__ = ["GradientControl"]
+
+_logger = logging.getLogger("gradilocks")
+
+
+def _nobody() -> None:
+    """In the place of a weak reference where there is nothing to refer to."""
 
 
 class GradientControl:
@@ -146,8 +163,8 @@ class GradientControl:
         self._ranks_of: tuple[list[Tensor], list[bool]] = [], []
         self._ranks: ModelRanks | None = None
         # Of DistributedDataParallel: its ranks have equal gradients and compare settings once.
-        self._replicas = replicas_of(model) if has_other_ranks() else None
-        self._compared = self._replicas is None
+        self._data_parallel: Callable[[], Any] = _nobody
+        self._find_data_parallel()
         self._engine.other_settings = {
             "on_nonfinite=": on_nonfinite,
             "check_replicas_every=": check_replicas_every,
@@ -196,6 +213,7 @@ class GradientControl:
         left: dict[str, Any] = {
             "_ranks": None,
             "_ranks_of": ([], []),
+            "_data_parallel": _nobody,
             "_replicas": None,
             "_compared": True,
             "_weights": None,
@@ -206,8 +224,23 @@ class GradientControl:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # Of a copied DistributedDataParallel, the ranks compare settings at its first step again.
-        self._replicas = replicas_of(self._names.model) if has_other_ranks() else None
-        self._compared = self._replicas is None
+        self._find_data_parallel()
+
+    def _find_data_parallel(self) -> None:
+        """Finds the DistributedDataParallel that trains the model, if there is one.
+
+        Where only what it wraps was handed over too: its ranks decide alike all the same.
+        """
+        found = None
+        if has_other_ranks():
+            params = every_parameter(self._optimizers)
+            first = next(iter(params))
+            plain = self._rank_options == NOTHING_SAID and not is_distributed(first)
+            found = data_parallel_around(self._names.model, first, search=plain)
+        # A weak reference: torch aborts if it outlives its process group.
+        self._data_parallel = _nobody if found is None else weakref.ref(found)
+        self._replicas = replicas_of(found)
+        self._compared = not has_other_ranks()
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -486,12 +519,8 @@ class GradientControl:
             steps: whether a step goes on: at the first the ranks compare settings and recorders.
         """
         model_ranks = self._model_ranks() if has_other_ranks() else None
-        if steps and not self._compared and not is_joining(self._names.model):
-            plans = self._engine.compare_settings(self._replicas)
-            self._compared = True
-            if model_ranks is None:  # Else the losses travel at every step.
-                self._exchange = exchange_for(plans, self._replicas, self._names.model)
-                self._engine.losses.adds_up = self._exchange is not None
+        if steps and not self._compared:
+            self._compare_replicas(model_ranks)
         try:
             gradients = self._engine.find(self._optimizers)
             if self._engine.scales:
@@ -513,6 +542,23 @@ class GradientControl:
             if first is not None:
                 self._engine.move_to(first.device)
         return gradients, model_ranks
+
+    def _compare_replicas(self, model_ranks: ModelRanks | None) -> None:
+        """At the first step, ranks that hold copies of the model compare their settings."""
+        if self._replicas is None:
+            self._find_data_parallel()  # It may have been made after the control.
+        if self._replicas is None:
+            self._compared = True
+            if model_ranks is None and my_rank() == 0:
+                _logger.warning(_NOBODY_SAID, world_size())
+            return
+        if is_joining(self._data_parallel()):
+            return
+        plans = self._engine.compare_settings(self._replicas)
+        self._compared = True
+        if model_ranks is None:  # Else the losses travel at every step.
+            self._exchange = exchange_for(plans, self._replicas, self._data_parallel)
+            self._engine.losses.adds_up = self._exchange is not None
 
     def _check_replicas(self, check: ReplicaCheck, gradients: Gradients) -> None:
         """Raises if it is time to compare ranks that hold the same and they do not.
@@ -571,7 +617,7 @@ class GradientControl:
             self._events.end_step(told)
         if hopeless:
             # Under join() some ranks have no step left, and would not answer.
-            replicas = None if is_joining(self._names.model) else self._replicas
+            replicas = None if is_joining(self._data_parallel()) else self._replicas
             raise self._engine.never_finite(outcome, replicas)
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
             raise nonfinite(outcome)
@@ -728,4 +774,12 @@ _NO_REPLICAS_KNOWN = (
     "known: the parameters are plain tensors. Give the model as DistributedDataParallel made it, "
     "GradientControl(..., model=ddp), or the mesh of all ranks that hold copies, "
     "GradientControl(..., mesh=world_mesh)."
+)
+
+_NOBODY_SAID = (
+    "this process is one of %d ranks, and nothing says how they hold the model: its tensors are "
+    "plain and in no DistributedDataParallel. So each rank takes the norm of its own gradients and "
+    "decides alone. If ranks hold parts of the model (tensor parallel by hand, a pipeline, "
+    "experts), say so: process_group=, mesh= with distinct=, or copies=. If all hold copies whose "
+    "gradients are averaged by hand, copies= with the number of ranks has them compared."
 )

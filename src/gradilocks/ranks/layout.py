@@ -8,12 +8,14 @@ are. Nothing is sent from here, but where a gradient's ranks hold summands (Part
 
 from __future__ import annotations
 
+import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradilocks._torch import device_kinds, is_flattened, local_tensor
 from gradilocks.kernels.host_numbers import numbers_on
@@ -25,6 +27,7 @@ __all__ = [
     "any_distributed",
     "common_mesh",
     "covers_world",
+    "data_parallel_around",
     "device_for",
     "flattened_among",
     "global_rows",
@@ -75,6 +78,25 @@ def replicas_of(model: object) -> Any:
     if module is None or not isinstance(model, module.DistributedDataParallel):
         return None
     return cast("Any", model).process_group
+
+
+def data_parallel_around(model: object, param: Tensor, *, search: bool) -> Any:
+    """The DistributedDataParallel that trains a parameter; None if there is none.
+
+    It may be inside of wrappers of `model`, as under torch.compile. If only what it wraps was
+    handed over and one is to `search`, all objects that are alive are looked at, once: some 0.1
+    seconds.
+    """
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    if module is None:
+        return None
+    kind = module.DistributedDataParallel
+    inside = model.modules() if isinstance(model, nn.Module) else ()
+    alive = (each for each in gc.get_objects() if issubclass(type(each), kind)) if search else ()
+    for each in itertools.chain((part for part in inside if isinstance(part, kind)), alive):
+        if any(param is own for own in each.parameters()):
+            return each
+    return None
 
 
 def whole_group(group: Any, near: torch.device) -> RankGroup:
