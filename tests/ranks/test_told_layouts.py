@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import pickle
 from collections.abc import Callable
@@ -37,6 +38,7 @@ def _programs() -> list[Callable[[int], Any]]:
         nobody_scales_a_loss,
         gradients_that_wait_for_a_closure,
         different_settings,
+        nothing_said,
         marks_of_other_systems,
         tied_tensors_bounded_apart,
         experts_of_one_name,
@@ -701,17 +703,20 @@ def different_settings(rank: int) -> dict[str, str]:
     }
     found = {}
     for name, settings in given.items():
-        for kind in ("parts", "replicas"):
+        for kind in ("parts", "replicas", "what they wrap", "no model", "replicas made later"):
             torch.manual_seed(rank)  # Parts are no copies, which would be refused for that.
-            model: Any = nn.Linear(2, 1)
-            if kind == "replicas":
-                model = DistributedDataParallel(model)
-                told: dict[str, Any] = {"model": model}
-            else:
-                told = {"process_group": dist.group.WORLD}
+            inner = nn.Linear(2, 1)
+            model: Any = inner
+            if kind not in ("parts", "replicas made later"):
+                model = DistributedDataParallel(inner)
+            told: dict[str, Any] = {"model": model if kind == "replicas" else inner}
+            if kind in ("parts", "no model"):
+                told = {"process_group": dist.group.WORLD} if kind == "parts" else {}
             control = gradilocks.GradientControl(
                 torch.optim.SGD(model.parameters(), lr=1.0), **told, **settings
             )
+            if kind == "replicas made later":
+                model = DistributedDataParallel(inner)
             if name == "resumed" and odd:
                 state = control.state_dict()
                 state["scale"] = 16.0
@@ -736,6 +741,32 @@ def test_ranks_with_different_settings_refuse_together(returned: Returned) -> No
     for name, said in first.items():
         assert said.startswith("ValueError: the ranks train one model and decide alike"), name
         assert expected[name.split(",")[0]] in said, name
+
+
+def nothing_said(rank: int) -> list[str]:
+    """Plain tensors without DistributedDataParallel: each rank is on its own, which is told."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gradilocks")
+    logger.addHandler(handler)
+    try:
+        model = nn.Linear(2, 1)
+        control = gradilocks.GradientControl(torch.optim.SGD(model.parameters(), lr=1.0), clip=1.0)
+        for _ in range(2):
+            control.backward(model(torch.ones(1, 2)).sum())
+            control.step()
+            control.zero_grad()
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def test_ranks_of_which_nothing_is_said_are_told_so_once(returned: Returned) -> None:
+    first, *others = returned["nothing_said"]
+    (said,) = first
+    assert said.startswith("this process is one of 4 ranks, and nothing says how they hold")
+    assert others == [[]] * 3
 
 
 def marks_of_other_systems(rank: int) -> dict[str, list[float]]:

@@ -141,9 +141,15 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
         lines[-1] += "; the steps after that were not watched"
     lines.append(f"to see it: {caller} report {shlex.quote(str(summary.path))}")
     if summary.partly:
+        whose = "all" if summary.partly >= summary.steps else f"{summary.partly:,} of {count}"
+        why = (
+            "not all ranks have told of them, or they hold different parts"
+            if summary.untold
+            else "nothing tells copies from parts of plain tensors outside of "
+            "DistributedDataParallel"
+        )
         lines.append(
-            f"norms, culprits and tensors of some steps are of what rank {summary.rank} holds: not "
-            "all ranks have told of them, or they do not say what each holds of the model"
+            f"norms, culprits and tensors of {whose} are of what rank {summary.rank} holds: {why}"
         )
     lines += [f"it ended in NaN or Inf: {words}" for words in summary.bad_endings]
     return lines
