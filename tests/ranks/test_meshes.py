@@ -65,6 +65,8 @@ def _programs() -> list[Callable[[int], Any]]:
         each_tensor_on_part_of_the_ranks,
         how_often_ranks_meet,
         a_foreign_gradient,
+        gradients_that_lie_otherwise,
+        what_lies_otherwise_in_the_state,
         orders_that_mean_nothing,
     ]
 
@@ -1431,6 +1433,144 @@ def a_foreign_gradient(rank: int) -> list[str]:
 def test_a_gradient_on_other_ranks_than_its_parameter_is_refused(returned: Returned) -> None:
     for told in returned["a_foreign_gradient"]:
         assert all("is a DTensor on other ranks than the parameter" in each for each in told)
+
+
+def _placed(whole: Tensor, mesh: Any, placements: list[Any]) -> Any:
+    """A whole tensor as a DTensor; Partial along a dimension of two ranks, each has half of it."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    elements = [Replicate() if each.is_partial() else each for each in placements]
+    placed = distribute_tensor(whole, mesh, elements)
+    halves = 0.5 ** sum(each.is_partial() for each in placements)
+    return DTensor.from_local(
+        placed.to_local() * halves, mesh, placements, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _ours(param: nn.Parameter, kind: str) -> torch.optim.Optimizer:
+    if kind == "SGD":
+        return gradilocks.optim.SGD([param], lr=0.125, momentum=0.5)
+    return gradilocks.optim.AdamW([param], lr=0.125, master_weights=kind == "masters")
+
+
+def _step_by(way: str, param: nn.Parameter, optimizer: Any, kept: dict[str, Any]) -> None:
+    """One step on the gradient that is there, as people take it."""
+    if way == "control":
+        made = kept.setdefault("control", gradilocks.GradientControl(optimizer, scale=None, clip=1))
+        made.step()
+    elif way.endswith("scaler"):
+        if "scaler" not in kept:
+            torchs = way == "torch's scaler"
+            kept["scaler"] = (
+                torch.amp.GradScaler("cpu", init_scale=1.0)
+                if torchs
+                else gradilocks.GradScaler("cpu", init_scale=1.0, clip=1.0)
+            )
+        grad, param.grad = param.grad, None
+        kept["scaler"].scale(torch.ones((), requires_grad=True))
+        param.grad = grad
+        kept["scaler"].step(optimizer)
+        kept["scaler"].update()
+    else:
+        if way == "clip":
+            gradilocks.clip_grad_norm_([param], 1.0)
+        optimizer.step()
+
+
+def gradients_that_lie_otherwise(rank: int) -> dict[str, Any]:
+    """Our optimizers, by whatever steps them: summands, and other elements than the parameter's."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh = _mesh((2, 2), ("a", "b"))
+    lies: dict[str, tuple[list[Any], list[Any]]] = {
+        "same size": ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
+        "other size": ([Shard(1), Replicate()], [Shard(0), Shard(0)]),
+        "summands": ([Replicate(), Replicate()], [Partial(), Replicate()]),
+        "both": ([Shard(0), Replicate()], [Partial(), Shard(0)]),
+        "alike": ([Shard(0), Shard(1)], [Shard(0), Shard(1)]),
+    }
+    torch.manual_seed(0)
+    weights, grads = torch.randn(4, 4), torch.randn(2, 4, 4)
+    found: dict[str, Any] = {}
+    for kind in ("SGD", "AdamW", "masters"):
+        dtype = torch.bfloat16 if kind == "masters" else torch.float32
+        for way in ("alone", "clip", "torch's scaler", "scaler", "control"):
+            for how, (home, elsewhere) in {"": ([], []), **lies}.items():
+                values = weights.to(dtype)
+                param = nn.Parameter(_placed(values, mesh, home) if how else values.clone())
+                optimizer, kept = _ours(param, kind), dict[str, Any]()
+                for grad in grads.to(dtype):
+                    param.grad = _placed(grad, mesh, elsewhere) if how else grad.clone()
+                    _step_by(way, param, optimizer, kept)
+                whole: Any = param.detach()
+                if not how:
+                    expected = whole
+                    continue
+                left: Any = param.grad
+                same = torch.equal(whole.full_tensor(), expected)
+                kept_as_it_was = way != "alone" or left.placements == tuple(elsewhere)
+                found[f"{kind}, {way}, {how}"] = same, kept_as_it_was
+    return found
+
+
+def test_our_optimizers_step_gradients_wherever_they_lie(returned: Returned) -> None:
+    for found in returned["gradients_that_lie_otherwise"]:
+        assert len(found) == 75
+        assert {name: each for name, each in found.items() if each != (True, True)} == {}
+
+
+def what_lies_otherwise_in_the_state(rank: int) -> dict[str, Any]:
+    """State that was loaded under another placement is brought home; what nobody can place, is
+    refused before anything moves."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, home, elsewhere = (
+        _mesh((2, 2), ("a", "b")),
+        [Shard(0), Replicate()],
+        [Replicate(), Shard(0)],
+    )
+    torch.manual_seed(0)
+    weights, grads = torch.randn(4, 4), torch.randn(3, 4, 4)
+    found: dict[str, Any] = {}
+    for kind in ("SGD", "AdamW", "masters"):
+        dtype = torch.bfloat16 if kind == "masters" else torch.float32
+        seen = []
+        for spread in (False, True):
+            values = weights.to(dtype)
+            param = nn.Parameter(_placed(values, mesh, home) if spread else values.clone())
+            optimizer = _ours(param, kind)
+            for grad in grads.to(dtype):
+                param.grad = _placed(grad, mesh, home) if spread else grad.clone()
+                optimizer.step()
+                for name, tensor in optimizer.state[param].items() if spread else ():
+                    if tensor.dim():
+                        optimizer.state[param][name] = tensor.redistribute(placements=elsewhere)
+            whole: Any = param.detach()
+            seen.append(whole.full_tensor() if spread else whole)
+        found[kind] = torch.equal(*seen)
+    param = nn.Parameter(_placed(weights, mesh, home))
+    optimizer = _ours(param, "SGD")
+    param.grad = _placed(weights, mesh, home)
+    optimizer.step()
+    before = param.detach().clone()
+    optimizer.state[param]["momentum_buffer"] = weights.clone()
+    found["a plain state"] = _refusal(optimizer.step)
+    del optimizer.state[param]["momentum_buffer"]
+    param.grad = _placed(weights, _mesh((4,)), [Shard(0)])
+    found["another mesh"] = _refusal(optimizer.step)
+    found["moved"] = not torch.equal(param.detach().to_local(), before.to_local())
+    return found
+
+
+def test_state_that_lies_otherwise_is_brought_to_its_parameter_or_refused(
+    returned: Returned,
+) -> None:
+    for found in returned["what_lies_otherwise_in_the_state"]:
+        assert all(found[kind] for kind in ("SGD", "AdamW", "masters"))
+        assert "'momentum_buffer' in the state of" in found["a plain state"]
+        assert "is a plain tensor and the parameter a DTensor" in found["a plain state"]
+        assert "no tensor from one mesh to another" in found["another mesh"]
+        assert not found["moved"]
 
 
 def orders_that_mean_nothing(rank: int) -> list[str]:
