@@ -55,6 +55,7 @@ def _programs() -> list[Callable[[int], Any]]:
         a_group_without_this_rank,
         headroom_of_distributed_gradients,
         headroom_beside_copies,
+        headroom_of_two_models,
         headroom_of_a_rank_without_gradients,
         gradients_of_two_widths,
         one_rank_refuses,
@@ -67,6 +68,7 @@ def _programs() -> list[Callable[[int], Any]]:
         a_foreign_gradient,
         gradients_that_lie_otherwise,
         what_lies_otherwise_in_the_state,
+        copies_whose_gradients_are_cut,
         orders_that_mean_nothing,
     ]
 
@@ -234,10 +236,10 @@ def a_norm_outside_the_plan(rank: int) -> dict[str, Any]:
     return {
         "norms": _norms(list(parts.parameters())),
         "whole": [_torch_norm(list(whole.parameters()), order) for order in ORDERS],
-        "refused": _refusal(
+        "refused": _refusal(  # When it is made: all ranks have a slice of the same mesh.
             lambda: gradilocks.GradientControl(
                 torch.optim.SGD(parts.parameters(), lr=1.0), model=parts, scale=None, clip=1.0
-            ).step()
+            )
         ),
         "told": _control_norm(list(parts.parameters()), mesh=mesh),
     }
@@ -1058,6 +1060,39 @@ def test_copies_of_a_model_keep_one_scale_though_their_losses_differ(returned: R
     assert found == [found[0]] * 4
 
 
+def headroom_of_two_models(rank: int) -> list[float]:
+    """Each on a half of the ranks, all of which `mesh=` names: they hear of each other's losses."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = _halves()
+    param = _on(mesh, [1.0, 1.0], Shard(0))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD([param], lr=0.0), scale=gradilocks.HeadroomScale(), mesh=mesh
+    )
+    scales = []
+    for step in range(4):
+        # NaN in the loss of rank 2; in the other model an overflow, with a loss that is finite.
+        spoiled = step == 1
+        control.zero_grad()
+        loss = torch.tensor(math.nan if spoiled and rank == 2 else 1.0, requires_grad=True)
+        control.scale_loss(loss)
+        size = math.nan if spoiled else control.scale
+        param.grad = DTensor.from_local(torch.full((1,), size), mesh, [Shard(0)])
+        control.step()
+        scales.append(control.scale)
+    return scales
+
+
+def test_a_nan_in_a_loss_moves_no_scale_where_all_who_train_the_model_hear_of_it(
+    returned: Returned,
+) -> None:
+    overflow, _, loss, other = returned["headroom_of_two_models"]
+    assert returned["headroom_of_two_models"] == [overflow, overflow, loss, other]
+    assert loss == other
+    assert loss[1] == loss[0]
+    assert overflow[1] < overflow[0]
+
+
 def headroom_of_a_rank_without_gradients(rank: int) -> list[Any]:
     """The rank has nothing to tell of, and says so in numbers as wide as the others'."""
     from torch.distributed.tensor import Shard
@@ -1571,6 +1606,26 @@ def test_state_that_lies_otherwise_is_brought_to_its_parameter_or_refused(
         assert "is a plain tensor and the parameter a DTensor" in found["a plain state"]
         assert "no tensor from one mesh to another" in found["another mesh"]
         assert not found["moved"]
+
+
+def copies_whose_gradients_are_cut(rank: int) -> list[float]:
+    """Ranks hold the same of a parameter, and each other elements of its gradient."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = _mesh((2, 2), ("dp", "tp"))
+    param = nn.Parameter(_placed(torch.zeros(2, 2), mesh["tp"], [Replicate()]))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD([param], lr=0.0), scale=None, mesh=mesh, check_replicas_every=1
+    )
+    norms = []
+    for _ in range(2):
+        param.grad = _placed(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), mesh["tp"], [Shard(0)])
+        norms.append(control.step().norm)
+    return norms
+
+
+def test_copies_are_compared_by_elements_that_are_the_same(returned: Returned) -> None:
+    assert returned["copies_whose_gradients_are_cut"] == [[5.0, 5.0]] * 4
 
 
 def orders_that_mean_nothing(rank: int) -> list[str]:
