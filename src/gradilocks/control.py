@@ -30,14 +30,17 @@ from gradilocks.checks import (
 from gradilocks.clip import resolve_clip
 from gradilocks.eager import eager, users_line
 from gradilocks.errors import NoGradients
-from gradilocks.kernels.cuda_graph import keeping
+from gradilocks.kernels.cuda_graph import capturing, keeping
 from gradilocks.names import Names
 from gradilocks.ranks.collective import largest_of_all
 from gradilocks.ranks.layout import (
     data_parallel_around,
     has_other_ranks,
     is_distributed,
+    lie_alike,
     my_rank,
+    ranks_in,
+    ranks_on,
     replicas_of,
     whole_group,
     world_size,
@@ -61,6 +64,7 @@ from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
 from gradilocks.step.own_step import is_ours
+from gradilocks.step.rank_drift import LoadCount
 from gradilocks.step.rank_losses import LossExchange, exchange_for
 from gradilocks.step.replica_check import Holdings, ReplicaCheck, check_every
 from gradilocks.step.table import Gradients, every_parameter, parameter_list
@@ -116,7 +120,7 @@ class GradientControl:
             of its name and the parameter, which returns 0 where another rank counts them (also for
             a DTensor, as the second of tied embeddings), and None to go by all else that is known.
         check_replicas_every: compare, at the first step and every so many steps, whether ranks that
-            hold the same parameters and gradients have the same norms to the last bit, and raise
+            hold the same parameters and gradients have the same bits, and raise
             ReplicasDiffer on all of them if not. Such a step reads parameters and gradients once
             more, has one more collective, and waits for the device.
         record: a path for a run file, a Recorder, or None. It changes no number. Of several ranks
@@ -165,6 +169,7 @@ class GradientControl:
         # Of DistributedDataParallel: its ranks have equal gradients and compare settings once.
         self._data_parallel: Callable[[], Any] = _nobody
         self._find_data_parallel()
+        self._loads: LoadCount | None = None
         self._engine.other_settings = {
             "on_nonfinite=": on_nonfinite,
             "check_replicas_every=": check_replicas_every,
@@ -216,6 +221,7 @@ class GradientControl:
             "_data_parallel": _nobody,
             "_replicas": None,
             "_compared": True,
+            "_loads": None,
             "_weights": None,
             "_exchange": None,
         }
@@ -241,6 +247,10 @@ class GradientControl:
         self._data_parallel = _nobody if found is None else weakref.ref(found)
         self._replicas = replicas_of(found)
         self._compared = not has_other_ranks()
+        # mesh= names all ranks that train the model, but for those that are behind a DDP of theirs.
+        mesh = self._rank_options.mesh
+        averaged = () if self._replicas is None else ranks_in(self._replicas)
+        self._engine.copies_elsewhere = mesh is None or not set(averaged) <= set(ranks_on(mesh))
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -404,6 +414,8 @@ class GradientControl:
         fit raises BadState and changes nothing.
         """
         self._engine.load(state_dict, self._ranks)
+        if self._loads is not None:
+            self._loads.note()
         self._order.note_step(self._parameters())  # What is there carries another scale.
 
     def _begins_anew(self) -> bool:
@@ -519,6 +531,8 @@ class GradientControl:
             steps: whether a step goes on: at the first the ranks compare settings and recorders.
         """
         model_ranks = self._model_ranks() if has_other_ranks() else None
+        if steps and self._loads is not None and self._loads.is_new:
+            self._compare_again(self._loads)
         if steps and not self._compared:
             self._compare_replicas(model_ranks)
         try:
@@ -532,7 +546,7 @@ class GradientControl:
                 if torch.float16 in gradients.dtypes:
                     self._refuse_float16(gradients, inside)
             if not gradients.params and model_ranks is None:  # Else another rank may have some.
-                raise no_gradients()
+                raise no_gradients(self._names)
         except Exception:
             if model_ranks is not None:  # Else the other ranks would wait for this one.
                 self._engine.refuse(model_ranks)
@@ -554,18 +568,32 @@ class GradientControl:
             return
         if is_joining(self._data_parallel()):
             return
-        plans = self._engine.compare_settings(self._replicas)
+        plans, self._loads = self._engine.compare_settings(self._replicas)
         self._compared = True
         if model_ranks is None:  # Else the losses travel at every step.
             self._exchange = exchange_for(plans, self._replicas, self._data_parallel)
             self._engine.losses.adds_up = self._exchange is not None
+
+    def _compare_again(self, loads: LoadCount) -> None:
+        """Compares what data-parallel ranks have loaded since they met; raises if not all have.
+
+        Not inside a CUDA graph, which cannot wait, nor where ranks may have stopped.
+        """
+        if not is_joining(self._data_parallel()) and not capturing():
+            fetch(self._engine.state.scale)  # After the gradients, for which all ranks are needed.
+            check, step = self._replica_check, self._engine.next_step
+            if check is not None and step is not None and check.is_due(step):
+                return  # All ranks are about to compare their scales, and raise alike.
+            loads.refuse_alone()
+            self._engine.compare_settings(self._replicas)
+            loads.note_compared()
 
     def _check_replicas(self, check: ReplicaCheck, gradients: Gradients) -> None:
         """Raises if it is time to compare ranks that hold the same and they do not.
 
         After the ranks have decided: at the first step that is where their settings are compared.
         """
-        if not has_other_ranks() or is_joining(self._names.model):
+        if not has_other_ranks() or is_joining(self._data_parallel()):
             return
         step = self._engine.next_step
         if step is None:
@@ -575,7 +603,12 @@ class GradientControl:
             )
         if not check.is_due(step):
             return
-        measured = dict(zip(map(id, gradients.params), gradients.tensors, strict=True))
+        # Of one that lies otherwise than its parameter, no two ranks may have the same elements.
+        measured = {
+            id(param): tensor
+            for param, tensor in zip(gradients.params, gradients.tensors, strict=True)
+            if lie_alike(param, param.grad)
+        }
         numbers = {"the scale": self.scale, "the number of steps": step}
         if self._ranks is not None:
             ranks = self._ranks

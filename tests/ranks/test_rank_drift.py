@@ -26,6 +26,9 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
         settings_that_were_refused_before,
         no_gradient_anywhere,
         a_parameter_without_a_gradient,
+        states_of_data_parallel_ranks,
+        a_bad_loss_under_data_parallel,
+        made_before_sharding,
     ]
     return run_all(programs, tmp_path_factory.mktemp("drift"))
 
@@ -136,6 +139,115 @@ def a_parameter_without_a_gradient(rank: int) -> list[int]:
     finally:
         RankAgreement.check = real  # type: ignore[method-assign]
     return reads
+
+
+def _data_parallel() -> tuple[Any, Any]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, optimizer
+
+
+def states_of_data_parallel_ranks(rank: int) -> list[Any]:
+    """Loaded by one rank alone, then by the other too, then by both with other scales."""
+    model, optimizer = _data_parallel()
+    control = gradilocks.GradientControl(optimizer, model=model, clip=1.0)
+    told: list[Any] = []
+
+    def step() -> None:
+        control.zero_grad()
+        control.backward(model(torch.ones(3, 4)).square().sum())
+        before = model.module.weight.detach().clone()
+        try:
+            control.step()
+            told.append("")
+        except (GradilocksError, ValueError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        told.append(not torch.equal(before, model.module.weight))
+
+    step()
+    state = {**control.state_dict(), "scale": 4.0}
+    if rank == 1:
+        control.load_state_dict(state)
+    step()
+    # Everybody goes on from one state, and from one parameter: rank 0 has taken a step more.
+    model.load_state_dict({name: torch.ones_like(v) for name, v in model.state_dict().items()})
+    control.load_state_dict(state)
+    step()
+    step()
+    control.load_state_dict({**state, "scale": 2.0**rank})
+    step()
+    control.load_state_dict(state)
+    step()
+    return told
+
+
+def a_bad_loss_under_data_parallel(rank: int) -> dict[str, list[float]]:
+    """In the loss of rank 1, and in gradients of both."""
+    found: dict[str, list[float]] = {"control": [], "scaler": []}
+    for how, scales in found.items():
+        model, optimizer = _data_parallel()
+        policy = gradilocks.HeadroomScale()
+        control = gradilocks.GradientControl(optimizer, model=model, scale=policy)
+        scaler = gradilocks.GradScaler("cpu", policy=policy)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 4)).square().sum()
+            loss = loss * (float("nan") if (rank, step) == (1, 2) else 1.0)
+            if how == "control":
+                control.backward(loss)
+                control.step()
+                scales.append(control.scale)
+            else:
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                scaler.step(optimizer)
+                scaler.update()
+                scales.append(scaler.get_scale())
+    return found
+
+
+def made_before_sharding(rank: int) -> str:
+    """The optimizer and the control hold parameters that the model has no more."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    control = gradilocks.GradientControl(optimizer, model=model, clip=1.0)
+    fully_shard(model)
+    control.backward(model(torch.ones(2, 4)).square().mean())
+    with pytest.raises(gradilocks.errors.NoGradients) as raised:
+        control.step()
+    return str(raised.value)
+
+
+def test_a_state_that_one_data_parallel_rank_loads_is_told_before_its_next_step(
+    returned: Returned,
+) -> None:
+    first, second = returned["states_of_data_parallel_ranks"]
+    assert first[:4] == ["", True, "", True]
+    assert second[:2] == ["", True]
+    assert second[2].startswith("ScaleMisuse: a state was loaded into this control on 1 of the 2")
+    assert second[3] is False
+    for told in (first, second):
+        assert told[4:8] == ["", True] * 2
+        assert "the current scale is 1.0 on rank 0 and 2.0 on rank 1" in told[8]
+        assert told[9:] == [False, "", True]
+
+
+def test_a_bad_loss_of_one_data_parallel_rank_is_an_overflow_to_all(returned: Returned) -> None:
+    first, second = returned["a_bad_loss_under_data_parallel"]
+    assert first == second
+    for scales in first.values():
+        assert scales[2] == scales[1] / 2
+
+
+def test_a_control_made_before_fully_shard_says_what_became_of_its_parameters(
+    returned: Returned,
+) -> None:
+    for said in returned["made_before_sharding"]:
+        assert "fully_shard() (FSDP2) replaces a model's parameters" in said
 
 
 def test_what_one_rank_does_alone_is_noticed_by_both(returned: Returned) -> None:

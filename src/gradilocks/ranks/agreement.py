@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gradilocks.errors import ScaleMisuse
 from gradilocks.kernels.reference import measure, total_norm
-from gradilocks.ranks.layout import local_of, shortened
+from gradilocks.ranks.layout import lie_alike, local_of, shortened
 from gradilocks.ranks.model_ranks import ModelRanks, checksum, is_trained, tell_all
 from gradilocks.values import moved, wide
 
@@ -380,6 +380,8 @@ def shown_by(ranks: ModelRanks, *, usable: bool) -> Shown:
     alike: dict[Hashable, tuple[str, Sequence[float]]] = {}
     for param in ranks.told_alike:
         grad = local_of(param.grad)
+        if grad is not None and not lie_alike(param, param.grad):
+            continue  # Its elements here are others than the parameter's, of which the key tells.
         if elements[id(param)] is not None and (grad is None or not grad.is_sparse):
             name, shape = _name_in(keys[id(param)]), tuple(param.shape)
             alike[elements[id(param)]] = name, _fingerprint_of(grad, shape)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from gradilocks._torch import groups_joined
+from gradilocks._torch import groups_joined, root_mesh
 from gradilocks.ranks.layout import (
     Layout,
     device_for,
@@ -398,6 +398,10 @@ def _by_tensors(
         raise ValueError(_part_of_the_world(*meshes[0], name, way_out))
     strangers = [(mesh, param) for mesh, param in meshes if ranks_on(mesh) != ranks]
     unknown = _other_ranks(*strangers[0], name, ranks, way_out) if strangers else None
+    # A slice of a mesh of all ranks: each has one, and refuses by itself. Of a mesh of its own the
+    # others may know nothing, and hear of it at the first step.
+    if unknown is not None and any(ranks_on(root_mesh(mesh)) == ranks for mesh, _ in strangers):
+        raise ValueError(unknown)
     kind = fitting[0][0].device_type if fitting else params[0].device.type
     near = fitting[0][1].device if fitting else params[0].device
     rank_group = RankGroup(ranks, (None,), device_for(None, kind, near))

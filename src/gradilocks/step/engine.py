@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -80,7 +81,7 @@ from gradilocks.step.diagnose import never_finite
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, Streak, fetch
 from gradilocks.step.own_step import is_ours
-from gradilocks.step.rank_drift import CARRIED, RankDrift
+from gradilocks.step.rank_drift import CARRIED, LoadCount, RankDrift
 from gradilocks.step.table import (
     Gradients,
     GradientTable,
@@ -259,6 +260,8 @@ class Engine:
         """Of several ranks that hold the model, whether this one scales losses."""
         self.elsewhere = False
         """Whether other ranks may hold parameters that this one has nothing of."""
+        self.copies_elsewhere = True
+        """Whether ranks that do not decide with this one may train copies of the model."""
         # What was worked out for the ranks that hold the model, and for which.
         self._table_of: ModelRanks | None = None
         self._met = Met()
@@ -764,8 +767,11 @@ class Engine:
             if verdict.unscaled:
                 peak = peak * self.state.scale
             loss: Tensor | None = record.row[ROW.index("loss_nonfinite")]
-            # Ranks that hold another copy of the model have seen other losses, and the same peak.
-            if has_other_ranks() and (together is None or len(together.ranks) != world_size()):
+            # Ranks that hold another copy of the model have seen other losses, and the same peak:
+            # what not all of them know decides nothing.
+            if has_other_ranks() and (
+                together is None or (self.copies_elsewhere and len(together.ranks) != world_size())
+            ):
                 loss = None
             policy.advance(self.state, record.skip, largest=peak, loss_nonfinite=loss)
 
@@ -1074,15 +1080,16 @@ class Engine:
             "the number of steps": int(fetch(self.steps)[0]),
         }
 
-    def compare_settings(self, group: Any) -> frozenset[RecordingPlan]:
-        """What the recorders of all ranks of `group` need of each other.
+    def compare_settings(self, group: Any) -> tuple[frozenset[RecordingPlan], LoadCount]:
+        """What the recorders of all ranks of `group` need of each other; who counts their loads.
 
         Raises, on every rank alike, if their settings or scales are not the same.
         """
         ranks = ranks_in(group)
-        told = tell_all((self.settings(), tuple(self.plans)), ranks, group)
-        refuse_different(ranks, [settings for settings, _ in told])
-        return frozenset(plan for _, plans in told for plan in plans)
+        told = tell_all((self.settings(), tuple(self.plans), uuid.uuid4().hex), ranks, group)
+        refuse_different(ranks, [settings for settings, *_ in told])
+        plans = frozenset(plan for _, plans, _ in told for plan in plans)
+        return plans, LoadCount(told[0][-1], len(ranks))
 
     def _meet(self, model_ranks: ModelRanks, *, usable: bool) -> None:
         """The ranks tell each other which parameters they have: all of them, or none may.

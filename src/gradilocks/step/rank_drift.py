@@ -7,6 +7,9 @@ go out in the step's row; a step at which they differ is skipped on the device, 
 follows as soon as the host may know: at once on a CPU, a fixed number of steps later elsewhere, so
 that all ranks raise it at the same step and nobody waits. A step for which no rank has a gradient
 is told in the same way.
+
+Data-parallel ranks send each other nothing at a step. They compare again at the first step after
+all of them have loaded a state; that all have, a number in torch's store tells (`LoadCount`).
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from gradilocks._torch import default_store
 from gradilocks.errors import NoGradients, ScaleMisuse
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.ranks.layout import shortened
 from gradilocks.step.host_copy import LAG, HostCopy
 
-__all__ = ["CARRIED", "RankDrift"]
+__all__ = ["CARRIED", "LoadCount", "RankDrift"]
 
 CARRIED = ("scale", "step", "gradients")
 """What a rank carries into a step: the scale that its gradients have, the number of steps before
@@ -103,3 +107,51 @@ def _refuse(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> NoReturn:
         "step() found no gradient on any rank, so nothing was stepped. Call backward() before "
         "step(), or look at whether the parameters require grad."
     )
+
+
+class LoadCount:
+    """Knows whether data-parallel ranks have all loaded a state since they compared, or some alone.
+
+    A rank that asked the others after it has loaded alone would wait for them in vain. So each adds
+    1 to a number in torch's store when it loads, and reads it at its next step. The gradients of
+    that step are averages: once a rank has them, all have run backward, and have loaded before.
+
+    Args:
+        name: the same on all of these ranks, and of no others.
+        ranks: how many there are.
+    """
+
+    def __init__(self, name: str, ranks: int) -> None:
+        self._name, self._ranks, self._compared = name, ranks, 0
+        self.is_new = False
+        """Whether this rank has loaded a state and the ranks have not compared since."""
+
+    @property
+    def _key(self) -> str:
+        return f"gradilocks/loads/{self._name}/{self._compared}"
+
+    def note(self) -> None:
+        """This rank has loaded a state."""
+        store = default_store()
+        if store is not None and not self.is_new:
+            self.is_new = True
+            store.add(self._key, 1)
+
+    def refuse_alone(self) -> None:
+        """Raises if not all ranks have loaded a state; else all are here to compare.
+
+        The gradients of the step must have arrived: the host has waited for the device.
+        """
+        store = default_store()
+        loaded = 0 if store is None else store.add(self._key, 0)
+        if loaded != self._ranks:
+            raise ScaleMisuse(
+                f"a state was loaded into this control on {loaded} of the {self._ranks} ranks that "
+                "train the model, this one among them: their scales and settings may differ now. "
+                "They average their gradients, so none may go on alone, and this one has taken no "
+                "step since. Call load_state_dict() on all ranks before the same step, or on none."
+            )
+
+    def note_compared(self) -> None:
+        """All ranks have compared what they have."""
+        self.is_new, self._compared = False, self._compared + 1
