@@ -57,7 +57,7 @@ _HASHED = (1 << 31) - 1
 
 _ROUNDING = 1e-2
 """By how much the numbers of copies may differ, where ranks compute them each for itself: kernels
-that add in any order, in activations of half precision. Those of other tensors differ by about 1."""
+that add in any order, in activations of half precision. Those of others differ by about 1."""
 _HALF_ROUNDING = 0.1
 """The same if the gradient is in half precision: a bfloat16 that was rounded the other way is off
 by 0.8 %."""
@@ -207,6 +207,8 @@ class Shown(NamedTuple):
 
     left: int = 0
     """How many trained ones show nothing yet."""
+    said: int = 0
+    """Of how many something was said."""
     apart: Mapping[Hashable, Bits] = {}
     alike: Mapping[tuple[str, Hashable], Copy] = {}
     """Also of those that have no gradient here; plain ones beside DTensors by their places."""
@@ -356,7 +358,7 @@ class RankAgreement:
                     found = found._replace(norm=found.norm / scale)
                     alike[tag] = Copy(claim.name, found, is_flattened(claim.param))
         left = self._count_open() - sum(map(self._is_unseen, self._showing))
-        return Shown(left, apart, alike)
+        return Shown(left, len(self._claims), apart, alike)
 
     def compare(self, ranks: ModelRanks, shown: Sequence[Shown], *, step: int) -> None:
         """Raises, on every rank alike, if copies were called parts, or parts copies.
@@ -366,8 +368,8 @@ class RankAgreement:
             shown: of each rank, what `shown` returned.
             step: as in `looks`.
         """
-        doubtful = self._refuse_same(ranks, [each.apart for each in shown])
         _refuse_unlike(ranks, [each.alike for each in shown])
+        doubtful = self._refuse_same(ranks, shown)
         for key in self._showing:
             claim = self._claims[key]
             known = self._doubtful if claim.apart in doubtful else self._compared
@@ -391,9 +393,7 @@ class RankAgreement:
         shown = tell_all(self.shown(scale=scale, wanted=wanted), who, group)
         self.compare(ranks, shown, step=step)
 
-    def _refuse_same(
-        self, ranks: ModelRanks, shown: Sequence[Mapping[Hashable, Bits]]
-    ) -> set[Hashable]:
+    def _refuse_same(self, ranks: ModelRanks, shown: Sequence[Shown]) -> set[Hashable]:
         """Raises if a parameter that was said to differ between ranks is a copy.
 
         Returns:
@@ -401,14 +401,14 @@ class RankAgreement:
 
         Args:
             ranks: that hold the model together.
-            shown: of each rank, `Shown.apart`.
+            shown: of each rank, what `shown` returned.
         """
         who = ranks.rank_group.ranks
         doubtful: set[Hashable] = set()
         # By their bits alone: tied embeddings have two names.
         seen: dict[Hashable, tuple[int, Hashable, Bits]] = {}
         for rank, theirs in zip(who, shown, strict=True):
-            for key, bits in theirs.items():
+            for key, bits in theirs.apart.items():
                 first, first_key, there = seen.setdefault(bits[2:], (rank, key, bits))
                 if first_key == key or first == rank:
                     continue
@@ -416,10 +416,11 @@ class RankAgreement:
                 same[bits.gradient] = min(bits.tells, there.tells)
                 doubtful |= {first_key, key}
                 if sum(same.values()) >= _ENOUGH:
-                    every = [sorted(map(repr, held.values())) for held in shown]
-                    like = [at for at, held in enumerate(every) if held == every[who.index(rank)]]
-                    if ranks.plain_are_parts and len(like) > 1:
-                        raise ValueError(_no_parts(bits.name, [who[at] for at in like]))
+                    mine = sorted(map(repr, theirs.apart.values()))
+                    every = [sorted(map(repr, each.apart.values())) for each in shown]
+                    like = [each for each, held in zip(who, every, strict=True) if held == mine]
+                    if ranks.plain_are_parts and first in like and len(mine) == theirs.said:
+                        raise ValueError(_no_parts(bits.name, like))
                     raise ValueError(_no_part(bits.name, there.name, first, rank, len(who)))
         return doubtful
 
