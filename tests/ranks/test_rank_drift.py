@@ -26,6 +26,7 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
         settings_that_were_refused_before,
         no_gradient_anywhere,
         a_parameter_without_a_gradient,
+        a_late_gradient_where_nobody_reads,
     ]
     return run_all(programs, tmp_path_factory.mktemp("drift"))
 
@@ -138,6 +139,41 @@ def a_parameter_without_a_gradient(rank: int) -> list[int]:
     return reads
 
 
+def a_late_gradient_where_nobody_reads(rank: int) -> dict[str, Any]:
+    """As on GPUs, where the host waits at the first steps alone: an expert beside shards that the
+    other rank has not, first used at step 40; and a copy that both have."""
+    found: dict[str, Any] = {}
+    real = rank_drift.HostCopy
+    for name in ("part", "copy"):
+        model = _sharded()
+        plain = nn.Parameter(torch.zeros(8))
+        control = gradilocks.GradientControl(
+            torch.optim.SGD([*model.parameters(), plain], lr=0.0), scale=None, clip=1.0
+        )
+        engine, read = control._engine, []
+        rank_drift.HostCopy = _Late  # type: ignore[misc, assignment]
+        try:
+            for step in range(1, 101):
+                control.zero_grad()
+                control.backward(model(torch.ones(3, 4)).square().sum())
+                if step >= 40:
+                    seed = 5 + rank * (name == "part")
+                    plain.grad = torch.randn(8, generator=torch.Generator().manual_seed(seed))
+                if step > 1 and engine._agreement.looks(step):
+                    read.append(step)
+                try:
+                    control.step()
+                except ValueError as error:
+                    found[name] = step, str(error), read
+                    break
+                engine._met = engine._met._replace(at_once=False)
+            else:
+                found[name] = 0, "", read
+        finally:
+            rank_drift.HostCopy = real  # type: ignore[misc]
+    return found
+
+
 def test_what_one_rank_does_alone_is_noticed_by_both(returned: Returned) -> None:
     first, second = returned["what_one_rank_does_alone"]
     for name in ("unscale_", "load_state_dict"):
@@ -168,6 +204,19 @@ def test_a_parameter_that_is_never_used_does_not_make_the_host_read_for_ever(
     for reads in returned["a_parameter_without_a_gradient"]:
         assert all(reads[:32])
         assert not any(reads[32:])
+
+
+def test_a_late_gradient_is_compared_a_few_steps_later_where_nobody_waits_for_it(
+    returned: Returned,
+) -> None:
+    first, second = returned["a_late_gradient_where_nobody_reads"]
+    assert first == second
+    step, said, read = first["part"]
+    assert "their gradients are not the same" in said
+    assert 40 + LAG < step <= 40 + 2 * LAG + 2
+    assert read == [*range(2, 33), step]
+    # Found to be a copy it is not looked at again, and nobody reads.
+    assert first["copy"] == (0, "", read)
 
 
 class _Late:

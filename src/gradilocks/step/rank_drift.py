@@ -60,7 +60,9 @@ class RankDrift:
             self._seen, self._news, self._coming = now, None, None
         else:
             self._seen = torch.where(self._seen[0] > 0, self._seen, now)
-        if not heard:
+        if heard:
+            self._news = None
+        else:
             news = rows[:, 3].amax().reshape(1)
             self._news = news if self._news is None else torch.maximum(news, self._news)
         self.has_news = False
