@@ -252,6 +252,10 @@ def copies_that_count_wrongly(rank: int) -> dict[str, Any]:
         "0 for all shards": told(drawn(0, sharded=True), lambda name, param: 0, mesh=mesh),
         "0 for other values": told(drawn(rank), lambda name, param: int(rank < 3)),
         "0 for a copy": told(drawn(0), lambda name, param: int(rank == 1)),
+        "0, not averaged": told(uneven, lambda name, param: int(rank == 0)),
+        "0, not averaged, after an overflow": told(
+            uneven, lambda name, param: int(rank == 0), first=math.inf
+        ),
         "0 for a tied one": told(
             renamed(drawn(rank % 3)), lambda name, param: 0 if "head" in name else 1
         ),
@@ -278,6 +282,9 @@ def test_what_copies_says_is_compared_with_what_the_ranks_hold(returned: Returne
         for name in ("0 everywhere", "0 everywhere, by a rule", "0 for all shards"):
             assert "copies= says 0 for weight on rank 0: another rank counts" in found[name], name
         assert "copies= says 0 for weight on rank 3" in found["0 for other values"]
+        for name in ("0, not averaged", "0, not averaged, after an overflow"):
+            assert "copies= says 0 for weight on rank 1: another rank counts" in found[name], name
+            assert "none that counts has the same gradient" in found[name], name
         for name in ("1 for a copy", "1 for a copy, after an overflow"):
             assert (
                 "weight has the same values and the same gradient on ranks 0 and 1" in found[name]

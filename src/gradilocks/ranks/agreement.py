@@ -34,7 +34,7 @@ from torch import Tensor
 from gradilocks._torch import is_flattened, sparse_indices, sparse_values
 from gradilocks.errors import ScaleMisuse
 from gradilocks.kernels.reference import measure
-from gradilocks.ranks.layout import local_of, my_rank, shortened
+from gradilocks.ranks.layout import is_distributed, local_of, my_rank, shortened
 from gradilocks.ranks.model_ranks import ModelRanks, checksum, is_trained, tell_all
 from gradilocks.values import wide
 
@@ -77,6 +77,7 @@ the others know of (ASKS if it can tell of them only together with all others)."
 ASKS = 2.0
 
 _Names = Callable[[Sequence[Tensor]], Sequence[str]]
+_Shape = tuple[int, ...]
 
 
 class Fingerprint(NamedTuple):
@@ -180,6 +181,8 @@ class _Claim(NamedTuple):
     """What it shares with its copies on other ranks; None if there is none."""
     place: int | None = None
     """Its place among plain ones beside DTensors, which every rank is to hold alike."""
+    left: bool = False
+    """Whether another rank is to count it."""
 
 
 class Bits(NamedTuple):
@@ -212,6 +215,10 @@ class Shown(NamedTuple):
     apart: Mapping[Hashable, Bits] = {}
     alike: Mapping[tuple[str, Hashable], Copy] = {}
     """Also of those that have no gradient here; plain ones beside DTensors by their places."""
+    left_to_others: Sequence[tuple[_Shape, Copy]] = ()
+    """With their shapes, those that another rank is to count."""
+    counted: Sequence[tuple[_Shape, Fingerprint | None]] = ()
+    """With their shapes, those that this rank counts and that may be these; None of a DTensor."""
 
 
 class RankAgreement:
@@ -332,33 +339,55 @@ class RankAgreement:
         return {tag for key in self._showing for tag in _tags_of(self._claims[key])}
 
     def shown(
-        self, *, scale: float, usable: bool = True, wanted: set[Hashable] | None = None
+        self,
+        ranks: ModelRanks,
+        *,
+        scale: float,
+        usable: bool = True,
+        wanted: set[Hashable] | None = None,
     ) -> Shown:
         """What this rank has to show. Waits for the device.
 
         Args:
+            ranks: that hold the model together.
             scale: what the gradients carry; messages have it divided out.
             usable: whether all gradients are finite on all ranks.
             wanted: what is to be shown; None for all that there is.
         """
-        apart: dict[Hashable, Bits] = {}
-        alike: dict[tuple[str, Hashable], Copy] = {}
-        if wanted is None:
-            self._show_what_is_new()
         if not usable:
             self._showing = []
-        for claim in self._claims.values() if usable else ():
-            grad = local_of(claim.param.grad)
-            asked = [tag for tag in _tags_of(claim) if wanted is None or tag in wanted]
-            for tag in asked:
-                if tag[0] == "apart" and _is_usable(grad):
-                    apart[claim.apart] = _bits_of(claim, grad)
-                elif tag[0] != "apart":
-                    found = fingerprint(grad, tuple(claim.param.shape))
-                    found = found._replace(norm=found.norm / scale)
-                    alike[tag] = Copy(claim.name, found, is_flattened(claim.param))
+            return Shown(left=self._count_open())
+        if wanted is None:
+            self._show_what_is_new()
+        apart: dict[Hashable, Bits] = {}
+        alike: dict[tuple[str, Hashable], Copy] = {}
+        left_to_others: list[tuple[_Shape, Copy]] = []
+        showing = set(self._showing)
+        for key, claim in self._claims.items():
+            grad, shape = local_of(claim.param.grad), tuple(claim.param.shape)
+            for tag in _tags_of(claim):
+                if wanted is not None and tag not in wanted:
+                    continue
+                if tag[0] == "apart":
+                    if key in showing or (key in self._compared and _is_usable(grad)):
+                        apart[claim.apart] = _bits_of(claim, grad)
+                    continue
+                found = fingerprint(grad, shape)
+                found = found._replace(norm=found.norm / scale)
+                shown = Copy(claim.name, found, is_flattened(claim.param))
+                if tag[0] == "left":
+                    left_to_others.append((shape, shown))
+                else:
+                    alike[tag] = shown
+        counted: list[tuple[_Shape, Fingerprint | None]] = []
+        for param in ranks.params if ranks.shapes_left else ():
+            shape = tuple(param.shape)
+            asked = wanted is None or ("left", shape) in wanted
+            if asked and shape in ranks.shapes_left and ranks.counting[id(param)]:
+                plain = not is_distributed(param)
+                counted.append((shape, fingerprint(param.grad, shape) if plain else None))
         left = self._count_open() - sum(map(self._is_unseen, self._showing))
-        return Shown(left, len(self._claims), apart, alike)
+        return Shown(left, len(self._claims), apart, alike, left_to_others, counted)
 
     def compare(self, ranks: ModelRanks, shown: Sequence[Shown], *, step: int) -> None:
         """Raises, on every rank alike, if copies were called parts, or parts copies.
@@ -369,6 +398,7 @@ class RankAgreement:
             step: as in `looks`.
         """
         _refuse_unlike(ranks, [each.alike for each in shown])
+        _refuse_uncounted_gradients(ranks, shown)
         doubtful = self._refuse_same(ranks, shown)
         for key in self._showing:
             claim = self._claims[key]
@@ -390,7 +420,7 @@ class RankAgreement:
         """
         who, (group,) = ranks.rank_group.ranks, ranks.rank_group.groups
         wanted = set().union(*tell_all(self._show_what_is_new(), who, group))
-        shown = tell_all(self.shown(scale=scale, wanted=wanted), who, group)
+        shown = tell_all(self.shown(ranks, scale=scale, wanted=wanted), who, group)
         self.compare(ranks, shown, step=step)
 
     def _refuse_same(self, ranks: ModelRanks, shown: Sequence[Shown]) -> set[Hashable]:
@@ -430,6 +460,7 @@ def _claims_of(ranks: ModelRanks, names: _Names) -> Iterator[_Claim]:
     me, elements = my_rank(), ranks.elements()
     apart = {id(param) for param in ranks.told_apart}
     alike = {id(param) for param in ranks.told_alike}
+    left = {id(param) for param in ranks.left_to_others}
     places = {id(param): place for place, param in enumerate(ranks.plain)}
     if ranks.plain_are_parts:
         apart, places = apart | set(places), {}
@@ -445,8 +476,9 @@ def _claims_of(ranks: ModelRanks, names: _Names) -> Iterator[_Claim]:
             key if each in apart else None,
             elements[at] if each in alike else None,
             places.get(each),
+            each in left,
         )
-        if claim[2:] != (None, None, None) and param.numel():
+        if claim[2:] != (None, None, None, False) and param.numel():
             yield claim
 
 
@@ -456,6 +488,7 @@ def _tags_of(claim: _Claim) -> list[tuple[str, Hashable]]:
         "apart": None if claim.apart is None else tuple(claim.param.shape),
         "alike": claim.alike,
         "plain": claim.place,
+        "left": tuple(claim.param.shape) if claim.left else None,
     }
     return [(kind, key) for kind, key in tags.items() if key is not None]
 
@@ -521,6 +554,35 @@ def _refuse_unlike(ranks: ModelRanks, shown: Sequence[Mapping[tuple[str, Hashabl
             here = shown[who.index(my_rank())].items()
             mine = [each.name for (kind, _), each in here if kind == "plain"]
             raise ValueError(_no_copies(ranks, held, mine))
+
+
+def _refuse_uncounted_gradients(ranks: ModelRanks, shown: Sequence[Shown]) -> None:
+    """Raises if a gradient that another rank is to count is none of those that others count.
+
+    DTensors may be cut differently: where one has the shape, nothing is concluded.
+
+    Args:
+        ranks: that hold the model together.
+        shown: of each rank, what `shown` returned.
+    """
+    who = ranks.rank_group.ranks
+    for rank, theirs in zip(who, shown, strict=True):
+        for shape, left in theirs.left_to_others:
+            there = [
+                found
+                for other, each in zip(who, shown, strict=True)
+                for of_shape, found in each.counted
+                if other != rank and of_shape == shape
+            ]
+            if left.found.usable and not any(
+                found is None or are_copies([left.found, found]) for found in there
+            ):
+                raise ValueError(
+                    f"copies= says 0 for {left.name} on rank {rank}: another rank counts its "
+                    "elements, and none that counts has the same gradient, which has norm "
+                    f"{left.found.norm:.6g} there. Add up, or average, the gradients of copies and "
+                    "of tied tensors over the ranks before step()."
+                )
 
 
 def refuse_different(ranks: Sequence[int], settings: Sequence[Mapping[str, object]]) -> None:

@@ -164,6 +164,10 @@ class ModelRanks:
     of the ranks and not of them."""
     told_alike: tuple[Tensor, ...] = ()
     """Parameters that other ranks hold too, because it was said: `elements` tells which do."""
+    left_to_others: tuple[Tensor, ...] = ()
+    """Plain parameters of which `copies=` says that another rank counts them."""
+    shapes_left: frozenset[tuple[int, ...]] = frozenset()
+    """The shapes of those of all ranks."""
     counting_each: Mapping[int, bool] | None = None
     """As `counting`, in the norm of the tensor by itself: what `copies=` leaves to others, such as
     the second of tied embeddings, counts there if it has a key of its own. None if all is alike."""
@@ -459,7 +463,8 @@ def _with_copies(
     uncounted = [p for p in known.params if numbers.get(id(p)) == 0 and is_trained(p)]
     zeros = [(name(param), *_seen_of(param)) for param in uncounted]
     (group,) = known.rank_group.groups
-    told = tell_all((contents, roll, zeros, problem), ranks, group)
+    left = [tuple(param.shape) for param in wanted.get(0, ())]
+    told = tell_all((contents, roll, left, zeros, problem), ranks, group)
     raise_for_all(problem, ranks, [theirs for *_, theirs in told], cause=cause)
     alike: dict[tuple[int, str], list[int]] = {}
     for rank, (theirs, *_) in zip(ranks, told, strict=True):
@@ -502,6 +507,8 @@ def _with_copies(
         counting_each=each,
         told_apart=(*_without(known.told_apart, said), *wanted.get(1, ()), *grouped),
         told_alike=(*_without(known.told_alike, said), *several),
+        left_to_others=tuple(wanted.get(0, ())),
+        shapes_left=frozenset(shape for _, _, theirs, *_ in told for shape in theirs),
         copied=copied,
         keys=tuple(keys[id(param)] for param in known.params),
         ambiguous=frozenset(ambiguous),

@@ -1088,7 +1088,7 @@ class Engine:
         table = None
         if self._apart and model_ranks.keys is not None:
             table = self._told_of(params, model_ranks.keys, counts_of(params, model_ranks))
-        shown = self._agreement.shown(usable=usable, scale=fetch(scale)[0])
+        shown = self._agreement.shown(model_ranks, usable=usable, scale=fetch(scale)[0])
         at_once = self.state.scale.device.type == "cpu"
         mine = self._names_told, owners, held, table, tuple(self.plans), at_once
         told = tell_all((*mine, model_ranks.by_mesh, shown, self.settings()), ranks, group)
