@@ -537,12 +537,14 @@ def parts_that_show_themselves_later(rank: int) -> dict[str, list[str]]:
     """A router's copy is there from the start; the experts beside it show nothing at first."""
     found = {}
     mine = torch.tensor([[3.0, 400.0, 5.0, 6.0][rank]])
-    for name in ("zero", "none", "frozen", "added"):
+    for name in ("zero", "none", "frozen", "added", "none, after many steps"):
         router, expert = _plain([12.0]), _plain([0.0])
         if name != "zero":
             expert.grad = None
         expert.requires_grad_(name != "frozen")
         control = _beside_shards([router] if name == "added" else [router, expert])
+        for _ in range(38 if "many" in name else 0):
+            control.step()
         told = [_refusal(control.step), _refusal(control.step)]
         if name == "added":
             control._optimizers[0].add_param_group({"params": [expert]})

@@ -29,6 +29,7 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
         states_of_data_parallel_ranks,
         a_bad_loss_under_data_parallel,
         made_before_sharding,
+        a_late_gradient_where_nobody_reads,
     ]
     return run_all(programs, tmp_path_factory.mktemp("drift"))
 
@@ -250,6 +251,41 @@ def test_a_control_made_before_fully_shard_says_what_became_of_its_parameters(
         assert "fully_shard() (FSDP2) replaces a model's parameters" in said
 
 
+def a_late_gradient_where_nobody_reads(rank: int) -> dict[str, Any]:
+    """As on GPUs, where the host waits at the first steps alone: an expert beside shards that the
+    other rank has not, first used at step 40; and a copy that both have."""
+    found: dict[str, Any] = {}
+    real = rank_drift.HostCopy
+    for name in ("part", "copy"):
+        model = _sharded()
+        plain = nn.Parameter(torch.zeros(8))
+        control = gradilocks.GradientControl(
+            torch.optim.SGD([*model.parameters(), plain], lr=0.0), scale=None, clip=1.0
+        )
+        engine, read = control._engine, []
+        rank_drift.HostCopy = _Late  # type: ignore[misc, assignment]
+        try:
+            for step in range(1, 101):
+                control.zero_grad()
+                control.backward(model(torch.ones(3, 4)).square().sum())
+                if step >= 40:
+                    seed = 5 + rank * (name == "part")
+                    plain.grad = torch.randn(8, generator=torch.Generator().manual_seed(seed))
+                if step > 1 and engine._agreement.looks(step):
+                    read.append(step)
+                try:
+                    control.step()
+                except ValueError as error:
+                    found[name] = step, str(error), read
+                    break
+                engine._met = engine._met._replace(at_once=False)
+            else:
+                found[name] = 0, "", read
+        finally:
+            rank_drift.HostCopy = real  # type: ignore[misc]
+    return found
+
+
 def test_what_one_rank_does_alone_is_noticed_by_both(returned: Returned) -> None:
     first, second = returned["what_one_rank_does_alone"]
     for name in ("unscale_", "load_state_dict"):
@@ -279,7 +315,20 @@ def test_a_parameter_that_is_never_used_does_not_make_the_host_read_for_ever(
 ) -> None:
     for reads in returned["a_parameter_without_a_gradient"]:
         assert all(reads[:32])
-        assert [at + 1 for at, count in enumerate(reads) if at >= 32 and count] == [64]
+        assert not any(reads[32:])
+
+
+def test_a_late_gradient_is_compared_a_few_steps_later_where_nobody_waits_for_it(
+    returned: Returned,
+) -> None:
+    first, second = returned["a_late_gradient_where_nobody_reads"]
+    assert first == second
+    step, said, read = first["part"]
+    assert "their gradients are not the same" in said
+    assert 40 + LAG < step <= 40 + 2 * LAG + 2
+    assert read == [*range(2, 33), step]
+    # Found to be a copy it is not looked at again, and nobody reads.
+    assert first["copy"] == (0, "", read)
 
 
 class _Late:
@@ -303,8 +352,8 @@ def test_a_device_skips_at_once_and_tells_after_as_many_steps_on_every_rank(
 ) -> None:
     monkeypatch.setattr(rank_drift, "HostCopy", _Late)
     drift = rank_drift.RankDrift()
-    alike = torch.tensor([[8.0, 0.0, 3.0], [8.0, 0.0, 3.0]], dtype=torch.float64)
-    apart = torch.tensor([[8.0, 0.0, 3.0], [4.0, 0.0, 3.0]], dtype=torch.float64)
+    alike = torch.tensor([[8.0, 0.0, 3.0, 0.0], [8.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
+    apart = torch.tensor([[8.0, 0.0, 3.0, 0.0], [4.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
     for _ in range(3):
         assert drift.notice(alike, (0, 1)) == 0
     assert drift.notice(apart, (0, 1)) == 1
@@ -315,3 +364,26 @@ def test_a_device_skips_at_once_and_tells_after_as_many_steps_on_every_rank(
         drift.notice(alike, (0, 1))
     for _ in range(2 * LAG + 2):  # Told once.
         assert drift.notice(alike, (0, 1)) == 0
+
+
+def test_news_that_the_device_has_are_told_as_many_steps_later_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_drift, "HostCopy", _Late)
+    drift = rank_drift.RankDrift()
+    quiet = torch.tensor([[8.0, 0.0, 3.0, 0.0], [8.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
+    news = torch.tensor([[8.0, 0.0, 3.0, 0.0], [8.0, 0.0, 3.0, 1.0]], dtype=torch.float64)
+
+    def told_at(rows: list[torch.Tensor], **given: Any) -> list[int]:
+        seen = []
+        for number, each in enumerate(rows):
+            assert drift.notice(each, (0, 1), **given) == 0
+            if drift.has_news:
+                seen.append(number)
+        return seen
+
+    # Sent for every LAG + 1 steps: the first time at once, so that step 1 is told with the next.
+    assert told_at([quiet, news, *[quiet] * (3 * LAG)]) == [2 * LAG + 1]
+    assert told_at([*[quiet] * LAG, news, *[quiet] * (3 * LAG)]) != []
+    # Of a step that the host has read nothing is left to be told.
+    assert told_at([news] * (3 * LAG), heard=True) == []

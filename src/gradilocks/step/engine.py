@@ -40,14 +40,11 @@ from gradilocks.kernels.reference import DOUBLE, summarize
 from gradilocks.names import Names, Placed
 from gradilocks.ranks.agreement import (
     ASKS,
-    FINGERPRINT,
     REPORT,
     RankAgreement,
-    fingerprint,
     refuse_different,
     refuse_refused,
     refuse_uncounted,
-    shown_by,
 )
 from gradilocks.ranks.all_parameters import (
     NOBODY,
@@ -123,10 +120,6 @@ __all__ = [
     "norm_and_coefficient",
     "peak_of",
 ]
-
-
-_FIRST_STEPS = 32
-"""So many steps at least are looked at: a scale that begins at 2^16 may overflow at 16 of them."""
 
 
 class Lesson(NamedTuple):
@@ -217,6 +210,8 @@ class Met(NamedTuple):
     parameters: AllParameters = NOBODY
     plans: frozenset[RecordingPlan] = frozenset()
     """What the recorders of all ranks need."""
+    at_once: bool = False
+    """Whether all of them decide on a CPU, where reading what was told costs no wait."""
 
 
 class Engine:
@@ -852,7 +847,7 @@ class Engine:
         At the first steps the host waits for them anyway. Later nobody waits: a rank that raises
         ends the run, as it does anywhere else.
         """
-        if self._agreement.is_pending(model_ranks) or not model_ranks.is_like(self._table_of):
+        if not model_ranks.is_like(self._table_of) or self._agreement.looks(self._step_number):
             self._refused(model_ranks)
 
     def all_have_changed(self, model_ranks: ModelRanks) -> bool:
@@ -886,55 +881,42 @@ class Engine:
         params, tensors = gradients.params, gradients.tensors
         counts = model_ranks.counts(params, gradients.every_layout())
         anew = not model_ranks.is_like(self._table_of)
-        looking = anew or (self._agreement.is_pending(model_ranks) and self._looks_again)
-        waiting = self._agreement.uncompared(model_ranks) if looking else {}
-        plain = [at for at, param in enumerate(params) if id(param) in waiting]
-        shown = None
-        if plain:
-            chosen, home = [tensors[at] for at in plain], mine.norm.device
-            shown = fingerprint(
-                chosen,
-                places=[waiting[id(params[at])] for at in plain],
-                shapes=[tuple(params[at].shape) for at in plain],
-                norms=measure(chosen, home=home).tensors.norms,
-            )
+        agreement, step = self._agreement, self._step_number
+        agreement.consider(model_ranks, self.names.of)
+        looking = anew or (agreement.looks(step) and not (mine.norm.is_cuda and capturing()))
         whole, every = self._gather(
             mine,
             model_ranks,
             counts=counts,
-            marks=None if shown is None else shown.numbers,
             found=self._told(mine.tensors, params, model_ranks, counts, unscaled=unscaled),
             wide=all(tensor.dtype is torch.float64 for tensor in tensors),
         )
         every, rows = every[:, : len(REPORT)], every[:, len(REPORT) :]
-        if looking:
-            heads = [whole.nonfinite.reshape(1), whole.norm.reshape(1)]
-            columns = [*(head.to(every.dtype) for head in heads), every.flatten()]
-            broken, norm, *numbers = fetch(
-                torch.cat(columns + ([] if shown is None else [shown.compared]))
+        heard, met = looking or self._met.at_once, self._met
+        if heard:
+            told = every if looking else every[:, :1]
+            news = rows[:, TOLD.index("news")]
+            broken, *numbers = fetch(
+                torch.cat([whole.nonfinite.reshape(1).to(told.dtype), news, told.flatten()])
             )
-            flat, rest = numbers[: every.numel()], numbers[every.numel() :]
-            reports = [flat[at : at + len(REPORT)] for at in range(0, len(flat), len(REPORT))]
-            self._agreement.check(
-                model_ranks,
-                reports,
-                compared=[params[at] for at, seen in zip(plain, rest, strict=True) if seen],
-                finite=not broken,
-                names=self.names.of,
-            )
-            self.scaled_here = self.scales and self.losses.any_noted
-            usable = not broken and norm > 0
-            self._agreement.compare_late(model_ranks, usable=usable)
-        elif every.device.type == "cpu":  # Where it costs no wait, nobody goes on alone.
-            refuse_refused(model_ranks, fetch(every[:, REPORT.index("refused")]))
-        largest = _largest_finite_of(every[:, REPORT.index("narrow")])
-        met = self._met
-        if anew:
+            fresh, flat = any(numbers[: len(news)]), numbers[len(news) :]
+            if looking:
+                reports = [flat[at : at + len(REPORT)] for at in range(0, len(flat), len(REPORT))]
+                agreement.check(model_ranks, reports)
+                self.scaled_here = self.scales and self.losses.any_noted
+            else:  # Where it costs no wait, nobody goes on alone.
+                refuse_refused(model_ranks, flat)
+            scale = torch.ones_like(self.state.scale) if unscaled else self.state.scale
             # Where others have not changed, they do not listen: a thaw or an addition on one rank.
-            if all(report[REPORT.index("anew")] for report in reports):
-                self._meet(model_ranks, usable=usable)
+            if anew and all(report[REPORT.index("anew")] for report in reports):
+                self._meet(model_ranks, usable=fresh and not broken, scale=scale)
+            elif not broken and (fresh or agreement.is_due(step)):
+                agreement.compare_now(model_ranks, step=step, scale=fetch(scale)[0])
             self._table_of = model_ranks
-        parted = self._drift.notice(rows[:, -len(CARRIED) :], rank_group.ranks)
+        largest = _largest_finite_of(every[:, REPORT.index("narrow")])
+        parted = self._drift.notice(rows[:, -len(CARRIED) :], rank_group.ranks, heard=heard)
+        if self._drift.has_news:
+            agreement.look_again(step)
         skip = torch.maximum(whole.nonfinite, parted.to(whole.nonfinite.dtype))
         whole = dataclasses.replace(whole, nonfinite=skip)
         if not met.names:
@@ -967,6 +949,10 @@ class Engine:
         told["scale"] = zero + 1.0 if unscaled else self.state.scale.to(dtype)
         told["step"] = self.steps.to(dtype)
         told["gradients"] = torch.full_like(loss, len(params))
+        unseen = self._agreement.unseen(params)
+        if unseen:
+            norms = found.norms.index_select(0, numbers_on(home, tuple(unseen), torch.int64))
+            told["news"] = ((norms > 0) & torch.isfinite(norms)).sum().to(dtype)
         if not params:
             return torch.stack([told[name] for name in TOLD])
         order = self.backward_order(model_ranks)
@@ -990,14 +976,9 @@ class Engine:
         return torch.stack([told[name] for name in TOLD])
 
     @property
-    def _looks_again(self) -> bool:
-        """Whether the host reads what the ranks say of themselves, as it does at the first steps.
-
-        A parameter that never has a gradient, or only zeros, is never compared: after the first
-        steps it is looked at after ever more of them, at the same on all ranks.
-        """
-        since = self._steps_since_met + 1
-        return since <= _FIRST_STEPS or since & (since - 1) == 0
+    def _step_number(self) -> int:
+        """The number of the step that goes on, since the ranks have met; alike on all of them."""
+        return self._steps_since_met + (not self.step_begun)
 
     @property
     def _shares_detail(self) -> bool:
@@ -1091,7 +1072,7 @@ class Engine:
         plans = frozenset(plan for _, plans, _ in told for plan in plans)
         return plans, LoadCount(told[0][-1], len(ranks))
 
-    def _meet(self, model_ranks: ModelRanks, *, usable: bool) -> None:
+    def _meet(self, model_ranks: ModelRanks, *, usable: bool, scale: Tensor) -> None:
         """The ranks tell each other which parameters they have: all of them, or none may.
 
         Raises, on all of them, if they have not the same settings, hold copies of what was said to
@@ -1100,6 +1081,7 @@ class Engine:
         Args:
             model_ranks: that hold the model together.
             usable: whether the gradients of this step show who holds copies.
+            scale: 0-d, what they carry.
         """
         ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
         if self._table_of is not None:
@@ -1113,20 +1095,22 @@ class Engine:
         table = None
         if self._apart and model_ranks.keys is not None:
             table = self._told_of(params, model_ranks.keys, counts_of(params, model_ranks))
-        shown = shown_by(model_ranks, usable=usable)
-        mine = self._names_told, owners, held, table, tuple(self.plans)
+        shown = self._agreement.shown(model_ranks, usable=usable, scale=fetch(scale)[0])
+        at_once = self.state.scale.device.type == "cpu"
+        mine = self._names_told, owners, held, table, tuple(self.plans), at_once
         told = tell_all((*mine, model_ranks.by_mesh, shown, self.settings()), ranks, group)
-        names, owners_of, lists, tables, plans, by_mesh, shown_of, settings = zip(
+        names, owners_of, lists, tables, plans, on_cpus, by_mesh, shown_of, settings = zip(
             *told, strict=True
         )
         refuse_different(ranks, settings)
         refuse_uncounted(ranks, by_mesh)
-        self._agreement.compare(model_ranks, shown_of)
+        self._agreement.compare(model_ranks, shown_of, step=1)
         self._met = Met(
             names,
             owners_of,
             parameters_of_all(ranks, lists, held=held, ids=list(map(id, params))),
             frozenset(plan for theirs in plans for plan in theirs),
+            all(on_cpus),
         )
         self._steps_since_met = 0
         if table is not None:
@@ -1144,7 +1128,6 @@ class Engine:
         *,
         counts: Sequence[bool],
         wide: bool,
-        marks: Tensor | None = None,
         found: Tensor | None = None,
         refused: bool = False,
         anew: float | None = None,
@@ -1155,18 +1138,21 @@ class Engine:
         if anew is None:
             anew = not model_ranks.is_like(self._table_of)
         notes = self._agreement.report(
-            model_ranks, refused=refused, wide=wide, scaled=scaled, anew=anew
+            model_ranks,
+            step=self._step_number,
+            refused=refused,
+            wide=wide,
+            scaled=scaled,
+            anew=anew,
         )
         told = numbers_on(norms.device, tuple(notes), norms.dtype)
-        if marks is None:
-            marks = norms.new_zeros(len(FINGERPRINT))
         if found is None:
             found = norms.new_zeros(len(TOLD))
         return reduce(
             mine,
             rank_group=model_ranks.rank_group,
             counts=counts,
-            notes=[*told.unbind(), *marks.unbind(), *found.unbind()],
+            notes=[*told.unbind(), *found.unbind()],
         )
 
     def _memory_on(self, home: torch.device) -> dict[str, Tensor]:
