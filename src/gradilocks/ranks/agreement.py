@@ -400,10 +400,10 @@ class RankAgreement:
         _refuse_unlike(ranks, [each.alike for each in shown])
         _refuse_uncounted_gradients(ranks, shown)
         doubtful = self._refuse_same(ranks, shown)
+        self._doubtful = {}  # One that has no gradient at this step is news when it has one.
         for key in self._showing:
             claim = self._claims[key]
             known = self._doubtful if claim.apart in doubtful else self._compared
-            self._doubtful.pop(key, None)
             known[key] = claim.param
         self._is_open = any(each.left for each in shown)
         if step == 1:  # The ranks have met, and count anew.
@@ -426,12 +426,12 @@ class RankAgreement:
     def _refuse_same(self, ranks: ModelRanks, shown: Sequence[Shown]) -> set[Hashable]:
         """Raises if a parameter that was said to differ between ranks is a copy.
 
-        Returns:
-            The keys of those that may be copies: what was the same so far may be chance.
-
         Args:
             ranks: that hold the model together.
             shown: of each rank, what `shown` returned.
+
+        Returns:
+            The keys of those that may be copies: what was the same so far may be chance.
         """
         who = ranks.rank_group.ranks
         doubtful: set[Hashable] = set()
