@@ -312,12 +312,15 @@ class RankAgreement:
         )
         return [float(number) for number in told]
 
-    def check(self, ranks: ModelRanks, reports: Sequence[Sequence[float]]) -> None:
+    def check(
+        self, ranks: ModelRanks, reports: Sequence[Sequence[float]], *, all_read: bool
+    ) -> None:
         """Raises, on every rank alike, if what the ranks say of themselves does not fit together.
 
         Args:
             ranks: that hold the model together, as this one knows them.
             reports: of each rank, the numbers that REPORT names.
+            all_read: whether all ranks read them at this step.
         """
         told = dict(zip(REPORT, zip(*reports, strict=True), strict=True))
         refuse_refused(ranks, told["refused"])
@@ -327,7 +330,8 @@ class RankAgreement:
             raise ValueError(ranks.unknown or _ELSEWHERE)
         if len(set(told["parts"])) > 1:
             raise ValueError(_UNLIKE)
-        self._is_open = any(told["open"])
+        if all_read:
+            self._is_open = any(told["open"])
 
     def _show_what_is_new(self) -> set[Hashable]:
         """What there is to be compared: what all ranks have to show of their parameters."""
