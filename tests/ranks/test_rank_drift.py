@@ -256,11 +256,11 @@ def a_late_gradient_where_nobody_reads(rank: int) -> dict[str, Any]:
     other rank has not, first used at step 40; and a copy that both have."""
     found: dict[str, Any] = {}
     real = rank_drift.HostCopy
-    for name in ("part", "copy"):
-        model = _sharded()
+    for name in ("part", "copy", "added on one rank"):
+        model, alone = _sharded(), "added" in name
         plain = nn.Parameter(torch.zeros(8))
         control = gradilocks.GradientControl(
-            torch.optim.SGD([*model.parameters(), plain], lr=0.0), scale=None, clip=1.0
+            torch.optim.SGD([*model.parameters(), *[plain][alone:]], lr=0.0), scale=None, clip=1.0
         )
         engine, read = control._engine, []
         rank_drift.HostCopy = _Late  # type: ignore[misc, assignment]
@@ -268,6 +268,8 @@ def a_late_gradient_where_nobody_reads(rank: int) -> dict[str, Any]:
             for step in range(1, 101):
                 control.zero_grad()
                 control.backward(model(torch.ones(3, 4)).square().sum())
+                if step == 40 and alone and rank == 0:
+                    control._optimizers[0].add_param_group({"params": [plain]})
                 if step >= 40:
                     seed = 5 + rank * (name == "part")
                     plain.grad = torch.randn(8, generator=torch.Generator().manual_seed(seed))
@@ -322,11 +324,17 @@ def test_a_late_gradient_is_compared_a_few_steps_later_where_nobody_waits_for_it
     returned: Returned,
 ) -> None:
     first, second = returned["a_late_gradient_where_nobody_reads"]
-    assert first == second
+    for name in first:  # Which plain tensors there are on this rank is told besides.
+        assert [first[name][0], first[name][2]] == [second[name][0], second[name][2]]
+        assert "their gradients are not the same" in second[name][1] or name == "copy"
     step, said, read = first["part"]
     assert "their gradients are not the same" in said
     assert 40 + LAG < step <= 40 + 2 * LAG + 2
     assert read == [*range(2, 33), step]
+    added = first["added on one rank"]
+    assert "their gradients are not the same" in added[1]
+    assert added[0] == step
+    assert added[2] == [step]
     # Found to be a copy it is not looked at again, and nobody reads.
     assert first["copy"] == (0, "", read)
 

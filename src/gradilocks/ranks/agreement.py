@@ -312,12 +312,15 @@ class RankAgreement:
         )
         return [float(number) for number in told]
 
-    def check(self, ranks: ModelRanks, reports: Sequence[Sequence[float]]) -> None:
+    def check(
+        self, ranks: ModelRanks, reports: Sequence[Sequence[float]], *, all_read: bool
+    ) -> None:
         """Raises, on every rank alike, if what the ranks say of themselves does not fit together.
 
         Args:
             ranks: that hold the model together, as this one knows them.
             reports: of each rank, the numbers that REPORT names.
+            all_read: whether all ranks read them at this step.
         """
         told = dict(zip(REPORT, zip(*reports, strict=True), strict=True))
         refuse_refused(ranks, told["refused"])
@@ -327,7 +330,8 @@ class RankAgreement:
             raise ValueError(ranks.unknown or _ELSEWHERE)
         if len(set(told["parts"])) > 1:
             raise ValueError(_UNLIKE)
-        self._is_open = any(told["open"])
+        if all_read:
+            self._is_open = any(told["open"])
 
     def _show_what_is_new(self) -> set[Hashable]:
         """What there is to be compared: what all ranks have to show of their parameters."""
@@ -401,10 +405,10 @@ class RankAgreement:
         _refuse_unlike(ranks, [each.alike for each in shown])
         _refuse_uncounted_gradients(ranks, shown)
         doubtful = self._refuse_same(ranks, shown)
+        self._doubtful = {}  # One that has no gradient at this step is news when it has one.
         for key in self._showing:
             claim = self._claims[key]
             known = self._doubtful if claim.apart in doubtful else self._compared
-            self._doubtful.pop(key, None)
             known[key] = claim.param
         self._is_open = any(each.left for each in shown)
         if step == 1:  # The ranks have met, and count anew.
@@ -427,12 +431,12 @@ class RankAgreement:
     def _refuse_same(self, ranks: ModelRanks, shown: Sequence[Shown]) -> set[Hashable]:
         """Raises if a parameter that was said to differ between ranks is a copy.
 
-        Returns:
-            The keys of those that may be copies: what was the same so far may be chance.
-
         Args:
             ranks: that hold the model together.
             shown: of each rank, what `shown` returned.
+
+        Returns:
+            The keys of those that may be copies: what was the same so far may be chance.
         """
         who = ranks.rank_group.ranks
         doubtful: set[Hashable] = set()

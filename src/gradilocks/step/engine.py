@@ -883,7 +883,10 @@ class Engine:
         anew = not model_ranks.is_like(self._table_of)
         agreement, step = self._agreement, self._step_number
         agreement.consider(model_ranks, self.names.of)
-        looking = anew or (agreement.looks(step) and not (mine.norm.is_cuda and capturing()))
+        # Whether all ranks read what they are told now. One that alone has other parameters does,
+        # too, and must not begin what the others would not take part in.
+        looking = agreement.looks(step) and not (mine.norm.is_cuda and capturing())
+        all_read = looking or self._met.at_once
         whole, every = self._gather(
             mine,
             model_ranks,
@@ -892,29 +895,32 @@ class Engine:
             wide=all(tensor.dtype is torch.float64 for tensor in tensors),
         )
         every, rows = every[:, : len(REPORT)], every[:, len(REPORT) :]
-        heard, met = looking or self._met.at_once, self._met
-        if heard:
-            told = every if looking else every[:, :1]
+        met = self._met
+        if anew or all_read:
+            told = every if anew or looking else every[:, :1]
             news = rows[:, TOLD.index("news")]
             broken, *numbers = fetch(
                 torch.cat([whole.nonfinite.reshape(1).to(told.dtype), news, told.flatten()])
             )
             fresh, flat = any(numbers[: len(news)]), numbers[len(news) :]
-            if looking:
+            all_anew = False
+            if anew or looking:
                 reports = [flat[at : at + len(REPORT)] for at in range(0, len(flat), len(REPORT))]
-                agreement.check(model_ranks, reports)
+                agreement.check(model_ranks, reports, all_read=all_read)
+                all_anew = all(report[REPORT.index("anew")] for report in reports)
                 self.scaled_here = self.scales and self.losses.any_noted
             else:  # Where it costs no wait, nobody goes on alone.
                 refuse_refused(model_ranks, flat)
             scale = torch.ones_like(self.state.scale) if unscaled else self.state.scale
             # Where others have not changed, they do not listen: a thaw or an addition on one rank.
-            if anew and all(report[REPORT.index("anew")] for report in reports):
+            if all_anew:
                 self._meet(model_ranks, usable=fresh and not broken, scale=scale)
-            elif not broken and (fresh or agreement.is_due(step)):
+                all_read = True
+            elif all_read and not broken and (fresh or agreement.is_due(step)):
                 agreement.compare_now(model_ranks, step=step, scale=fetch(scale)[0])
             self._table_of = model_ranks
         largest = _largest_finite_of(every[:, REPORT.index("narrow")])
-        parted = self._drift.notice(rows[:, -len(CARRIED) :], rank_group.ranks, heard=heard)
+        parted = self._drift.notice(rows[:, -len(CARRIED) :], rank_group.ranks, heard=all_read)
         if self._drift.has_news:
             agreement.look_again(step)
         skip = torch.maximum(whole.nonfinite, parted.to(whole.nonfinite.dtype))
