@@ -175,4 +175,5 @@ class LoadCount:
 
     def _loaded(self) -> int:
         store = default_store()
-        return 0 if store is None else int(store.add(self._key(self._steps), 0))
+        number: int = 0 if store is None else store.add(self._key(self._steps), 0)
+        return number
