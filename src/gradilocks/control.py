@@ -413,9 +413,10 @@ class GradientControl:
         The policies' settings come from the checkpoint, as with torch's. A checkpoint that does not
         fit raises BadState and changes nothing.
         """
+        before = self._engine.next_step
         self._engine.load(state_dict, self._ranks)
         if self._loads is not None:
-            self._loads.note()
+            self._loads.note(kept_step=self._engine.next_step == before)
         self._order.note_step(self._parameters())  # What is there carries another scale.
 
     def _begins_anew(self) -> bool:
@@ -470,6 +471,8 @@ class GradientControl:
 
     def _step(self, closure: Callable[[], Tensor] | None) -> Outcome:
         self._engine.step_begun, self._weights = False, None
+        if self._loads is not None:
+            self._loads.begin_step()
         if closure is not None:
             check_closure(closure, len(self._optimizers))
             return self._step_with_closure(closure)
@@ -582,11 +585,11 @@ class GradientControl:
         if not is_joining(self._data_parallel()) and not capturing():
             fetch(self._engine.state.scale)  # After the gradients, for which all ranks are needed.
             check, step = self._replica_check, self._engine.next_step
-            if check is not None and step is not None and check.is_due(step):
-                return  # All ranks are about to compare their scales, and raise alike.
-            loads.refuse_alone()
-            self._engine.compare_settings(self._replicas)
-            loads.note_compared()
+            if loads.all_have():
+                self._engine.compare_settings(self._replicas)
+                loads.note_compared()
+            elif not (check is not None and loads.kept_step and step and check.is_due(step)):
+                raise loads.alone()  # Else all ranks compare their scales below, and raise alike.
 
     def _check_replicas(self, check: ReplicaCheck, gradients: Gradients) -> None:
         """Raises if it is time to compare ranks that hold the same and they do not.

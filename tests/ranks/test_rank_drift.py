@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gradilocks
+from gradilocks._torch import default_store
 from gradilocks.errors import GradilocksError
 from gradilocks.step import rank_drift
 from gradilocks.step.host_copy import LAG
@@ -170,12 +171,16 @@ def states_of_data_parallel_ranks(rank: int) -> list[Any]:
 
     step()
     state = {**control.state_dict(), "scale": 4.0}
+    store, loads = default_store(), control._loads
     if rank == 1:
         control.load_state_dict(state)
-    step()
+        looks, loads.all_have = loads.all_have, lambda: store.wait(["loaded later"]) or looks()
+    step()  # Rank 1 looks late: when rank 0 is a step ahead and has loaded, too.
     # Everybody goes on from one state, and from one parameter: rank 0 has taken a step more.
     model.load_state_dict({name: torch.ones_like(v) for name, v in model.state_dict().items()})
     control.load_state_dict(state)
+    if rank == 0:
+        store.set("loaded later", "")
     step()
     step()
     control.load_state_dict({**state, "scale": 2.0**rank})
@@ -229,7 +234,7 @@ def test_a_state_that_one_data_parallel_rank_loads_is_told_before_its_next_step(
     first, second = returned["states_of_data_parallel_ranks"]
     assert first[:4] == ["", True, "", True]
     assert second[:2] == ["", True]
-    assert second[2].startswith("ScaleMisuse: a state was loaded into this control on 1 of the 2")
+    assert second[2].startswith("ScaleMisuse: a state was loaded into this control on this rank")
     assert second[3] is False
     for told in (first, second):
         assert told[4:8] == ["", True] * 2

@@ -123,11 +123,12 @@ def _refuse(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> NoReturn:
 
 
 class LoadCount:
-    """Knows whether data-parallel ranks have all loaded a state since they compared, or some alone.
+    """Knows whether data-parallel ranks have all loaded a state before a step, or some alone.
 
     A rank that asked the others after it has loaded alone would wait for them in vain. So each adds
     1 to a number in torch's store when it loads, and reads it at its next step. The gradients of
-    that step are averages: once a rank has them, all have run backward, and have loaded before.
+    that step are averages: once a rank has them, all have run backward, and have loaded before. A
+    number for each step: another rank may be a step ahead, and load before the one after.
 
     Args:
         name: the same on all of these ranks, and of no others.
@@ -135,36 +136,57 @@ class LoadCount:
     """
 
     def __init__(self, name: str, ranks: int) -> None:
-        self._name, self._ranks, self._compared = name, ranks, 0
+        self._name, self._ranks = name, ranks
+        self._steps = self._noted = 0  # Steps begun since the ranks met; the one noted for.
+        self._meets = (
+            False  # Whether all ranks compare at this step: then they do so until it fits.
+        )
         self.is_new = False
         """Whether this rank has loaded a state and the ranks have not compared since."""
+        self.kept_step = True
+        """Whether it has the same number of steps as before."""
 
-    @property
-    def _key(self) -> str:
-        return f"gradilocks/loads/{self._name}/{self._compared}"
-
-    def note(self) -> None:
+    def note(self, *, kept_step: bool) -> None:
         """This rank has loaded a state."""
         store = default_store()
-        if store is not None and not self.is_new:
-            self.is_new = True
-            store.add(self._key, 1)
+        if store is None:
+            return
+        if self._noted <= self._steps:
+            self._noted = self._steps + 1
+            store.add(self._key(self._noted), 1)
+        self.kept_step = kept_step and (self.kept_step or not self.is_new)
+        self.is_new = True
 
-    def refuse_alone(self) -> None:
-        """Raises if not all ranks have loaded a state; else all are here to compare.
+    def begin_step(self) -> None:
+        """A step begins, on all ranks."""
+        self._steps += 1
+
+    def all_have(self) -> bool:
+        """Whether all ranks have loaded a state before this step, and so are here to compare.
 
         The gradients of the step must have arrived: the host has waited for the device.
         """
-        store = default_store()
-        loaded = 0 if store is None else store.add(self._key, 0)
-        if loaded != self._ranks:
-            raise ScaleMisuse(
-                f"a state was loaded into this control on {loaded} of the {self._ranks} ranks that "
-                "train the model, this one among them: their scales and settings may differ now. "
-                "They average their gradients, so none may go on alone, and this one has taken no "
-                "step since. Call load_state_dict() on all ranks before the same step, or on none."
-            )
+        self._meets = self._meets or self._loaded() == self._ranks
+        return self._meets
+
+    def alone(self) -> ScaleMisuse:
+        """What to raise if not all have."""
+        return ScaleMisuse(
+            "a state was loaded into this control on this rank and not on all "
+            f"{self._ranks} that train the model, before the same step: their scales and settings "
+            "may differ now. They average their gradients, so none may go on alone, and this one "
+            "has taken no step since. Call load_state_dict() on all ranks before the same step, or "
+            "on none."
+        )
 
     def note_compared(self) -> None:
-        """All ranks have compared what they have."""
-        self.is_new, self._compared = False, self._compared + 1
+        """All ranks have compared what they have, and it is the same."""
+        self.is_new = self._meets = False
+
+    def _key(self, step: int) -> str:
+        return f"gradilocks/loads/{self._name}/{step}"
+
+    def _loaded(self) -> int:
+        store = default_store()
+        number: int = 0 if store is None else store.add(self._key(self._steps), 0)
+        return number
