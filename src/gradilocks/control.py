@@ -86,6 +86,12 @@ __all__ = ["GradientControl"]
 _logger = logging.getLogger("gradilocks")
 
 
+@functools.cache
+def _warn_of_ranks(count: int) -> None:
+    """Once in a process: it may have many controls."""
+    _logger.warning(_NOBODY_SAID, count)
+
+
 def _nobody() -> None:
     """In the place of a weak reference where there is nothing to refer to."""
 
@@ -567,7 +573,7 @@ class GradientControl:
         if self._replicas is None:
             self._compared = True
             if model_ranks is None and my_rank() == 0:
-                _logger.warning(_NOBODY_SAID, world_size())
+                _warn_of_ranks(world_size())
             return
         if is_joining(self._data_parallel()):
             return

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradilocks
+from gradilocks.control import _warn_of_ranks
 from gradilocks.ranks.layout import local_of
 from tests.ranks.rank_programs import run_all
 
@@ -762,10 +763,12 @@ def nothing_said(rank: int) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("gradilocks")
     logger.addHandler(handler)
+    _warn_of_ranks.cache_clear()  # Another of these programs may have heard it.
     try:
-        model = nn.Linear(2, 1)
-        control = gradilocks.GradientControl(torch.optim.SGD(model.parameters(), lr=1.0), clip=1.0)
         for _ in range(2):
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            control = gradilocks.GradientControl(optimizer, clip=1.0)
             control.backward(model(torch.ones(1, 2)).sum())
             control.step()
             control.zero_grad()
