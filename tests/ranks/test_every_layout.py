@@ -38,7 +38,7 @@ EVERY_DAY = {
 PARTS = [  # Of these it is not known which parts are one tensor: a bound on each is refused.
     name
     for name in CASES
-    if (name.startswith("FSDP1") and "NO_SHARD" not in name)
+    if name.startswith("FSDP1")
     or name in ("pipeline by group", "plain experts", "a rank without experts")
 ]
 DDP = ("DDP with no_sync", "DDP around other wrappers")
