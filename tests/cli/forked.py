@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.cli.cli_process import environment
-from tests.forks import fork_server
+from tests.forks import fork_server, without_leaks
 
 SERVER = """
 import gc, json, os, sys
@@ -60,7 +60,7 @@ class Server:
         out, err = ((cwd / name).read_text() for name in (".out", ".err"))
         for name in (".out", ".err"):
             (cwd / name).unlink()
-        return subprocess.CompletedProcess(list(map(str, words)), status, out, err)
+        return subprocess.CompletedProcess(list(map(str, words)), status, out, without_leaks(err))
 
 
 @contextmanager

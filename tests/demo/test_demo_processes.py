@@ -171,7 +171,8 @@ def test_ctrl_c_on_a_terminal_ends_every_process_at_once(tmp_path: Path, moment:
     wait_until(lambda: len(children(terminal.process.pid)) == 2, "two workers")
     if moment == "while they train":
         for arm in ("fp32", "too-small"):
-            wait_until((tmp_path / "runs" / f"{arm}-0.jsonl").exists, "the run file")
+            path = tmp_path / "runs" / f"{arm}-0.jsonl"
+            wait_until(lambda p=path: p.exists() and p.stat().st_size > 0, "the run file's header")
             terminal.read()
     workers = children(terminal.process.pid)
     terminal.press_ctrl_c()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests import PATIENCE
 from tests.cli.cli_process import environment
-from tests.forks import fork_server
+from tests.forks import fork_server, without_leaks
 
 SERVER = """
 import gc, json, os, runpy, signal, socket, sys, time
@@ -110,7 +110,7 @@ class Launcher:
         self._process.stdin.flush()
         statuses = json.loads(self._process.stdout.readline())
         streams = (
-            [(cwd / f"{name}{rank}").read_text() for rank in range(ranks)]
+            [without_leaks((cwd / f"{name}{rank}").read_text()) for rank in range(ranks)]
             for name in (".out", ".err")
         )
         return Ended(statuses, *streams)

@@ -161,14 +161,15 @@ def _check_traffic(name: str, sent: list[list[tuple[str, int]]], *, apart: bool)
         assert step[sums] == ("allgather", ROW), name
         rest = step[sums + 1 :]
         assert len(rest) == apart, name
-        assert all(kind == "allgather" and given <= 8 * 32 for kind, given in rest), name
+        # 16 bytes a tensor; the interleaved pipeline of eight ranks has the most, 32.
+        assert all(kind == "allgather" and given <= 16 * 32 for kind, given in rest), (name, rest)
 
 
 def each_tensor_refused_where_parts_are_not_known(rank: int) -> dict[str, str]:
     found = {}
     for name in PARTS:
-        if name.startswith("FSDP1 SHARD"):
-            continue
+        if name.startswith(("FSDP1 SHARD", "FSDP1 NO_SHARD")):
+            continue  # The others are enough.
         run = CASES[name](rank)
         assert run is not None
         try:
