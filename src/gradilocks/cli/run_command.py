@@ -45,8 +45,12 @@ def run(
         bool,
         flag(
             "--trace",
-            "After a skipped step with NaN or Inf, find the module in which the next is born.",
+            "Look at each step before it is taken, also on a GPU, which is waited for then.",
         ),
+    ] = False,
+    no_trace: Annotated[
+        bool,
+        flag("--no-trace", "Do not run a step with NaN or Inf once more to find where it arose."),
     ] = False,
     swap: Annotated[
         bool,
@@ -85,6 +89,8 @@ def run(
     chosen = program_of(script, module, command="run")
     if force and append:
         raise typer.BadParameter("--force and --append cannot be given together.")
+    if trace and no_trace:
+        raise typer.BadParameter("--trace and --no-trace cannot be given together.")
     if (force or append) and output is None:
         raise typer.BadParameter("--force and --append need -o FILE.")
     if all_ranks and output is None:
@@ -94,7 +100,7 @@ def run(
         exists="replace" if force else "append" if append else "refuse",
         detail_every=detail_every,
         flush_every=flush_every,
-        trace=trace,
+        trace=None if no_trace else "always" if trace else "light",
         all_ranks=all_ranks,
         log=not quiet,
         swap=swap,

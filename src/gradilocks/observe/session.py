@@ -32,7 +32,9 @@ class Options:
     """As the Recorder has it."""
     detail_every: int = 10
     flush_every: int = 50
-    trace: bool = False
+    trace: str | None = "light"
+    """'light': a bad step is run once more where nothing has to wait for that. 'always': also on a
+    GPU without a scaler, which is waited for at each step. None: never."""
     all_ranks: bool = False
     log: bool = True
     swap: bool = False
@@ -252,7 +254,7 @@ def run_script(
     session = ScriptSession(
         program,
         options,
-        settings={"watched": True, "swap": options.swap, "trace": options.trace},
+        settings={"watched": True, "swap": options.swap, "trace": options.trace is not None},
         ways="Choose another name, --append to go on in it, or --force to overwrite it.",
         warn=warn,
         note=note,
@@ -261,10 +263,11 @@ def run_script(
     tracers: list[Any] = []
 
     def listeners() -> Sequence[Any]:
-        if options.trace:
-            from gradilocks.observe.script_models import ScriptTracer
+        if options.trace is not None:
+            from gradilocks.observe.script_tracer import ScriptTracer
 
-            tracers.append(ScriptTracer(session.steps.recorder_now))
+            waits = options.trace == "always"
+            tracers.append(ScriptTracer(session.steps.recorder_now, waits=waits))
         return tracers
 
     def conclude(ending: Ending) -> None:
@@ -284,7 +287,9 @@ def run_script(
                 torch=session.imported_torch,
                 watched=session.records,
                 findings=findings,
-                unseen=options.trace and not findings and any(b.seen for b in bad.values()),
+                unseen=options.trace is not None
+                and not findings
+                and any(b.seen for b in bad.values()),
                 partly=recorder is not None and recorder.partly,
                 rank=session.rank,
                 taken=sum(each.taken for each in bad.values()),

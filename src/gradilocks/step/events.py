@@ -93,6 +93,8 @@ class Step:
     """At the end: whether they were left so by a clip policy, on finite gradients."""
     statistics: Statistics | None = None
     """For listeners: what one of them has measured, if the driver is no control."""
+    loss: Tensor | None = None
+    """For listeners: the loss that one of them has found, likewise."""
     limit: Tensor | None = None
     """At the end, of a scaler with a clip policy: the bound on the norm."""
     clipped: Tensor | None = None

@@ -3,6 +3,6 @@
 `tracer.py` follows a step by hooks, `finding.py` says what was found.
 """
 
-from gradilocks.lab.trace.tracer import Tracer, trace
+from gradilocks.lab.trace.tracer import Tracer, called_modules, trace
 
-__all__ = ["Tracer", "trace"]
+__all__ = ["Tracer", "called_modules", "trace"]
