@@ -52,6 +52,16 @@ def run(
         bool,
         flag("--no-trace", "Do not run a step with NaN or Inf once more to find where it arose."),
     ] = False,
+    guard: Annotated[
+        str | None,
+        one_of(
+            ("skip", "stop"),
+            help="Do not take a step with NaN or Inf: skip it, or stop the script there.",
+        ),
+    ] = None,
+    no_snapshot: Annotated[
+        bool, flag("--no-snapshot", "With --guard, do not write the first such step to a file.")
+    ] = False,
     swap: Annotated[
         bool,
         flag(
@@ -101,6 +111,8 @@ def run(
         detail_every=detail_every,
         flush_every=flush_every,
         trace=None if no_trace else "always" if trace else "light",
+        guard=guard,
+        snapshot=not no_snapshot,
         all_ranks=all_ranks,
         log=not quiet,
         swap=swap,
@@ -145,6 +157,14 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
         lines[-1] += f"; {summary.seen - summary.steps:,} more could not be recorded"
     elif summary.failed:
         lines[-1] += "; the steps after that were not watched"
+    if summary.stopped:
+        lines.append(
+            "stopped by --guard stop: the last step had NaN or Inf and was not taken; parameters "
+            "and optimizer state are as they were before it"
+        )
+    if summary.snapshot is not None:
+        path, size = summary.snapshot
+        lines.append(f"the first bad step is in {path} ({size / 1e6:,.1f} MB)")
     lines.append(f"to see it: {caller} report {shlex.quote(str(summary.path))}")
     if summary.partly:
         lines.append(

@@ -9,13 +9,15 @@ waits for the device to know.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 
-from gradilocks.lab.trace import Tracer, called_modules
+from gradilocks.lab.trace import KeptStep, Tracer, called_modules, write_bad_step
 from gradilocks.observe.script_models import owners_of
 from gradilocks.record import Recorder
 from gradilocks.step.events import PerDriver, Step, StepListener
@@ -32,15 +34,34 @@ class ScriptTracer(StepListener):
     Args:
         make_recorder: called when there is something to tell; findings are written there.
         waits: whether to wait for a GPU at each step, to know of a bad one before it is taken.
+        replays: whether a bad step is run once more.
+        guards: whether bad steps are held back, whoever was to take them.
+        snapshot: a file for the first bad step that is held back; None for none.
+
+    Attributes:
+        snapshot: the file and its size in bytes, once it is there.
     """
 
-    def __init__(self, make_recorder: Callable[[], Recorder], *, waits: bool) -> None:
-        self._make_recorder, self._waits = make_recorder, waits
+    def __init__(
+        self,
+        make_recorder: Callable[[], Recorder],
+        *,
+        waits: bool,
+        replays: bool = True,
+        guards: bool = False,
+        snapshot: Path | None = None,
+    ) -> None:
+        self._make_recorder, self._waits, self._guards = make_recorder, waits, guards
         self._drivers = PerDriver(_Driver)
         self._fresh: WeakSet[Any] = WeakSet()  # Optimizers that have not stepped yet.
         self._searches = 0
         self._called: dict[int, ref[nn.Module]] = {}
+        self.snapshot: tuple[Path, int] | None = None
+        self._latest: Step | None = None
         self._tracer = Tracer([])
+        self._tracer.replays = replays
+        if snapshot is not None:
+            self._tracer.looked = partial(self._write, snapshot)
         self._tracer.kept.follow_all()
 
     def findings(self) -> tuple[str, ...]:
@@ -82,6 +103,7 @@ class ScriptTracer(StepListener):
     # --- steps ---------------------------------------------------------------------------------
 
     def step_begins(self, step: Step) -> None:
+        self._latest = step
         self._meet(step)
         if not step.is_of_control and not step.has_closure:
             self._look_before(step)
@@ -106,8 +128,25 @@ class ScriptTracer(StepListener):
             driver.steps + 1,
             self._tracer.kept.take(),
             loss_is_bad=None if step.loss is None else not bool(step.loss.isfinite().all()),
-            gone=step.driver is step.optimizers[0],
+            gone=step.driver is step.optimizers[0] and not self._guards,
         )
+
+    def _write(self, path: Path, number: int, kept: KeptStep, found: str) -> None:
+        """The first bad step has been looked at: writes it down."""
+        step = self._latest
+        if self.snapshot is not None or step is None:
+            return
+        models = self._tracer.models
+        size = write_bad_step(
+            path,
+            step=number,
+            models=models,
+            optimizers=step.optimizers,
+            kept=kept,
+            loss=None if step.loss is None else float(step.loss),
+            found=found,
+        )
+        self.snapshot = path, size
 
     def step_ended(self, step: Step) -> None:
         driver = self._drivers.of(step)

@@ -89,6 +89,8 @@ class Step:
     """At the end, likewise: what all of them found of each parameter, if they shared it."""
     skip: Tensor | bool = False
     """At the end: whether the parameters were left as they were."""
+    held: Tensor | bool = False
+    """Whether somebody who listens has kept an optimizer from taking it."""
     rejected: Tensor | bool = False
     """At the end: whether they were left so by a clip policy, on finite gradients."""
     statistics: Statistics | None = None

@@ -39,7 +39,7 @@ class _Precision:
     """What autocast did when a model was called."""
 
     def __init__(self, kinds: Iterable[str]) -> None:
-        self._states = [
+        self.states = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         ]
@@ -48,7 +48,7 @@ class _Precision:
     def again(self) -> ExitStack:
         """A context in which it does the same."""
         stack = ExitStack()
-        for kind, enabled, dtype in self._states:
+        for kind, enabled, dtype in self.states:
             stack.enter_context(
                 torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cached)
             )

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -75,6 +75,11 @@ class Tracer(StepListener):
         self._closed = False
         self._began = time.perf_counter()
         self.kept = KeptCalls()
+        self.replays = True
+        """Whether bad steps are run once more."""
+        self.looked: Callable[[int, KeptStep, str], None] | None = None
+        """Told of each bad step that is looked at: its number, what was kept of it, what was found.
+        """
         self.follow(models)
 
     @property
@@ -208,10 +213,19 @@ class Tracer(StepListener):
             doubt: why the parameters may be others, in half a sentence.
             gone: whether the bad step is about to be taken: what follows comes from it.
         """
-        if self._is_late or self._closed or self._replays >= _MOST_REPLAYS:
+        if self._is_late or self._closed:
             return
-        if len(self.findings) >= self._most:
-            return
+        told = len(self.findings)
+        if self.replays and told < self._most and self._replays < _MOST_REPLAYS:
+            self._look(step, calls, loss_is_bad=loss_is_bad, doubt=doubt, gone=gone)
+        if self.looked is not None:
+            self.looked(step, calls, self.findings[-1].text if len(self.findings) > told else "")
+        if gone:
+            self._is_late = True
+
+    def _look(
+        self, step: int, calls: KeptStep, *, loss_is_bad: bool | None, doubt: str, gone: bool
+    ) -> None:
         models = self.models
         self._replays += 1
         params = [param for model in models for param in model.parameters()]
@@ -232,7 +246,6 @@ class Tracer(StepListener):
             self._tell(dataclasses.replace(found.trace, certainty=certainty, text=text), step=step)
         elif not gone:
             self.arm()
-        self._is_late = self._is_late or gone
 
     def well(self) -> None:
         """A step was good, so that its parameters are."""
