@@ -279,6 +279,10 @@ def run_script(
 
     def held(step: Any) -> None:
         if options.guard == "stop":
+            from gradilocks.step.events import EVENTS
+
+            step.skip = True
+            EVENTS.end_step(step)  # So that it is written down: nothing of it comes after this.
             stop()
 
     def listeners() -> Sequence[Any]:
