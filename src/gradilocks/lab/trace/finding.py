@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks._torch import NORMS_WITH_STATISTICS
-from gradilocks.names import named_parameters, prefixed, unwrapped
+from gradilocks.names import name_parameters, named_parameters, prefixed, unwrapped
 from gradilocks.runfile import Trace
 from gradilocks.step.table import measurable
 
@@ -225,12 +225,13 @@ def _damaged_trace(
     )
 
 
-def damaged_gradients(model: nn.Module) -> Trace | None:
-    """The gradients of the model's parameters that hold NaN or Inf; None if all are finite.
+def damaged_gradients(models: Sequence[nn.Module]) -> Trace | None:
+    """The gradients of the models' parameters that hold NaN or Inf; None if all are finite.
 
     For a step in which no module, and no backward, made any. Waits for the device.
     """
-    named = ((name, p.grad) for name, p in named_parameters(model) if p.grad is not None)
+    params = name_parameters(models).items()
+    named = ((name, param.grad) for param, name in params if param.grad is not None)
     damaged = [each for each in _magnitudes(named) if not each.finite]
     if not damaged:
         return None
@@ -239,11 +240,11 @@ def damaged_gradients(model: nn.Module) -> Trace | None:
     return _TRACE(
         phase="backward",
         module="",
-        kind=type(model).__name__,
+        kind=type(unwrapped(models[0])).__name__,
         what=what,
         inputs=_entries(damaged),
         text=(
-            f"{what} came back in the gradient{'s' * (many > 1)} of {whose}, but in no module: "
+            f"{what} in the gradient{'s' * (many > 1)} of {whose}, but in no module: "
             "likely it gets there after backward, where gradients are added up, reduced over "
             "ranks or written by the script"
         ),

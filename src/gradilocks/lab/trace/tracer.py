@@ -177,9 +177,7 @@ class Tracer(StepListener):
             return
         # What the gradients hold after a step in which nothing was found, if it was followed.
         found_nothing, self._found_nothing = self._found_nothing, False
-        in_gradients = None
-        for model in self.models if found_nothing else ():
-            in_gradients = in_gradients or damaged_gradients(unwrapped(model))
+        in_gradients = damaged_gradients(self.models) if found_nothing else None
         if len(self._pending) >= _MOST_PENDING:
             self._pending[0].calls.forget()
         self._pending.append(_Pending(Flag(row), step, in_gradients, calls))
@@ -237,13 +235,16 @@ class Tracer(StepListener):
                 found = replay(calls, models, loss_is_bad=loss_is_bad, doubt=doubt)
             finally:
                 self.kept.paused = False
-        if found.trace is not None:
+        trace = found.trace
+        if trace is None and not found.doubt:  # Run again just as it was, all of it was finite.
+            trace = damaged_gradients(models)
+        if trace is not None:
             certainty = "likely" if found.doubt else "certain"
-            text = found.trace.text
+            text = trace.text
             if found.doubt:
                 text += f". Likely, not certain: {found.doubt}"
-            self._is_late = found.trace.where == "parameters"
-            self._tell(dataclasses.replace(found.trace, certainty=certainty, text=text), step=step)
+            self._is_late = trace.where == "parameters"
+            self._tell(dataclasses.replace(trace, certainty=certainty, text=text), step=step)
         elif not gone:
             self.arm()
 
