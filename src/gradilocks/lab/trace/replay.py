@@ -43,17 +43,23 @@ class _Seen(NamedTuple):
 
 
 def replay(
-    kept: KeptStep, models: Sequence[nn.Module], *, loss_is_bad: bool | None, doubt: str = ""
+    step: int,
+    kept: KeptStep,
+    models: Sequence[nn.Module],
+    *,
+    loss_is_bad: bool | None,
+    doubt: str = "",
 ) -> Replayed:
     """Runs the calls that were kept once more, and says where NaN or Inf arose.
 
     Args:
-        kept: the calls of the step.
+        step: its number.
+        kept: the calls of it.
         models: outermost modules, by which modules are named.
         loss_is_bad: whether the loss of the step was NaN or Inf, if that is known.
         doubt: a reason for which the parameters are not those of the step; "" if there is none.
     """
-    damaged = damaged_among(models, "before the step")
+    damaged = damaged_among(models, f"before step {step:,}")
     if damaged is not None:
         return Replayed(damaged, doubt)
     if not kept.calls:

@@ -232,7 +232,7 @@ class Tracer(StepListener):
         else:
             self.kept.paused = True
             try:
-                found = replay(calls, models, loss_is_bad=loss_is_bad, doubt=doubt)
+                found = replay(step, calls, models, loss_is_bad=loss_is_bad, doubt=doubt)
             finally:
                 self.kept.paused = False
         trace = found.trace
@@ -321,12 +321,12 @@ def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: 
     if recorder is None and control is not None:
         recorder = getattr(control, "recorder", None)
     tracer = Tracer([model], recorder=recorder, most=most)
+    tracer.kept.follow(called_modules([model]))
     if control is not None:
         if not isinstance(getattr(control, "_events", None), StepEvents):
             raise TypeError(
                 f"control must be a gradilocks.GradientControl, got {type(control).__name__}."
             )
-        tracer.kept.follow(called_modules([model]))
         control._events.add(tracer)  # Which holds it, so that nobody needs a variable for it.
         tracer._control = weakref.ref(control)
     return tracer
