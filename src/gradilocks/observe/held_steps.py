@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks._torch import AMP_FLAG
 from gradilocks.observe.patches import Patches
 from gradilocks.step.events import Step, StepListener
 
@@ -92,7 +93,7 @@ class HeldSteps(StepListener):
 def _leaves_out(optimizer: Any) -> bool:
     """Whether it can leave a step out on its device: torch's fused ones take a flag for that."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    return bool(fused) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return bool(fused) and bool(getattr(optimizer, AMP_FLAG, False))
 
 
 def _on_device(
