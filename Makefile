@@ -59,11 +59,14 @@ QUICK := tests/stages tests/policies tests/laws tests/runfile tests/formats test
   tests/test_documents.py::test_the_tree_of_files_is_that_of_the_source
 
 quick: lint types ## while working: lint, types and the tests that take under a minute together
-	@$(PYTEST) -q -m 'not gpu and not ranks and not slow' $(QUICK) $(ARGS)
+	@$(PYTEST) -q -m 'not gpu and not ranks and not long and not slow' $(QUICK) $(ARGS)
 
 # One worker: each test fills the cores with 2, 4 or 8 processes of its own.
 ranks: $(DEV) ## all layouts over 2, 4 and 8 processes beside one; a long while on two cores
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks tests/ranks $(ARGS)
+
+long: $(DEV) ## the whole of what `make test` runs a part of: kills, the demo at its default settings
+	@$(PYTEST) -m long $(ARGS)
 
 lint: $(DEV) ## ruff: rules and format, changing nothing
 	@$(BIN)/python -m ruff check

@@ -221,10 +221,13 @@ READ_ELSEWHERE = {
     },
     "kernels/chunks.py": {"int(each.sum())", "int(counts.max())"},  # Tables, made on the CPU.
     "kernels/triton_launch.py": {"torch.equal(cells, expected)"},  # A launcher is tried out, once.
-    # At the first step that is finite.
+    # At a step at which ranks compare what has shown its first gradient.
     "ranks/agreement.py": {
+        "bool((grad == grad.narrow(dim, 0, 1)).all())",
+        "bool((norm > 0) & torch.isfinite(norm))",
         "bool((tensor != tensor.reshape(-1)[0]).any())",
-        "found.numbers.tolist()",
+        "sample[sample != 0].tolist()",
+        "torch.cat([heads, total]).tolist()",
     },
     "ranks/layout.py": {
         "mesh.mesh.flatten().tolist()",  # A mesh's ranks lie on the CPU.
@@ -297,8 +300,6 @@ NUMBERS = {
         "float(value)",
     },
     "ranks/agreement.py": {
-        "bool(ranks.told_apart or ranks.told_alike or ranks.plain_are_parts)",
-        "bool(self.uncompared(ranks))",
         "float(number)",
     },
     "ranks/collective.py": {

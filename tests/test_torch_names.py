@@ -454,7 +454,28 @@ def groups_joined():
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr("torch.distributed.distributed_c10d._world")
         assert _torch.groups_joined() == 0  # Then ranks in unequal numbers of groups may wait.
-        assert _torch.default_store() is None  # Then ranks under `run` tell each other nothing.
+        # Then ranks under `run` tell each other nothing, nor those under DDP what they load.
+        assert _torch.default_store() is None
+
+
+def root():
+    """Without the name a control refuses at its first step what it refuses when it is made."""
+    mesh = types.SimpleNamespace(_get_root_mesh=lambda: "the mesh of all ranks")
+    assert _torch.root_mesh(mesh) == "the mesh of all ranks"
+    source = _source_of("torch.distributed.device_mesh")
+    assert "_get_root_mesh" in source or "_mesh_resources" in source, "slices forget their mesh"
+
+
+def root_before():
+    """How torch before 2.9 knew it."""
+    name = "torch.distributed.device_mesh._mesh_resources"
+    importlib.import_module("torch.distributed.device_mesh")
+    with pytest.MonkeyPatch.context() as patch:
+        known = types.SimpleNamespace(get_root_mesh=lambda mesh: ("of all ranks", mesh))
+        patch.setattr(name, known, raising=False)
+        assert _torch.root_mesh("slice") == ("of all ranks", "slice")
+        patch.delattr(name)
+        assert _torch.root_mesh("slice") == "slice"
 
 
 INSTANCE = {
@@ -463,9 +484,11 @@ INSTANCE = {
     "_buffers": buffers,
     "_device_types": kinds,
     "_fsdp_flattened": flattened,
+    "_get_root_mesh": root,
     "_indices": sparse("sparse_indices"),
     "_join_config": joined,
     "_local_tensor": local_elements,
+    "_mesh_resources": root_before,
     "_modules": tables("children_of", "_modules"),
     "_opt_called": steps_noted,
     "_optimizer_step_post_hooks": hooks("_optimizer_step_post_hooks"),

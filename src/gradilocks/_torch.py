@@ -70,6 +70,7 @@ __all__ = [
     "note_stepped",
     "parameters_in",
     "post_accumulate_hooks",
+    "root_mesh",
     "scale_of",
     "scaler_state",
     "seen_by_launcher",
@@ -483,6 +484,16 @@ def is_flattened(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
+def root_mesh(mesh: Any) -> Any:
+    """The DeviceMesh that `mesh` was sliced from; itself if from none, or if nobody knows."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    if find is None:  # torch before 2.9
+        module = sys.modules.get("torch.distributed.device_mesh")
+        find = getattr(getattr(module, "_mesh_resources", None), "get_root_mesh", None)
+        return mesh if find is None else find(mesh)
+    return find()
+
+
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 """Where torch keeps the operations by which ranks meet: a new one would go uncounted."""
 
@@ -539,7 +550,7 @@ def default_store() -> Any:
     """The store that the ranks of the default process group have met by.
 
     None where there is no group; without the name ranks under `gradilocks run` tell each other
-    nothing.
+    nothing, and a state that one data-parallel rank loads alone is not noticed.
     """
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     group = getattr(world, "default_pg", None)
@@ -672,9 +683,11 @@ INSTANCE_NAMES = (
     "_buffers",
     "_device_types",
     "_fsdp_flattened",
+    "_get_root_mesh",
     "_indices",
     "_join_config",
     "_local_tensor",
+    "_mesh_resources",
     "_modules",
     "_opt_called",
     "_optimizer_step_post_hooks",

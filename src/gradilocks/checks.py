@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -103,7 +104,15 @@ def check_scalar_loss(loss: Tensor) -> None:
         )
 
 
-def no_gradients() -> NoGradients:
+def no_gradients(names: Names) -> NoGradients:
+    """The error of a step that finds no gradient."""
+    known = names.model is not None and "torch.distributed.fsdp" in sys.modules
+    if known and not names.knows_any(every_parameter(names.optimizers)):
+        return NoGradients(
+            "no parameter of the optimizer has a gradient, and none of them is in the model any "
+            "more: fully_shard() (FSDP2) replaces a model's parameters, and so does FSDP1. Shard "
+            "the model first, then make the optimizer of model.parameters(), then the control."
+        )
     return NoGradients(
         "no parameter of the optimizer has a gradient. Check that the loss depends on the "
         "parameters the optimizer was given, that they require grad, and that nothing has "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +30,23 @@ from gradilocks.checks import (
 from gradilocks.clip import resolve_clip
 from gradilocks.eager import eager, users_line
 from gradilocks.errors import NoGradients
-from gradilocks.kernels.cuda_graph import keeping
+from gradilocks.kernels.cuda_graph import capturing, keeping
 from gradilocks.names import Names
 from gradilocks.ranks.collective import largest_of_all
-from gradilocks.ranks.layout import has_other_ranks, replicas_of, whole_group
+from gradilocks.ranks.layout import (
+    data_parallel_around,
+    has_other_ranks,
+    is_distributed,
+    lie_alike,
+    my_rank,
+    ranks_in,
+    ranks_on,
+    replicas_of,
+    whole_group,
+    world_size,
+)
 from gradilocks.ranks.model_ranks import (
+    NOTHING_SAID,
     Copies,
     ModelRanks,
     asks_others,
@@ -50,6 +64,7 @@ from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
 from gradilocks.step.own_step import is_ours
+from gradilocks.step.rank_drift import LoadCount
 from gradilocks.step.rank_losses import LossExchange, exchange_for
 from gradilocks.step.replica_check import Holdings, ReplicaCheck, check_every
 from gradilocks.step.table import Gradients, every_parameter, parameter_list
@@ -67,6 +82,12 @@ if TYPE_CHECKING:
     from gradilocks.record import Recorder
 
 __all__ = ["GradientControl"]
+
+_logger = logging.getLogger("gradilocks")
+
+
+def _nobody() -> None:
+    """In the place of a weak reference where there is nothing to refer to."""
 
 
 class GradientControl:
@@ -99,7 +120,7 @@ class GradientControl:
             of its name and the parameter, which returns 0 where another rank counts them (also for
             a DTensor, as the second of tied embeddings), and None to go by all else that is known.
         check_replicas_every: compare, at the first step and every so many steps, whether ranks that
-            hold the same parameters and gradients have the same norms to the last bit, and raise
+            hold the same parameters and gradients have the same bits, and raise
             ReplicasDiffer on all of them if not. Such a step reads parameters and gradients once
             more, has one more collective, and waits for the device.
         record: a path for a run file, a Recorder, or None. It changes no number. Of several ranks
@@ -146,8 +167,9 @@ class GradientControl:
         self._ranks_of: tuple[list[Tensor], list[bool]] = [], []
         self._ranks: ModelRanks | None = None
         # Of DistributedDataParallel: its ranks have equal gradients and compare settings once.
-        self._replicas = replicas_of(model) if has_other_ranks() else None
-        self._compared = self._replicas is None
+        self._data_parallel: Callable[[], Any] = _nobody
+        self._find_data_parallel()
+        self._loads: LoadCount | None = None
         self._engine.other_settings = {
             "on_nonfinite=": on_nonfinite,
             "check_replicas_every=": check_replicas_every,
@@ -196,8 +218,10 @@ class GradientControl:
         left: dict[str, Any] = {
             "_ranks": None,
             "_ranks_of": ([], []),
+            "_data_parallel": _nobody,
             "_replicas": None,
             "_compared": True,
+            "_loads": None,
             "_weights": None,
             "_exchange": None,
         }
@@ -206,8 +230,27 @@ class GradientControl:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # Of a copied DistributedDataParallel, the ranks compare settings at its first step again.
-        self._replicas = replicas_of(self._names.model) if has_other_ranks() else None
-        self._compared = self._replicas is None
+        self._find_data_parallel()
+
+    def _find_data_parallel(self) -> None:
+        """Finds the DistributedDataParallel that trains the model, if there is one.
+
+        Where only what it wraps was handed over too: its ranks decide alike all the same.
+        """
+        found = None
+        if has_other_ranks():
+            params = every_parameter(self._optimizers)
+            first = next(iter(params))
+            plain = self._rank_options == NOTHING_SAID and not is_distributed(first)
+            found = data_parallel_around(self._names.model, first, search=plain)
+        # A weak reference: torch aborts if it outlives its process group.
+        self._data_parallel = _nobody if found is None else weakref.ref(found)
+        self._replicas = replicas_of(found)
+        self._compared = not has_other_ranks()
+        # mesh= names all ranks that train the model, but for those that are behind a DDP of theirs.
+        mesh = self._rank_options.mesh
+        averaged = () if self._replicas is None else ranks_in(self._replicas)
+        self._engine.copies_elsewhere = mesh is None or not set(averaged) <= set(ranks_on(mesh))
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -371,6 +414,8 @@ class GradientControl:
         fit raises BadState and changes nothing.
         """
         self._engine.load(state_dict, self._ranks)
+        if self._loads is not None:
+            self._loads.note()
         self._order.note_step(self._parameters())  # What is there carries another scale.
 
     def _begins_anew(self) -> bool:
@@ -486,12 +531,10 @@ class GradientControl:
             steps: whether a step goes on: at the first the ranks compare settings and recorders.
         """
         model_ranks = self._model_ranks() if has_other_ranks() else None
-        if steps and not self._compared and not is_joining(self._names.model):
-            plans = self._engine.compare_settings(self._replicas)
-            self._compared = True
-            if model_ranks is None:  # Else the losses travel at every step.
-                self._exchange = exchange_for(plans, self._replicas, self._names.model)
-                self._engine.losses.adds_up = self._exchange is not None
+        if steps and self._loads is not None and self._loads.is_new:
+            self._compare_again(self._loads)
+        if steps and not self._compared:
+            self._compare_replicas(model_ranks)
         try:
             gradients = self._engine.find(self._optimizers)
             if self._engine.scales:
@@ -503,7 +546,7 @@ class GradientControl:
                 if torch.float16 in gradients.dtypes:
                     self._refuse_float16(gradients, inside)
             if not gradients.params and model_ranks is None:  # Else another rank may have some.
-                raise no_gradients()
+                raise no_gradients(self._names)
         except Exception:
             if model_ranks is not None:  # Else the other ranks would wait for this one.
                 self._engine.refuse(model_ranks)
@@ -514,12 +557,43 @@ class GradientControl:
                 self._engine.move_to(first.device)
         return gradients, model_ranks
 
+    def _compare_replicas(self, model_ranks: ModelRanks | None) -> None:
+        """At the first step, ranks that hold copies of the model compare their settings."""
+        if self._replicas is None:
+            self._find_data_parallel()  # It may have been made after the control.
+        if self._replicas is None:
+            self._compared = True
+            if model_ranks is None and my_rank() == 0:
+                _logger.warning(_NOBODY_SAID, world_size())
+            return
+        if is_joining(self._data_parallel()):
+            return
+        plans, self._loads = self._engine.compare_settings(self._replicas)
+        self._compared = True
+        if model_ranks is None:  # Else the losses travel at every step.
+            self._exchange = exchange_for(plans, self._replicas, self._data_parallel)
+            self._engine.losses.adds_up = self._exchange is not None
+
+    def _compare_again(self, loads: LoadCount) -> None:
+        """Compares what data-parallel ranks have loaded since they met; raises if not all have.
+
+        Not inside a CUDA graph, which cannot wait, nor where ranks may have stopped.
+        """
+        if not is_joining(self._data_parallel()) and not capturing():
+            fetch(self._engine.state.scale)  # After the gradients, for which all ranks are needed.
+            check, step = self._replica_check, self._engine.next_step
+            if check is not None and step is not None and check.is_due(step):
+                return  # All ranks are about to compare their scales, and raise alike.
+            loads.refuse_alone()
+            self._engine.compare_settings(self._replicas)
+            loads.note_compared()
+
     def _check_replicas(self, check: ReplicaCheck, gradients: Gradients) -> None:
         """Raises if it is time to compare ranks that hold the same and they do not.
 
         After the ranks have decided: at the first step that is where their settings are compared.
         """
-        if not has_other_ranks() or is_joining(self._names.model):
+        if not has_other_ranks() or is_joining(self._data_parallel()):
             return
         step = self._engine.next_step
         if step is None:
@@ -529,7 +603,12 @@ class GradientControl:
             )
         if not check.is_due(step):
             return
-        measured = dict(zip(map(id, gradients.params), gradients.tensors, strict=True))
+        # Of one that lies otherwise than its parameter, no two ranks may have the same elements.
+        measured = {
+            id(param): tensor
+            for param, tensor in zip(gradients.params, gradients.tensors, strict=True)
+            if lie_alike(param, param.grad)
+        }
         numbers = {"the scale": self.scale, "the number of steps": step}
         if self._ranks is not None:
             ranks = self._ranks
@@ -571,7 +650,7 @@ class GradientControl:
             self._events.end_step(told)
         if hopeless:
             # Under join() some ranks have no step left, and would not answer.
-            replicas = None if is_joining(self._names.model) else self._replicas
+            replicas = None if is_joining(self._data_parallel()) else self._replicas
             raise self._engine.never_finite(outcome, replicas)
         if self._on_nonfinite == "raise" and outcome.skipped and not outcome.rejected:
             raise nonfinite(outcome)
@@ -728,4 +807,12 @@ _NO_REPLICAS_KNOWN = (
     "known: the parameters are plain tensors. Give the model as DistributedDataParallel made it, "
     "GradientControl(..., model=ddp), or the mesh of all ranks that hold copies, "
     "GradientControl(..., mesh=world_mesh)."
+)
+
+_NOBODY_SAID = (
+    "this process is one of %d ranks, and nothing says how they hold the model: its tensors are "
+    "plain and in no DistributedDataParallel. So each rank takes the norm of its own gradients and "
+    "decides alone. If ranks hold parts of the model (tensor parallel by hand, a pipeline, "
+    "experts), say so: process_group=, mesh= with distinct=, or copies=. If all hold copies whose "
+    "gradients are averaged by hand, copies= with the number of ranks has them compared."
 )

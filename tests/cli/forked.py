@@ -16,7 +16,7 @@ from tests.cli.cli_process import environment
 from tests.forks import fork_server
 
 SERVER = """
-import json, os, sys
+import gc, json, os, sys
 import torch
 parameter = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.AdamW([parameter])
@@ -27,7 +27,9 @@ from gradilocks.cli import main
 import gradilocks.lab.audit.script_gradients
 import gradilocks.observe.patches, gradilocks.observe.step_recorder
 import gradilocks.observe.torch_hooks
-import gradilocks.cli.app
+import gradilocks.cli.app, gradilocks.report
+gc.collect()
+gc.freeze()  # Else each child looks through a million objects of torch, more than once: seconds.
 
 for line in sys.stdin:
     words, folder = json.loads(line)

@@ -217,7 +217,7 @@ def test_an_arm_that_is_none_is_refused_with_those_that_are() -> None:
         arm_named("tiny")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_a_scale_the_loss_ends_near_its_start_at_the_default_settings(
     tmp_path: Path,
 ) -> None:

@@ -167,8 +167,8 @@ def test_flat_shards_are_told_as_all_ranks_have_them(launcher, tmp_path):
     run, _ = _watched(launcher, tmp_path, "fsdp1_amp.py")
     assert len(run.steps) == 8
     assert not any(step.of_rank for step in run.steps)
-    for recorded, printed in _printed(run, tmp_path):  # FSDP's own clip is not seen.
-        assert recorded == pytest.approx(min(printed, 0.5), abs=2e-6)
+    for recorded, printed in _printed(run, tmp_path):
+        assert recorded == pytest.approx(printed, abs=2e-6)
     (skipped,) = [step for step in run.steps if step.skipped]
     assert (skipped.step, skipped.bad_loss_ranks) == (4, (1,))
     assert skipped.culprits
@@ -310,6 +310,62 @@ def test_an_audit_counts_on_every_rank(launcher, tmp_path):
     (last,) = [module for module in audit["modules"] if module["name"] == "2"]
     assert _counted(last["activations"]) == 4 * 2 * (4 * 4)
     assert not (tmp_path / "a.rank1.jsonl").exists()
+
+
+ROOT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+if sys.argv[1] == "fsdp1":
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+else:
+    fully_shard(model)  # The root unit, which keeps its parameters whole between two passes.
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+torch.manual_seed(dist.get_rank())
+for _ in range(4):
+    for _ in range(2):
+        scaler.scale(model(torch.randn(4, 6)).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    clip = getattr(model, "clip_grad_norm_", None)
+    if clip is not None:
+        norm = clip(1e-3)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3).full_tensor()
+    if dist.get_rank() == 0:
+        print(f"norm {float(norm):.6f}", flush=True)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_gradients_of_shards_are_those_before_the_clip(kind, launcher, tmp_path):
+    """In an audit each of them counts once, under its module's name; in a run file as its norm."""
+    script = write(tmp_path, "root.py", ROOT)
+    elements = 6 * 8 + 8 + 8 * 2 + 2
+    shown = launcher.run("gradilocks", "run", "-o", "a.jsonl", script, kind, cwd=tmp_path)
+    assert shown.statuses == [0, 0], shown.err
+    printed = [float(line.split()[1]) for line in shown.out[0].splitlines()]
+    steps = read_run(tmp_path / "a.jsonl").steps
+    assert [step.norm for step in steps] == pytest.approx(printed, rel=1e-4)
+    assert [(step.limit, step.clipped) for step in steps] == [(1e-3, True)] * 4
+    command = ("gradilocks", "audit", "-n", "3", "-o", "b.jsonl", script, kind)
+    shown = launcher.run(*command, cwd=tmp_path)
+    assert shown.statuses == [0, 0], shown.err
+    audit = read_run(tmp_path / "b.jsonl").audit
+    assert audit is not None
+    assert _counted(audit["total"]["parameters"]) == 3 * elements
+    names = [module["name"] for module in audit["modules"] if module["parameters"]]
+    assert names == ["0", "2"] if kind == "fsdp2" else len(names) == 2
+    assert audit["total"]["parameters"]["largest"] > 1e-2  # Unscaled, and not clipped.
+    assert audit["total"]["parameters"]["largest"] < 10.0
 
 
 def test_an_audit_keeps_apart_what_may_be_different_modules(launcher, tmp_path):

@@ -18,7 +18,7 @@ from tests.cli.cli_process import environment
 from tests.forks import fork_server
 
 SERVER = """
-import json, os, runpy, signal, socket, sys, time
+import gc, json, os, runpy, signal, socket, sys, time
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
@@ -33,6 +33,8 @@ import gradilocks.control, gradilocks.report
 import gradilocks.lab.audit.script_gradients
 import gradilocks.observe.step_recorder, gradilocks.observe.torch_hooks
 import gradilocks.cli.app
+gc.collect()
+gc.freeze()  # Else each child looks through a million objects of torch, more than once: seconds.
 
 def child(rank, ranks, port, words):
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}

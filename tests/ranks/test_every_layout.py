@@ -42,7 +42,7 @@ PARTS = [  # Of these it is not known which parts are one tensor: a bound on eac
     or name in ("pipeline by group", "plain experts", "a rank without experts")
 ]
 DDP = ("DDP with no_sync", "DDP around other wrappers")
-ROW = 296
+ROW = 216
 """The bytes that a rank gives to the one collective of a step."""
 
 

@@ -266,6 +266,35 @@ def test_our_optimizers_step_the_shards_by_their_kernels(
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_our_kernels_step_gradients_that_lie_otherwise_than_their_parameters(
+    mesh: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Summands, as sequence parallel leaves them, are added up first; by one plan for all steps."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+    from tests.engine.backends import serve
+
+    pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels")
+    device = serve(mesh.device_type, monkeypatch)
+    make, dtype = OPTIMIZERS[name]
+    weights = torch.linspace(-1.0, 1.0, 24, device=device).reshape(4, 6).to(dtype)
+    seen = []
+    for spread in (False, True):
+        param = nn.Parameter(distribute_tensor(weights.clone(), mesh, [Replicate()]))
+        optimizer, plans = make([param]), []
+        for step in range(3):
+            grad = weights.flip(0) * (step + 1)
+            placement = Partial() if spread else Replicate()
+            param.grad = DTensor.from_local(grad.clone(), mesh, [placement])
+            optimizer.step()
+            plans.append(optimizer._plan)
+        assert None not in plans, "the kernels were not used"
+        assert plans[1] is plans[2]
+        seen.append(param.detach().to_local())  # type: ignore[attr-defined]
+    assert torch.equal(*seen)
+
+
 def _offloaded(mesh: Any, values: Tensor) -> Any:
     """As FSDP2 leaves what it offloads: elements on the host, a mesh of another kind."""
     from torch.distributed.device_mesh import DeviceMesh

@@ -55,6 +55,7 @@ def _programs() -> list[Callable[[int], Any]]:
         a_group_without_this_rank,
         headroom_of_distributed_gradients,
         headroom_beside_copies,
+        headroom_of_two_models,
         headroom_of_a_rank_without_gradients,
         gradients_of_two_widths,
         one_rank_refuses,
@@ -65,6 +66,9 @@ def _programs() -> list[Callable[[int], Any]]:
         each_tensor_on_part_of_the_ranks,
         how_often_ranks_meet,
         a_foreign_gradient,
+        gradients_that_lie_otherwise,
+        what_lies_otherwise_in_the_state,
+        copies_whose_gradients_are_cut,
         orders_that_mean_nothing,
     ]
 
@@ -232,10 +236,10 @@ def a_norm_outside_the_plan(rank: int) -> dict[str, Any]:
     return {
         "norms": _norms(list(parts.parameters())),
         "whole": [_torch_norm(list(whole.parameters()), order) for order in ORDERS],
-        "refused": _refusal(
+        "refused": _refusal(  # When it is made: all ranks have a slice of the same mesh.
             lambda: gradilocks.GradientControl(
                 torch.optim.SGD(parts.parameters(), lr=1.0), model=parts, scale=None, clip=1.0
-            ).step()
+            )
         ),
         "told": _control_norm(list(parts.parameters()), mesh=mesh),
     }
@@ -533,12 +537,14 @@ def parts_that_show_themselves_later(rank: int) -> dict[str, list[str]]:
     """A router's copy is there from the start; the experts beside it show nothing at first."""
     found = {}
     mine = torch.tensor([[3.0, 400.0, 5.0, 6.0][rank]])
-    for name in ("zero", "none", "frozen", "added"):
+    for name in ("zero", "none", "frozen", "added", "none, after many steps"):
         router, expert = _plain([12.0]), _plain([0.0])
         if name != "zero":
             expert.grad = None
         expert.requires_grad_(name != "frozen")
         control = _beside_shards([router] if name == "added" else [router, expert])
+        for _ in range(38 if "many" in name else 0):
+            control.step()
         told = [_refusal(control.step), _refusal(control.step)]
         if name == "added":
             control._optimizers[0].add_param_group({"params": [expert]})
@@ -1056,6 +1062,39 @@ def test_copies_of_a_model_keep_one_scale_though_their_losses_differ(returned: R
     assert found == [found[0]] * 4
 
 
+def headroom_of_two_models(rank: int) -> list[float]:
+    """Each on a half of the ranks, all of which `mesh=` names: they hear of each other's losses."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = _halves()
+    param = _on(mesh, [1.0, 1.0], Shard(0))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD([param], lr=0.0), scale=gradilocks.HeadroomScale(), mesh=mesh
+    )
+    scales = []
+    for step in range(4):
+        # NaN in the loss of rank 2; in the other model an overflow, with a loss that is finite.
+        spoiled = step == 1
+        control.zero_grad()
+        loss = torch.tensor(math.nan if spoiled and rank == 2 else 1.0, requires_grad=True)
+        control.scale_loss(loss)
+        size = math.nan if spoiled else control.scale
+        param.grad = DTensor.from_local(torch.full((1,), size), mesh, [Shard(0)])
+        control.step()
+        scales.append(control.scale)
+    return scales
+
+
+def test_a_nan_in_a_loss_moves_no_scale_where_all_who_train_the_model_hear_of_it(
+    returned: Returned,
+) -> None:
+    overflow, _, loss, other = returned["headroom_of_two_models"]
+    assert returned["headroom_of_two_models"] == [overflow, overflow, loss, other]
+    assert loss == other
+    assert loss[1] == loss[0]
+    assert overflow[1] < overflow[0]
+
+
 def headroom_of_a_rank_without_gradients(rank: int) -> list[Any]:
     """The rank has nothing to tell of, and says so in numbers as wide as the others'."""
     from torch.distributed.tensor import Shard
@@ -1431,6 +1470,164 @@ def a_foreign_gradient(rank: int) -> list[str]:
 def test_a_gradient_on_other_ranks_than_its_parameter_is_refused(returned: Returned) -> None:
     for told in returned["a_foreign_gradient"]:
         assert all("is a DTensor on other ranks than the parameter" in each for each in told)
+
+
+def _placed(whole: Tensor, mesh: Any, placements: list[Any]) -> Any:
+    """A whole tensor as a DTensor; Partial along a dimension of two ranks, each has half of it."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    elements = [Replicate() if each.is_partial() else each for each in placements]
+    placed = distribute_tensor(whole, mesh, elements)
+    halves = 0.5 ** sum(each.is_partial() for each in placements)
+    return DTensor.from_local(
+        placed.to_local() * halves, mesh, placements, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _ours(param: nn.Parameter, kind: str) -> torch.optim.Optimizer:
+    if kind == "SGD":
+        return gradilocks.optim.SGD([param], lr=0.125, momentum=0.5)
+    return gradilocks.optim.AdamW([param], lr=0.125, master_weights=kind == "masters")
+
+
+def _step_by(way: str, param: nn.Parameter, optimizer: Any, kept: dict[str, Any]) -> None:
+    """One step on the gradient that is there, as people take it."""
+    if way == "control":
+        made = kept.setdefault("control", gradilocks.GradientControl(optimizer, scale=None, clip=1))
+        made.step()
+    elif way.endswith("scaler"):
+        if "scaler" not in kept:
+            torchs = way == "torch's scaler"
+            kept["scaler"] = (
+                torch.amp.GradScaler("cpu", init_scale=1.0)
+                if torchs
+                else gradilocks.GradScaler("cpu", init_scale=1.0, clip=1.0)
+            )
+        grad, param.grad = param.grad, None
+        kept["scaler"].scale(torch.ones((), requires_grad=True))
+        param.grad = grad
+        kept["scaler"].step(optimizer)
+        kept["scaler"].update()
+    else:
+        if way == "clip":
+            gradilocks.clip_grad_norm_([param], 1.0)
+        optimizer.step()
+
+
+def gradients_that_lie_otherwise(rank: int) -> dict[str, Any]:
+    """Our optimizers, by whatever steps them: summands, and other elements than the parameter's."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh = _mesh((2, 2), ("a", "b"))
+    lies: dict[str, tuple[list[Any], list[Any]]] = {
+        "same size": ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
+        "other size": ([Shard(1), Replicate()], [Shard(0), Shard(0)]),
+        "summands": ([Replicate(), Replicate()], [Partial(), Replicate()]),
+        "both": ([Shard(0), Replicate()], [Partial(), Shard(0)]),
+        "alike": ([Shard(0), Shard(1)], [Shard(0), Shard(1)]),
+    }
+    torch.manual_seed(0)
+    weights, grads = torch.randn(4, 4), torch.randn(2, 4, 4)
+    found: dict[str, Any] = {}
+    for kind in ("SGD", "AdamW", "masters"):
+        dtype = torch.bfloat16 if kind == "masters" else torch.float32
+        for way in ("alone", "clip", "torch's scaler", "scaler", "control"):
+            for how, (home, elsewhere) in {"": ([], []), **lies}.items():
+                values = weights.to(dtype)
+                param = nn.Parameter(_placed(values, mesh, home) if how else values.clone())
+                optimizer, kept = _ours(param, kind), dict[str, Any]()
+                for grad in grads.to(dtype):
+                    param.grad = _placed(grad, mesh, elsewhere) if how else grad.clone()
+                    _step_by(way, param, optimizer, kept)
+                whole: Any = param.detach()
+                if not how:
+                    expected = whole
+                    continue
+                left: Any = param.grad
+                same = torch.equal(whole.full_tensor(), expected)
+                kept_as_it_was = way != "alone" or left.placements == tuple(elsewhere)
+                found[f"{kind}, {way}, {how}"] = same, kept_as_it_was
+    return found
+
+
+def test_our_optimizers_step_gradients_wherever_they_lie(returned: Returned) -> None:
+    for found in returned["gradients_that_lie_otherwise"]:
+        assert len(found) == 75
+        assert {name: each for name, each in found.items() if each != (True, True)} == {}
+
+
+def what_lies_otherwise_in_the_state(rank: int) -> dict[str, Any]:
+    """State that was loaded under another placement is brought home; what nobody can place, is
+    refused before anything moves."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, home, elsewhere = (
+        _mesh((2, 2), ("a", "b")),
+        [Shard(0), Replicate()],
+        [Replicate(), Shard(0)],
+    )
+    torch.manual_seed(0)
+    weights, grads = torch.randn(4, 4), torch.randn(3, 4, 4)
+    found: dict[str, Any] = {}
+    for kind in ("SGD", "AdamW", "masters"):
+        dtype = torch.bfloat16 if kind == "masters" else torch.float32
+        seen = []
+        for spread in (False, True):
+            values = weights.to(dtype)
+            param = nn.Parameter(_placed(values, mesh, home) if spread else values.clone())
+            optimizer = _ours(param, kind)
+            for grad in grads.to(dtype):
+                param.grad = _placed(grad, mesh, home) if spread else grad.clone()
+                optimizer.step()
+                for name, tensor in optimizer.state[param].items() if spread else ():
+                    if tensor.dim():
+                        optimizer.state[param][name] = tensor.redistribute(placements=elsewhere)
+            whole: Any = param.detach()
+            seen.append(whole.full_tensor() if spread else whole)
+        found[kind] = torch.equal(*seen)
+    param = nn.Parameter(_placed(weights, mesh, home))
+    optimizer = _ours(param, "SGD")
+    param.grad = _placed(weights, mesh, home)
+    optimizer.step()
+    before = param.detach().clone()
+    optimizer.state[param]["momentum_buffer"] = weights.clone()
+    found["a plain state"] = _refusal(optimizer.step)
+    del optimizer.state[param]["momentum_buffer"]
+    param.grad = _placed(weights, _mesh((4,)), [Shard(0)])
+    found["another mesh"] = _refusal(optimizer.step)
+    found["moved"] = not torch.equal(param.detach().to_local(), before.to_local())
+    return found
+
+
+def test_state_that_lies_otherwise_is_brought_to_its_parameter_or_refused(
+    returned: Returned,
+) -> None:
+    for found in returned["what_lies_otherwise_in_the_state"]:
+        assert all(found[kind] for kind in ("SGD", "AdamW", "masters"))
+        assert "'momentum_buffer' in the state of" in found["a plain state"]
+        assert "is a plain tensor and the parameter a DTensor" in found["a plain state"]
+        assert "no tensor from one mesh to another" in found["another mesh"]
+        assert not found["moved"]
+
+
+def copies_whose_gradients_are_cut(rank: int) -> list[float]:
+    """Ranks hold the same of a parameter, and each other elements of its gradient."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = _mesh((2, 2), ("dp", "tp"))
+    param = nn.Parameter(_placed(torch.zeros(2, 2), mesh["tp"], [Replicate()]))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD([param], lr=0.0), scale=None, mesh=mesh, check_replicas_every=1
+    )
+    norms = []
+    for _ in range(2):
+        param.grad = _placed(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), mesh["tp"], [Shard(0)])
+        norms.append(control.step().norm)
+    return norms
+
+
+def test_copies_are_compared_by_elements_that_are_the_same(returned: Returned) -> None:
+    assert returned["copies_whose_gradients_are_cut"] == [[5.0, 5.0]] * 4
 
 
 def orders_that_mean_nothing(rank: int) -> list[str]:

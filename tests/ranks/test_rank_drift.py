@@ -26,6 +26,10 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
         settings_that_were_refused_before,
         no_gradient_anywhere,
         a_parameter_without_a_gradient,
+        states_of_data_parallel_ranks,
+        a_bad_loss_under_data_parallel,
+        made_before_sharding,
+        a_late_gradient_where_nobody_reads,
     ]
     return run_all(programs, tmp_path_factory.mktemp("drift"))
 
@@ -138,6 +142,152 @@ def a_parameter_without_a_gradient(rank: int) -> list[int]:
     return reads
 
 
+def _data_parallel() -> tuple[Any, Any]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, optimizer
+
+
+def states_of_data_parallel_ranks(rank: int) -> list[Any]:
+    """Loaded by one rank alone, then by the other too, then by both with other scales."""
+    model, optimizer = _data_parallel()
+    control = gradilocks.GradientControl(optimizer, model=model, clip=1.0)
+    told: list[Any] = []
+
+    def step() -> None:
+        control.zero_grad()
+        control.backward(model(torch.ones(3, 4)).square().sum())
+        before = model.module.weight.detach().clone()
+        try:
+            control.step()
+            told.append("")
+        except (GradilocksError, ValueError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        told.append(not torch.equal(before, model.module.weight))
+
+    step()
+    state = {**control.state_dict(), "scale": 4.0}
+    if rank == 1:
+        control.load_state_dict(state)
+    step()
+    # Everybody goes on from one state, and from one parameter: rank 0 has taken a step more.
+    model.load_state_dict({name: torch.ones_like(v) for name, v in model.state_dict().items()})
+    control.load_state_dict(state)
+    step()
+    step()
+    control.load_state_dict({**state, "scale": 2.0**rank})
+    step()
+    control.load_state_dict(state)
+    step()
+    return told
+
+
+def a_bad_loss_under_data_parallel(rank: int) -> dict[str, list[float]]:
+    """In the loss of rank 1, and in gradients of both."""
+    found: dict[str, list[float]] = {"control": [], "scaler": []}
+    for how, scales in found.items():
+        model, optimizer = _data_parallel()
+        policy = gradilocks.HeadroomScale()
+        control = gradilocks.GradientControl(optimizer, model=model, scale=policy)
+        scaler = gradilocks.GradScaler("cpu", policy=policy)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 4)).square().sum()
+            loss = loss * (float("nan") if (rank, step) == (1, 2) else 1.0)
+            if how == "control":
+                control.backward(loss)
+                control.step()
+                scales.append(control.scale)
+            else:
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                scaler.step(optimizer)
+                scaler.update()
+                scales.append(scaler.get_scale())
+    return found
+
+
+def made_before_sharding(rank: int) -> str:
+    """The optimizer and the control hold parameters that the model has no more."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    control = gradilocks.GradientControl(optimizer, model=model, clip=1.0)
+    fully_shard(model)
+    control.backward(model(torch.ones(2, 4)).square().mean())
+    with pytest.raises(gradilocks.errors.NoGradients) as raised:
+        control.step()
+    return str(raised.value)
+
+
+def test_a_state_that_one_data_parallel_rank_loads_is_told_before_its_next_step(
+    returned: Returned,
+) -> None:
+    first, second = returned["states_of_data_parallel_ranks"]
+    assert first[:4] == ["", True, "", True]
+    assert second[:2] == ["", True]
+    assert second[2].startswith("ScaleMisuse: a state was loaded into this control on 1 of the 2")
+    assert second[3] is False
+    for told in (first, second):
+        assert told[4:8] == ["", True] * 2
+        assert "the current scale is 1.0 on rank 0 and 2.0 on rank 1" in told[8]
+        assert told[9:] == [False, "", True]
+
+
+def test_a_bad_loss_of_one_data_parallel_rank_is_an_overflow_to_all(returned: Returned) -> None:
+    first, second = returned["a_bad_loss_under_data_parallel"]
+    assert first == second
+    for scales in first.values():
+        assert scales[2] == scales[1] / 2
+
+
+def test_a_control_made_before_fully_shard_says_what_became_of_its_parameters(
+    returned: Returned,
+) -> None:
+    for said in returned["made_before_sharding"]:
+        assert "fully_shard() (FSDP2) replaces a model's parameters" in said
+
+
+def a_late_gradient_where_nobody_reads(rank: int) -> dict[str, Any]:
+    """As on GPUs, where the host waits at the first steps alone: an expert beside shards that the
+    other rank has not, first used at step 40; and a copy that both have."""
+    found: dict[str, Any] = {}
+    real = rank_drift.HostCopy
+    for name in ("part", "copy", "added on one rank"):
+        model, alone = _sharded(), "added" in name
+        plain = nn.Parameter(torch.zeros(8))
+        control = gradilocks.GradientControl(
+            torch.optim.SGD([*model.parameters(), *[plain][alone:]], lr=0.0), scale=None, clip=1.0
+        )
+        engine, read = control._engine, []
+        rank_drift.HostCopy = _Late  # type: ignore[misc, assignment]
+        try:
+            for step in range(1, 101):
+                control.zero_grad()
+                control.backward(model(torch.ones(3, 4)).square().sum())
+                if step == 40 and alone and rank == 0:
+                    control._optimizers[0].add_param_group({"params": [plain]})
+                if step >= 40:
+                    seed = 5 + rank * (name == "part")
+                    plain.grad = torch.randn(8, generator=torch.Generator().manual_seed(seed))
+                if step > 1 and engine._agreement.looks(step):
+                    read.append(step)
+                try:
+                    control.step()
+                except ValueError as error:
+                    found[name] = step, str(error), read
+                    break
+                engine._met = engine._met._replace(at_once=False)
+            else:
+                found[name] = 0, "", read
+        finally:
+            rank_drift.HostCopy = real  # type: ignore[misc]
+    return found
+
+
 def test_what_one_rank_does_alone_is_noticed_by_both(returned: Returned) -> None:
     first, second = returned["what_one_rank_does_alone"]
     for name in ("unscale_", "load_state_dict"):
@@ -167,7 +317,26 @@ def test_a_parameter_that_is_never_used_does_not_make_the_host_read_for_ever(
 ) -> None:
     for reads in returned["a_parameter_without_a_gradient"]:
         assert all(reads[:32])
-        assert [at + 1 for at, count in enumerate(reads) if at >= 32 and count] == [64]
+        assert not any(reads[32:])
+
+
+def test_a_late_gradient_is_compared_a_few_steps_later_where_nobody_waits_for_it(
+    returned: Returned,
+) -> None:
+    first, second = returned["a_late_gradient_where_nobody_reads"]
+    for name in first:  # Which plain tensors there are on this rank is told besides.
+        assert [first[name][0], first[name][2]] == [second[name][0], second[name][2]]
+        assert "their gradients are not the same" in second[name][1] or name == "copy"
+    step, said, read = first["part"]
+    assert "their gradients are not the same" in said
+    assert 40 + LAG < step <= 40 + 2 * LAG + 2
+    assert read == [*range(2, 33), step]
+    added = first["added on one rank"]
+    assert "their gradients are not the same" in added[1]
+    assert added[0] == step
+    assert added[2] == [step]
+    # Found to be a copy it is not looked at again, and nobody reads.
+    assert first["copy"] == (0, "", read)
 
 
 class _Late:
@@ -191,8 +360,8 @@ def test_a_device_skips_at_once_and_tells_after_as_many_steps_on_every_rank(
 ) -> None:
     monkeypatch.setattr(rank_drift, "HostCopy", _Late)
     drift = rank_drift.RankDrift()
-    alike = torch.tensor([[8.0, 0.0, 3.0], [8.0, 0.0, 3.0]], dtype=torch.float64)
-    apart = torch.tensor([[8.0, 0.0, 3.0], [4.0, 0.0, 3.0]], dtype=torch.float64)
+    alike = torch.tensor([[8.0, 0.0, 3.0, 0.0], [8.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
+    apart = torch.tensor([[8.0, 0.0, 3.0, 0.0], [4.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
     for _ in range(3):
         assert drift.notice(alike, (0, 1)) == 0
     assert drift.notice(apart, (0, 1)) == 1
@@ -203,3 +372,26 @@ def test_a_device_skips_at_once_and_tells_after_as_many_steps_on_every_rank(
         drift.notice(alike, (0, 1))
     for _ in range(2 * LAG + 2):  # Told once.
         assert drift.notice(alike, (0, 1)) == 0
+
+
+def test_news_that_the_device_has_are_told_as_many_steps_later_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_drift, "HostCopy", _Late)
+    drift = rank_drift.RankDrift()
+    quiet = torch.tensor([[8.0, 0.0, 3.0, 0.0], [8.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
+    news = torch.tensor([[8.0, 0.0, 3.0, 0.0], [8.0, 0.0, 3.0, 1.0]], dtype=torch.float64)
+
+    def told_at(rows: list[torch.Tensor], **given: Any) -> list[int]:
+        seen = []
+        for number, each in enumerate(rows):
+            assert drift.notice(each, (0, 1), **given) == 0
+            if drift.has_news:
+                seen.append(number)
+        return seen
+
+    # Sent for every LAG + 1 steps: the first time at once, so that step 1 is told with the next.
+    assert told_at([quiet, news, *[quiet] * (3 * LAG)]) == [2 * LAG + 1]
+    assert told_at([*[quiet] * LAG, news, *[quiet] * (3 * LAG)]) != []
+    # Of a step that the host has read nothing is left to be told.
+    assert told_at([news] * (3 * LAG), heard=True) == []

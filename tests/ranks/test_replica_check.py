@@ -23,6 +23,7 @@ def _programs() -> list[Callable[[int], Any]]:
     return [
         data_parallel,
         a_parameter_that_parts,
+        a_parameter_in_another_order,
         a_gradient_that_was_not_averaged,
         a_gradient_that_is_missing,
         a_scale_that_one_rank_loads,
@@ -107,6 +108,20 @@ def a_parameter_that_parts(rank: int) -> Any:
                 weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(9.0))
 
     return _train(model, 9, before_step=part, check_replicas_every=3)
+
+
+def a_parameter_in_another_order(rank: int) -> Any:
+    """With the same norm to the last bit."""
+    model = DistributedDataParallel(_model())
+    with torch.no_grad():
+        model.module[2].bias.copy_(torch.arange(model.module[2].bias.numel()))
+
+    def part(step: int) -> None:
+        if step == 3 and rank == 2:
+            with torch.no_grad():
+                model.module[2].bias.copy_(model.module[2].bias.flip(0))
+
+    return _train(model, 4, before_step=part, check_replicas_every=1)
 
 
 def a_gradient_that_was_not_averaged(rank: int) -> Any:
@@ -218,7 +233,8 @@ def nothing_to_compare(rank: int) -> Any:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         taken = _train(fully_shard(_model()), 3, check_replicas_every=1)
-    return taken, [str(each.message) for each in said if "replicas" in str(each.message)]
+    about = [each for each in said if "replicas" in str(each.message)]
+    return taken, [(str(each.message), each.filename) for each in about]
 
 
 def what_is_refused(rank: int) -> Any:
@@ -242,11 +258,11 @@ def what_is_refused(rank: int) -> Any:
 def test_replicas_that_stay_equal_cost_one_collective_every_so_many_steps(
     returned: Returned,
 ) -> None:
-    # Four tensors and two numbers, parameter and gradient, largest and smallest, and whether a rank
-    # has others than it has told of: at steps 1, 4 and 7.
+    # Four tensors and two numbers, parameter and gradient, norm and bits, largest and smallest, and
+    # whether a rank has others than it has told of: at steps 1, 4 and 7.
     for taken, calls in returned["data_parallel"]:
         assert taken == 7
-        assert calls == ["torch.int64 25"] * 3
+        assert calls == ["torch.int64 49"] * 3
 
 
 def test_the_last_bit_of_a_parameter_is_noticed(returned: Returned) -> None:
@@ -255,6 +271,12 @@ def test_the_last_bit_of_a_parameter_is_noticed(returned: Returned) -> None:
         assert "step 4" in said
         assert "on ranks [0, 2]" in said
         assert "on ranks [1, 3]" in said
+
+
+def test_the_same_norm_with_other_elements_is_noticed(returned: Returned) -> None:
+    for step, tensors, ranks, kept, said in returned["a_parameter_in_another_order"]:
+        assert (step, tensors, ranks, kept) == (3, ("2.bias",), ((0, 1, 3), (2,)), True)
+        assert "where elements differ and norms do not" in said
 
 
 def test_gradients_that_were_not_averaged_are_noticed(returned: Returned) -> None:
@@ -343,10 +365,12 @@ def test_a_parameter_that_one_rank_adds_is_told_to_all(returned: Returned) -> No
 
 
 def test_where_nobody_holds_the_same_a_warning_says_so(returned: Returned) -> None:
-    for taken, said in returned["nothing_to_compare"]:
+    for rank, (taken, said) in enumerate(returned["nothing_to_compare"]):
         assert taken == 3
-        assert len(said) == 1
-        assert "nothing to compare" in said[0]
+        assert len(said) == (rank == 0)
+        for message, file in said:
+            assert "nothing to compare" in message
+            assert file == __file__  # The line of whoever called step().
 
 
 def test_what_cannot_be_checked_is_refused(returned: Returned) -> None:

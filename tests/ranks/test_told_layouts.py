@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import pickle
 from collections.abc import Callable
@@ -37,6 +38,7 @@ def _programs() -> list[Callable[[int], Any]]:
         nobody_scales_a_loss,
         gradients_that_wait_for_a_closure,
         different_settings,
+        nothing_said,
         marks_of_other_systems,
         tied_tensors_bounded_apart,
         experts_of_one_name,
@@ -50,6 +52,11 @@ def _programs() -> list[Callable[[int], Any]]:
         copies_along_a_distinct_dimension,
         stages_that_mesh_calls_copies,
         nothing_said_of_some,
+        copies_called_parts_that_show_it_later,
+        parts_called_copies_that_show_it_later,
+        parts_that_are_alike_by_themselves,
+        copies_of_unlike_partners,
+        what_a_refusal_says,
     ]
 
 
@@ -247,6 +254,10 @@ def copies_that_count_wrongly(rank: int) -> dict[str, Any]:
         "0 for all shards": told(drawn(0, sharded=True), lambda name, param: 0, mesh=mesh),
         "0 for other values": told(drawn(rank), lambda name, param: int(rank < 3)),
         "0 for a copy": told(drawn(0), lambda name, param: int(rank == 1)),
+        "0, not averaged": told(uneven, lambda name, param: int(rank == 0)),
+        "0, not averaged, after an overflow": told(
+            uneven, lambda name, param: int(rank == 0), first=math.inf
+        ),
         "0 for a tied one": told(
             renamed(drawn(rank % 3)), lambda name, param: 0 if "head" in name else 1
         ),
@@ -273,6 +284,9 @@ def test_what_copies_says_is_compared_with_what_the_ranks_hold(returned: Returne
         for name in ("0 everywhere", "0 everywhere, by a rule", "0 for all shards"):
             assert "copies= says 0 for weight on rank 0: another rank counts" in found[name], name
         assert "copies= says 0 for weight on rank 3" in found["0 for other values"]
+        for name in ("0, not averaged", "0, not averaged, after an overflow"):
+            assert "copies= says 0 for weight on rank 1: another rank counts" in found[name], name
+            assert "none that counts has the same gradient" in found[name], name
         for name in ("1 for a copy", "1 for a copy, after an overflow"):
             assert (
                 "weight has the same values and the same gradient on ranks 0 and 1" in found[name]
@@ -701,17 +715,20 @@ def different_settings(rank: int) -> dict[str, str]:
     }
     found = {}
     for name, settings in given.items():
-        for kind in ("parts", "replicas"):
+        for kind in ("parts", "replicas", "what they wrap", "no model", "replicas made later"):
             torch.manual_seed(rank)  # Parts are no copies, which would be refused for that.
-            model: Any = nn.Linear(2, 1)
-            if kind == "replicas":
-                model = DistributedDataParallel(model)
-                told: dict[str, Any] = {"model": model}
-            else:
-                told = {"process_group": dist.group.WORLD}
+            inner = nn.Linear(2, 1)
+            model: Any = inner
+            if kind not in ("parts", "replicas made later"):
+                model = DistributedDataParallel(inner)
+            told: dict[str, Any] = {"model": model if kind == "replicas" else inner}
+            if kind in ("parts", "no model"):
+                told = {"process_group": dist.group.WORLD} if kind == "parts" else {}
             control = gradilocks.GradientControl(
                 torch.optim.SGD(model.parameters(), lr=1.0), **told, **settings
             )
+            if kind == "replicas made later":
+                model = DistributedDataParallel(inner)
             if name == "resumed" and odd:
                 state = control.state_dict()
                 state["scale"] = 16.0
@@ -736,6 +753,32 @@ def test_ranks_with_different_settings_refuse_together(returned: Returned) -> No
     for name, said in first.items():
         assert said.startswith("ValueError: the ranks train one model and decide alike"), name
         assert expected[name.split(",")[0]] in said, name
+
+
+def nothing_said(rank: int) -> list[str]:
+    """Plain tensors without DistributedDataParallel: each rank is on its own, which is told."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gradilocks")
+    logger.addHandler(handler)
+    try:
+        model = nn.Linear(2, 1)
+        control = gradilocks.GradientControl(torch.optim.SGD(model.parameters(), lr=1.0), clip=1.0)
+        for _ in range(2):
+            control.backward(model(torch.ones(1, 2)).sum())
+            control.step()
+            control.zero_grad()
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def test_ranks_of_which_nothing_is_said_are_told_so_once(returned: Returned) -> None:
+    first, *others = returned["nothing_said"]
+    (said,) = first
+    assert said.startswith("this process is one of 4 ranks, and nothing says how they hold")
+    assert others == [[]] * 3
 
 
 def marks_of_other_systems(rank: int) -> dict[str, list[float]]:
@@ -1297,6 +1340,252 @@ def test_what_copies_says_nothing_of_is_taken_as_without_it(returned: Returned) 
             assert "their gradients are not the same" in found[f"{name}, False"], name
         assert "router is a plain tensor beside DTensors" in found["stages"]
         assert found["no mesh at all"] == pytest.approx(_expected([*experts, 12.0]), rel=1e-7)
+
+
+def _drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _steps(
+    values: dict[str, torch.Tensor], grads: list[dict[str, torch.Tensor]], **told: Any
+) -> list[str | float]:
+    """What each step said, or its norm: a step for each of `grads`, by the names of parameters.
+
+    A parameter without a gradient is frozen until it has its first.
+    """
+    model = nn.Module()
+    for name, value in values.items():
+        setattr(model, name, nn.Parameter(value.clone(), requires_grad=False))
+    control = gradilocks.GradientControl(
+        torch.optim.SGD(model.parameters(), lr=0.0), model=model, scale=None, **told
+    )
+    seen: list[str | float] = []
+    for theirs in grads:
+        for name, param in model.named_parameters():
+            param.requires_grad_(param.requires_grad or name in theirs)
+            param.grad = theirs[name].clone() if name in theirs else None
+        made: list[float] = []
+        seen.append(_refusal(lambda made=made: made.append(control.step().norm)) or made[0])
+    return seen
+
+
+def _norm(*grads: torch.Tensor) -> float:
+    whole = torch.cat([grad.to_dense().double().flatten() for grad in grads])
+    return whole.norm().float().item()
+
+
+def _late(rank: int, name: str, grad: torch.Tensor, *, after: int) -> list[dict[str, torch.Tensor]]:
+    """Each rank's own expert has a gradient at every step, and `name` from one of them on."""
+    return [
+        {"expert": _drawn(100 * rank + step, 3, 3), **({name: grad} if step >= after else {})}
+        for step in range(4)
+    ]
+
+
+def copies_called_parts_that_show_it_later(rank: int) -> dict[str, Any]:
+    line = {"mesh": _mesh((4,), ("ep",)), "distinct": "ep"}
+    group, one = {"process_group": dist.group.WORLD}, {"copies": 1}
+    rest = {
+        "process_group": dist.group.WORLD,
+        "copies": lambda name, param: 4 if name == "x" else None,
+    }
+    rows = torch.zeros(50, 6)
+    rows[[3, 17]] = _drawn(1, 2, 6)
+    values = {"expert": _drawn(10 + rank, 3, 3), "shared": _drawn(0, 6)}
+    ones = {**values, "shared": torch.ones(6)}
+    table = {**values, "shared": _drawn(0, 50, 6)}
+    scalar = {**values, "shared": torch.full((), 2.5)}
+    found: dict[str, Any] = {}
+    for name, told in {"mesh": line, "group": group, "copies": one, "rest": rest}.items():
+        found[f"{name}, ones"] = _steps(ones, _late(rank, "shared", _drawn(1, 6), after=0), **told)
+        found[f"{name}, late"] = _steps(
+            values, _late(rank, "shared", _drawn(1, 6), after=2), **told
+        )
+        found[f"{name}, sparse"] = _steps(
+            table, _late(rank, "shared", rows.to_sparse(1), after=1), **told
+        )
+    # Thawed on one rank after the other.
+    found["mesh, on one rank"] = _steps(
+        values, _late(rank, "shared", _drawn(1, 6), after=rank), **line
+    )
+    grads = [
+        {"expert": _drawn(100 * rank + step, 3, 3), "shared": _drawn(step, 1)[0]}
+        for step in range(7)
+    ]
+    found["mesh, scalar"] = _steps(scalar, grads, **line)
+    for at in (1, 3, 5):  # It is not used at each step.
+        del grads[at]["shared"]
+    found["mesh, scalar with gaps"] = _steps(scalar, grads, **line)
+    return found
+
+
+def test_a_copy_that_was_called_a_part_is_refused_when_it_has_a_gradient(
+    returned: Returned,
+) -> None:
+    def expected(step: int, *more: torch.Tensor) -> float:
+        return _norm(*(_drawn(100 * rank + step, 3, 3) for rank in range(4)), *more)
+
+    first = returned["copies_called_parts_that_show_it_later"][0]
+    for found in returned["copies_called_parts_that_show_it_later"]:
+        assert found == first
+    refusals = {name: [str(said) for said in seen] for name, seen in first.items()}
+    for name, seen in first.items():
+        after = {"ones": 0, "late": 2, "sparse": 1, "on one rank": 1, "scalar": 3}
+        after["scalar with gaps"] = 6  # At the fourth number that is the same.
+        begins = after[name.split(", ")[1]]
+        if "scalar" not in name and "one rank" not in name:
+            right = [expected(step) for step in range(begins)]
+            assert seen[:begins] == pytest.approx(right, rel=1e-6), name
+        for said in refusals[name][begins:]:
+            words = "shared has the same values and the same gradient on ranks 0 and 1, bit for bit"
+            assert words in said, name
+            assert "4 for a plain tensor that all 4 ranks hold" in said, name
+
+
+def parts_called_copies_that_show_it_later(rank: int) -> dict[str, Any]:
+    line = {"mesh": _mesh((4,), ("dp",))}
+    shared = _drawn(0, 6)
+    rows = torch.zeros(50, 6)
+    rows[3 : 5 + rank] = 1.0
+    found: dict[str, Any] = {}
+    for name, told in {"mesh": line, "copies": {"copies": 4}}.items():
+        for kind, value, grad in (
+            ("dense", shared, _drawn(1 + rank, 6)),
+            ("sparse", _drawn(0, 50, 6), rows.to_sparse(1)),
+            ("on one rank", shared, _drawn(1, 6) * (rank == 2)),
+        ):
+            found[f"{name}, {kind}"] = _steps(
+                {"first": shared, "late": value},
+                [{"first": _drawn(step, 6), **({"late": grad} if step else {})} for step in (0, 1)],
+                **told,
+            )
+        found[f"{name}, alike"] = _steps(
+            {"first": shared, "late": shared},
+            [{"first": _drawn(2, 6), "late": _drawn(3, 6)}],
+            **told,
+        )
+    return found
+
+
+def test_a_part_that_was_called_a_copy_is_refused_when_it_has_a_gradient(
+    returned: Returned,
+) -> None:
+    for found in returned["parts_called_copies_that_show_it_later"]:
+        for name, seen in found.items():
+            if "alike" in name:
+                assert seen == pytest.approx([_norm(_drawn(2, 6), _drawn(3, 6))], rel=1e-6)
+                continue
+            assert seen[0] == pytest.approx(_norm(_drawn(0, 6)), rel=1e-6), name
+            where = 2 if "one rank" in name else 1
+            words = f"late is the same on ranks 0 and {where} by what mesh= or copies= says"
+            assert words in str(seen[1]), name
+
+
+def parts_that_are_alike_by_themselves(rank: int) -> dict[str, list[Any]]:
+    """Zeros that get the same gradient by themselves, as under a loss that is a sum."""
+    line = {"mesh": _mesh((4,), ("ep",)), "distinct": "ep"}
+    found = {}
+    for name, value, grads in (
+        ("a bias", torch.zeros(4), [torch.full((4,), 3.0)] * 8),
+        ("rows", torch.zeros(4, 5), [_drawn(7, 1, 5).expand(4, 5)] * 8),
+        ("other values", torch.full((5,), float(rank)), [_drawn(7, 5)] * 8),
+        ("drawn, a bias", _drawn(5, 4), [torch.full((4,), 3.0)] * 8),
+        ("zeros", torch.ones(5), [torch.zeros(5)] * 8),
+    ):
+        for told in (line, {"process_group": dist.group.WORLD}):
+            expert = _drawn(rank, 3)
+            steps = [{"expert": expert, "part": grad} for grad in grads]
+            seen = _steps({"expert": expert, "part": value}, steps, **told)
+            found[f"{name}, {min(told)}"] = [
+                seen,
+                _norm(*[grads[0]] * 4, *map(_drawn, range(4), [3] * 4)),
+            ]
+    renamed = {f"part{rank}": torch.zeros(6)}
+    found["other names"] = [
+        _steps(renamed, [{f"part{rank}": _drawn(1, 6)}] * 2, **line),
+        _norm(*[_drawn(1, 6)] * 4),
+    ]
+    return found
+
+
+def test_parts_that_are_alike_by_themselves_are_not_taken_for_copies(returned: Returned) -> None:
+    for found in returned["parts_that_are_alike_by_themselves"]:
+        for name, (seen, expected) in found.items():
+            assert seen == pytest.approx([expected] * len(seen), rel=1e-6), name
+
+
+def copies_of_unlike_partners(rank: int) -> dict[str, Any]:
+    """Tensor parallel inside data parallel: pairs of ranks share one, other pairs the other."""
+    rows, columns = rank // 2, rank % 2
+
+    def layer(bias: torch.Tensor, at: int) -> nn.Module:
+        made = nn.Module()
+        made.bias, made.weight = nn.Parameter(bias), nn.Parameter(_drawn(at, 3))
+        made.weight.grad, made.bias.grad = _drawn(20 + at, 3), _drawn(40 + at, 3)
+        return made
+
+    def norm(model: nn.Module) -> Any:
+        made: list[float] = []
+
+        def act() -> None:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            control = gradilocks.GradientControl(optimizer, model=model, scale=None, copies=2)
+            made.append(control.step().norm)
+
+        return _refusal(act) or made[0]
+
+    zero = torch.zeros(3)
+    unknown = nn.ModuleDict({"a": layer(zero, rows), "b": layer(zero, 10 + columns)})
+    unknown.c = nn.Parameter(torch.zeros(3))
+    unknown.c.grad = _drawn(1, 3)
+    wrong = nn.ModuleDict({"a": layer(zero, rows), "b": layer(zero, 10 + columns)})
+    wrong["a"].bias.grad = _drawn(70 + columns, 3)  # It is shared as the layer beside it is.
+    return {
+        "drawn": norm(
+            nn.ModuleDict(
+                {
+                    "a": layer(_drawn(60 + rows, 3), rows),
+                    "b": layer(_drawn(columns, 3), 10 + columns),
+                }
+            )
+        ),
+        "zeros": norm(nn.ModuleDict({"a": layer(zero, rows), "b": layer(zero, 10 + columns)})),
+        "unknown": norm(unknown),
+        "wrong": norm(wrong),
+    }
+
+
+def test_each_parameter_may_have_copies_on_other_ranks(returned: Returned) -> None:
+    expected = _norm(*(_drawn(seed + at, 3) for seed in (20, 40) for at in (0, 1, 10, 11)))
+    for found in returned["copies_of_unlike_partners"]:
+        assert found["drawn"] == found["zeros"] == pytest.approx(expected, rel=1e-6)
+        assert "2 ranks hold the same elements of c" in found["unknown"]
+        assert "ranks [0, 1, 2, 3] hold the same values" in found["unknown"]
+        assert "a.bias is the same on ranks 0 and 1 by what" in found["wrong"]
+
+
+def what_a_refusal_says(rank: int) -> list[str]:
+    """The norms of gradients without the scale; of FSDP1 the argument that is for it."""
+    line, said = _mesh((4,), ("dp",)), []
+    for flattened in (False, True):
+        model = _Model(weight=(1.0, 0.0))
+        model.weight.grad = torch.full((2,), 1024.0 * (3.0 + rank))
+        if flattened:
+            model.weight._fsdp_flattened = True
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        control = gradilocks.GradientControl(optimizer, model=model, scale=1024.0, mesh=line)
+        control.scale_loss(torch.ones((), requires_grad=True))
+        said.append(_refusal(control.step))
+    return said
+
+
+def test_a_refusal_names_what_the_user_knows(returned: Returned) -> None:
+    for said, flattened in returned["what_a_refusal_says"]:
+        for each in (said, flattened):
+            assert "their norms are 4.24264 and 5.65685. Only the first would count" in each
+        assert 'distinct=("pp",)' in said
+        assert "distinct=" not in flattened
+        assert "process_group=model.process_group" in flattened
 
 
 def copied_controls(rank: int) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from gradilocks import Recorder, read_run
 from tests.forks import fork
 from tests.record.recorded import recorded, train
 
-KILLS = 100
-
 
 def killed_at_random(path, *, flush_every, dice):
     """A child that records until it is killed; says how many steps it had handed over."""
@@ -43,12 +41,12 @@ def killed_at_random(path, *, flush_every, dice):
     return done
 
 
-@pytest.mark.slow
-def test_a_hundred_kills_lose_no_more_than_their_batch_and_spoil_nothing(tmp_path):
+@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.long)])
+def test_kills_lose_no_more_than_their_batch_and_spoil_nothing(kills, tmp_path):
     recorded(tmp_path / "warm", steps=2)  # So that a child has nothing left to import.
     dice = random.Random(5)
     path, before = tmp_path / "a.jsonl", 0
-    for number in range(KILLS):
+    for number in range(kills):
         flush_every = dice.randint(1, 5)
         done = killed_at_random(path, flush_every=flush_every, dice=dice)
         run = read_run(path)

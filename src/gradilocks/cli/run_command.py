@@ -167,9 +167,15 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
         lines.append(f"the first bad step is in {path} ({size / 1e6:,.1f} MB)")
     lines.append(f"to see it: {caller} report {shlex.quote(str(summary.path))}")
     if summary.partly:
+        whose = "all" if summary.partly >= summary.steps else f"{summary.partly:,} of {count}"
+        why = (
+            "not all ranks have told of them, or they hold different parts"
+            if summary.untold
+            else "nothing tells copies from parts of plain tensors outside of "
+            "DistributedDataParallel"
+        )
         lines.append(
-            f"norms, culprits and tensors of some steps are of what rank {summary.rank} holds: not "
-            "all ranks have told of them, or they do not say what each holds of the model"
+            f"norms, culprits and tensors of {whose} are of what rank {summary.rank} holds: {why}"
         )
     lines += [f"it ended in NaN or Inf: {words}" for words in summary.bad_endings]
     return lines

@@ -232,8 +232,10 @@ class Summary:
     """Whether it was to find something, there was NaN or Inf, and it found nothing."""
     taken: int
     """How many steps were taken though their gradients were NaN or Inf."""
-    partly: bool
-    """Whether steps were of what this rank holds of a model that is, or may be, on several."""
+    partly: int
+    """How many steps were of what this rank holds of a model that is, or may be, on several."""
+    untold: bool
+    """Whether some were so because other ranks have not told of them."""
     rank: int
     stopped: bool
     """Whether `--guard stop` has ended the script."""
@@ -325,7 +327,8 @@ def run_script(
                 unseen=options.trace is not None
                 and not findings
                 and any(b.seen for b in bad.values()),
-                partly=recorder is not None and recorder.partly,
+                partly=0 if recorder is None else recorder.partly,
+                untold=recorder is not None and recorder.untold,
                 rank=session.rank,
                 taken=sum(each.taken for each in bad.values()),
                 stopped=stop.calls > 0,

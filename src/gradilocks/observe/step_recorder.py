@@ -133,8 +133,11 @@ class ScriptRecorder(Recorder):
         super().__init__(path, all_ranks=all_ranks, **settings)
         self.writes = self._file is not None
         """Whether there is a file. Other ranks record to tell the first one of it."""
-        self.partly = False
-        """Whether steps are of what this rank holds of a model that is, or may be, on several."""
+        self.partly = 0
+        """How many steps are of what this rank holds of a model that is, or may be, on several."""
+        self.untold = False
+        """Whether some are so because ranks have not told of them, and not because nobody says how
+        ranks hold the model."""
         self._post: RankPost | None = None
         self._waiting: deque[_WaitingStep] = deque()  # For what other ranks tell of them.
         self._letters: dict[tuple[int, int], dict[int, Any]] = {}  # By optimizer and step: of whom.
@@ -194,7 +197,8 @@ class ScriptRecorder(Recorder):
                     step = step_of_all(step, waiting.optimizer, theirs) or step
                 self._told[part.optimizer] = waiting.number
                 self._letters.pop(key, None)
-            self.partly = self.partly or bool(step.of_rank)
+            self.partly += bool(step.of_rank)
+            self.untold = self.untold or (bool(step.of_rank) and part is not None)
             self._arrived.append((waiting.pending, step))
             self._waiting.popleft()
         return len(self._arrived)

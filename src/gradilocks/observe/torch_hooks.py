@@ -24,11 +24,14 @@ from torch.optim.optimizer import (
 
 from gradilocks import dropin
 from gradilocks._torch import OptState, scale_of, scaler_state
+from gradilocks.observe.interpreter import when_imported
 from gradilocks.observe.patches import Patches
 from gradilocks.step.events import EVENTS, Step
 from gradilocks.values import moved
 
 __all__ = ["TorchHooks"]
+
+FSDP = "torch.distributed.fsdp"
 
 
 class TorchHooks:
@@ -37,7 +40,7 @@ class TorchHooks:
     def __init__(self) -> None:
         self._patches = Patches()
         self._scalers: set[type] = set()
-        self._is_clipping = False
+        self._is_clipping = self._is_removed = False
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -63,9 +66,11 @@ class TorchHooks:
         for owner, name, method in methods:
             self._patches.attribute(owner, name, _wrapped(vars(owner)[name], method))
         self._hook_scaler(torch.amp.GradScaler)
+        when_imported(FSDP, self._hook_fsdp)
 
     def remove(self) -> None:
         """Leaves everything as it was."""
+        self._is_removed = True
         for handle in self._handles:
             handle.remove()
         self._patches.undo()
@@ -77,6 +82,13 @@ class TorchHooks:
             original = vars(kind).get(name)
             if original is not None:
                 self._patches.attribute(kind, name, _wrapped(original, around))
+
+    def _hook_fsdp(self) -> None:
+        """FSDP1 has a clip of its own, a method of the model."""
+        if not self._is_removed:
+            kind = sys.modules[FSDP].FullyShardedDataParallel
+            original = vars(kind)["clip_grad_norm_"]
+            self._patches.attribute(kind, "clip_grad_norm_", _wrapped(original, self._clip_method))
 
     # --- optimizers ----------------------------------------------------------------------------
 
@@ -203,13 +215,26 @@ class TorchHooks:
         limit = given["clip_value" if by_value else "max_norm"]
         order = given.get("norm_type", 2.0)
         clip = EVENTS.begin_clip(params, limit, by_value=by_value, order=order)
-        self._is_clipping = True
-        try:
-            returned = original(*call.args, **call.kwargs)
-        finally:
-            self._is_clipping = False
+        returned = self._clipped(lambda: original(*call.args, **call.kwargs))
         EVENTS.end_clip(clip, norm=given.get("total_norm", returned))
         return returned
+
+    def _clip_method(
+        self, original: Callable[..., Any], model: Any, max_norm: Any, norm_type: Any = 2.0
+    ) -> Any:
+        """Around the method of FSDP1's modules."""
+        clip = EVENTS.begin_clip(list(model.parameters()), max_norm, order=norm_type)
+        returned = self._clipped(lambda: original(model, max_norm, norm_type))
+        EVENTS.end_clip(clip, norm=returned)
+        return returned
+
+    def _clipped(self, clip: Callable[[], Any]) -> Any:
+        """What a clip returns; those that it calls itself tell of nothing."""
+        self._is_clipping = True
+        try:
+            return clip()
+        finally:
+            self._is_clipping = False
 
 
 def _wrapped(original: Any, around: Callable[..., Any]) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -43,12 +44,19 @@ from gradilocks.optim.optimizer_state import (
     follow_parameters,
     moments_dtype,
     needs_master,
+    place_state,
     plain_state,
     restore_masters,
     same_order,
 )
 from gradilocks.optim.torch_step import step_by_torch
-from gradilocks.ranks.layout import laid_out_like, local_of
+from gradilocks.ranks.layout import (
+    any_distributed,
+    laid_out_like,
+    lie_alike,
+    local_of,
+    placed_like,
+)
 from gradilocks.step.own_step import register_ours
 from gradilocks.step.table import (
     GradientTable,
@@ -96,7 +104,9 @@ class Plan:
         }
         numbers = [number[id(param)] for param in params]
         groups = [optimizer.param_groups[place] for place in numbers]
-        check_step(optimizer, params, groups, Names(None, (optimizer,)))
+        name = Names(None, (optimizer,))
+        check_step(optimizer, params, groups, name)
+        place_state(optimizer, params, name)
         elements = found.elements
         self._copied = [i for i, p in enumerate(elements) if not same_order(p, found.tensors[i])]
         mastered = [needs_master(p, group) for p, group in zip(params, groups, strict=True)]
@@ -298,6 +308,29 @@ def _arrange(
             state[name] = laid_out_like(param, tensor)
 
 
+@contextmanager
+def _as_parameters_lie(optimizer: Any) -> Iterator[bool]:
+    """Inside, gradients of DTensors lie on the ranks as these do; whether one did not before.
+
+    The ranks may hold summands of a gradient (Partial, as sequence parallel leaves it for a norm's
+    weight), or other elements of it than of the parameter. torch's own optimizers redistribute such
+    a gradient, too, and leave `grad` as it was.
+    """
+    before: list[tuple[Tensor, Tensor]] = []
+    params = list(every_parameter((optimizer,)))
+    try:
+        for param in params if any_distributed(params) else ():
+            grad = param.grad
+            if grad is not None and not lie_alike(param, grad):
+                what = f"the gradient of {Names(None, (optimizer,))(param)}"
+                before.append((param, grad))
+                param.grad = placed_like(param, grad, what)
+        yield len(before) > 0
+    finally:
+        for param, grad in before:
+            param.grad = grad
+
+
 def _shape(optimizer: Any) -> list[tuple[Any, ...]]:
     """What makes a new plan necessary: who belongs to which group, and the groups' flags."""
     return [
@@ -329,6 +362,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._held: TableGradients | None = None
         self._looked_at: TableGradients | None = None
+        # Whether gradients lay otherwise on the ranks than their parameters at the latest step.
+        self._lay_elsewhere = False
         setattr(self, AMP_FLAG, True)
         self.marks: Marks = {}
         if master_weights is not None:
@@ -402,9 +437,19 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._watch_state()
         with torch.no_grad(), keeping(self._table.captured):
-            if not self._step_on_device():
-                step_by_torch(self, self._torch_step)
+            if self._lay_elsewhere or not self._step_on_device():
+                self._step_as_parameters_lie()
         return loss
+
+    def _step_as_parameters_lie(self) -> None:
+        """Steps on gradients that are brought to where their parameters lie, where they do not.
+
+        By torch if all of them did: then the kernels have been asked, and do not serve.
+        """
+        with _as_parameters_lie(self) as brought:
+            asked, self._lay_elsewhere = not (brought or self._lay_elsewhere), brought
+            if asked or not self._step_on_device():
+                step_by_torch(self, self._torch_step)
 
     def _watch_state(self) -> None:
         if type(self.state) is not OptimizerState or self.state.changes is not self.changes:

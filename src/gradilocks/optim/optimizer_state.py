@@ -24,6 +24,7 @@ from torch import Tensor
 from gradilocks._torch import version
 from gradilocks.kernels import pieces
 from gradilocks.kernels.chunks import DTYPES
+from gradilocks.ranks.layout import is_distributed, lie_alike, placed_like
 
 __all__ = [
     "HALF",
@@ -40,6 +41,7 @@ __all__ = [
     "mark",
     "moments_dtype",
     "needs_master",
+    "place_state",
     "plain_state",
     "restore_masters",
     "same_order",
@@ -173,7 +175,28 @@ def check_step(
                 )
 
 
-# --- how it lies in memory ------------------------------------------------------------------------
+# --- how it lies on the ranks, and in memory ------------------------------------------------------
+
+
+def place_state(optimizer: Any, params: Sequence[Tensor], name: _Name) -> None:
+    """Brings state that lies otherwise on the ranks than its DTensor to where that lies.
+
+    Such as state that was loaded after the parameter had been distributed in another way. Kernels
+    see this rank's elements alone, and would take them for others.
+
+    Args:
+        optimizer: one of ours.
+        params: those with a gradient.
+        name: tells a parameter's name, for the error message.
+    """
+    for param in params:
+        if is_distributed(param):
+            state = optimizer.state.get(param) or {}
+            for column in (*optimizer.columns, "master"):
+                tensor = state.get(column)
+                if tensor is not None and not lie_alike(param, tensor):
+                    what = f"{column!r} in the state of {name(param)}"
+                    state[column] = placed_like(param, tensor, what)
 
 
 def same_order(param: Tensor, other: Tensor) -> bool:

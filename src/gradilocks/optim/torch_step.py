@@ -22,6 +22,7 @@ from gradilocks.optim.optimizer_state import (
     check_step,
     mark,
     needs_master,
+    place_state,
     same_order,
 )
 from gradilocks.ranks.layout import is_distributed, laid_out_like, local_of
@@ -31,7 +32,10 @@ __all__ = ["step_by_torch"]
 
 
 def step_by_torch(optimizer: Any, step: Callable[[], None]) -> None:
-    """Runs torch's `step` on those parameters that have a gradient, or on their stand-ins."""
+    """Runs torch's `step` on those parameters that have a gradient, or on their stand-ins.
+
+    Gradients of DTensors lie as these do.
+    """
     with _a_gradient_each(optimizer):
         _step(optimizer, step)
 
@@ -53,6 +57,7 @@ def _step(optimizer: Any, step: Callable[[], None]) -> None:
     ]
     params, groups = [param for param, _ in having], [group for _, group in having]
     check_step(optimizer, params, groups, name)
+    place_state(optimizer, params, name)
     if not params or optimizer.skips_on_host(params, groups):
         return
     mastered = [needs_master(param, group) for param, group in having]

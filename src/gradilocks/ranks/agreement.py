@@ -1,39 +1,45 @@
-"""Whether the ranks hold one model in a way that is known, found out at a control's first steps.
+"""Whether the ranks hold one model in the way that was said, found out from their gradients.
 
-What a rank says of itself, and a fingerprint of its plain gradients, go out in the step's own
-collective; an error that every rank raises alike comes back, or nothing.
+What a rank says of itself goes out in the step's own collective; an error that every rank raises
+alike comes back, or nothing.
 
-A plain tensor beside DTensors says nothing of who else holds it. Norms alone do not tell copies
-from parts: experts of one size have equal norms by the law of large numbers. So each gradient is
-projected on four fixed pseudo-random directions, which follow from its place and shape, and the
-logarithm of its norm is added beside. Copies agree in all of these but for rounding; the
-projections of others are of the size of 1 and differ by as much. It costs a few passes over each
-gradient, until it has been compared with one that is not zero.
+What was said of the ranks may be wrong, and a plain tensor beside DTensors says nothing of who else
+holds it: copies that are called parts count too often, parts that are called copies not at all. So
+each tensor of which something was said, or taken for granted, is compared between the ranks at the
+first step at which it has a gradient that is finite and not zero, whenever that is: a scale that
+begins high overflows at first, a layer is thawed or first used later. In its row each rank tells of
+how many tensors there is something new to see; where it is any, all of them show these in one
+exchange more at that step. A step at which there is nothing new has none.
 
-What was said of the ranks may be wrong: copies that were called parts count too often, parts that
-were called copies not at all. Both are compared once, at the first step that is finite and not all
-zero; under a dynamic scale that is seldom the very first.
+Copies: norms alone do not tell them from parts, as experts of one size have equal norms by the law
+of large numbers. So a gradient is projected on four fixed pseudo-random directions, and the
+logarithm of its norm is added. Copies agree in all of these but for rounding; the projections of
+others are of the size of 1 and differ by as much.
+
+Parts: two of one value and one gradient, bit for bit, are copies, unless that is little wonder. A
+bias of zeros is the same everywhere, and so is its gradient where the loss is a sum. Then the ranks
+go on and look again later, until enough different numbers were the same.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradilocks._torch import is_flattened, sparse_indices, sparse_values
 from gradilocks.errors import ScaleMisuse
-from gradilocks.kernels.reference import measure, total_norm
-from gradilocks.ranks.layout import local_of, shortened
+from gradilocks.kernels.reference import measure
+from gradilocks.ranks.layout import is_distributed, lie_alike, local_of, my_rank, shortened
 from gradilocks.ranks.model_ranks import ModelRanks, checksum, is_trained, tell_all
-from gradilocks.values import moved, wide
+from gradilocks.values import wide
 
 __all__ = [
     "ASKS",
-    "FINGERPRINT",
     "REPORT",
     "Fingerprint",
     "RankAgreement",
@@ -43,145 +49,120 @@ __all__ = [
     "refuse_different",
     "refuse_refused",
     "refuse_uncounted",
-    "shown_by",
 ]
 
 _DIRECTIONS = 4
 _PIECE = 1 << 18  # Elements at a time: a large embedding must not need its size again in float64.
 _HASHED = (1 << 31) - 1
 
-_ROUNDING = 1e-3
-"""By how much the numbers of one copy may differ: kernels that add in any order."""
-_HALF_ROUNDING = 1e-2
-"""The same in half precision: a bfloat16 that was rounded the other way is off by 0.8 %."""
-_MOST = 0.1
-"""And by how much those of all copies together: one tensor that is none differs by about 1."""
+_ROUNDING = 1e-2
+"""By how much the numbers of copies may differ, where ranks compute them each for itself: kernels
+that add in any order, in activations of half precision. Those of others differ by about 1."""
+_HALF_ROUNDING = 0.1
+"""The same if the gradient is in half precision: a bfloat16 that was rounded the other way is off
+by 0.8 %."""
 
-FINGERPRINT = (
-    "norm",
-    "compared",
-    "allowed",
-    *(f"projection {number}" for number in range(_DIRECTIONS)),
-    *(f"logarithm {number}" for number in range(_DIRECTIONS)),
-)
-"""What a rank tells of its plain gradients: their norm, for the message; how many are finite and
-not zero; the square of the rounding that is allowed between copies; and what is compared."""
+_ENOUGH = 4
+"""So many different numbers that are the same on two ranks are no chance."""
+_SAMPLED = 4096
 
+_FIRST_STEPS = 32
+"""So many steps at least are looked at: a scale that begins at 2^16 may overflow at 16 of them."""
 
-REPORT = (
-    *("refused", "unknown", "parts", "uncompared", "narrow", "scaled", "anew"),
-    *FINGERPRINT,
-)
+REPORT = ("refused", "unknown", "parts", "open", "narrow", "scaled", "anew")
 """What a rank tells of itself: that it refuses the step, that it does not know who holds what, that
-its plain tensors are parts, how many plain ones have not been compared yet, that not all of its
-gradients are float64, that it has scaled a loss or need not, that it has other parameters than the
-others know of (ASKS if it can tell of them only together with all others), and the fingerprint of
-the plain ones."""
+its plain tensors are parts, how many trained tensors it has yet to show, that not all of its
+gradients are float64, that it has scaled a loss or need not, and that it has other parameters than
+the others know of (ASKS if it can tell of them only together with all others)."""
 ASKS = 2.0
 
 _Names = Callable[[Sequence[Tensor]], Sequence[str]]
+_Shape = tuple[int, ...]
 
 
 class Fingerprint(NamedTuple):
-    """What stands for a list of gradients."""
+    """What stands for a gradient."""
 
-    numbers: Tensor
-    """1-d: the numbers that FINGERPRINT names."""
-    compared: Tensor
-    """For each gradient, 1 if it is finite and not zero, so that it was compared, else 0."""
+    norm: float
+    """0 if there is none, or nothing in it."""
+    numbers: tuple[float, ...] = ()
+    """The logarithm of the norm, and the projections."""
+    allowed: float = 0.0
+    """By how much those of copies may differ."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it shows anything."""
+        return 0.0 < self.norm < math.inf
 
 
 @torch.no_grad()
-def fingerprint(
-    tensors: Sequence[Tensor],
-    *,
-    places: Sequence[int],
-    shapes: Sequence[tuple[int, ...]],
-    norms: Tensor,
-) -> Fingerprint:
-    """The fingerprint of gradients; nothing waits.
+def fingerprint(grad: Tensor | None, shape: tuple[int, ...]) -> Fingerprint:
+    """The fingerprint of a gradient. Waits for the device.
 
     Args:
-        tensors: plain gradients' elements; may be empty.
-        places: for each, the place of its parameter among the plain ones.
-        shapes: for each, the shape of its parameter.
-        norms: 1-d, their Euclidean norms, where the numbers are brought together.
+        grad: this rank's elements, strided or sparse.
+        shape: of its parameter: the same numbers in another shape are another gradient.
     """
-    home = norms.device
-    usable = (norms > 0) & torch.isfinite(norms)
-    numbers = norms.new_zeros(len(FINGERPRINT))
-    for number, tensor in enumerate(tensors):
-        seeds = [
-            zlib.crc32(repr((places[number], tuple(shapes[number]), column)).encode()) & _HASHED
-            for column in range(2 * _DIRECTIONS)
-        ]
-        norm = norms[number]
-        projected = _projected(tensor, moved(norm, tensor.device), seeds[:_DIRECTIONS])
-        weights = [0.5 + seed / _HASHED for seed in seeds[_DIRECTIONS:]]
-        logarithms = torch.tensor(weights, dtype=norms.dtype, device="cpu")
-        allowed = _HALF_ROUNDING if tensor.dtype.itemsize == 2 else _ROUNDING
-        row = torch.cat(
-            [
-                torch.zeros_like(norm).reshape(1),
-                torch.ones_like(norm).reshape(1),
-                torch.full_like(norm, allowed**2).reshape(1),
-                moved(projected, home),
-                moved(logarithms, home) * norm.log(),
-            ]
-        )
-        numbers = numbers + torch.where(usable[number], row, torch.zeros_like(row))
-    numbers[0] = total_norm(torch.where(usable, norms, torch.zeros_like(norms)), 2.0)
-    return Fingerprint(numbers, usable.to(norms.dtype))
+    if grad is None or not _elements(grad).numel():
+        return Fingerprint(0.0)
+    norm = measure([_elements(grad)]).norms[0]
+    seeds = [
+        zlib.crc32(repr((tuple(shape), column)).encode()) & _HASHED for column in range(_DIRECTIONS)
+    ]
+    starts = torch.tensor(seeds, dtype=torch.int64, device="cpu").reshape(-1, 1).to(grad.device)
+    real = wide(grad.device)
+    total = torch.zeros(_DIRECTIONS, dtype=real, device=grad.device)
+    for index, piece in _pieces(grad):
+        share = piece.to(real) / norm.to(real)
+        total = total + (_random(index, starts).to(real) * share).sum(dim=1)
+    heads = torch.stack([norm, norm.log()]).to(real)
+    found, *numbers = torch.cat([heads, total]).tolist()
+    allowed = _HALF_ROUNDING if grad.dtype.itemsize == 2 else _ROUNDING
+    return Fingerprint(found, tuple(numbers), allowed)
 
 
-def are_copies(rows: Sequence[Sequence[float]], *, at_most: float | None = None) -> bool:
-    """Whether the ranks' gradients are the same but for rounding.
-
-    Args:
-        rows: for each rank the numbers that FINGERPRINT names, of finite gradients.
-        at_most: by how much numbers of copies may differ; None for what their dtypes allow.
-    """
-    _, counts, allowed, *compared = zip(*rows, strict=True)
-    if len(set(counts)) > 1:
-        return False
-    most = min(math.sqrt(max(allowed)), _MOST) if at_most is None else at_most
-    return all(max(column) - min(column) <= most for column in compared)
+def are_copies(found: Sequence[Fingerprint]) -> bool:
+    """Whether finite gradients are the same but for rounding."""
+    if not all(each.usable for each in found):
+        return not any(each.usable for each in found)
+    allowed = max(each.allowed for each in found)
+    columns = zip(*(each.numbers for each in found), strict=True)
+    return all(max(column) - min(column) <= allowed for column in columns)
 
 
-def _same_gradients(rows: Sequence[Sequence[float]]) -> list[int]:
-    """The places of the first two or more ranks with the same gradients, bit for bit; none if none.
-
-    Args:
-        rows: for each rank the numbers that FINGERPRINT names, of finite gradients.
-    """
-    for first, row in enumerate(rows):
-        alike = [at for at, other in enumerate(rows) if other == row]
-        if len(alike) > 1 and row[FINGERPRINT.index("compared")] and alike[0] == first:
-            return alike
-    return []
+def _elements(grad: Tensor) -> Tensor:
+    """The elements of a gradient; of a sparse one those that it has."""
+    return sparse_values(grad.coalesce()) if grad.is_sparse else grad
 
 
-def _projected(tensor: Tensor, norm: Tensor, seeds: Sequence[int]) -> Tensor:
-    """The products of `tensor`, divided by its norm, with pseudo-random numbers of variance 1."""
-    real = wide(tensor.device)
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    values = tensor.reshape(-1)
-    starts = torch.tensor(seeds, dtype=torch.int64, device="cpu").reshape(-1, 1)
-    starts = moved(starts, tensor.device)
-    total = torch.zeros(len(seeds), dtype=real, device=tensor.device)
-    for begin in range(0, values.numel(), _PIECE):
-        piece = values[begin : begin + _PIECE].to(real) / norm.to(real)
-        total = total + (_random(begin, piece.numel(), starts).to(real) * piece).sum(dim=1)
-    return total
+def _pieces(grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The elements of a gradient, some at a time, and where they are in it."""
+    values = _elements(grad)
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not grad.is_sparse:
+        flat = values.reshape(-1)
+        for begin in range(0, flat.numel(), _PIECE):
+            piece = flat[begin : begin + _PIECE]
+            yield torch.arange(begin, begin + piece.numel(), device=grad.device), piece
+        return
+    rows = torch.zeros(values.shape[0], dtype=torch.int64, device=grad.device)
+    for size, index in zip(grad.shape, sparse_indices(grad.coalesce()), strict=False):
+        rows = rows * size + index
+    flat = values.reshape(values.shape[0], -1)
+    width = flat.shape[1]
+    columns, at_once = torch.arange(width, device=grad.device), max(1, _PIECE // max(1, width))
+    for begin in range(0, flat.shape[0], at_once):
+        index = rows[begin : begin + at_once, None] * width + columns
+        yield index.reshape(-1), flat[begin : begin + at_once].reshape(-1)
 
 
-def _random(begin: int, count: int, starts: Tensor) -> Tensor:
+def _random(index: Tensor, starts: Tensor) -> Tensor:
     """Numbers of variance 1 between -1.73 and 1.73, a row a start: a hash of the element's index.
 
     In whole numbers below 2^62, so that every device computes the same.
     """
-    index = torch.arange(begin, begin + count, dtype=torch.int64, device=starts.device)
     mixed = ((index & _HASHED) * 1_013_904_223 + starts) & _HASHED
     for shift, factor in ((15, 1_597_334_677), (13, 747_796_405)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & _HASHED
@@ -189,52 +170,142 @@ def _random(begin: int, count: int, starts: Tensor) -> Tensor:
     return (mixed.to(torch.float32) / 0x8000 - 1.0) * math.sqrt(3.0)
 
 
+class _Claim(NamedTuple):
+    """What was said of a parameter, or is taken for granted."""
+
+    param: Tensor
+    name: str
+    apart: Hashable | None = None
+    """What tells it from tensors that are said to be others; None if nothing was said of others."""
+    alike: Hashable | None = None
+    """What it shares with its copies on other ranks; None if there is none."""
+    place: int | None = None
+    """Its place among plain ones beside DTensors, which every rank is to hold alike."""
+    left: bool = False
+    """Whether another rank is to count it."""
+
+
+class Bits(NamedTuple):
+    """What follows from the bits of a parameter that is said to be no copy."""
+
+    name: str
+    tells: int
+    """How many different numbers it shows; two ranks may have the same of a few by themselves."""
+    gradient: Hashable
+    rest: Hashable
+    """The shape and the values; if those are all equal, its name too."""
+
+
+class Copy(NamedTuple):
+    """What is shown of a parameter that is said to be a copy."""
+
+    name: str
+    found: Fingerprint
+    flattened: bool = False
+    """Whether FSDP1 has cut it."""
+
+
+class Shown(NamedTuple):
+    """What a rank shows of parameters of which it was said who else holds them, by their keys."""
+
+    left: int = 0
+    """How many trained ones show nothing yet."""
+    said: int = 0
+    """Of how many something was said."""
+    apart: Mapping[Hashable, Bits] = {}
+    alike: Mapping[tuple[str, Hashable], Copy] = {}
+    """Also of those that have no gradient here; plain ones beside DTensors by their places."""
+    left_to_others: Sequence[tuple[_Shape, Copy]] = ()
+    """With their shapes, those that another rank is to count."""
+    counted: Sequence[tuple[_Shape, Fingerprint | None]] = ()
+    """With their shapes, those that this rank counts and that may be these; None of a DTensor."""
+
+
 class RankAgreement:
     """What one control has learned of the other ranks, so that it need not ask again."""
 
     def __init__(self) -> None:
-        self._agreed: int | None = None  # The shapes under which all was well.
-        # Plain parameters by their id. Not weak: `torch.utils.swap_tensors` refuses tensors that
-        # have a weak reference. One that was replaced is not kept past the next step.
+        self._ranks: ModelRanks | None = None  # What the claims were made of.
+        self._claims: dict[int, _Claim] = {}  # By the id of the parameter.
+        # Parameters by their id. Not weak: `torch.utils.swap_tensors` refuses tensors that have a
+        # weak reference. One that was replaced is not kept past the next step.
         self._compared: dict[int, Tensor] = {}
-        # Whether the ranks have met, and what they then had to show each other was not finite, or
-        # zero: they do so at the first step that has it. They meet together, so it is alike on all.
-        self._to_be_shown = False
+        self._doubtful: dict[int, Tensor] = {}
+        self._showing: list[int] = []  # Those that are being compared, by their ids.
+        # What follows is alike on all ranks: they know it from what they have told each other.
+        self._same: dict[Hashable, dict[Hashable, int]] = {}  # By two keys, what was the same.
+        self._again_at: int | None = None  # The step at which they look at doubtful ones again.
+        self._look_until = _FIRST_STEPS
+        self._is_open = True  # Whether a rank has trained tensors that it has yet to show.
 
     def __reduce__(self) -> Any:
         return RankAgreement, ()  # It is about these ranks; asking again costs one wait.
 
-    def is_pending(self, ranks: ModelRanks) -> bool:
-        """Whether the host has to read what the ranks say of themselves: it may have to wait."""
-        return self._to_be_shown or self._agreed != ranks.shapes or bool(self.uncompared(ranks))
+    def consider(self, ranks: ModelRanks, names: _Names) -> None:
+        """Takes note of what is said of the parameters that there are now."""
+        if ranks is self._ranks:
+            return
+        self._ranks = ranks
+        self._claims = {id(claim.param): claim for claim in _claims_of(ranks, names)}
+        for known in (self._compared, self._doubtful):
+            for key in [key for key in known if key not in self._claims]:
+                del known[key]
 
-    def uncompared(self, ranks: ModelRanks) -> dict[int, int]:
-        """The plain parameters that have not shown a gradient yet: by id, their places."""
-        if ranks.plain_are_parts and self._agreed == ranks.shapes:
-            return {}
-        trained = [(at, param) for at, param in enumerate(ranks.plain) if is_trained(param)]
-        there = {id(param): place for place, param in trained}
-        self._compared = {key: p for key, p in self._compared.items() if key in there}
-        return {key: place for key, place in there.items() if key not in self._compared}
+    def looks(self, step: int) -> bool:
+        """Whether the host reads what the ranks say of themselves, for which it may have to wait.
+
+        Args:
+            step: the number of the coming step since the ranks have met.
+        """
+        return (self._is_open and step <= self._look_until) or self.is_due(step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is time to look at doubtful ones again."""
+        return self._again_at is not None and step >= self._again_at
+
+    def look_again(self, step: int) -> None:
+        """There was something new to see: the coming steps are looked at."""
+        self._is_open, self._look_until = True, step + _FIRST_STEPS
+
+    def unseen(self, params: Sequence[Tensor]) -> list[int]:
+        """The places of those that have not been compared, nor looked at in doubt."""
+        if len(self._compared) + len(self._doubtful) == len(self._claims):
+            return []
+        return [at for at, param in enumerate(params) if self._is_unseen(id(param))]
+
+    def _is_unseen(self, key: int) -> bool:
+        return key in self._claims and key not in self._compared and key not in self._doubtful
+
+    def _count_open(self) -> int:
+        return sum(
+            is_trained(claim.param) for key, claim in self._claims.items() if self._is_unseen(key)
+        )
 
     def report(
-        self, ranks: ModelRanks, *, refused: bool, wide: bool, scaled: bool, anew: float
+        self,
+        ranks: ModelRanks,
+        *,
+        step: int,
+        refused: bool,
+        wide: bool,
+        scaled: bool,
+        anew: float,
     ) -> list[float]:
-        """What the other ranks have to know of this one: REPORT up to the fingerprint.
+        """What the other ranks have to know of this one: REPORT.
 
         Args:
             ranks: that hold the model together, as this one knows them.
+            step: as in `looks`.
             refused: whether this rank refuses the step.
             wide: whether all of its gradients are float64, or there are none.
             scaled: whether it has scaled a loss, or there is no scale.
             anew: whether it has other parameters than it has told of, or ASKS.
         """
-        uncompared = len(self.uncompared(ranks)) if self.is_pending(ranks) else 0
         told = (
             refused,
             ranks.unknown is not None,
             ranks.plain_are_parts,
-            uncompared,
+            self._count_open() if anew or self.looks(step) else 0,
             not wide,
             scaled,
             anew,
@@ -242,22 +313,14 @@ class RankAgreement:
         return [float(number) for number in told]
 
     def check(
-        self,
-        ranks: ModelRanks,
-        reports: Sequence[Sequence[float]],
-        *,
-        compared: Sequence[Tensor],
-        finite: bool,
-        names: _Names,
+        self, ranks: ModelRanks, reports: Sequence[Sequence[float]], *, all_read: bool
     ) -> None:
-        """Raises, on every rank alike, if the ranks do not hold one model in a way that is known.
+        """Raises, on every rank alike, if what the ranks say of themselves does not fit together.
 
         Args:
             ranks: that hold the model together, as this one knows them.
             reports: of each rank, the numbers that REPORT names.
-            compared: this rank's plain parameters whose gradients are in its fingerprint.
-            finite: whether all gradients are finite on all ranks.
-            names: tells the names of parameters.
+            all_read: whether all ranks read them at this step.
         """
         told = dict(zip(REPORT, zip(*reports, strict=True), strict=True))
         refuse_refused(ranks, told["refused"])
@@ -267,43 +330,270 @@ class RankAgreement:
             raise ValueError(ranks.unknown or _ELSEWHERE)
         if len(set(told["parts"])) > 1:
             raise ValueError(_UNLIKE)
-        if any(told["parts"]):
-            if finite and any(told["compared"]):
-                if all(told["anew"]) or self._to_be_shown:  # Only then all of them are here.
-                    _refuse_same_parts(ranks, [row[-len(FINGERPRINT) :] for row in reports], names)
-                self._agreed = ranks.shapes
-            return
-        if finite:
-            if not are_copies([row[-len(FINGERPRINT) :] for row in reports]):
-                raise ValueError(_no_copies(ranks, told["norm"], names))
-            self._compared.update((id(param), param) for param in compared)
-        # As long as a plain tensor has shown no gradient it may still turn out to be no copy.
-        left = told["uncompared"]
-        settled = left == told["compared"] if finite else not any(left)
-        self._agreed = ranks.shapes if settled else None
+        if all_read:
+            self._is_open = any(told["open"])
 
-    def compare(self, ranks: ModelRanks, shown: Sequence[Shown]) -> None:
+    def _show_what_is_new(self) -> set[Hashable]:
+        """What there is to be compared: what all ranks have to show of their parameters."""
+        self._showing = [
+            key
+            for key, claim in self._claims.items()
+            if key not in self._compared and _is_usable(_gradient_of(claim.param))
+        ]
+        return {tag for key in self._showing for tag in _tags_of(self._claims[key])}
+
+    def shown(
+        self,
+        ranks: ModelRanks,
+        *,
+        scale: float,
+        usable: bool = True,
+        wanted: set[Hashable] | None = None,
+    ) -> Shown:
+        """What this rank has to show. Waits for the device.
+
+        Args:
+            ranks: that hold the model together.
+            scale: what the gradients carry; messages have it divided out.
+            usable: whether all gradients are finite on all ranks.
+            wanted: what is to be shown; None for all that there is.
+        """
+        if not usable:
+            self._showing = []
+            return Shown(left=self._count_open())
+        if wanted is None:
+            self._show_what_is_new()
+        apart: dict[Hashable, Bits] = {}
+        alike: dict[tuple[str, Hashable], Copy] = {}
+        left_to_others: list[tuple[_Shape, Copy]] = []
+        showing = set(self._showing)
+        for key, claim in self._claims.items():
+            grad, shape = _gradient_of(claim.param), tuple(claim.param.shape)
+            for tag in _tags_of(claim):
+                if wanted is not None and tag not in wanted:
+                    continue
+                if tag[0] == "apart":
+                    shows = key in showing or (key in self._compared and _is_usable(grad))
+                    if shows and grad is not None:
+                        apart[claim.apart] = _bits_of(claim, grad)
+                    continue
+                found = fingerprint(grad, shape)
+                found = found._replace(norm=found.norm / scale)
+                shown = Copy(claim.name, found, is_flattened(claim.param))
+                if tag[0] == "left":
+                    left_to_others.append((shape, shown))
+                else:
+                    alike[tag] = shown
+        counted: list[tuple[_Shape, Fingerprint | None]] = []
+        for param in ranks.params if ranks.shapes_left else ():
+            shape = tuple(param.shape)
+            asked = wanted is None or ("left", shape) in wanted
+            if asked and shape in ranks.shapes_left and ranks.counting[id(param)]:
+                plain = not is_distributed(param)
+                counted.append((shape, fingerprint(param.grad, shape) if plain else None))
+        left = self._count_open() - sum(map(self._is_unseen, self._showing))
+        return Shown(left, len(self._claims), apart, alike, left_to_others, counted)
+
+    def compare(self, ranks: ModelRanks, shown: Sequence[Shown], *, step: int) -> None:
         """Raises, on every rank alike, if copies were called parts, or parts copies.
 
         Args:
             ranks: that hold the model together.
-            shown: of each rank, what `shown_by` returned.
+            shown: of each rank, what `shown` returned.
+            step: as in `looks`.
         """
-        _refuse_same_apart(ranks.rank_group.ranks, [each.apart for each in shown])
-        _refuse_unlike_copies(ranks.rank_group.ranks, [each.alike for each in shown])
-        self._to_be_shown = any(each.waits for each in shown)
+        _refuse_unlike(ranks, [each.alike for each in shown])
+        _refuse_uncounted_gradients(ranks, shown)
+        doubtful = self._refuse_same(ranks, shown)
+        self._doubtful = {}  # One that has no gradient at this step is news when it has one.
+        for key in self._showing:
+            claim = self._claims[key]
+            known = self._doubtful if claim.apart in doubtful else self._compared
+            known[key] = claim.param
+        self._is_open = any(each.left for each in shown)
+        if step == 1:  # The ranks have met, and count anew.
+            self._look_until = _FIRST_STEPS
+        self._again_at = step + max(1, step // 2) if doubtful else None
 
-    def compare_late(self, ranks: ModelRanks, *, usable: bool) -> None:
-        """The same at a later step, if there was nothing to compare when the ranks met.
+    def compare_now(self, ranks: ModelRanks, *, step: int, scale: float) -> None:
+        """All ranks show what at least one of them has to be compared; raises as `compare` does.
 
         Args:
             ranks: that hold the model together.
-            usable: whether all gradients are finite on all ranks, and not all zero.
+            step: as in `looks`.
+            scale: as in `shown`.
         """
-        if self._to_be_shown and usable:
-            (group,) = ranks.rank_group.groups
-            shown = shown_by(ranks, usable=True)
-            self.compare(ranks, tell_all(shown, ranks.rank_group.ranks, group))
+        who, (group,) = ranks.rank_group.ranks, ranks.rank_group.groups
+        wanted = set().union(*tell_all(self._show_what_is_new(), who, group))
+        shown = tell_all(self.shown(ranks, scale=scale, wanted=wanted), who, group)
+        self.compare(ranks, shown, step=step)
+
+    def _refuse_same(self, ranks: ModelRanks, shown: Sequence[Shown]) -> set[Hashable]:
+        """Raises if a parameter that was said to differ between ranks is a copy.
+
+        Args:
+            ranks: that hold the model together.
+            shown: of each rank, what `shown` returned.
+
+        Returns:
+            The keys of those that may be copies: what was the same so far may be chance.
+        """
+        who = ranks.rank_group.ranks
+        doubtful: set[Hashable] = set()
+        # By their bits alone: tied embeddings have two names.
+        seen: dict[Hashable, tuple[int, Hashable, Bits]] = {}
+        for rank, theirs in zip(who, shown, strict=True):
+            for key, bits in theirs.apart.items():
+                first, first_key, there = seen.setdefault(bits[2:], (rank, key, bits))
+                if first_key == key or first == rank:
+                    continue
+                same = self._same.setdefault((first_key, key), {})
+                same[bits.gradient] = min(bits.tells, there.tells)
+                doubtful |= {first_key, key}
+                if sum(same.values()) >= _ENOUGH:
+                    mine = sorted(map(repr, theirs.apart.values()))
+                    every = [sorted(map(repr, each.apart.values())) for each in shown]
+                    like = [each for each, held in zip(who, every, strict=True) if held == mine]
+                    if ranks.plain_are_parts and first in like and len(mine) == theirs.said:
+                        raise ValueError(_no_parts(bits.name, like))
+                    raise ValueError(_no_part(bits.name, there.name, first, rank, len(who)))
+        return doubtful
+
+
+def _claims_of(ranks: ModelRanks, names: _Names) -> Iterator[_Claim]:
+    """What is said of the parameters, of those of which something is."""
+    me, elements = my_rank(), ranks.elements()
+    apart = {id(param) for param in ranks.told_apart}
+    alike = {id(param) for param in ranks.told_alike}
+    left = {id(param) for param in ranks.left_to_others}
+    places = {id(param): place for place, param in enumerate(ranks.plain)}
+    if ranks.plain_are_parts:
+        apart, places = apart | set(places), {}
+    keys = ranks.keys or (None,) * len(ranks.params)
+    for at, (param, name) in enumerate(zip(ranks.params, names(ranks.params), strict=True)):
+        each = id(param)
+        key: Hashable = ranks.copied.get(each)
+        if key is None:  # Of a group of parts each rank has its own; a mesh says which do.
+            key = (name, me) if ranks.plain_are_parts or each in ranks.copied else keys[at]
+        claim = _Claim(
+            param,
+            name,
+            key if each in apart else None,
+            elements[at] if each in alike else None,
+            places.get(each),
+            each in left,
+        )
+        if claim[2:] != (None, None, None, False) and param.numel():
+            yield claim
+
+
+def _gradient_of(param: Tensor) -> Tensor | None:
+    """The elements of a parameter's gradient here; None if they are others than the parameter's."""
+    grad = param.grad
+    return None if grad is None or not lie_alike(param, grad) else local_of(grad)
+
+
+def _tags_of(claim: _Claim) -> list[tuple[str, Hashable]]:
+    """By what ranks tell each other which parameters are to be shown."""
+    tags: dict[str, Hashable | None] = {
+        "apart": None if claim.apart is None else tuple(claim.param.shape),
+        "alike": claim.alike,
+        "plain": claim.place,
+        "left": tuple(claim.param.shape) if claim.left else None,
+    }
+    return [(kind, key) for kind, key in tags.items() if key is not None]
+
+
+def _is_usable(grad: Tensor | None) -> bool:
+    """Whether a gradient shows anything: it is finite, and not zero. Waits for the device."""
+    if grad is None or not _elements(grad).numel():
+        return False
+    norm = measure([_elements(grad)]).norms[0]
+    return bool((norm > 0) & torch.isfinite(norm))
+
+
+def _bits_of(claim: _Claim, grad: Tensor) -> Bits:
+    """What follows from the bits of a parameter and of its gradient."""
+    value, elements = local_of(claim.param), _elements(grad)
+    gradient: Hashable = checksum(elements)
+    if grad.is_sparse:
+        gradient = gradient, checksum(sparse_indices(grad.coalesce()))
+    rest = tuple(value.shape), checksum(value)
+    if _is_drawn(value):
+        return Bits(claim.name, _ENOUGH if _is_drawn(elements) else 1, gradient, rest)
+    # FSDP1 cuts tensors anywhere: a row that is in both of two parts is no wonder.
+    tells = 0 if is_flattened(claim.param) else _numbers_in(elements)
+    return Bits(claim.name, tells, gradient, (*rest, claim.name))
+
+
+def _is_drawn(tensor: Tensor) -> bool:
+    """Whether a tensor has different elements: zeros and ones are the same everywhere."""
+    return tensor.numel() > 0 and bool((tensor != tensor.reshape(-1)[0]).any())
+
+
+def _numbers_in(grad: Tensor) -> int:
+    """How many different numbers a gradient has; 1 if all rows or columns are the same.
+
+    They are under a loss that is a sum.
+    """
+    for dim, size in enumerate(grad.shape):
+        if size > 1 and bool((grad == grad.narrow(dim, 0, 1)).all()):
+            return 1
+    sample = grad.reshape(-1)[:_SAMPLED]
+    return len(set(sample[sample != 0].tolist()))
+
+
+def _refuse_unlike(ranks: ModelRanks, shown: Sequence[Mapping[tuple[str, Hashable], Copy]]) -> None:
+    """Raises if a parameter that is taken for the same on several ranks is not.
+
+    Args:
+        ranks: that hold the model together.
+        shown: of each rank, `Shown.alike`.
+    """
+    who = ranks.rank_group.ranks
+    first: dict[tuple[str, Hashable], tuple[int, Copy]] = {}
+    for rank, theirs in zip(who, shown, strict=True):
+        for tag, each in theirs.items():
+            other, there = first.setdefault(tag, (rank, each))
+            if tag[0] == "alike" and not are_copies([there.found, each.found]):
+                raise ValueError(_no_copy(each, there, other, rank))
+    nothing = Copy("", Fingerprint(0.0))
+    for tag in first:
+        # Every rank is to hold a plain tensor beside DTensors.
+        held = [theirs.get(tag, nothing) for theirs in shown]
+        if tag[0] == "plain" and not are_copies([each.found for each in held]):
+            here = shown[who.index(my_rank())].items()
+            mine = [each.name for (kind, _), each in here if kind == "plain"]
+            raise ValueError(_no_copies(ranks, held, mine))
+
+
+def _refuse_uncounted_gradients(ranks: ModelRanks, shown: Sequence[Shown]) -> None:
+    """Raises if a gradient that another rank is to count is none of those that others count.
+
+    DTensors may be cut differently: where one has the shape, nothing is concluded.
+
+    Args:
+        ranks: that hold the model together.
+        shown: of each rank, what `shown` returned.
+    """
+    who = ranks.rank_group.ranks
+    for rank, theirs in zip(who, shown, strict=True):
+        for shape, left in theirs.left_to_others:
+            there = [
+                found
+                for other, each in zip(who, shown, strict=True)
+                for of_shape, found in each.counted
+                if other != rank and of_shape == shape
+            ]
+            if left.found.usable and not any(
+                found is None or are_copies([left.found, found]) for found in there
+            ):
+                raise ValueError(
+                    f"copies= says 0 for {left.name} on rank {rank}: another rank counts its "
+                    "elements, and none that counts has the same gradient, which has norm "
+                    f"{left.found.norm:.6g} there. Add up, or average, the gradients of copies and "
+                    "of tied tensors over the ranks before step()."
+                )
 
 
 def refuse_different(ranks: Sequence[int], settings: Sequence[Mapping[str, object]]) -> None:
@@ -347,114 +637,9 @@ def refuse_uncounted(ranks: Sequence[int], told: Sequence[Mapping[Hashable, bool
                 )
 
 
-class Shown(NamedTuple):
-    """What a rank shows of parameters of which it was said who else holds them, by their keys."""
-
-    waits: bool = False
-    """Whether there is something to show, and the gradients do not serve yet."""
-    apart: Mapping[Hashable, tuple[str, object]] = {}
-    """Of those that were said to be other tensors than elsewhere: the name, and what follows from
-    the bits of values and gradient. Only where these tell something: not all elements are equal."""
-    alike: Mapping[Hashable, tuple[str, Sequence[float]]] = {}
-    """Of those that were said to be copies: the name, and the fingerprint of the gradient."""
-
-
-def shown_by(ranks: ModelRanks, *, usable: bool) -> Shown:
-    """What this rank has to show. Waits for the device.
-
-    Args:
-        ranks: that hold the model together.
-        usable: whether all gradients are finite on all ranks, and not all zero.
-    """
-    if not usable:
-        return Shown(bool(ranks.told_apart or ranks.told_alike or ranks.plain_are_parts))
-    keys = dict(zip(map(id, ranks.params), ranks.keys or (), strict=False))
-    apart: dict[Hashable, tuple[str, object]] = {}
-    for param in ranks.told_apart:
-        value, grad = local_of(param), local_of(param.grad)
-        if grad is not None and not grad.is_sparse and _is_drawn(value) and _is_drawn(grad):
-            bits = tuple(value.shape), checksum(value), checksum(grad)
-            key = keys[id(param)]
-            apart[ranks.copied.get(id(param), key)] = _name_in(key), bits
-    elements = dict(zip(map(id, ranks.params), ranks.elements(), strict=True))
-    alike: dict[Hashable, tuple[str, Sequence[float]]] = {}
-    for param in ranks.told_alike:
-        grad = local_of(param.grad)
-        if elements[id(param)] is not None and (grad is None or not grad.is_sparse):
-            name, shape = _name_in(keys[id(param)]), tuple(param.shape)
-            alike[elements[id(param)]] = name, _fingerprint_of(grad, shape)
-    return Shown(False, apart, alike)
-
-
 def _name_in(key: Hashable) -> str:
     """The name of a parameter, from its key."""
     return str(key[0] if isinstance(key, tuple) else key)
-
-
-def _fingerprint_of(grad: Tensor | None, shape: tuple[int, ...]) -> list[float]:
-    """The numbers of one gradient; zeros if there is none."""
-    if grad is None or not grad.numel():
-        return [0.0] * len(FINGERPRINT)
-    found = fingerprint([grad], places=[0], shapes=[shape], norms=measure([grad]).norms)
-    return [float(number) for number in found.numbers.tolist()]
-
-
-def _refuse_same_apart(
-    ranks: Sequence[int], shown: Sequence[Mapping[Hashable, tuple[str, object]]]
-) -> None:
-    """Raises if a parameter that was said to differ between ranks is a copy.
-
-    Args:
-        ranks: in the order of `shown`.
-        shown: of each rank, `Shown.apart`.
-    """
-    # By their bits alone: tied embeddings have two names.
-    seen: dict[object, tuple[int, Hashable, str]] = {}
-    for rank, theirs in zip(ranks, shown, strict=True):
-        for key, (name, bits) in theirs.items():
-            first, first_key, first_name = seen.setdefault(bits, (rank, key, name))
-            if first_key != key:
-                tied = "" if name == first_name else f" (there as {first_name})"
-                raise ValueError(
-                    f"{name} has the same values and the same gradient on ranks {first}{tied} and "
-                    f"{rank}, bit for bit, where distinct=, process_group= or copies= says that "
-                    "they hold different parameters: it is a copy, and would count more than once. "
-                    "Say who "
-                    f"counts it by copies=: {len(ranks)} for a plain tensor that all {len(ranks)} "
-                    "ranks hold, 0 on all but the first that holds it otherwise, None for all "
-                    "others."
-                )
-
-
-def _refuse_unlike_copies(
-    ranks: Sequence[int], shown: Sequence[Mapping[Hashable, tuple[str, Sequence[float]]]]
-) -> None:
-    """Raises if a parameter that was said to be the same on several ranks is not.
-
-    Of one tensor at a time: any other one differs by about 1, so that much rounding is no matter.
-
-    Args:
-        ranks: in the order of `shown`.
-        shown: of each rank, `Shown.alike`.
-    """
-    first: dict[Hashable, tuple[int, Sequence[float]]] = {}
-    for rank, theirs in zip(ranks, shown, strict=True):
-        for key, (name, row) in theirs.items():
-            other, other_row = first.setdefault(key, (rank, row))
-            if not are_copies([other_row, row], at_most=_MOST):
-                raise ValueError(
-                    f"{name} is the same on ranks {other} and {rank} by what mesh= or copies= "
-                    f"says, and its gradients there are not: their norms are {other_row[0]:.6g} "
-                    f"and {row[0]:.6g}. Only the first would count. If ranks along a dimension of "
-                    "mesh= hold different parameters, such as pipeline stages, name it: "
-                    'GradientControl(..., mesh=world_mesh, distinct=("pp",)). If they hold copies, '
-                    "average the gradients over the ranks before step()."
-                )
-
-
-def _is_drawn(tensor: Tensor) -> bool:
-    """Whether a tensor has different elements: zeros and ones are the same everywhere."""
-    return tensor.numel() > 0 and bool((tensor != tensor.reshape(-1)[0]).any())
 
 
 _ELSEWHERE = (
@@ -486,45 +671,55 @@ def refuse_refused(ranks: ModelRanks, refused: Sequence[float]) -> None:
         )
 
 
-def _refuse_same_parts(ranks: ModelRanks, rows: Sequence[Sequence[float]], names: _Names) -> None:
-    """Raises if ranks that should hold parts hold the same values and have the same gradients.
-
-    Values alone do not show it: stages that were made with one seed begin alike. Nor do gradients
-    alone: the rows of a linear layer's are the same under a loss that is a sum. Of parameters that
-    are all zeros or all ones nothing is concluded.
-    """
-    if not _same_gradients(rows):
-        return
-    (group,) = ranks.rank_group.groups
-    mine = [(tuple(param.shape), checksum(param)) for param in ranks.plain]
-    drawn = any(map(_is_drawn, ranks.plain))
-    told = tell_all((mine, drawn), ranks.rank_group.ranks, group)
-    together = list(zip(rows, told, strict=True))
-    same = [at for at in _same_gradients(rows) if together.count(together[at]) > 1]
-    if same and all(told[at][1] for at in same):
-        raise ValueError(_no_parts(ranks, same, names))
-
-
-def _no_parts(ranks: ModelRanks, same: Sequence[int], names: _Names) -> str:
-    who = [ranks.rank_group.ranks[at] for at in same]
+def _no_parts(name: str, ranks: Sequence[int]) -> str:
     return (
         "process_group= names ranks that hold other parts of the model, and the gradients on ranks "
-        f"{shortened(who)} are the same bit for bit, and so are the parameters, "
-        f"{names(ranks.plain[:1])[0]} among them: they are copies. Copies of a model (data "
-        "parallel) need no process_group=; under FullyShardedDataParallel with NO_SHARD say "
-        "copies= with their number. Where some ranks hold copies and others parts, give the group "
-        "of the parts alone, or mesh= and distinct=."
+        f"{shortened(ranks)} are the same bit for bit, and so are the parameters, {name} among "
+        "them: they are copies. Copies of a model (data parallel) need no process_group=; under "
+        "FullyShardedDataParallel with NO_SHARD say copies= with their number. Where some ranks "
+        "hold copies and others parts, give the group of the parts alone, or mesh= and distinct=."
     )
 
 
-def _no_copies(ranks: ModelRanks, norms: Sequence[float], names: _Names) -> str:
-    shown = ", ".join(names(ranks.plain[:3])) + (", ..." if len(ranks.plain) > 3 else "")
-    seen = shortened([f"{norm:.6g}" for norm in norms])
+def _no_part(name: str, first_name: str, first: int, rank: int, count: int) -> str:
+    tied = "" if name == first_name else f" (there as {first_name})"
+    return (
+        f"{name} has the same values and the same gradient on ranks {first}{tied} and {rank}, bit "
+        "for bit, where distinct=, process_group= or copies= says that they hold different "
+        "parameters: it is a copy, and would count more than once. Say who counts it by copies=: "
+        f"{count} for a plain tensor that all {count} ranks hold, 0 on all but the first that "
+        "holds it otherwise, None for all others. If these are different parameters that happen to "
+        "be the same, begin with different values."
+    )
+
+
+def _no_copy(here: Copy, there: Copy, other: int, rank: int) -> str:
+    way_out = (
+        "If ranks along a dimension of mesh= hold different parameters, such as pipeline stages, "
+        'name it: GradientControl(..., mesh=world_mesh, distinct=("pp",)).'
+    )
+    if here.flattened:
+        way_out = (
+            "It is a shard of FullyShardedDataParallel (FSDP1), another one on every rank: in the "
+            "place of mesh= write GradientControl(..., process_group=model.process_group)."
+        )
+    return (
+        f"{here.name} is the same on ranks {other} and {rank} by what mesh= or copies= says, and "
+        f"its gradients there are not: their norms are {there.found.norm:.6g} and "
+        f"{here.found.norm:.6g}. Only the first would count. {way_out} If they hold copies, "
+        "average the gradients over the ranks before step()."
+    )
+
+
+def _no_copies(ranks: ModelRanks, held: Sequence[Copy], mine: Sequence[str]) -> str:
+    name = next(each.name for each in held if each.name)
+    seen = shortened([f"{each.found.norm:.6g}" for each in held])
+    listed = ", ".join(mine[:3]) + (", ..." if len(mine) > 3 else "")
     return (
         "plain tensors beside DTensors count once if every rank holds the same ones, and here "
-        f"their gradients are not the same; their norms are {seen} on ranks "
-        f"{shortened(ranks.rank_group.ranks)}: whether they are parts of the model, such as "
+        f"their gradients are not the same: those of {name}; their norms are {seen} on ranks "
+        f"{shortened(ranks.rank_group.ranks)}. Whether they are parts of the model, such as "
         "experts, or copies whose gradients were not averaged, is not known. Plain on this rank: "
-        f"{shown or 'none'}. Make parts DTensors with Shard(), average the gradients of copies "
+        f"{listed or 'none'}. Make parts DTensors with Shard(), average the gradients of copies "
         "before step(), and list copies in the same order on every rank."
     )

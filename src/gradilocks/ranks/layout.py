@@ -8,12 +8,14 @@ are. Nothing is sent from here, but where a gradient's ranks hold summands (Part
 
 from __future__ import annotations
 
+import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradilocks._torch import device_kinds, is_flattened, local_tensor
 from gradilocks.kernels.host_numbers import numbers_on
@@ -25,6 +27,7 @@ __all__ = [
     "any_distributed",
     "common_mesh",
     "covers_world",
+    "data_parallel_around",
     "device_for",
     "flattened_among",
     "global_rows",
@@ -32,9 +35,11 @@ __all__ = [
     "is_distributed",
     "laid_out_like",
     "layout_of",
+    "lie_alike",
     "local_of",
     "meshes_of",
     "my_rank",
+    "placed_like",
     "rank_groups_of",
     "ranks_in",
     "ranks_on",
@@ -75,6 +80,25 @@ def replicas_of(model: object) -> Any:
     if module is None or not isinstance(model, module.DistributedDataParallel):
         return None
     return cast("Any", model).process_group
+
+
+def data_parallel_around(model: object, param: Tensor, *, search: bool) -> Any:
+    """The DistributedDataParallel that trains a parameter; None if there is none.
+
+    It may be inside of wrappers of `model`, as under torch.compile. If only what it wraps was
+    handed over and one is to `search`, all objects that are alive are looked at, once: some 0.1
+    seconds.
+    """
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    if module is None:
+        return None
+    kind = module.DistributedDataParallel
+    inside = model.modules() if isinstance(model, nn.Module) else ()
+    alive = (each for each in gc.get_objects() if issubclass(type(each), kind)) if search else ()
+    for each in itertools.chain((part for part in inside if isinstance(part, kind)), alive):
+        if any(param is own for own in each.parameters()):
+            return each
+    return None
 
 
 def whole_group(group: Any, near: torch.device) -> RankGroup:
@@ -243,6 +267,48 @@ def with_sums_reduced(
     if param is not grad:
         param.grad = reduced
     return reduced
+
+
+def lie_alike(param: Any, other: Any) -> bool:
+    """Whether a gradient or a state lies on the ranks as its parameter does: elements of it, not
+    summands, and the same ones."""
+    if is_distributed(param) != is_distributed(other):
+        return False
+    if not is_distributed(param):
+        return True
+    if param.device_mesh != other.device_mesh or param.placements != other.placements:
+        return False
+    return not any(placement.is_partial() for placement in other.placements)
+
+
+def placed_like(param: Tensor, other: Tensor, what: str) -> Tensor:
+    """What belongs to the DTensor `param`, brought to where the elements of the parameter are.
+
+    By all ranks of the mesh, at its own size. They do it together or not at all: how a tensor is
+    placed is the same on all of them.
+
+    Args:
+        param: the parameter.
+        other: its gradient, or something of its state, of the same shape.
+        what: its name, for the error message.
+
+    Raises:
+        ValueError: if that is not known, or torch has no way there.
+    """
+    home, given = cast("Any", param), cast("Any", other)
+    if not is_distributed(other):
+        raise ValueError(
+            f"{what} is a plain tensor and the parameter a DTensor as {home.placements}: which of "
+            "its elements belong to this rank is not known. Make it a DTensor on the parameter's "
+            "mesh, by DTensor.from_local or distribute_tensor."
+        )
+    if given.device_mesh != home.device_mesh:
+        raise ValueError(
+            f"{what} is a DTensor on {given.device_mesh} and the parameter on {home.device_mesh}, "
+            "and torch brings no tensor from one mesh to another. Make it on the parameter's mesh."
+        )
+    placed: Tensor = given.redistribute(placements=home.placements)
+    return placed
 
 
 def global_rows(tensor: Tensor, name: str) -> Tensor:

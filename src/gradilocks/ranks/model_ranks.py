@@ -18,12 +18,12 @@ import hashlib
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from gradilocks._torch import groups_joined
+from gradilocks._torch import groups_joined, root_mesh
 from gradilocks.ranks.layout import (
     Layout,
     device_for,
@@ -164,6 +164,10 @@ class ModelRanks:
     of the ranks and not of them."""
     told_alike: tuple[Tensor, ...] = ()
     """Parameters that other ranks hold too, because it was said: `elements` tells which do."""
+    left_to_others: tuple[Tensor, ...] = ()
+    """Plain parameters of which `copies=` says that another rank counts them."""
+    shapes_left: frozenset[tuple[int, ...]] = frozenset()
+    """The shapes of those of all ranks."""
     counting_each: Mapping[int, bool] | None = None
     """As `counting`, in the norm of the tensor by itself: what `copies=` leaves to others, such as
     the second of tied embeddings, counts there if it has a key of its own. None if all is alike."""
@@ -337,6 +341,7 @@ def _by_group(params: Sequence[Tensor], options: RankOptions, name: _Name) -> Mo
         params=tuple(params),
         plain=tuple(unproven),
         plain_are_parts=not meshes and options.copies is None,
+        told_apart=() if meshes or options.copies is None else tuple(params),
         counting=counting,
         keys=tuple(map(name, params)) if meshes or options.copies is not None else None,
     )
@@ -398,6 +403,10 @@ def _by_tensors(
         raise ValueError(_part_of_the_world(*meshes[0], name, way_out))
     strangers = [(mesh, param) for mesh, param in meshes if ranks_on(mesh) != ranks]
     unknown = _other_ranks(*strangers[0], name, ranks, way_out) if strangers else None
+    # A slice of a mesh of all ranks: each has one, and refuses by itself. Of a mesh of its own the
+    # others may know nothing, and hear of it at the first step.
+    if unknown is not None and any(ranks_on(root_mesh(mesh)) == ranks for mesh, _ in strangers):
+        raise ValueError(unknown)
     kind = fitting[0][0].device_type if fitting else params[0].device.type
     near = fitting[0][1].device if fitting else params[0].device
     rank_group = RankGroup(ranks, (None,), device_for(None, kind, near))
@@ -422,7 +431,8 @@ def _with_copies(
 
     Of the ranks that hold the same elements the first counts. Which ranks those are is found by
     what they hold: all parameters with as many copies are compared together, since one alone may be
-    the same everywhere, as a bias of zeros is.
+    the same everywhere, as a bias of zeros is. Where that does not come out, each is compared by
+    itself: tensor parallel ranks share other ones than data parallel ranks do.
 
     Two ranks that each hold one copy of a name may have two tensors (experts) or two parts of one
     (shards): a policy that bounds tensors apart must know which, and nobody has said.
@@ -457,26 +467,29 @@ def _with_copies(
     uncounted = [p for p in known.params if numbers.get(id(p)) == 0 and is_trained(p)]
     zeros = [(name(param), *_seen_of(param)) for param in uncounted]
     (group,) = known.rank_group.groups
-    told = tell_all((contents, roll, zeros, problem), ranks, group)
+    left = [tuple(param.shape) for param in wanted.get(0, ())]
+    told = tell_all((contents, roll, left, zeros, problem), ranks, group)
     raise_for_all(problem, ranks, [theirs for *_, theirs in told], cause=cause)
-    alike: dict[tuple[int, _Contents], list[int]] = {}
+    alike: dict[tuple[int, str], list[int]] = {}
     for rank, (theirs, *_) in zip(ranks, told, strict=True):
         for number, held in theirs.items():
             alike.setdefault((number, held), []).append(rank)
-    problems = [_unlike_copies(theirs, alike) for theirs, *_ in told]
-    raise_for_all(problems[ranks.index(me)], ranks, problems)
+    partners = {
+        id(param): alike[number, contents[number]]
+        for number in contents
+        for param in wanted[number]
+    }
+    if any(len(who) != number for (number, _), who in alike.items()):
+        partners = _partners_of_each(known, {n: wanted[n] for n in contents}, name)
     _refuse_zeros(known, numbers, [theirs for *_, theirs, _ in told])
     holders: dict[Hashable, list[tuple[int, int]]] = {}
     for rank, (_, theirs, *_) in zip(ranks, told, strict=True):
         for key, number in theirs:
             holders.setdefault(key, []).append((rank, number))
     for number, listed in wanted.items():
-        holder = me if number == 1 else None
-        if number in contents:
-            holder = alike[number, contents[number]][0]
-        first = holder == me
-        counting |= dict.fromkeys(map(id, listed), first)
         for param in listed:
+            holder = partners[id(param)][0] if number > 1 else me if number else None
+            counting[id(param)] = first = holder == me
             copied[id(param)] = None if holder is None else (name(param), holder)
             held_by = holders[keys[id(param)]]
             if number or any(theirs for _, theirs in held_by):
@@ -490,13 +503,16 @@ def _with_copies(
     ]
     said = {key for key, number in numbers.items() if number is not None}
     several = [param for number, listed in wanted.items() if number > 1 for param in listed]
+    grouped = [param for param in several if numbers[id(param)] != len(ranks)]
     return replace(
         known,
         plain=tuple(_without(known.plain, said)),
         counting=counting,
         counting_each=each,
-        told_apart=(*_without(known.told_apart, said), *wanted.get(1, ())),
+        told_apart=(*_without(known.told_apart, said), *wanted.get(1, ()), *grouped),
         told_alike=(*_without(known.told_alike, said), *several),
+        left_to_others=tuple(wanted.get(0, ())),
+        shapes_left=frozenset(shape for _, _, theirs, *_ in told for shape in theirs),
         copied=copied,
         keys=tuple(keys[id(param)] for param in known.params),
         ambiguous=frozenset(ambiguous),
@@ -547,20 +563,70 @@ def _refuse_copies_alone(params: Sequence[Tensor], copies: Copies | None, name: 
         ) from cause
 
 
-class _Contents(NamedTuple):
-    """What stands for parameters that a rank holds."""
-
-    name: str
-    """Of the first."""
-    length: int
-    digest: str
-    """Of their names, shapes and values."""
-
-
-def _contents(params: Sequence[Tensor], name: _Name) -> _Contents:
+def _contents(params: Sequence[Tensor], name: _Name) -> str:
+    """What stands for the names, shapes and values of parameters."""
     listed = [(name(param), tuple(param.shape), checksum(param)) for param in params]
-    digest = hashlib.sha256(repr(listed).encode()).hexdigest()
-    return _Contents(name(params[0]), len(params), digest)
+    return hashlib.sha256(repr(listed).encode()).hexdigest()
+
+
+def _partners_of_each(
+    known: ModelRanks, wanted: Mapping[int, Sequence[Tensor]], name: _Name
+) -> dict[int, list[int]]:
+    """By the id of a parameter that several ranks hold, which do, found for each by itself.
+
+    One that more ranks have the same values of than was said, as of a bias of zeros, is held by the
+    same ranks as another one: of its own module or, if that leaves one choice, of any. Whether that
+    is right shows in its gradient.
+
+    Args:
+        known: the ranks.
+        wanted: by how many ranks hold them, this rank's parameters.
+        name: tells a parameter's name.
+
+    Raises:
+        ValueError: on every rank, if not as many ranks hold the same values as was said.
+    """
+    ranks, (group,) = known.rank_group.ranks, known.rank_group.groups
+    listed = [(number, param) for number, each in wanted.items() for param in each]
+    mine = {(number, name(param)): _contents([param], name) for number, param in listed}
+    told: list[dict[tuple[int, str], str]] = tell_all(mine, ranks, group)
+    same: dict[tuple[int, str], list[int]] = {}
+    for rank, theirs in zip(ranks, told, strict=True):
+        for (number, _), held in theirs.items():
+            same.setdefault((number, held), []).append(rank)
+    found: list[dict[tuple[int, str], list[int]]] = []
+    for theirs in told:
+        sure = {key: same[key[0], held] for key, held in theirs.items()}
+        sure = {key: who for key, who in sure.items() if len(who) == key[0]}
+        found.append({})
+        for (number, what), held in theirs.items():
+            who = same[number, held]
+            if (number, what) not in sure:
+                fitting = [
+                    (its.rpartition(".")[0], each)
+                    for (as_many, its), each in sure.items()
+                    if as_many == number and set(each) <= set(who)
+                ]
+                near = [each for module, each in fitting if module == what.rpartition(".")[0]]
+                choices = near or [each for _, each in fitting]
+                if choices and all(each == choices[0] for each in choices):
+                    who = choices[0]
+            found[-1][number, what] = who
+    problems: list[str | None] = [None] * len(ranks)
+    for at, of_rank in enumerate(found):
+        for (number, what), who in of_rank.items():
+            agreed = all(found[ranks.index(rank)].get((number, what)) == who for rank in who)
+            if problems[at] is None and (len(who) != number or not agreed):
+                problems[at] = (
+                    f"copies= says that {number} ranks hold the same elements of {what}, and ranks "
+                    f"{shortened(same[number, told[at][number, what]])} hold the same values of "
+                    "it. Make copies equal before the control is made (broadcast them), give "
+                    "different parts different values, or say by mesh= and distinct= which ranks "
+                    "hold what."
+                )
+    here = ranks.index(my_rank())
+    raise_for_all(problems[here], ranks, problems)
+    return {id(param): found[here][number, name(param)] for number, param in listed}
 
 
 _Seen = tuple[tuple[int, ...], int | None]
@@ -637,27 +703,6 @@ def raise_for_all(
     for rank, theirs in zip(ranks, problems, strict=True):
         if theirs is not None:
             raise ValueError(f"rank {rank} refuses: {theirs}")
-
-
-def _unlike_copies(
-    held: Mapping[int, _Contents], alike: Mapping[tuple[int, _Contents], Sequence[int]]
-) -> str | None:
-    """What is wrong with what a rank holds in several copies; None if nothing is.
-
-    Args:
-        held: what the rank holds, by the number of copies.
-        alike: the ranks that hold it, by number and contents.
-    """
-    for number, each in held.items():
-        who = alike[number, each]
-        if len(who) != number:
-            return (
-                f"copies= says that {number} ranks hold the same elements of {each.name} and "
-                f"{each.length - 1} more, and ranks {shortened(who)} hold the same values of them. "
-                "Make copies equal before the control is made (broadcast them), give different "
-                "parts different values, or say by mesh= and distinct= which ranks hold what."
-            )
-    return None
 
 
 @torch.no_grad()

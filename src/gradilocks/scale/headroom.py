@@ -27,13 +27,16 @@ class HeadroomScale(ScalePolicy):
                        scale = scale * 2^room, but not above the ceiling
                        every `growth_interval` taken steps in a row:  ceiling *= growth_factor
         overflow:      ceiling = scale = scale * backoff_factor;  held, if that is less
-        loss is NaN:   nothing; no scale can help
+        loss is NaN:   nothing; no scale can help (but see below)
 
     So it starts low, is where it belongs after one or two steps, and comes down before gradients
     overflow that grow slowly. An overflow may start in the gradient of an activation, which no
     parameter's gradient shows; so the scale that overflowed is remembered, and tried again only
     after `growth_interval` finite steps. If it was a leap that overflowed, the scale falls back to
     the last one that held and feels its way up from there, doubling at each step until one fails.
+
+    Of ranks that average their gradients (DistributedDataParallel) each knows its own loss only,
+    and all must keep one scale without a word: there a loss that is NaN counts as an overflow.
 
     Args:
         init_scale: the scale of the first step.

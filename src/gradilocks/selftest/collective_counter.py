@@ -36,7 +36,7 @@ class CollectiveCounter(CommDebugMode):  # type: ignore[misc, unused-ignore]
         >>> with CollectiveCounter() as counter:
         ...     control.step()
         >>> counter.calls, counter.bytes_given
-        (Counter({'allgather': 1}), 296)
+        (Counter({'allgather': 1}), 216)
     """
 
     def __init__(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -39,14 +40,11 @@ from gradilocks.kernels.reference import DOUBLE, summarize
 from gradilocks.names import Names, Placed
 from gradilocks.ranks.agreement import (
     ASKS,
-    FINGERPRINT,
     REPORT,
     RankAgreement,
-    fingerprint,
     refuse_different,
     refuse_refused,
     refuse_uncounted,
-    shown_by,
 )
 from gradilocks.ranks.all_parameters import (
     NOBODY,
@@ -80,7 +78,7 @@ from gradilocks.step.diagnose import never_finite
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, Streak, fetch
 from gradilocks.step.own_step import is_ours
-from gradilocks.step.rank_drift import CARRIED, RankDrift
+from gradilocks.step.rank_drift import CARRIED, LoadCount, RankDrift
 from gradilocks.step.table import (
     Gradients,
     GradientTable,
@@ -122,10 +120,6 @@ __all__ = [
     "norm_and_coefficient",
     "peak_of",
 ]
-
-
-_FIRST_STEPS = 32
-"""So many steps at least are looked at: a scale that begins at 2^16 may overflow at 16 of them."""
 
 
 class Lesson(NamedTuple):
@@ -216,6 +210,8 @@ class Met(NamedTuple):
     parameters: AllParameters = NOBODY
     plans: frozenset[RecordingPlan] = frozenset()
     """What the recorders of all ranks need."""
+    at_once: bool = False
+    """Whether all of them decide on a CPU, where reading what was told costs no wait."""
 
 
 class Engine:
@@ -259,6 +255,8 @@ class Engine:
         """Of several ranks that hold the model, whether this one scales losses."""
         self.elsewhere = False
         """Whether other ranks may hold parameters that this one has nothing of."""
+        self.copies_elsewhere = True
+        """Whether ranks that do not decide with this one may train copies of the model."""
         # What was worked out for the ranks that hold the model, and for which.
         self._table_of: ModelRanks | None = None
         self._met = Met()
@@ -764,8 +762,11 @@ class Engine:
             if verdict.unscaled:
                 peak = peak * self.state.scale
             loss: Tensor | None = record.row[ROW.index("loss_nonfinite")]
-            # Ranks that hold another copy of the model have seen other losses, and the same peak.
-            if has_other_ranks() and (together is None or len(together.ranks) != world_size()):
+            # Ranks that hold another copy of the model have seen other losses, and the same peak:
+            # what not all of them know decides nothing.
+            if has_other_ranks() and (
+                together is None or (self.copies_elsewhere and len(together.ranks) != world_size())
+            ):
                 loss = None
             policy.advance(self.state, record.skip, largest=peak, loss_nonfinite=loss)
 
@@ -846,7 +847,7 @@ class Engine:
         At the first steps the host waits for them anyway. Later nobody waits: a rank that raises
         ends the run, as it does anywhere else.
         """
-        if self._agreement.is_pending(model_ranks) or not model_ranks.is_like(self._table_of):
+        if not model_ranks.is_like(self._table_of) or self._agreement.looks(self._step_number):
             self._refused(model_ranks)
 
     def all_have_changed(self, model_ranks: ModelRanks) -> bool:
@@ -880,55 +881,48 @@ class Engine:
         params, tensors = gradients.params, gradients.tensors
         counts = model_ranks.counts(params, gradients.every_layout())
         anew = not model_ranks.is_like(self._table_of)
-        looking = anew or (self._agreement.is_pending(model_ranks) and self._looks_again)
-        waiting = self._agreement.uncompared(model_ranks) if looking else {}
-        plain = [at for at, param in enumerate(params) if id(param) in waiting]
-        shown = None
-        if plain:
-            chosen, home = [tensors[at] for at in plain], mine.norm.device
-            shown = fingerprint(
-                chosen,
-                places=[waiting[id(params[at])] for at in plain],
-                shapes=[tuple(params[at].shape) for at in plain],
-                norms=measure(chosen, home=home).tensors.norms,
-            )
+        agreement, step = self._agreement, self._step_number
+        agreement.consider(model_ranks, self.names.of)
+        # Whether all ranks read what they are told now. One that alone has other parameters does,
+        # too, and must not begin what the others would not take part in.
+        looking = agreement.looks(step) and not (mine.norm.is_cuda and capturing())
+        all_read = looking or self._met.at_once
         whole, every = self._gather(
             mine,
             model_ranks,
             counts=counts,
-            marks=None if shown is None else shown.numbers,
             found=self._told(mine.tensors, params, model_ranks, counts, unscaled=unscaled),
             wide=all(tensor.dtype is torch.float64 for tensor in tensors),
         )
         every, rows = every[:, : len(REPORT)], every[:, len(REPORT) :]
-        if looking:
-            heads = [whole.nonfinite.reshape(1), whole.norm.reshape(1)]
-            columns = [*(head.to(every.dtype) for head in heads), every.flatten()]
-            broken, norm, *numbers = fetch(
-                torch.cat(columns + ([] if shown is None else [shown.compared]))
-            )
-            flat, rest = numbers[: every.numel()], numbers[every.numel() :]
-            reports = [flat[at : at + len(REPORT)] for at in range(0, len(flat), len(REPORT))]
-            self._agreement.check(
-                model_ranks,
-                reports,
-                compared=[params[at] for at, seen in zip(plain, rest, strict=True) if seen],
-                finite=not broken,
-                names=self.names.of,
-            )
-            self.scaled_here = self.scales and self.losses.any_noted
-            usable = not broken and norm > 0
-            self._agreement.compare_late(model_ranks, usable=usable)
-        elif every.device.type == "cpu":  # Where it costs no wait, nobody goes on alone.
-            refuse_refused(model_ranks, fetch(every[:, REPORT.index("refused")]))
-        largest = _largest_finite_of(every[:, REPORT.index("narrow")])
         met = self._met
-        if anew:
+        if anew or all_read:
+            told = every if anew or looking else every[:, :1]
+            news = rows[:, TOLD.index("news")]
+            broken, *numbers = fetch(
+                torch.cat([whole.nonfinite.reshape(1).to(told.dtype), news, told.flatten()])
+            )
+            fresh, flat = any(numbers[: len(news)]), numbers[len(news) :]
+            all_anew = False
+            if anew or looking:
+                reports = [flat[at : at + len(REPORT)] for at in range(0, len(flat), len(REPORT))]
+                agreement.check(model_ranks, reports, all_read=all_read)
+                all_anew = all(report[REPORT.index("anew")] for report in reports)
+                self.scaled_here = self.scales and self.losses.any_noted
+            else:  # Where it costs no wait, nobody goes on alone.
+                refuse_refused(model_ranks, flat)
+            scale = torch.ones_like(self.state.scale) if unscaled else self.state.scale
             # Where others have not changed, they do not listen: a thaw or an addition on one rank.
-            if all(report[REPORT.index("anew")] for report in reports):
-                self._meet(model_ranks, usable=usable)
+            if all_anew:
+                self._meet(model_ranks, usable=fresh and not broken, scale=scale)
+                all_read = True
+            elif all_read and not broken and (fresh or agreement.is_due(step)):
+                agreement.compare_now(model_ranks, step=step, scale=fetch(scale)[0])
             self._table_of = model_ranks
-        parted = self._drift.notice(rows[:, -len(CARRIED) :], rank_group.ranks)
+        largest = _largest_finite_of(every[:, REPORT.index("narrow")])
+        parted = self._drift.notice(rows[:, -len(CARRIED) :], rank_group.ranks, heard=all_read)
+        if self._drift.has_news:
+            agreement.look_again(step)
         skip = torch.maximum(whole.nonfinite, parted.to(whole.nonfinite.dtype))
         whole = dataclasses.replace(whole, nonfinite=skip)
         if not met.names:
@@ -961,6 +955,10 @@ class Engine:
         told["scale"] = zero + 1.0 if unscaled else self.state.scale.to(dtype)
         told["step"] = self.steps.to(dtype)
         told["gradients"] = torch.full_like(loss, len(params))
+        unseen = self._agreement.unseen(params)
+        if unseen:
+            norms = found.norms.index_select(0, numbers_on(home, tuple(unseen), torch.int64))
+            told["news"] = ((norms > 0) & torch.isfinite(norms)).sum().to(dtype)
         if not params:
             return torch.stack([told[name] for name in TOLD])
         order = self.backward_order(model_ranks)
@@ -984,14 +982,9 @@ class Engine:
         return torch.stack([told[name] for name in TOLD])
 
     @property
-    def _looks_again(self) -> bool:
-        """Whether the host reads what the ranks say of themselves, as it does at the first steps.
-
-        A parameter that never has a gradient, or only zeros, is never compared: after the first
-        steps it is looked at after ever more of them, at the same on all ranks.
-        """
-        since = self._steps_since_met + 1
-        return since <= _FIRST_STEPS or since & (since - 1) == 0
+    def _step_number(self) -> int:
+        """The number of the step that goes on, since the ranks have met; alike on all of them."""
+        return self._steps_since_met + (not self.step_begun)
 
     @property
     def _shares_detail(self) -> bool:
@@ -1074,17 +1067,18 @@ class Engine:
             "the number of steps": int(fetch(self.steps)[0]),
         }
 
-    def compare_settings(self, group: Any) -> frozenset[RecordingPlan]:
-        """What the recorders of all ranks of `group` need of each other.
+    def compare_settings(self, group: Any) -> tuple[frozenset[RecordingPlan], LoadCount]:
+        """What the recorders of all ranks of `group` need of each other; who counts their loads.
 
         Raises, on every rank alike, if their settings or scales are not the same.
         """
         ranks = ranks_in(group)
-        told = tell_all((self.settings(), tuple(self.plans)), ranks, group)
-        refuse_different(ranks, [settings for settings, _ in told])
-        return frozenset(plan for _, plans in told for plan in plans)
+        told = tell_all((self.settings(), tuple(self.plans), uuid.uuid4().hex), ranks, group)
+        refuse_different(ranks, [settings for settings, *_ in told])
+        plans = frozenset(plan for _, plans, _ in told for plan in plans)
+        return plans, LoadCount(told[0][-1], len(ranks))
 
-    def _meet(self, model_ranks: ModelRanks, *, usable: bool) -> None:
+    def _meet(self, model_ranks: ModelRanks, *, usable: bool, scale: Tensor) -> None:
         """The ranks tell each other which parameters they have: all of them, or none may.
 
         Raises, on all of them, if they have not the same settings, hold copies of what was said to
@@ -1093,6 +1087,7 @@ class Engine:
         Args:
             model_ranks: that hold the model together.
             usable: whether the gradients of this step show who holds copies.
+            scale: 0-d, what they carry.
         """
         ranks, (group,) = model_ranks.rank_group.ranks, model_ranks.rank_group.groups
         if self._table_of is not None:
@@ -1106,20 +1101,22 @@ class Engine:
         table = None
         if self._apart and model_ranks.keys is not None:
             table = self._told_of(params, model_ranks.keys, counts_of(params, model_ranks))
-        shown = shown_by(model_ranks, usable=usable)
-        mine = self._names_told, owners, held, table, tuple(self.plans)
+        shown = self._agreement.shown(model_ranks, usable=usable, scale=fetch(scale)[0])
+        at_once = self.state.scale.device.type == "cpu"
+        mine = self._names_told, owners, held, table, tuple(self.plans), at_once
         told = tell_all((*mine, model_ranks.by_mesh, shown, self.settings()), ranks, group)
-        names, owners_of, lists, tables, plans, by_mesh, shown_of, settings = zip(
+        names, owners_of, lists, tables, plans, on_cpus, by_mesh, shown_of, settings = zip(
             *told, strict=True
         )
         refuse_different(ranks, settings)
         refuse_uncounted(ranks, by_mesh)
-        self._agreement.compare(model_ranks, shown_of)
+        self._agreement.compare(model_ranks, shown_of, step=1)
         self._met = Met(
             names,
             owners_of,
             parameters_of_all(ranks, lists, held=held, ids=list(map(id, params))),
             frozenset(plan for theirs in plans for plan in theirs),
+            all(on_cpus),
         )
         self._steps_since_met = 0
         if table is not None:
@@ -1137,7 +1134,6 @@ class Engine:
         *,
         counts: Sequence[bool],
         wide: bool,
-        marks: Tensor | None = None,
         found: Tensor | None = None,
         refused: bool = False,
         anew: float | None = None,
@@ -1148,18 +1144,21 @@ class Engine:
         if anew is None:
             anew = not model_ranks.is_like(self._table_of)
         notes = self._agreement.report(
-            model_ranks, refused=refused, wide=wide, scaled=scaled, anew=anew
+            model_ranks,
+            step=self._step_number,
+            refused=refused,
+            wide=wide,
+            scaled=scaled,
+            anew=anew,
         )
         told = numbers_on(norms.device, tuple(notes), norms.dtype)
-        if marks is None:
-            marks = norms.new_zeros(len(FINGERPRINT))
         if found is None:
             found = norms.new_zeros(len(TOLD))
         return reduce(
             mine,
             rank_group=model_ranks.rank_group,
             counts=counts,
-            notes=[*told.unbind(), *marks.unbind(), *found.unbind()],
+            notes=[*told.unbind(), *found.unbind()],
         )
 
     def _memory_on(self, home: torch.device) -> dict[str, Tensor]:

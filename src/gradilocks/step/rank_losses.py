@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,11 +66,11 @@ class LossExchange:
         group: the ranks, by their process group.
         every: after so many steps.
         log: whether this rank tells of losses that are NaN or Inf through `logging`.
-        model: what they train. Where `DistributedDataParallel.join()` is at work, some ranks may
-            have stopped before the others, and nothing is told any more.
+        model: finds what they train. Where `DistributedDataParallel.join()` is at work, some ranks
+            may have stopped before the others, and nothing is told any more.
     """
 
-    def __init__(self, group: Any, *, every: int, log: bool, model: object) -> None:
+    def __init__(self, group: Any, *, every: int, log: bool, model: Callable[[], object]) -> None:
         self._group, self._ranks, self._every, self._log = group, ranks_in(group), every, log
         self._model = model
         self._held: list[Tensor] = []
@@ -95,7 +95,7 @@ class LossExchange:
         if len(self._held) < self._every:
             return None
         held, self._held = torch.cat(self._held), []
-        if is_joining(self._model):
+        if is_joining(self._model()):
             return None
         there = moved(held, device_for(self._group, home.type, home))
         rows = there.new_zeros(len(self._ranks), there.numel())
@@ -121,14 +121,14 @@ class LossExchange:
 
 
 def exchange_for(
-    plans: Collection[RecordingPlan], group: Any, model: object
+    plans: Collection[RecordingPlan], group: Any, model: Callable[[], object]
 ) -> LossExchange | None:
     """How the ranks of `group` tell each other their losses; None if none of them records.
 
     Args:
         plans: of the recorders of all ranks.
         group: the ranks.
-        model: what they train.
+        model: finds what they train.
     """
     if not plans:
         return None

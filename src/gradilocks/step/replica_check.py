@@ -5,10 +5,10 @@ parallel plan) compute the same gradients and step them in the same way, so they
 last bit. A broadcast or an all-reduce that was forgotten, a random number that each rank draws for
 itself, or a device that computes wrongly ends that, and nothing shows it: each rank trains on.
 
-At the steps that are checked every rank sends the bits of its tensors' norms, as whole numbers, and
-hears the largest and the smallest of all that hold the same elements: one collective, whose size
-does not grow with the number of ranks. Only where they differ do the ranks tell each other who has
-what.
+At the steps that are checked every rank sends the bits of its tensors' norms and checksums of their
+own bits, as whole numbers, and hears the largest and the smallest of all that hold the same
+elements: one collective, whose size does not grow with the number of ranks. Only where they differ
+do the ranks tell each other who has what.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from gradilocks.eager import users_line
 from gradilocks.errors import ReplicasDiffer
-from gradilocks.ranks.layout import local_of, shortened
-from gradilocks.ranks.model_ranks import tell_all
+from gradilocks.ranks.layout import local_of, my_rank, shortened
+from gradilocks.ranks.model_ranks import checksum, tell_all
 from gradilocks.step.measure import measure
 from gradilocks.values import RankGroup, moved
 
@@ -134,9 +135,9 @@ class ReplicaCheck:
         plan = self._plan
         places = [place for place, _ in plan.mine]
         count, alike = len(plan.shared), list(holdings.numbers.values())
-        bits = torch.full((2, count + len(alike)), _ABSENT, dtype=torch.int64, device="cpu")
-        bits[0, places] = _bits([local_of(param) for _, param in plan.mine])
-        bits[1, places] = _bits([holdings.gradients.get(id(param)) for _, param in plan.mine])
+        bits = torch.full((4, count + len(alike)), _ABSENT, dtype=torch.int64, device="cpu")
+        bits[:2, places] = _bits([local_of(param) for _, param in plan.mine])
+        bits[2:, places] = _bits([holdings.gradients.get(id(param)) for _, param in plan.mine])
         numbers = torch.tensor(alike, dtype=torch.float64, device="cpu")
         bits[0, count:] = numbers.view(torch.int64)
         return bits
@@ -169,8 +170,8 @@ class ReplicaCheck:
             for param, each in zip(holdings.params, holdings.elements, strict=True)
             if each in place
         ]
-        if not shared:
-            warnings.warn(_NOTHING, stacklevel=2)
+        if not shared and my_rank() == rank_group.ranks[0]:
+            warnings.warn(_NOTHING, stacklevel=users_line())
         self._plan = _Plan(shared, held)
 
     def _tell(
@@ -184,15 +185,16 @@ class ReplicaCheck:
         called = {len(plan.shared) + at: name for at, name in enumerate(numbers)}
         for theirs, _ in told:
             called = called | theirs
-        parted: dict[str, dict[float | None, list[int]]] = {}
-        for row, what in enumerate(("{}", "the gradient of {}")):
+        parted: dict[str, _ByBits] = {}
+        for row, what in ((0, "{}"), (2, "the gradient of {}")):
             for place, name in called.items():
-                by_norm: dict[float | None, list[int]] = {}
+                by_bits: _ByBits = {}
                 for rank, (_, theirs) in zip(rank_group.ranks, told, strict=True):
                     if theirs[row][place] != _ABSENT:
-                        by_norm.setdefault(_norm(theirs[row][place]), []).append(rank)
-                if len(by_norm) > 1:
-                    parted[what.format(name)] = by_norm
+                        seen = _norm(theirs[row][place]), theirs[row + 1][place]
+                        by_bits.setdefault(seen, []).append(rank)
+                if len(by_bits) > 1:
+                    parted[what.format(name)] = by_bits
         raise ReplicasDiffer(
             _described(parted, step, numbers),
             step=step,
@@ -201,14 +203,21 @@ class ReplicaCheck:
         )
 
 
+_ByBits = dict[tuple[float | None, int], list[int]]
+"""By the norm of a tensor, None where there is none, and the checksum of its bits: the ranks."""
+
+
 def _bits(tensors: Sequence[Tensor | None]) -> Tensor:
-    """int64: the bits of each tensor's norm, taken in float64; those of -1 for None."""
+    """int64, two rows: the bits of each tensor's norm, taken in float64, those of -1 for None; and
+    what follows from the bits of all its elements, 0 if one is NaN or Inf."""
     there = [at for at, tensor in enumerate(tensors) if tensor is not None]
     found = measure([each for each in tensors if each is not None], home=torch.device("cpu"))
     norms = torch.full((len(tensors),), _NONE, dtype=torch.float64, device="cpu")
     norms[there] = found.tensors.norms.to(torch.float64)
     norms[norms.isnan()] = math.nan  # Whatever the bits of this NaN were.
-    return norms.view(torch.int64)
+    sums = [0 if tensor is None else checksum(tensor) for tensor in tensors]
+    whole = torch.where(norms.isfinite(), torch.tensor(sums, dtype=torch.int64, device="cpu"), 0)
+    return torch.stack([norms.view(torch.int64), whole])
 
 
 def _norm(bits: int) -> float | None:
@@ -245,18 +254,18 @@ def _lacking(name: str, with_it: Sequence[int], without: Sequence[int], step: in
     )
 
 
-def _described(
-    parted: Mapping[str, Mapping[float | None, Sequence[int]]], step: int, numbers: Sequence[str]
-) -> str:
+def _described(parted: Mapping[str, _ByBits], step: int, numbers: Sequence[str]) -> str:
     shown = []
-    for name, by_norm in list(parted.items())[:_SHOWN]:
+    for name, by_bits in list(parted.items())[:_SHOWN]:
         verb = "is" if name in numbers else "has norm"
         each = [
             f"{'none' if norm is None else repr(norm)} on ranks {shortened(ranks)}"
-            for norm, ranks in list(by_norm.items())[:_SHOWN]
+            for (norm, _), ranks in list(by_bits.items())[:_SHOWN]
         ]
-        if len(by_norm) > _SHOWN:
-            each.append(f"{len(by_norm) - _SHOWN} others elsewhere")
+        if len(by_bits) > _SHOWN:
+            each.append(f"{len(by_bits) - _SHOWN} others elsewhere")
+        if len({norm for norm, _ in by_bits}) < len(by_bits):
+            each.append("where elements differ and norms do not")
         shown.append(f"{name} {verb} {', '.join(each)}")
     more = f"; and {len(parted) - _SHOWN} more tensors" if len(parted) > _SHOWN else ""
     return (

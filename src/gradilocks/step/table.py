@@ -30,6 +30,7 @@ from gradilocks.ranks.layout import (
     Summand,
     is_distributed,
     layout_of,
+    lie_alike,
     local_of,
     with_sums_reduced,
     without_missing_summands,
@@ -163,7 +164,7 @@ class TableGradients(Gradients):
         self.elements = list(map(local_of, self.params))
         for param, grad, layout in zip(self.params, grads, self.layouts, strict=True):
             if (layout is not None) != is_distributed(grad) or (
-                layout is not None and not _lie_alike(param, grad)
+                layout is not None and not lie_alike(param, grad)
             ):
                 raise TypeError("a gradient does not lie as its parameter does")
         return list(map(local_of, grads))
@@ -348,7 +349,7 @@ class GradientTable:
         tensors = cast("list[Tensor]", [param.grad for param in having])
         elements, layouts = having, cast("list[Layout | None]", [])
         if any(map(is_distributed, params)):
-            if not all(map(_lie_alike, having, tensors)):
+            if not all(map(lie_alike, having, tensors)):
                 return None
             known: dict[tuple[int, Any], Layout] = {}
             layouts = [
@@ -637,17 +638,6 @@ def _addressed(tensors: list[Tensor], *, may_share: bool = False) -> AddressedTe
             return None
     sizes = tuple(map(TensorBase.numel, tensors))
     return AddressedTensors(tensors, Addresses(addresses, kinds, sizes, device))
-
-
-def _lie_alike(param: Any, grad: Any) -> bool:
-    """Whether a gradient lies on the ranks as its parameter does: elements, not summands."""
-    if is_distributed(param) != is_distributed(grad):
-        return False
-    if not is_distributed(param):
-        return True
-    if param.device_mesh != grad.device_mesh or param.placements != grad.placements:
-        return False
-    return not any(placement.is_partial() for placement in grad.placements)
 
 
 def _coincide(addresses: Sequence[int]) -> bool:

@@ -60,6 +60,17 @@ class Tally:
         for part in pieces.of(values, _PIECE if home.type == "cpu" else _LARGE_PIECE):
             self._count(row, part if part.dtype is torch.float64 else part.float(), scale)
 
+    def take(self, other: Tally) -> None:
+        """Counts what another has counted as well."""
+        for home, row in other.rows.items():
+            own = self.rows.get(home)
+            if own is None:
+                self.rows[home] = row.clone()
+                continue
+            own[: 2 * _CELLS] += row[: 2 * _CELLS]
+            own[_MOST] = torch.maximum(own[_MOST], row[_MOST])
+            own[_LEAST] = torch.minimum(own[_LEAST], row[_LEAST])
+
     def _count(self, row: Tensor, part: Tensor, scale: Tensor | float) -> None:
         if isinstance(scale, Tensor) or scale != 1.0:
             part = part / scale

@@ -75,8 +75,13 @@ class Listener:
         self._owned: WeakKeyDictionary[nn.Module, dict[str, Tally]] = WeakKeyDictionary()
         """The gradients of a module's own parameters, by their names."""
         self._hooked: dict[int, Tally] = {}
-        self._fired: set[int] = set()  # By parameter, since the last step.
         """By the id of a parameter that had a hook in the last backward pass: its gradients."""
+        self._fired: set[int] = set()  # By parameter, since the last step.
+        self._sharded: set[tuple[int, str]] = set()
+        """By the ids of a module's tallies and a name: parameters of which FSDP holds shards."""
+        self._of_shards: dict[int, tuple[Tally, Tally]] = {}
+        """By the id of a shard: where it counts, and its gradient's values after the last backward.
+        """
         self.scale: Tensor | float = 1.0
         self.divided: Tensor | float = 1.0
         """The last scale other than 1 that gradients carried."""
@@ -114,7 +119,7 @@ class Listener:
         self.unhook_parameters()
         self._hooked = {}
         for tallies, name, param in self._own_parameters():
-            if param.requires_grad:
+            if param.requires_grad and (id(tallies), name) not in self._sharded:
                 tallies[name] = self._hook(param, tallies.get(name) or Tally())
         for param, tally in self.unowned.items():
             self._hook(param, tally)
@@ -127,6 +132,25 @@ class Listener:
             for param in itertools.chain((p for _, _, p in self._own_parameters()), self.unowned):
                 drop_empty_hooks(param)
         self._parameter_handles = []
+
+    def count_shards(self) -> None:
+        """A backward pass is over: counts the gradients that FSDP has given its shards.
+
+        It runs backward on other tensors, which are in the modules only while they are used: what
+        those have made in the first pass was counted, and is let go of. Counted here and not when
+        the step comes: the gradients may have been unscaled and clipped by then. What is
+        accumulated counts once, with the last backward pass before the step.
+        """
+        for tallies, name, param in self._own_parameters():
+            is_shard = is_distributed(param) or is_flattened(param)
+            if not is_shard or param.grad is None or id(param) in self._fired:
+                continue
+            if (id(tallies), name) not in self._sharded:
+                self._sharded.add((id(tallies), name))
+                tallies[name] = Tally()
+            latest = Tally()
+            self._add(latest, param.grad, self.scale)
+            self._of_shards[id(param)] = tallies[name], latest
 
     def _own_parameters(self) -> Iterator[tuple[dict[str, Tally], str, Tensor]]:
         for module, tallies in list(self._owned.items()):
@@ -148,22 +172,18 @@ class Listener:
         self.divided = self.scale
 
     def count_unhooked(self, params: Iterable[Tensor], *, scale: Tensor | float) -> None:
-        """Counts the gradients of those that had no hook in the last backward pass, as they are.
+        """A step comes: counts the gradients of those that had no hook in the last backward pass.
 
-        And of shards whose hook was not called: FSDP runs backward on other tensors, and gives the
-        shards their gradients itself.
+        Of shards as they were after it, of others as they are.
         """
         for param in params:
-            if not param.requires_grad:
-                continue
-            if id(param) not in self._hooked:
+            held = self._of_shards.pop(id(param), None)
+            if held is not None:
+                held[0].take(held[1])
+            elif param.requires_grad and id(param) not in self._hooked:
                 tally = self.unowned.setdefault(param, Tally())
-            elif id(param) not in self._fired and (is_distributed(param) or is_flattened(param)):
-                tally = self._hooked[id(param)]
-            else:
-                continue
-            if param.grad is not None:
-                self._add(tally, param.grad, scale)
+                if param.grad is not None:
+                    self._add(tally, param.grad, scale)
         self._fired.clear()
 
     def tally_of(self, param: Tensor, module: nn.Module, name: str) -> Tally | None:

@@ -124,6 +124,7 @@ class ScriptGradients(StepListener):
     def backward_ended(self) -> None:
         if not in_backward():
             self._listener.unhook_parameters()
+            self._listener.count_shards()
 
     # --- steps ---------------------------------------------------------------------------------
 
