@@ -128,7 +128,7 @@ def test_only_the_command_line_prints_and_exits() -> None:
     calls = {"print", "input", "exit", "quit", "sys.exit", "os._exit", "os.abort"}
     # A script that is run must end as it would without us, whatever ends it.
     allowed = {"observe/process_end.py", "observe/interpreter.py", "demo/processes.py"}
-    allowed |= {"lab/audit/script.py"}  # Stops the script that it audits.
+    allowed |= {"observe/stopping.py"}  # Stops a script that was audited, or guarded.
     for path in FILES:
         if room(path) in {"cli", "__main__"} or place(path) in allowed:
             continue

@@ -514,8 +514,8 @@ def test_an_attribute_of_torchs_objects_is_there_or_is_done_without(name):
 
 
 def test_an_audit_without_the_late_hooks_refuses_a_step_inside_backward(monkeypatch):
-    audit_model = importlib.import_module("gradilocks.lab.audit.audit_model")
-    monkeypatch.setattr(audit_model, "post_accumulate_hooks", lambda param: {})
+    unchanged = importlib.import_module("gradilocks.lab.unchanged")
+    monkeypatch.setattr(unchanged, "post_accumulate_hooks", lambda param: {})
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for param in model.parameters():

@@ -22,6 +22,7 @@ __all__ = [
     "OwnedParameters",
     "Placed",
     "called_alike",
+    "is_compiled",
     "is_unnamed",
     "is_wrapper",
     "name_modules",
@@ -68,6 +69,17 @@ def _is_wrapped(parent: nn.Module, key: str) -> bool:
 def is_wrapper(module: nn.Module) -> bool:
     """Whether `module` is a wrapper around another module, such as DDP."""
     return any(_is_wrapped(module, key) for key in children_of(module))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` is compiled by torch.compile, or is a wrapper around such a one."""
+    while True:
+        if _is_wrapped(module, "_orig_mod"):
+            return True
+        inner = [child for key, child in children_of(module).items() if _is_wrapped(module, key)]
+        if not inner or inner[0] is None:
+            return getattr(module, "_compiled_call_impl", None) is not None
+        module = inner[0]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

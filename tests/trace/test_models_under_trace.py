@@ -165,7 +165,7 @@ def control_on(model, **more):
     return gradilocks.GradientControl(optimizer, model=model, **more)
 
 
-def test_a_skip_of_a_control_arms_the_tracer_for_the_next_step_alone():
+def test_a_bad_step_of_a_control_is_run_once_more_and_told_once():
     class Sometimes(nn.Module):
         by = 1.0
 
@@ -176,33 +176,33 @@ def test_a_skip_of_a_control_arms_the_tracer_for_the_next_step_alone():
     model = model_with(part)
     control = control_on(model)
     tracer = gradilocks.trace(model, control=control)
-    armed = []
     for bad in (False, True, True, False, True, False, False):
         part.by = float("inf") if bad else 1.0
-        armed.append(tracer.armed)
         control.backward(model(torch.ones(1, 4)).sum())
         control.step()
         control.zero_grad()
-    assert armed == [False, False, True, True, False, True, False]
-    assert [(found.step, found.module) for found in tracer.findings] == [(3, "1")]
+        assert not tracer.armed
+    (found,) = tracer.findings
+    assert (found.step, found.module, found.certainty) == (2, "1", "certain")
     tracer.close()
     part.by = float("inf")
     control.backward(model(torch.ones(1, 4)).sum())
     control.step()
-    assert not tracer.armed
+    assert len(tracer.findings) == 1
+    assert not model._forward_pre_hooks
 
 
 def test_a_tracer_needs_no_variable_and_writes_to_the_controls_recorder(tmp_path):
     model = model_with(Bad())
     control = control_on(model, record=tmp_path / "a.jsonl")
-    gradilocks.trace(model, control=control, most=2)
+    gradilocks.trace(model, control=control)
     for _ in range(6):
         control.backward(model(torch.ones(1, 4)).sum())
         control.step()
         control.zero_grad()
     control.recorder.close()
     traces = gradilocks.read_run(tmp_path / "a.jsonl").traces
-    assert [(found.step, found.module) for found in traces] == [(2, "1"), (3, "1")]
+    assert [(found.step, found.module) for found in traces] == [(1, "1")]
 
 
 def test_parts_that_are_called_without_the_model_are_followed_too():
@@ -276,4 +276,4 @@ def test_a_finding_has_the_number_of_the_controls_step_after_a_checkpoint():
             outcome = after.step()
             after.zero_grad()
     assert outcome.step == 5
-    assert [found.step for found in tracer.findings] == [5]
+    assert [found.step for found in tracer.findings] == [4]

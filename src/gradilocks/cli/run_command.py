@@ -45,8 +45,22 @@ def run(
         bool,
         flag(
             "--trace",
-            "After a skipped step with NaN or Inf, find the module in which the next is born.",
+            "Look at each step before it is taken, also on a GPU, which is waited for then.",
         ),
+    ] = False,
+    no_trace: Annotated[
+        bool,
+        flag("--no-trace", "Do not run a step with NaN or Inf once more to find where it arose."),
+    ] = False,
+    guard: Annotated[
+        str | None,
+        one_of(
+            ("skip", "stop"),
+            help="Do not take a step with NaN or Inf: skip it, or stop the script there.",
+        ),
+    ] = None,
+    no_snapshot: Annotated[
+        bool, flag("--no-snapshot", "With --guard, do not write the first such step to a file.")
     ] = False,
     swap: Annotated[
         bool,
@@ -85,6 +99,8 @@ def run(
     chosen = program_of(script, module, command="run")
     if force and append:
         raise typer.BadParameter("--force and --append cannot be given together.")
+    if trace and no_trace:
+        raise typer.BadParameter("--trace and --no-trace cannot be given together.")
     if (force or append) and output is None:
         raise typer.BadParameter("--force and --append need -o FILE.")
     if all_ranks and output is None:
@@ -94,7 +110,9 @@ def run(
         exists="replace" if force else "append" if append else "refuse",
         detail_every=detail_every,
         flush_every=flush_every,
-        trace=trace,
+        trace=None if no_trace else "always" if trace else "light",
+        guard=guard,
+        snapshot=not no_snapshot,
         all_ranks=all_ranks,
         log=not quiet,
         swap=swap,
@@ -139,6 +157,14 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
         lines[-1] += f"; {summary.seen - summary.steps:,} more could not be recorded"
     elif summary.failed:
         lines[-1] += "; the steps after that were not watched"
+    if summary.stopped:
+        lines.append(
+            "stopped by --guard stop: the last step had NaN or Inf and was not taken; parameters "
+            "and optimizer state are as they were before it"
+        )
+    if summary.snapshot is not None:
+        path, size = summary.snapshot
+        lines.append(f"the first bad step is in {path} ({size / 1e6:,.1f} MB)")
     lines.append(f"to see it: {caller} report {shlex.quote(str(summary.path))}")
     if summary.partly:
         whose = "all" if summary.partly >= summary.steps else f"{summary.partly:,} of {count}"

@@ -1,4 +1,4 @@
-"""Parameters of a script's optimizers enter; the models that own them leave, traced if asked for.
+"""Parameters of a script's optimizers enter; the models that own them leave.
 
 A script does not say which model its optimizer trains, so every module that is alive is looked at,
 once per optimizer. The outermost module that owns a parameter names it.
@@ -9,24 +9,19 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from weakref import WeakKeyDictionary, ref
+from collections.abc import Iterable, Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from gradilocks._torch import children_of, parameters_in
-from gradilocks.lab.trace import Tracer
 from gradilocks.ranks.layout import (
     flattened_among,
     has_other_ranks,
     is_distributed,
     replicas_of,
 )
-from gradilocks.record import Recorder
-from gradilocks.step.events import PerDriver, Step, StepListener
 
-__all__ = ["ScriptTracer", "are_whole", "owners_of"]
+__all__ = ["are_whole", "owners_of"]
 
 
 def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
@@ -101,67 +96,3 @@ def _climb(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Mo
         waiting += fresh.values()
     tops = [one for one in waiting if all(each is one for each in parents.get(id(one), ()))]
     return tops or [module]
-
-
-class ScriptTracer(StepListener):
-    """Traces the models of every optimizer after a step with NaN or Inf: `gradilocks run --trace`.
-
-    `make_recorder` is called when there is something to trace; findings are written there.
-    """
-
-    def __init__(self, make_recorder: Callable[[], Recorder]) -> None:
-        self._make_recorder = make_recorder
-        self._drivers = PerDriver(_Driver)
-        self._tracer_of: WeakKeyDictionary[nn.Module, Tracer] = WeakKeyDictionary()
-        self._tracers: list[Tracer] = []  # Also of models that are gone.
-
-    def step_ended(self, step: Step) -> None:
-        if step.record is not None:
-            bad = step.record.row[:1]
-        elif step.statistics is not None:  # The recorder, which was told first, has measured it.
-            bad = ((step.statistics.nan + step.statistics.inf).sum() > 0).reshape(1)
-        else:
-            return
-        driver = self._drivers.of(step)
-        driver.steps += 1
-        for model in driver.models_of(list(step.parameters())):
-            self._tracer(model).note(bad.to(torch.float32), step=driver.steps)
-
-    def _tracer(self, model: nn.Module) -> Tracer:
-        tracer = self._tracer_of.get(model)
-        if tracer is None:
-            tracer = self._tracer_of[model] = Tracer(model, recorder=self._make_recorder())
-            self._tracers.append(tracer)
-        return tracer
-
-    def findings(self) -> tuple[str, ...]:
-        """What was found, in sentences, each of them once."""
-        found = (each.text for tracer in self._tracers for each in tracer.findings)
-        return tuple(dict.fromkeys(found))
-
-    def close(self) -> None:
-        """Takes the tracers' hooks away."""
-        for tracer in self._tracers:
-            tracer.close()
-
-
-class _Driver:
-    """A control or an optimizer: how many steps it has taken, and the models that it trains."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._models: list[ref[nn.Module]] = []
-        self._params: tuple[int, int] | None = None  # How many, and the id of the first.
-
-    def models_of(self, params: Sequence[Tensor]) -> list[nn.Module]:
-        """The owners of its parameters, looked for again when it has others or a model is gone."""
-        models = [model for find in self._models if (model := find()) is not None]
-        same = self._params == (len(params), id(params[0])) and len(models) == len(self._models)
-        # A model may have been given other parameters, and left the id of this one to somebody's.
-        # Most often it is the first of all, so that this is a short look.
-        owned = (param is params[0] for model in models for param in model.parameters())
-        if not same or (models and not any(owned)):
-            models = owners_of(params)
-            self._models = [ref(model) for model in models]
-            self._params = len(params), id(params[0])
-        return models

@@ -17,9 +17,14 @@ from typing import Any
 from gradilocks.errors import BadRunFile, BadScript
 from gradilocks.observe import interpreter
 from gradilocks.observe.process_end import Ending, ProcessEnd
+from gradilocks.observe.stopping import Stopper
 from gradilocks.runfile import refuse_foreign
 
 __all__ = ["Options", "ScriptSession", "Summary", "check_target", "run_script"]
+
+
+BAD_STEP = 70
+"""The exit status of a script that `--guard stop` has ended."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,13 @@ class Options:
     """As the Recorder has it."""
     detail_every: int = 10
     flush_every: int = 50
-    trace: bool = False
+    trace: str | None = "light"
+    """'light': a bad step is run once more where nothing has to wait for that. 'always': also on a
+    GPU without a scaler, which is waited for at each step. None: never."""
+    guard: str | None = None
+    """'skip': a step with NaN or Inf is not taken. 'stop': the script ends there."""
+    snapshot: bool = True
+    """Whether the first bad step is written to a file, if there is a guard."""
     all_ranks: bool = False
     log: bool = True
     swap: bool = False
@@ -226,6 +237,10 @@ class Summary:
     untold: bool
     """Whether some were so because other ranks have not told of them."""
     rank: int
+    stopped: bool
+    """Whether `--guard stop` has ended the script."""
+    snapshot: tuple[Path, int] | None
+    """The file of the first bad step and its size in bytes, if there is one."""
     bad_endings: tuple[str, ...]
     """How it ended in NaN or Inf, for each optimizer that did, in words."""
     ending: Ending
@@ -254,25 +269,48 @@ def run_script(
     session = ScriptSession(
         program,
         options,
-        settings={"watched": True, "swap": options.swap, "trace": options.trace},
+        settings={"watched": True, "swap": options.swap, "trace": options.trace is not None},
         ways="Choose another name, --append to go on in it, or --force to overwrite it.",
         warn=warn,
         note=note,
         failure="watching ended, the script goes on",
     )
     tracers: list[Any] = []
+    guards: list[Any] = []
+    stop = Stopper(BAD_STEP)
+
+    def held(step: Any) -> None:
+        if options.guard == "stop":
+            from gradilocks.step.events import EVENTS
+
+            step.skip = True
+            EVENTS.end_step(step)  # So that it is written down: nothing of it comes after this.
+            stop()
 
     def listeners() -> Sequence[Any]:
-        if options.trace:
-            from gradilocks.observe.script_models import ScriptTracer
+        snapshot = session.shown.with_name(f"{session.shown.stem}-first-bad-step.pt")
+        if options.trace is not None or options.guard is not None:
+            from gradilocks.observe.script_tracer import ScriptTracer
 
-            tracers.append(ScriptTracer(session.steps.recorder_now))
-        return tracers
+            tracers.append(
+                ScriptTracer(
+                    session.steps.recorder_now,
+                    waits=options.trace == "always" or options.guard == "stop",
+                    replays=options.trace is not None,
+                    guards=options.guard is not None,
+                    snapshot=snapshot if options.guard is not None and options.snapshot else None,
+                )
+            )
+        if options.guard is not None:
+            from gradilocks.observe.held_steps import HeldSteps
+
+            guards.append(HeldSteps(held, waits=options.guard == "stop"))
+        return [*tracers, *guards]
 
     def conclude(ending: Ending) -> None:
         session.stop_listening()
-        for tracer in tracers:
-            tracer.close()
+        for each in (*tracers, *guards):
+            each.close()
         recorder = session.close(ending)
         bad = {} if recorder is None else recorder.bad
         findings = tuple(text for tracer in tracers for text in tracer.findings())
@@ -286,11 +324,15 @@ def run_script(
                 torch=session.imported_torch,
                 watched=session.records,
                 findings=findings,
-                unseen=options.trace and not findings and any(b.seen for b in bad.values()),
+                unseen=options.trace is not None
+                and not findings
+                and any(b.seen for b in bad.values()),
                 partly=0 if recorder is None else recorder.partly,
                 untold=recorder is not None and recorder.untold,
                 rank=session.rank,
                 taken=sum(each.taken for each in bad.values()),
+                stopped=stop.calls > 0,
+                snapshot=next((each.snapshot for each in tracers), None),
                 bad_endings=tuple(
                     f"optimizer {index}: {each.ending}" if len(bad) > 1 else each.ending
                     for index, each in sorted(bad.items())

@@ -338,6 +338,7 @@ class StepRecorder(StepListener):
         attempt.loss = self.losses.take()
         if attempt.loss is None and isinstance(loss, Tensor) and loss.numel() == 1:
             attempt.loss = loss.detach().clone()
+        step.loss = attempt.loss
         attempt.clip = attempt.reading.clip
 
     def _only_losses(self, attempt: _Attempt) -> bool:

@@ -128,7 +128,7 @@ class TorchHooks:
         if step is None or step.driver is not optimizer or step.frame is not _step_frame():
             return
         found = getattr(optimizer, "found_inf", None)
-        step.skip = found if isinstance(found, Tensor) else False
+        step.skip = found if isinstance(found, Tensor) else step.held
         EVENTS.end_step(step)
 
     def _new_optimizer(

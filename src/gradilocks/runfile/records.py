@@ -184,6 +184,9 @@ class Trace:
     it came into `module`. 'outside': it came into `module` from outside the model. 'after': in the
     loss, or in what follows `module`. 'gradients': in gradients, but in no module. 'parameters' or
     'buffers': those in `damaged` held it themselves."""
+    certainty: str = "certain"
+    """'certain': seen as it happened, or when the step was run once more just as it was. 'likely':
+    something may have been different, which `text` says."""
 
 
 @dataclass(frozen=True)

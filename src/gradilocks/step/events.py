@@ -89,10 +89,14 @@ class Step:
     """At the end, likewise: what all of them found of each parameter, if they shared it."""
     skip: Tensor | bool = False
     """At the end: whether the parameters were left as they were."""
+    held: Tensor | bool = False
+    """Whether somebody who listens has kept an optimizer from taking it."""
     rejected: Tensor | bool = False
     """At the end: whether they were left so by a clip policy, on finite gradients."""
     statistics: Statistics | None = None
     """For listeners: what one of them has measured, if the driver is no control."""
+    loss: Tensor | None = None
+    """For listeners: the loss that one of them has found, likewise."""
     limit: Tensor | None = None
     """At the end, of a scaler with a clip policy: the bound on the norm."""
     clipped: Tensor | None = None

@@ -7,10 +7,7 @@ so do the random generators.
 from __future__ import annotations
 
 import os
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import buffers_of, post_accumulate_hooks, set_buffer, version
 from gradilocks.checks import check_scalar_loss
 from gradilocks.eager import UNCOMPILED
-from gradilocks.errors import GradilocksError, NoGradients
+from gradilocks.errors import NoGradients
 from gradilocks.lab.audit.judging import formats_named
 from gradilocks.lab.audit.module_hooks import Listener, gather
 from gradilocks.lab.audit.result import Audit
+from gradilocks.lab.unchanged import unchanged
 from gradilocks.observe.session import check_target
 from gradilocks.record import Recorder
 
@@ -96,7 +93,7 @@ def audit(
     listener = Listener()
     done, reached = 0, False
     # Compiled code would run past the hooks.
-    with _unchanged(model), UNCOMPILED, torch.enable_grad():
+    with unchanged([model], doing="audited"), UNCOMPILED, torch.enable_grad():
         try:
             listener.follow(model.modules())
             for batch in islice(batches, steps):
@@ -160,76 +157,3 @@ def _check_record(record: object) -> None:
     if isinstance(record, (str, os.PathLike)):  # Now, and not after all batches.
         path = Path(record)
         check_target(path, path, "append", rank=0, ways="Choose another name.")
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Inside, gradients are None, and hooks that would step an optimizer are out of the way.
-
-    Raises:
-        GradilocksError: a parameter was changed inside, which is beyond repair.
-    """
-    restore_generators = _generators()
-    training = [(module, module.training) for module in model.modules()]
-    # BatchNorm's statistics and the like, by object and by value.
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in buffers_of(module).items()
-    ]
-    gradients = [(param, param.grad) for param in model.parameters()]
-    # An optimizer that steps inside backward does so by a hook after a gradient is added up.
-    late_hooks = [post_accumulate_hooks(param) for param in model.parameters()]
-    held = [dict(hooks) for hooks in late_hooks]
-    before = {name: _version_of(param) for name, param in model.named_parameters()}
-    try:
-        for param, _ in gradients:
-            param.grad = None
-        for hooks in late_hooks:
-            hooks.clear()
-        yield
-        after = {name: _version_of(param) for name, param in model.named_parameters()}
-    finally:
-        for hooks, were in zip(late_hooks, held, strict=True):
-            hooks.update(were)
-        for param, gradient in gradients:
-            param.grad = gradient
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                set_buffer(module, name, buffer)
-                if buffer is not None and value is not None and not torch.equal(buffer, value):
-                    buffer.copy_(value)
-        for module, was in training:
-            module.training = was
-        restore_generators()
-    for name, counted in after.items():
-        if before.get(name) != counted:
-            raise GradilocksError(
-                f"{name} was changed while the model was audited. loss_fn must return the loss and "
-                "leave the optimizer alone: nothing is trained here."
-            )
-
-
-def _version_of(param: nn.Parameter) -> int:
-    """torch's count of the writes into a tensor; -1 for an inference tensor, which has none."""
-    return -1 if param.is_inference() else version(param)
-
-
-def _generators() -> Callable[[], None]:
-    """Notes those that torch, Python and NumPy draw from when nobody names one; puts them back."""
-    cpu = torch.get_rng_state()
-    on_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda = torch.cuda.get_rng_state_all() if on_gpus else None
-    python = random.getstate()
-    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
-    drawn = numpy.get_state() if numpy is not None else None
-
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(drawn)
-
-    return restore

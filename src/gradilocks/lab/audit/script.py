@@ -6,8 +6,6 @@ is stopped by an exception that `except Exception` does not catch.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +17,7 @@ from gradilocks.lab.formats import Format
 from gradilocks.observe.interpreter import Program
 from gradilocks.observe.process_end import Ending
 from gradilocks.observe.session import Options, ScriptSession
+from gradilocks.observe.stopping import Stopper
 
 if TYPE_CHECKING:
     from gradilocks.lab.audit.counted import Counted
@@ -26,17 +25,12 @@ if TYPE_CHECKING:
     from gradilocks.lab.audit.script_gradients import ScriptGradients
     from gradilocks.observe.rank_post import RankPost
 
-__all__ = ["AuditOptions", "ScriptAudit", "Stopped", "audit_script"]
+__all__ = ["AuditOptions", "ScriptAudit", "audit_script"]
 
-_PATIENCE = 3
 _PATIENCE_WITH_RANKS = 20.0
 """Seconds that rank 0 waits for what others have counted: they step as often, if not at once."""
 _FAREWELL = 5.0
 """Seconds that a rank tries to tell it."""
-
-
-class Stopped(SystemExit):
-    """Raised out of a step to end the script: it has been audited."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +80,9 @@ def audit_script(
         BadScript: it cannot be run.
         BadRunFile: the run file is there already, or cannot be.
     """
-    stops = 0
+    stop = Stopper(0)
     gradients: list[Any] = []
     found: list[ScriptAudit] = []
-
-    def stop() -> None:
-        nonlocal stops
-        stops += 1
-        if stops > _PATIENCE:  # A bare `except` in a loop takes every exception.
-            os._exit(0)
-        if threading.current_thread() is not threading.main_thread():
-            raise SystemExit(0)  # The only one that a thread ends with in silence.
-        raise Stopped(0)
 
     def stepped(done: int) -> None:
         if session.rank == 0:

@@ -1,8 +1,12 @@
-"""Tracing: a model enters; after a skip, the module in which NaN or Inf was born leaves.
+"""Tracing: a model enters; when a step is bad, the module in which NaN or Inf arose leaves.
 
-`tracer.py` follows a step by hooks, `finding.py` says what was found.
+`kept_calls.py` keeps what a step was computed from, `replay.py` runs it once more, `step_trace.py`
+follows what runs by hooks, `finding.py` says what was found, `bad_step_file.py` writes the step
+down, `tracer.py` brings them together.
 """
 
-from gradilocks.lab.trace.tracer import Tracer, trace
+from gradilocks.lab.trace.bad_step_file import write_bad_step
+from gradilocks.lab.trace.kept_calls import KeptStep
+from gradilocks.lab.trace.tracer import Tracer, called_modules, trace
 
-__all__ = ["Tracer", "trace"]
+__all__ = ["KeptStep", "Tracer", "called_modules", "trace", "write_bad_step"]

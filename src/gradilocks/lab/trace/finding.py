@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks._torch import NORMS_WITH_STATISTICS
-from gradilocks.names import named_parameters
+from gradilocks.names import name_parameters, named_parameters, prefixed, unwrapped
 from gradilocks.runfile import Trace
 from gradilocks.step.table import measurable
 
 __all__ = [
     "Finding",
     "Magnitude",
+    "damaged_among",
     "damaged_gradients",
-    "damaged_parameters",
     "magnitude",
     "nan_buffers",
 ]
@@ -93,6 +93,11 @@ class Finding:
     """The module's own that held NaN before it ran."""
     loss_is_bad: bool | None = None
     """Whether what was run backward was itself NaN or Inf; None if that is not known."""
+
+    @property
+    def is_of_backward(self) -> bool:
+        """Whether it came up in the backward pass, and not before."""
+        return self.where in ("backward", "inside", "parameter", "loss")
 
     def trace(self) -> Trace:
         """As a record of the run file, without step and time."""
@@ -169,16 +174,21 @@ class Finding:
 _ORIGINS = {"input": "input", "before": "before", "outside": "outside", "loss": "after"}
 
 
-def damaged_parameters(model: nn.Module, when: str) -> Trace | None:
-    """The parameters that the model trains and that hold NaN or Inf; None if all are finite.
+def damaged_among(models: Sequence[nn.Module], when: str) -> Trace | None:
+    """The parameters that models train and that hold NaN or Inf; None if all are finite.
 
     Whatever is traced after that tells nothing. Parameters that it does not train are looked at
     only in the module that a trace names: a mask of -Inf may be one. Waits for the device. `when`
     says in words when this is looked at.
     """
-    trained = ((name, param) for name, param in named_parameters(model) if param.requires_grad)
-    damaged = [each for each in _magnitudes(trained) if not each.finite]
-    return _damaged_trace(damaged, type(model).__name__, when) if damaged else None
+    damaged: list[Magnitude] = []
+    kind = ""
+    for prefix, model in prefixed(models).items():
+        named = named_parameters(unwrapped(model), prefix)
+        trained = ((name, param) for name, param in named if param.requires_grad)
+        found = [each for each in _magnitudes(trained) if not each.finite]
+        damaged, kind = damaged + found, kind or (type(unwrapped(model)).__name__ if found else "")
+    return _damaged_trace(damaged, kind, when) if damaged else None
 
 
 def _damaged_trace(
@@ -215,12 +225,13 @@ def _damaged_trace(
     )
 
 
-def damaged_gradients(model: nn.Module) -> Trace | None:
-    """The gradients of the model's parameters that hold NaN or Inf; None if all are finite.
+def damaged_gradients(models: Sequence[nn.Module]) -> Trace | None:
+    """The gradients of the models' parameters that hold NaN or Inf; None if all are finite.
 
     For a step in which no module, and no backward, made any. Waits for the device.
     """
-    named = ((name, p.grad) for name, p in named_parameters(model) if p.grad is not None)
+    params = name_parameters(models).items()
+    named = ((name, param.grad) for param, name in params if param.grad is not None)
     damaged = [each for each in _magnitudes(named) if not each.finite]
     if not damaged:
         return None
@@ -229,11 +240,11 @@ def damaged_gradients(model: nn.Module) -> Trace | None:
     return _TRACE(
         phase="backward",
         module="",
-        kind=type(model).__name__,
+        kind=type(unwrapped(models[0])).__name__,
         what=what,
         inputs=_entries(damaged),
         text=(
-            f"{what} came back in the gradient{'s' * (many > 1)} of {whose}, but in no module: "
+            f"{what} in the gradient{'s' * (many > 1)} of {whose}, but in no module: "
             "likely it gets there after backward, where gradients are added up, reduced over "
             "ranks or written by the script"
         ),

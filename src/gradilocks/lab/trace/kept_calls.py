@@ -1,0 +1,287 @@
+"""Calls of a model enter as they happen; what it takes to run them once more is kept for a step.
+
+Inputs and the gradients that outputs receive are kept by reference, where the random generators
+stood and what autocast did by value. That costs two hooks on the model itself and one on its
+output, and no wait: a few microseconds a call, and the memory of the inputs until the step is over.
+Before it is known which modules a script trains, every module has the hooks, and the outermost of
+those that are called are kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from gradilocks._torch import in_backward
+from gradilocks.lab.tensors import Hook, tensors_in
+from gradilocks.lab.unchanged import Generators, version_of
+
+__all__ = ["KeptCall", "KeptCalls", "KeptStep"]
+
+_MOST_BYTES = 256 << 20
+"""Of inputs and gradients that are kept; what goes beyond is not."""
+_MOST_CALLS = 64
+_LOOKED_AT = 3
+"""Calls of a module after which it is known which generators its forward draws from."""
+
+
+class _Precision:
+    """What autocast did when a model was called."""
+
+    def __init__(self, kinds: Iterable[str]) -> None:
+        self.states = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        ]
+        self._cached = torch.is_autocast_cache_enabled()
+
+    def again(self) -> ExitStack:
+        """A context in which it does the same."""
+        stack = ExitStack()
+        for kind, enabled, dtype in self.states:
+            stack.enter_context(
+                torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cached)
+            )
+        return stack
+
+
+class KeptCall:
+    """One call of a module, with what it takes to run it once more.
+
+    Attributes:
+        module: finds it; None once it is gone.
+        args, kwargs: what it was given; None if that was too large to be kept.
+        began: its place in time; `came_back` likewise, of the gradient of its output.
+        received: by its name in the output, the gradient that a tensor there got.
+        incomplete: why it cannot be run just as it was, in half a sentence; "" if it can.
+    """
+
+    def __init__(
+        self, module: nn.Module, args: tuple[Any, ...], *, began: int, habits: _Habits
+    ) -> None:
+        self.module = weakref.ref(module)
+        self.args: tuple[Any, ...] | None = args
+        self.kwargs: Mapping[str, Any] = {}
+        self.began, self.came_back = began, 0
+        self.generators, self.precision = habits.generators(), _Precision(habits.kinds)
+        self.training = module.training
+        self.received: dict[str, Tensor] = {}
+        self.incomplete = ""
+        self.bytes = 0
+        self._versions: list[tuple[Tensor, int]] = []
+        self.outputs: list[weakref.ref[Tensor]] = []
+        self._note(args)
+
+    def take(self, kwargs: Mapping[str, Any]) -> None:
+        """It was also given these."""
+        self.kwargs = kwargs
+        self._note(kwargs)
+
+    def _note(self, given: Any) -> None:
+        for _, tensor in tensors_in(given, ""):
+            self._versions.append((tensor, version_of(tensor)))
+            self.bytes += tensor.nbytes if tensor.layout is torch.strided else 0
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nobody can run its output backward any more, and nobody has."""
+        return not self.received and not any(find() is not None for find in self.outputs)
+
+    @property
+    def inputs_changed(self) -> bool:
+        """Whether what it was given has been written to since."""
+        return any(version_of(tensor) != number for tensor, number in self._versions)
+
+    def drop(self, why: str) -> None:
+        """Lets go of what is large."""
+        self.args, self.kwargs, self._versions, self.bytes = None, {}, [], 0
+        self.incomplete = why
+
+
+class KeptStep:
+    """What was kept of one step.
+
+    Attributes:
+        calls: oldest first.
+        missing: why calls of it are not there, in half a sentence; "" if all are.
+    """
+
+    def __init__(self, calls: Sequence[KeptCall], missing: str) -> None:
+        self.calls, self.missing = calls, missing
+
+    def forget(self) -> None:
+        """Lets go of what it holds: it would take too long until it is needed."""
+        self.calls, self.missing = (), "what it was called with had to be let go of"
+
+
+class KeptCalls:
+    """The calls of some modules since a step.
+
+    Args:
+        most_bytes: of inputs and gradients that are kept.
+
+    Attributes:
+        calls: oldest first.
+        missing: why calls of this step are not there, in half a sentence; "" if all are.
+    """
+
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self.calls: list[KeptCall] = []
+        self.missing = ""
+        self.paused = False
+        """Whether calls are not looked at, as while they are run once more."""
+        self._open: tuple[weakref.ref[nn.Module], KeptCall | None] | None = None
+        self._clock = itertools.count(1)
+        self._bytes = 0
+        self._followed: dict[int, tuple[weakref.ref[nn.Module], list[Any]]] = {}
+        self._everywhere: list[Any] = []
+        self._habits: dict[int, _Habits] = {}
+
+    # --- whom it follows -----------------------------------------------------------------------
+
+    def follow_all(self) -> None:
+        """Keeps the outermost calls of all modules, until `follow` says of which."""
+        if not self._everywhere:
+            self._everywhere = [
+                register_module_forward_pre_hook(self._before),
+                register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
+            ]
+
+    def follow(self, modules: Iterable[nn.Module]) -> None:
+        """Keeps the calls of these, and of no others."""
+        wanted = {id(module): module for module in modules}
+        for handle in self._everywhere:
+            handle.remove()
+        self._everywhere = []
+        for key, (find, handles) in list(self._followed.items()):
+            if wanted.get(key) is not find():
+                for handle in handles:
+                    handle.remove()
+                del self._followed[key]
+        for key, module in wanted.items():
+            if key not in self._followed and not isinstance(module, torch.jit.ScriptModule):
+                before = module.register_forward_pre_hook(Hook(self._before))
+                after = module.register_forward_hook(
+                    Hook(self._after), with_kwargs=True, always_call=True
+                )
+                self._followed[key] = weakref.ref(module), [before, after]
+
+    @property
+    def follows_all(self) -> bool:
+        """Whether it is not known yet whom to follow."""
+        return bool(self._everywhere)
+
+    def close(self) -> None:
+        """Takes the hooks away and forgets everything."""
+        self.follow(())
+        self.calls = []
+
+    def take(self) -> KeptStep:
+        """A step is over: what was kept of it. Another begins.
+
+        With the calls whose output has not been run backward yet: the step of another optimizer may
+        be of their gradients.
+        """
+        step = KeptStep([call for call in self.calls if not call.is_unused], self.missing)
+        self.calls = [call for call in step.calls if not call.came_back]
+        self._bytes, self.missing = sum(call.bytes for call in self.calls), ""
+        return step
+
+    # --- calls ---------------------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if self.paused or torch.compiler.is_compiling() or in_backward():
+            return
+        if self._open is not None:
+            return  # A part of the module that is being called.
+        call = None
+        if torch.is_grad_enabled():
+            habits = self._habits.get(id(module))
+            if habits is None or habits.module() is not module:
+                habits = self._habits[id(module)] = _Habits(module)
+            call = KeptCall(module, args, began=next(self._clock), habits=habits)
+        self._open = weakref.ref(module), call
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        if self._open is None or self._open[0]() is not module or in_backward():
+            return
+        call, self._open = self._open[1], None
+        if call is None:
+            return
+        self._habits[id(module)].note(call)
+        call.take(kwargs)
+        for place, tensor in tensors_in(output, "output"):
+            if tensor.requires_grad and not tensor.is_leaf:
+                call.outputs.append(weakref.ref(tensor))
+                tensor.register_hook(Hook(self._received, call, place))  # type: ignore[no-untyped-call]
+        if call.outputs:
+            self._keep(call)
+
+    def _keep(self, call: KeptCall) -> None:
+        if len(self.calls) >= _MOST_CALLS or self._bytes + call.bytes > self._most_bytes:
+            self.calls = [each for each in self.calls if not each.is_unused]
+            self._bytes = sum(each.bytes for each in self.calls)
+        if len(self.calls) >= _MOST_CALLS:
+            self.missing = f"the model was called more than {_MOST_CALLS} times"
+            return
+        if self._bytes + call.bytes > self._most_bytes:
+            call.drop(f"its inputs were more than the {self._most_bytes >> 20} MiB that are kept")
+        self._bytes += call.bytes
+        self.calls.append(call)
+
+    def _received(self, call: KeptCall, place: str, gradient: Tensor) -> None:
+        if self.paused or call.args is None:
+            return
+        call.came_back = call.came_back or next(self._clock)
+        size = gradient.nbytes if gradient.layout is torch.strided else 0
+        if place in call.received:  # Run backward a second time.
+            call.incomplete = "its output was run backward more than once"
+        elif self._bytes + size > self._most_bytes:
+            call.incomplete = (
+                f"the gradient of its output was more than the {self._most_bytes >> 20} MiB that "
+                "are kept"
+            )
+        else:
+            self._bytes += size
+            call.bytes += size
+            call.received[place] = gradient.detach()
+
+
+class _Habits:
+    """What is looked at whenever a module is called.
+
+    The generators of Python and NumPy take long to read. So they are read around its first few
+    calls, and after these only those that its forward draws from.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        devices = {param.device for param in module.parameters()}
+        self._cuda = sorted(each.index for each in devices if each.type == "cuda")
+        kinds = sorted({"cpu", *(each.type for each in devices)})
+        self.kinds = tuple(filter(torch.amp.is_autocast_available, kinds))
+        self._calls = 0
+        self._python = self._numpy = False
+
+    def generators(self) -> Generators:
+        """Where they stand."""
+        looks = self._calls < _LOOKED_AT
+        return Generators.now(self._cuda, python=looks or self._python, numpy=looks or self._numpy)
+
+    def note(self, call: KeptCall) -> None:
+        """It has returned."""
+        if self._calls < _LOOKED_AT:
+            self._calls += 1
+            python, numpy = call.generators.moved()
+            self._python, self._numpy = self._python or python, self._numpy or numpy
