@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from gradilocks.errors import BadRunFile, BadScript
+from gradilocks.git_state import git_state
 from gradilocks.observe import interpreter
 from gradilocks.observe.process_end import Ending, ProcessEnd
-from gradilocks.runfile import refuse_foreign
+from gradilocks.runfile import rank_file, refuse_foreign, refuse_source_name
 
 __all__ = ["Options", "ScriptSession", "Summary", "check_target", "run_script"]
 
@@ -38,6 +39,8 @@ class Options:
     swap: bool = False
     swap_optimizers: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    sinks: Callable[[Path], Sequence[Any]] | None = None
+    """Makes what hears of the run too, at the first step; given the run file's absolute path."""
 
 
 class ScriptSession:
@@ -81,14 +84,17 @@ class ScriptSession:
         rank = os.environ.get("RANK", "0")
         self.rank = int(rank) if rank.isdigit() else 0
         self.records = records = self.rank == 0 or options.all_ranks
-        self.shown = options.output or _fresh_name(program.stem)
-        self._path = Path(os.path.abspath(self.shown))
+        given = options.output or _fresh_name(program.stem)
+        self._path = Path(os.path.abspath(given))
+        self.shown = rank_file(given, self.rank if options.all_ranks else 0)
         self._made: list[Path] = []
+        self._git: Mapping[str, Any] | None = None
         if records:
-            rank_in_name = self.rank if options.all_ranks else 0
-            self._made = check_target(
-                self._path, self.shown, options.exists, rank=rank_in_name, ways=ways
-            )
+            target = Path(os.path.abspath(self.shown))
+            self._made = check_target(target, self.shown, options.exists, ways=ways)
+            # Now, and not at the first step: git may take a moment.
+            script = Path(program.name).absolute().parent
+            self._git = git_state(*(() if program.module else (script,)), Path.cwd())
         self.imported_torch = False
         self.end: ProcessEnd
         self.guard: Any = None
@@ -189,7 +195,12 @@ class ScriptSession:
             command=options.command or None,
             log=options.log and self.records,
             all_ranks=options.all_ranks,
+            config={"argv": [self._program.name, *self._program.arguments]},
+            git=self._git,
+            sinks=options.sinks(self._path) if options.sinks and self.records else (),
         )
+        # A script may number its ranks otherwise than torchrun does, as under mpirun.
+        self.records = self.records and recorder.writes
         if self.records:
             self._note(f"recording to {self.name_of(recorder)}")
         return recorder
@@ -310,16 +321,15 @@ def _fresh_name(stem: str) -> Path:
     return path
 
 
-def check_target(path: Path, shown: Path, exists: str, *, rank: int, ways: str) -> list[Path]:
+def check_target(path: Path, shown: Path, exists: str, *, ways: str) -> list[Path]:
     """Refuses a run file before the script runs, and not after an hour of it.
 
-    `shown` is its `path` as it was typed, and `rank` that of this process if every rank writes.
-    Returns the folders that were made for it, innermost first.
+    `shown` is its `path` as it was typed. Returns the folders that were made for it, innermost
+    first.
     """
     if path.is_dir():
         raise BadRunFile(f"{shown} is a folder. Expected the name of a run file.")
-    if rank:  # As the Recorder names it.
-        path, shown = (p.with_name(f"{p.stem}.rank{rank}{p.suffix}") for p in (path, shown))
+    refuse_source_name(shown)
     if path.exists():
         if path.is_file():
             refuse_foreign(shown)  # It may be the script itself.
