@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.options import flag, run_file
+from gradilocks.cli.options import flag, latest_runs, run_file
 from gradilocks.cli.terminal import forgive_encoding, held_interrupts, printable, read_with_bar
 from gradilocks.runfile import format_scale
 
@@ -21,7 +21,10 @@ NAMES_SHOWN = 5
 
 
 def compare(
-    paths: Annotated[list[Path], run_file("RUN.jsonl", help="Two run files or more.")],
+    paths: Annotated[
+        list[Path] | None,
+        run_file("[RUN.jsonl]...", help="Two run files or more. Default: the two latest in runs/."),
+    ] = None,
     as_json: Annotated[
         bool, flag("--json", "Print every number as JSON instead of a table.")
     ] = False,
@@ -32,9 +35,11 @@ def compare(
 
     \b
     Examples:
+      gradilocks compare
       gradilocks compare runs/a.jsonl runs/b.jsonl
       gradilocks compare runs/*.jsonl --json > all.json
     """
+    paths = paths or latest_runs(2)
     if len(paths) < 2:
         raise typer.BadParameter(
             f"expected two run files or more, got one: {paths[0]}.", param_hint="'RUN.jsonl'"

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradilocks.cli.options import checked, flag, run_file
+from gradilocks.cli.options import checked, flag, latest_runs, run_file
 from gradilocks.cli.terminal import bar, forgive_encoding, read_with_bar
 from gradilocks.errors import GradilocksError
 from gradilocks.report import clean, settled, written_whole
@@ -32,7 +32,10 @@ class Format(str, Enum):
 
 
 def export(
-    path: Annotated[Path, run_file("RUN.jsonl", help="The run file.")],
+    *,
+    path: Annotated[
+        Path | None, run_file("[RUN.jsonl]", help="The run file. Default: the latest in runs/.")
+    ] = None,
     to: Annotated[
         Format,
         typer.Option(
@@ -64,11 +67,13 @@ def export(
 
     \b
     Examples:
-      gradilocks export runs/a.jsonl --to csv
+      gradilocks export --to csv
       gradilocks export runs/a.jsonl --to parquet -o a.parquet --force
       gradilocks export runs/a.jsonl --to tensorboard -o tb && tensorboard --logdir tb
     """
     forgive_encoding()
+    if path is None:
+        (path,) = latest_runs()
     if output is not None:
         settled(output)  # says at once what is wrong with it: reading may take a while
     run = read_with_bar(path)

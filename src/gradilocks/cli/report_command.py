@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.options import flag, run_file
+from gradilocks.cli.options import flag, latest_runs, run_file
 from gradilocks.cli.terminal import bar, open_in_browser, read_with_bar
 
 if TYPE_CHECKING:
@@ -25,7 +25,10 @@ WIDEST = 100
 
 
 def report(
-    runs: Annotated[list[Path], run_file("RUN.jsonl", help="One run file, or several.")],
+    runs: Annotated[
+        list[Path] | None,
+        run_file("[RUN.jsonl]...", help="One run file, or several. Default: the latest in runs/."),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -54,6 +57,7 @@ def report(
 
     \b
     Examples:
+      gradilocks report
       gradilocks report runs/a.jsonl
       gradilocks report runs/a.jsonl runs/b.jsonl -o compared.html --open
       gradilocks report runs/a.jsonl --json
@@ -62,6 +66,7 @@ def report(
         raise typer.BadParameter("--open needs a page: give -o too, or leave --json out.")
     from gradilocks.report import choose, identity, labels, render, report_on, write
 
+    runs = runs or latest_runs()
     target = None if as_json and output is None else choose(runs, output)
     reports = [
         report_on(read_with_bar(path), label)

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from gradilocks.cli.options import (
+    USAGE_ERROR,
     Module,
     Output,
     Quiet,
@@ -112,7 +113,7 @@ def run(
         note = (lambda message: None) if quiet else say
         run_script(chosen, options, tell=tell, warn=say, note=note)
     except BadScript as error:
-        raise typer.BadParameter(str(error)) from error
+        raise USAGE_ERROR(str(error)) from error
 
 
 def describe(summary: Summary, *, script: str, caller: str) -> list[str]:

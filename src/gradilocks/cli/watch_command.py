@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.options import checked, flag, run_file
+from gradilocks.cli.options import checked, flag, latest_runs, run_file
 from gradilocks.cli.terminal import Interrupted, forgive_encoding, held_interrupts
 from gradilocks.report import clean
 from gradilocks.runfile import Step, open_run_file, read_run
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 def watch(
-    path: Annotated[Path, run_file("RUN.jsonl", help="The run file; it may not exist yet.")],
+    path: Annotated[
+        Path | None,
+        run_file(
+            "[RUN.jsonl]", help="The run file; it may not exist yet. Default: the latest in runs/."
+        ),
+    ] = None,
     once: Annotated[bool, flag("--once", "Show the run as it is now, and leave.")] = False,
     no_wait: Annotated[
         bool, flag("--no-wait", "If there is no such file, fail instead of waiting.")
@@ -43,11 +48,13 @@ def watch(
 
     \b
     Examples:
-      gradilocks watch runs/a.jsonl
+      gradilocks watch
       gradilocks watch runs/a.jsonl --once
       gradilocks watch runs/a.jsonl | grep skipped:
     """
     forgive_encoding()
+    if path is None:
+        (path,) = latest_runs()
     with held_interrupts():
         from rich.console import Console
 

@@ -144,7 +144,8 @@ class ScriptRecorder(Recorder):
         self.partly = False
         """Whether steps are of what this rank holds of a model that is, or may be, on several."""
         self._post: RankPost | None = None
-        self._waiting: deque[_WaitingStep] = deque()  # For what other ranks tell of them.
+        # Steps, for what other ranks tell of them, and numbers that came after those.
+        self._waiting: deque[_WaitingStep | tuple[PendingNumbers, runfile.Logged]] = deque()
         self._letters: dict[tuple[int, int], dict[int, Any]] = {}  # By optimizer and step: of whom.
         self._told: dict[int, int] = {}  # By optimizer: up to which step nothing waits any more.
         self._heard: set[int] = set()
@@ -166,7 +167,7 @@ class ScriptRecorder(Recorder):
         letters = []
         for pending in arrived:
             if isinstance(pending, PendingNumbers):
-                self._arrived.append((pending, pending.to_logged()))
+                self._waiting.append((pending, pending.to_logged()))  # Behind the steps before it.
                 continue
             optimizer = self._optimizers[pending.index]
             number = pending.step - self._file.steps_before.get(pending.index, 0)
@@ -195,6 +196,10 @@ class ScriptRecorder(Recorder):
                 self._left.add(came["rank"])
         while self._waiting:
             waiting = self._waiting[0]
+            if not isinstance(waiting, _WaitingStep):
+                self._arrived.append(waiting)
+                self._waiting.popleft()
+                continue
             step, part = waiting.own, waiting.pending.part
             if part is not None:
                 key = part.optimizer, waiting.number

@@ -11,6 +11,7 @@ from gradilocks.report.figures import sections
 from gradilocks.report.page import to_html
 from gradilocks.report.run_report import Reported, in_short, main_numbers, what_ran
 from gradilocks.report.tracks import Track
+from gradilocks.runfile import Header
 
 
 def render(reports: Sequence[Reported]) -> str:
@@ -46,11 +47,13 @@ def render(reports: Sequence[Reported]) -> str:
 
 def identity(reports: Sequence[Reported]) -> str:
     """Names the runs that a page is about, so that it may be replaced by a newer page on them."""
-    headers = [
-        [one.run.header.started, list(one.run.header.command), one.run.header.rank]
-        for one in reports
-    ]
-    return identity_of(json.dumps(headers))
+    return identity_of_headers([one.run.header for one in reports])
+
+
+def identity_of_headers(headers: Sequence[Header]) -> str:
+    """The same, by what stands at the beginning of the run files."""
+    named = [[each.started, list(each.command), each.rank] for each in headers]
+    return identity_of(json.dumps(named))
 
 
 def _main_numbers(reports: Sequence[Reported]) -> list[tuple[str, int, list[str]]]:

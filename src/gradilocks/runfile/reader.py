@@ -53,7 +53,9 @@ __all__ = [
     "open_run_file",
     "os_errors",
     "rank_file",
+    "read_quietly",
     "read_run",
+    "read_start",
     "refuse_foreign",
     "refuse_source_name",
 ]
@@ -91,7 +93,14 @@ def read_run(
         >>> sum(step.skipped for step in run.steps)  # doctest: +SKIP
         3
     """
-    path = Path(path)
+    run = read_quietly(Path(path), progress=progress)
+    if run.damaged:
+        warnings.warn(f"{path}: {describe_damage(run.damaged)}", RuntimeWarning, stacklevel=2)
+    return run
+
+
+def read_quietly(path: Path, *, progress: Callable[[int, int], None] | None = None) -> Run:
+    """As `read_run`, for those who tell of damaged lines themselves."""
     reader = Reader(path)
     with open_run_file(path) as (file, size), _without_cycle_collector():
         done = 0
@@ -100,10 +109,22 @@ def read_run(
             done += sum(map(len, lines))
             if progress is not None:
                 progress(done, max(size, done))  # a pipe has no size
-    run = reader.finish()
-    if run.damaged:
-        warnings.warn(f"{path}: {describe_damage(run.damaged)}", RuntimeWarning, stacklevel=2)
-    return run
+    return reader.finish()
+
+
+def read_start(path: Path) -> Header:
+    """Reads no more of a run file than its header.
+
+    Raises:
+        BadRunFile: as `read_run` has it.
+    """
+    reader = Reader(path)
+    with open_run_file(path) as (file, _), os_errors(path):
+        for raw in file:
+            reader.feed(raw)
+            if reader.header is not None:
+                return reader.header
+    return reader.finish().header
 
 
 def rank_file(path: Path, rank: int) -> Path:
