@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,7 +90,7 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from gradilocks.report import clean, main_numbers, recommendation_as_line
+    from gradilocks.report import clean, main_numbers, own_rows, recommendation_as_line
 
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
     width = min(WIDEST, console.width)
@@ -105,6 +106,9 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
         for track in one.tracks:
             numbers = [f"{name} {value}" for name, value in main_numbers(one, track)[:-1]]
             lines.append(Text(track.prefix + ", ".join(numbers), style="dim"))
+        own = [f"{name} {cells[0]} → {cells[1]}" for name, cells in own_rows(one.run)]
+        if own:
+            lines.append(Text(", ".join(own), style="dim"))
         if one.run.audit is not None:
             lines.append(Text(recommendation_as_line(one.run.audit)))
         for line in lines:
@@ -121,7 +125,7 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
 
 def print_json(reports: Sequence[Reported], page: Path | None) -> None:
     """Prints the same as one JSON object."""
-    from gradilocks.report import recommendation_as_plain
+    from gradilocks.report import own_numbers, recommendation_as_plain
 
     found = {
         "page": None if page is None else str(page),
@@ -130,6 +134,7 @@ def print_json(reports: Sequence[Reported], page: Path | None) -> None:
                 "file": str(one.run.path),
                 "verdict": one.health.verdict,
                 "sentence": one.health.sentence,
+                "logged": {name: asdict(own) for name, own in own_numbers(one.run).items()},
                 "findings": [finding.to_plain() for finding in one.health.findings],
                 "audit": None if one.run.audit is None else recommendation_as_plain(one.run.audit),
             }

@@ -39,8 +39,10 @@ class Options:
     swap: bool = False
     swap_optimizers: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    check: Callable[[Path], None] | None = None
+    """Called with the run file's absolute path before the script runs; may refuse it."""
     sinks: Callable[[Path], Sequence[Any]] | None = None
-    """Makes what hears of the run too, at the first step; given the run file's absolute path."""
+    """Makes what hears of the run too, at the first step; given that path."""
 
 
 class ScriptSession:
@@ -87,11 +89,13 @@ class ScriptSession:
         given = options.output or _fresh_name(program.stem)
         self._path = Path(os.path.abspath(given))
         self.shown = rank_file(given, self.rank if options.all_ranks else 0)
+        self._target = Path(os.path.abspath(self.shown))
         self._made: list[Path] = []
         self._git: Mapping[str, Any] | None = None
         if records:
-            target = Path(os.path.abspath(self.shown))
-            self._made = check_target(target, self.shown, options.exists, ways=ways)
+            self._made = check_target(self._target, self.shown, options.exists, ways=ways)
+            if options.check is not None:
+                options.check(self._target)
             # Now, and not at the first step: git may take a moment.
             script = Path(program.name).absolute().parent
             self._git = git_state(*(() if program.module else (script,)), Path.cwd())
@@ -197,13 +201,22 @@ class ScriptSession:
             all_ranks=options.all_ranks,
             config={"argv": [self._program.name, *self._program.arguments]},
             git=self._git,
-            sinks=options.sinks(self._path) if options.sinks and self.records else (),
+            sinks=self._sinks(),
         )
         # A script may number its ranks otherwise than torchrun does, as under mpirun.
         self.records = self.records and recorder.writes
         if self.records:
             self._note(f"recording to {self.name_of(recorder)}")
         return recorder
+
+    def _sinks(self) -> Sequence[Any]:
+        if self._options.sinks is None or not self.records:
+            return ()
+        try:
+            return self._options.sinks(self._target)
+        except Exception as error:  # The run file does not depend on them.
+            self._say(f"nothing but the run file is fed: {type(error).__name__}: {error}")
+            return ()
 
     def name_of(self, recorder: Any) -> Path:
         """The run file as it is to be typed: with --all-ranks each rank has a name of its own."""
@@ -217,6 +230,8 @@ class Summary:
     path: Path
     """As it is to be typed from the folder in which the session began."""
     steps: int
+    logs: int
+    """How often the script has logged numbers of its own."""
     skipped: int
     seen: int
     """How many steps came by; more than `steps` if some could not be recorded."""
@@ -289,6 +304,7 @@ def run_script(
             Summary(
                 path=session.name_of(recorder),
                 steps=0 if recorder is None else recorder.steps,
+                logs=0 if recorder is None else recorder.logs,
                 skipped=0 if recorder is None else recorder.skipped,
                 seen=0 if session.steps is None else session.steps.seen,
                 failed=session.has_failed(),

@@ -191,6 +191,8 @@ class Recorder:
         """How many steps have reached the file in this session; exact after `flush`."""
         self.skipped = 0
         """How many of them were skipped."""
+        self.logs = 0
+        """How often numbers of the user's own were handed over."""
         self.bad: dict[int, BadSteps] = {}
         """By the index of the optimizer: which of them had NaN or Inf, and whether that stayed."""
         self._sinks = list(sinks)
@@ -380,6 +382,7 @@ class Recorder:
         with self._working():
             try:
                 self._queue.hold(PendingNumbers(numbers, step=int(step), time=self.elapsed()))
+                self.logs += 1
                 self._queue.send_if_due()
                 self._write_batches(wait=False)
                 self._timer.start()

@@ -19,7 +19,15 @@ _HOME = {
         "recommendation_as_plain",
         "write_audit_page",
     ),
-    "comparison": ("Comparison", "Loss", "Parting", "Summary", "compare"),
+    "comparison": (
+        "Comparison",
+        "Loss",
+        "OwnNumber",
+        "Parting",
+        "Summary",
+        "compare",
+        "own_numbers",
+    ),
     "destination": (
         "choose",
         "is_page",
@@ -35,7 +43,7 @@ _HOME = {
     "report_page": ("identity", "identity_of_headers", "render"),
     "run_list": ("ListedRun", "find_runs", "list_runs"),
     "runs_page": ("render_runs", "runs_identity"),
-    "run_report": ("Reported", "examine", "main_numbers", "report_on"),
+    "run_report": ("Reported", "examine", "main_numbers", "own_rows", "report_on"),
 }
 
 __all__ = [
@@ -45,6 +53,7 @@ __all__ = [
     "Health",
     "ListedRun",
     "Loss",
+    "OwnNumber",
     "Parting",
     "Reported",
     "Summary",
@@ -63,6 +72,8 @@ __all__ = [
     "list_runs",
     "main_numbers",
     "number",
+    "own_numbers",
+    "own_rows",
     "power",
     "recommendation_as_line",
     "recommendation_as_plain",
@@ -92,7 +103,15 @@ if TYPE_CHECKING:
         recommendation_as_plain,
         write_audit_page,
     )
-    from gradilocks.report.comparison import Comparison, Loss, Parting, Summary, compare
+    from gradilocks.report.comparison import (
+        Comparison,
+        Loss,
+        OwnNumber,
+        Parting,
+        Summary,
+        compare,
+        own_numbers,
+    )
     from gradilocks.report.destination import (
         choose,
         is_page,
@@ -107,5 +126,5 @@ if TYPE_CHECKING:
     from gradilocks.report.health import Finding, Health
     from gradilocks.report.report_page import identity, identity_of_headers, render
     from gradilocks.report.run_list import ListedRun, find_runs, list_runs
-    from gradilocks.report.run_report import Reported, examine, main_numbers, report_on
+    from gradilocks.report.run_report import Reported, examine, main_numbers, own_rows, report_on
     from gradilocks.report.runs_page import render_runs, runs_identity

@@ -76,8 +76,8 @@ def _cells(run: ListedRun, own: Sequence[str]) -> list[Cell]:
         Cell(run.loss or "–", run.last_loss),
         Cell(duration(run.seconds) if run.seconds > 0 else "–", run.seconds),
         *(_own(run, name) for name in own),
-        Cell(f"{clean(commit[:9])}{changed}" if commit else "–", commit or None),
-        Cell(clean(run.command), run.command, "code"),
+        Cell(f"{clean(commit[:9])}{changed}" if commit else "–", clean(commit) or None),
+        Cell(clean(run.command), clean(run.command), "code"),
     ]
 
 
