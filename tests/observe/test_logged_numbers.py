@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gradilocks import read_run
+from tests.integrations.wandb_file import history
 from tests.observe.sessions import forked, process, write
 
 SCRIPT = """
@@ -84,7 +85,8 @@ def test_tensorboard_is_fed_while_the_script_runs(tmp_path):
     done = forked("-o", "runs/a.jsonl", "--to", "tensorboard", "train.py", cwd=tmp_path)
     assert done.status == 0, done.err
     folder = tmp_path / "runs" / "a.tensorboard"
-    assert f"gradilocks: feeding TensorBoard: tensorboard --logdir {folder}" in done.told
+    fed = "gradilocks: feeding TensorBoard: tensorboard --logdir runs/a.tensorboard"
+    assert fed in done.told
     events = EventAccumulator(str(folder))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
@@ -103,3 +105,21 @@ def test_a_folder_with_somebody_elses_events_is_refused_before_the_script_runs(t
     assert (done.status, done.out) == (1, "")
     assert "did not write" in done.err
     assert foreign.read_text() == "theirs"
+
+
+def test_weights_and_biases_hears_of_every_step_before_it_ends_itself(tmp_path):
+    """wandb takes its own service down as Python leaves, before a run file is closed."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    write(tmp_path, "train.py", SCRIPT)
+    words = ("-m", "gradilocks", "run", "-o", "a.jsonl", "--to", "wandb", "train.py")
+    quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DISABLE_CODE": "true"}
+    done = process(*words, cwd=tmp_path, **quiet)
+    assert done.status == 0, done.err
+    assert "hears nothing more" not in done.err
+    rows = history(tmp_path)
+    steps = [row["gradilocks/step"] for row in rows if "gradilocks/norm" in row]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [row["gradilocks/log/number"] for row in rows if "gradilocks/log/number" in row] == [
+        3,
+        6,
+    ]

@@ -8,7 +8,7 @@ import pytest
 
 from gradilocks import Recorder
 from gradilocks.record.skip_log import SkipLog
-from gradilocks.runfile import Culprit, Step
+from gradilocks.runfile import Culprit, Step, Trace
 from tests.record.recorded import INF, recorded
 
 
@@ -200,3 +200,26 @@ def test_an_optimizer_that_steps_no_more_keeps_no_line_back_for_long(caplog):
     for number in range(1, 40):
         log.take(step(number, optimizer=1, skipped=False), next_scale=None, more=False)
     assert [message.split(":")[0] for message in caplog.messages] == ["step 1 skipped"]
+
+
+def test_what_a_trace_found_follows_its_step_and_is_said_once(caplog):
+    log = SkipLog()
+    log.trace(Trace(2, 0.0, "forward", "1", "Hot", "Inf", (), "Inf first in 1"))
+    log.trace(Trace(3, 0.0, "forward", "1", "Hot", "Inf", (), "Inf first in 1"))
+    for number in (1, 2, 3):
+        log.take(step(number, scale=1024.0 / number), next_scale=512.0 / number, more=False)
+    log.close()
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "step 1 skipped",
+        "step 2 skipped",
+        "step 2 traced",
+        "step 3 skipped",
+    ]
+
+
+def test_a_trace_of_a_step_that_never_came_is_told_at_the_end(caplog):
+    log = SkipLog()
+    log.trace(Trace(2, 0.0, "forward", "1", "Hot", "Inf", (), "Inf first in 1"))
+    assert caplog.messages == []
+    log.close()
+    assert caplog.messages == ["step 2 traced: Inf first in 1"]

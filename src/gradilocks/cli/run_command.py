@@ -7,6 +7,7 @@ error, and last: standard output is the script's.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -109,7 +110,12 @@ def run(
     if all_ranks and output is None:
         raise typer.BadParameter("--all-ranks needs -o FILE, so that all ranks use one name.")
     note = (lambda message: None) if quiet else say
-    sinks = tuple(dict.fromkeys(to or ()))
+    home, sinks = os.getcwd(), tuple(dict.fromkeys(to or ()))
+
+    def shown(path: Path) -> str:
+        relative = os.path.relpath(path, home)
+        return str(path) if relative.startswith(os.pardir) else relative
+
     for name in sinks:
         require(name)
     options = Options(
@@ -124,7 +130,7 @@ def run(
         swap_optimizers=tuple(dict.fromkeys(swap_optimizer or ())),
         command=("gradilocks", *sys.argv[1:]),
         check=(lambda path: check_folder(path, force=force)) if "tensorboard" in sinks else None,
-        sinks=lambda path: [made(name, path, note) for name in sinks],
+        sinks=(lambda path: [made(name, path, shown, note) for name in sinks]) if sinks else None,
     )
     caller = program()  # Now: the script may change the folder and the path.
 
@@ -162,8 +168,8 @@ def check_folder(path: Path, *, force: bool) -> None:
             old.unlink()
 
 
-def made(sink: str, path: Path, note: Callable[[str], None]) -> Sink:
-    """What is fed beside the run file, made at the first step."""
+def made(sink: str, path: Path, shown: Callable[[Path], str], note: Callable[[str], None]) -> Sink:
+    """What is fed beside the run file, made at the first step; `shown` is a path as it is typed."""
     if sink == "wandb":
         from gradilocks.integrations.wandb import WandbSink
 
@@ -172,7 +178,7 @@ def made(sink: str, path: Path, note: Callable[[str], None]) -> Sink:
     from gradilocks.integrations.tensorboard import TensorBoardSink
 
     folder = path.with_suffix(".tensorboard")
-    note(f"feeding TensorBoard: tensorboard --logdir {shlex.quote(str(folder))}")
+    note(f"feeding TensorBoard: tensorboard --logdir {shlex.quote(shown(folder))}")
     return TensorBoardSink(folder)
 
 

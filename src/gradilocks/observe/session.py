@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -203,6 +204,10 @@ class ScriptSession:
             git=self._git,
             sinks=self._sinks(),
         )
+        if options.sinks is not None:
+            # Now, when they are open: a package that ends its own work as Python leaves, as wandb
+            # does, has registered that before, so this comes first.
+            atexit.register(self._end_sinks)
         # A script may number its ranks otherwise than torchrun does, as under mpirun.
         self.records = self.records and recorder.writes
         if self.records:
@@ -217,6 +222,11 @@ class ScriptSession:
         except Exception as error:  # The run file does not depend on them.
             self._say(f"nothing but the run file is fed: {type(error).__name__}: {error}")
             return ()
+
+    def _end_sinks(self) -> None:
+        ending, recorder = self.end.ending, self.steps.recorder
+        with suppress(Exception):  # The run file is closed later, and says what is wrong.
+            recorder.end_sinks(status=ending.status, exit=ending.exit, error=ending.error)
 
     def name_of(self, recorder: Any) -> Path:
         """The run file as it is to be typed: with --all-ranks each rank has a name of its own."""

@@ -221,6 +221,13 @@ class ScriptRecorder(Recorder):
     def close(self, *, status: str = "finished", exit: int = 0, error: str | None = None) -> None:
         """Leaves it open, whoever asks: `finish` closes it."""
 
+    def end_sinks(self, *, status: str, exit: int, error: str | None) -> None:
+        """Tells the sinks what there is and that the run has ended; they hear no more after it."""
+        if self.recording and not self._busy:
+            self.flush()
+            self._tell_sinks("close", runfile.End(self.elapsed(), status, exit, error))
+            self._sinks.clear()
+
     def finish(self, *, status: str, exit: int, error: str | None) -> None:
         """Closes it, with how the script ended; waits a moment for what ranks tell of the end."""
         if self._post is not None and self.recording and not self._busy:

@@ -389,11 +389,19 @@ class Recorder:
             except Exception as error:
                 self._stop(error)
 
-    def trace(self, trace: Trace) -> None:
-        """Writes down where a value first turned non-finite, at once."""
-        if self.recording:
-            with self._working():
-                self._write([trace_line(trace)])
+    def trace(self, trace: Trace) -> bool:
+        """Writes down where a value first turned non-finite, at once.
+
+        Returns:
+            Whether it also logs it: after the step that it was found in, when that has arrived.
+        """
+        if not self.recording:
+            return False
+        with self._working():
+            self._write([trace_line(trace)])
+            if self._skips is not None:
+                self._skips.trace(trace)
+        return self._skips is not None
 
     def audit(self, plain: Mapping[str, Any]) -> None:
         """Writes down what `gradilocks.audit` found, as `Audit.to_plain()` has it, at once."""

@@ -5,7 +5,8 @@ which says how many it stands for. The first step that was taken with NaN or Inf
 whatever follows it comes from weights that it has spoilt, until a step is well again.
 
 Lines come in the order of the steps, also where several optimizers step in turn and a line has to
-wait for the scale that its optimizer's next step will tell.
+wait for the scale that its optimizer's next step will tell, and where a trace has found something
+of a step whose numbers have not arrived yet.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradilocks.runfile import SpoiltWeights, Step, describe_bad, has_bad_gradients
+from gradilocks.runfile import SpoiltWeights, Step, Trace, describe_bad, has_bad_gradients
 
 __all__ = ["SkipLog"]
 
@@ -31,9 +32,9 @@ class _Line:
     """Something to be told, once nothing that came before it is waiting."""
 
     group: Sequence[Step]
-    """Skipped steps of the optimizers that share a decision, or one that was taken."""
-    spoilt: str = ""
-    """What had spoilt weights before it."""
+    """Skipped steps of the optimizers that share a decision, or one that was taken, or none."""
+    words: str = ""
+    """What had spoilt weights before it; of no steps all there is to tell."""
     waits_for: int | None = None
     """The optimizer whose next step tells the next scale."""
     next_scale: float | None = None
@@ -52,15 +53,18 @@ class SkipLog:
         self._untold: deque[_Line] = deque()
         self._spoilt = SpoiltWeights()
         self._lines_of_taken = 0
+        self._traces: list[Trace] = []
+        self._traced: set[str] = set()
 
     def take(self, step: Step, *, next_scale: float | None, more: bool) -> None:
         """A step has arrived; `next_scale` is None if the next step will tell it, and `more` says
         whether that belongs to the same decision."""
         for line in self._untold:
             line.waited += 1
-            if line.waits_for == step.optimizer or line.waited > _LONGEST_WAIT:
-                known = line.waits_for == step.optimizer
-                line.waits_for, line.next_scale = None, step.scale if known else None
+            if line.waits_for == step.optimizer:
+                line.waits_for, line.next_scale = None, step.scale
+            elif line.waited > _LONGEST_WAIT:
+                line.waits_for = None
         was_spoilt = self._spoilt.of(step.optimizer)
         self._spoilt.take(step)
         if has_bad_gradients(step) and not step.skipped and was_spoilt is None:
@@ -74,11 +78,25 @@ class SkipLog:
             spoilt = self._spoilt.describe(group[0].optimizer)
             waits_for = group[-1].optimizer if next_scale is None else None
             self._untold.append(_Line(group, spoilt, waits_for, next_scale))
+        if not more:
+            self._queue_traces(upto=step.step)
         while self._untold and self._untold[0].waits_for is None:
             self._tell(self._untold.popleft())
 
+    def trace(self, found: Trace) -> None:
+        """Tells what a trace has found, after the step that it was found in; a sentence once."""
+        if found.text not in self._traced:
+            self._traced.add(found.text)
+            self._traces.append(found)
+
+    def _queue_traces(self, *, upto: int | None = None) -> None:
+        due = [each for each in self._traces if upto is None or each.step <= upto]
+        self._traces = [each for each in self._traces if each not in due]
+        self._untold += [_Line((), f"step {each.step} traced: {each.text}") for each in due]
+
     def settle(self) -> None:
-        """Tells of those whose next scale nobody has told yet."""
+        """Tells of those whose next scale nobody has told yet, and of traces."""
+        self._queue_traces()
         while self._untold:
             self._tell(self._untold.popleft())
 
@@ -95,7 +113,10 @@ class SkipLog:
             self._left_out = 0
 
     def _tell(self, line: _Line) -> None:
-        group, spoilt = line.group, line.spoilt
+        group, spoilt = line.group, line.words
+        if not group:
+            _logger.warning("%s", spoilt)
+            return
         if not group[0].skipped:
             _logger.warning("%s", _describe_taken(group[0]))
             return

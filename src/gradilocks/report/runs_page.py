@@ -42,7 +42,7 @@ def render_runs(runs: Sequence[ListedRun], *, folder: Path, links: Mapping[str, 
     """
     often = Counter(name for run in runs for name in run.logged or ())
     own = [name for name, _ in often.most_common(MOST_NUMBERS)]
-    heads = ["run", "started", "verdict", "ended", "steps", "loss", "lasted"]
+    heads = ["run", "verdict", "ended", "steps", "loss", "started (UTC)", "lasted"]
     heads += [*map(clean, own), "commit", "command"]
     verdicts = Counter(run.verdict for run in runs)
     return to_html(
@@ -53,7 +53,7 @@ def render_runs(runs: Sequence[ListedRun], *, folder: Path, links: Mapping[str, 
         heading=clean(folder),
         identity=runs_identity(folder),
         about=f"{count(len(runs), 'run')}: "
-        + ", ".join(f"{many} {verdict}" for verdict, many in verdicts.most_common()),
+        + ", ".join(f"{verdict} {many:,}" for verdict, many in verdicts.most_common()),
         heads=heads,
         rows=[(clean(run.name), links.get(run.path, ""), _cells(run, own)) for run in runs],
         sentences=[clean(run.sentence) for run in runs],
@@ -67,13 +67,13 @@ def runs_identity(folder: Path) -> str:
 
 def _cells(run: ListedRun, own: Sequence[str]) -> list[Cell]:
     commit = run.commit or ""
-    changed = " with changes" if run.dirty else ""
+    changed = ", changed" if run.dirty else ""
     return [
-        Cell(_moment(run.started), run.started),
         Cell(run.verdict, run.verdict, "verdict"),
         Cell(run.state, run.state),
         Cell(f"{run.steps:,}", run.steps),
         Cell(run.loss or "–", run.last_loss),
+        Cell(_moment(run.started), run.started),
         Cell(duration(run.seconds) if run.seconds > 0 else "–", run.seconds),
         *(_own(run, name) for name in own),
         Cell(f"{clean(commit[:9])}{changed}" if commit else "–", clean(commit) or None),
@@ -91,6 +91,6 @@ def _own(run: ListedRun, name: str) -> Cell:
 
 def _moment(seconds: float) -> str:
     try:
-        return f"{datetime.fromtimestamp(seconds, tz=timezone.utc):%Y-%m-%d %H:%M} UTC"
+        return f"{datetime.fromtimestamp(seconds, tz=timezone.utc):%Y-%m-%d %H:%M}"
     except (OverflowError, OSError, ValueError):
         return "not known"

@@ -192,9 +192,8 @@ class Tracer(StepListener):
             now = self._recorder.elapsed()
         found = dataclasses.replace(found, step=step, time=now)
         self.findings.append(found)
-        _logger.warning("step %d traced: %s", found.step, found.text)
-        if self._recorder is not None:
-            self._recorder.trace(found)
+        if self._recorder is None or not self._recorder.trace(found):
+            _logger.warning("step %d traced: %s", found.step, found.text)
 
 
 def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: int = 5) -> Tracer:
