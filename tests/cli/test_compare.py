@@ -179,7 +179,7 @@ def test_numbers_of_the_users_own_are_compared(tmp_path):
     assert done.returncode == 0, done.stderr
     table = table_of(done.stdout)
     assert table["val_loss, last"] == ["0.375 at step 3", "0.5 at step 1"]
-    assert table["from, to"] == ["0.25 at 2, 0.5 at 1", "0.5 at 1, 0.5 at 1"]
+    assert table["least, largest"] == ["0.25 at 2, 0.5 at 1", "0.5 at 1, 0.5 at 1"]
 
 
 def test_the_commit_and_the_configuration_are_compared_and_the_arguments_are_not(tmp_path):

@@ -154,7 +154,7 @@ def _own_rows(summaries: Sequence[Summary]) -> Iterator[tuple[str, list[str]]]:
         own = [summary.logged.get(name) for summary in summaries]
         yield f"{printable(name)}, last", [_last_own(each) if each else "-" for each in own]
         if any(each and each.values > 1 for each in own):
-            yield "  from, to", [_ends(each) if each else "-" for each in own]
+            yield "  least, largest", [_ends(each) if each else "-" for each in own]
 
 
 def _last_own(own: OwnNumber) -> str:
