@@ -69,7 +69,7 @@ def latest_runs(count: int = 1) -> list[Path]:
     """The runs under runs/ that were begun last, the latest of them last; says which they are.
 
     Raises:
-        typer.BadParameter: there are not so many.
+        USAGE_ERROR: there are not so many.
     """
     from gradilocks.report import find_runs
 
@@ -78,7 +78,7 @@ def latest_runs(count: int = 1) -> list[Path]:
     if len(found) < count:
         named = "no run file was named" if count == 1 else "no run files were named"
         few = f"{'only one' if found else 'none'} under runs/"
-        raise typer.BadParameter(f"{named}, and there is {few}. Name them: runs/a.jsonl.")
+        raise USAGE_ERROR(f"{named}, and there is {few}. Name what you mean, as runs/a.jsonl.")
     which = "the latest run" if count == 1 else f"the {count} latest runs"
     say(f"{which}: {printable(' '.join(map(str, found[::-1])))}")
     return found[::-1]

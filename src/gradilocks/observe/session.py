@@ -355,7 +355,6 @@ def check_target(path: Path, shown: Path, exists: str, *, ways: str) -> list[Pat
     """
     if path.is_dir():
         raise BadRunFile(f"{shown} is a folder. Expected the name of a run file.")
-    refuse_source_name(shown)
     if path.exists():
         if path.is_file():
             refuse_foreign(shown)  # It may be the script itself.
@@ -364,6 +363,7 @@ def check_target(path: Path, shown: Path, exists: str, *, ways: str) -> list[Pat
         if not os.access(path, os.W_OK):
             raise BadRunFile(f"{shown} cannot be written. Choose another name.")
         return []
+    refuse_source_name(shown)
     missing = [path.parent, *path.parent.parents]
     missing = [folder for folder in missing if not folder.exists()]
     try:

@@ -156,9 +156,6 @@ def refuse_foreign(path: Path) -> None:
     Raises:
         BadRunFile: it is something else by what it holds or by its name, or cannot be read.
     """
-    refuse_source_name(path)
-    if not path.stat().st_size:
-        return
     reader = Reader(path)
     try:
         with open_run_file(path) as (file, _):
@@ -166,6 +163,7 @@ def refuse_foreign(path: Path) -> None:
                 reader.feed(raw)
                 if reader.header is not None:
                     return
+        refuse_source_name(path)  # Nothing is in it, but its name says what it is for.
     except BadRunFile as error:
         raise BadRunFile(
             f"{error} Only a run file is ever overwritten or gone on in: choose another name."
