@@ -319,6 +319,7 @@ NUMBERS = {
         "int(number)",
         "int(self.scalars['losses'] or 0)",
     },
+    "record/own_numbers.py": {"float(value)"},  # Tensors only where they are on the CPU.
     "record/environment.py": {
         "int(memory.split()[0])",
         "int(os.environ.get('WORLD_SIZE', '1'))",
@@ -326,6 +327,7 @@ NUMBERS = {
     },
     "record/recorder.py": {
         "int(error.code is not None)",
+        "int(step)",
     },
     "scale/dynamic.py": {
         "float(given)",

@@ -41,6 +41,7 @@ _HOME = {
     "emulate": "lab.emulate",
     "errors": "",
     "get_total_norm": "dropin",
+    "log": "record",
     "megatron_copies": "ranks.copies",
     "optim": "",
     "read_run": "runfile",
@@ -75,6 +76,7 @@ __all__ = [
     "emulate",
     "errors",
     "get_total_norm",
+    "log",
     "megatron_copies",
     "optim",
     "read_run",
@@ -124,7 +126,7 @@ if TYPE_CHECKING:
     from gradilocks.lab.emulate import emulate
     from gradilocks.lab.trace import trace
     from gradilocks.ranks.copies import deepspeed_copies, megatron_copies
-    from gradilocks.record import Recorder
+    from gradilocks.record import Recorder, log
     from gradilocks.runfile import read_run
     from gradilocks.scale import DynamicScale, HeadroomScale, NoScale, StaticScale
     from gradilocks.step.outcome import Outcome

@@ -54,7 +54,9 @@ from gradilocks.ranks.model_ranks import (
     model_ranks_of,
     refuse_thawed,
 )
+from gradilocks.record.environment import checked_config
 from gradilocks.record.journal import journal_for, recorder_of
+from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import resolve_scale
 from gradilocks.step.call_order import CallOrder
@@ -131,6 +133,8 @@ class GradientControl:
             more, has one more collective, and waits for the device.
         record: a path for a run file, a Recorder, or None. It changes no number. Of several ranks
             rank 0 writes, for all of them; give it on every rank or on rank 0.
+        config: with a path as `record`, what its header is to tell of how the run was made, as
+            `vars(args)`: a mapping of numbers, text, lists and mappings.
 
     Example:
         >>> control = GradientControl(optimizer, model=model, clip=1.0)
@@ -155,6 +159,7 @@ class GradientControl:
         copies: Copies | None = None,
         check_replicas_every: int | None = None,
         record: object = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._optimizers = checked_optimizers((optimizer, *more))
         self._names = Names(model, self._optimizers)
@@ -205,6 +210,7 @@ class GradientControl:
         self._weights: Weights | None = None
         # Of DistributedDataParallel, if a rank records: how its ranks hear of each other's losses.
         self._exchange: LossExchange | None = None
+        config = checked_config(config)
         if record is not None:
             scale_policy, clip_policy = policies
             self._events.add(
@@ -213,6 +219,7 @@ class GradientControl:
                     self._optimizers,
                     self._names,
                     spread=self._ranks is not None,
+                    config=config,
                     scale=scale_policy,
                     clip=clip_policy,
                 )
@@ -391,6 +398,36 @@ class GradientControl:
         self._order.note_cleared()
         if not self._order.scaled:
             self._engine.losses.forget()
+
+    @eager
+    def log(
+        self,
+        values: Mapping[str, object] | None = None,
+        /,
+        *,
+        step: int | None = None,
+        **more: object,
+    ) -> None:
+        """Records numbers of your own beside the steps; does nothing if nobody records.
+
+        With `record=` they go to its run file, in a script under `gradilocks run` to that one's.
+
+        Args:
+            values: names and numbers, for names that are no Python names, as "val/loss".
+            step: the step that they belong to; the last one, if None.
+            more: names and numbers: Python's, NumPy's, or tensors of one element, which stay on
+                their device until the recorder's next batch.
+
+        Raises:
+            TypeError: a name is no text, or a value is no number.
+            ValueError: a tensor of several elements, a name that cannot be shown, or given twice.
+
+        Example:
+            >>> control.log(val_loss=0.31, accuracy=0.92)
+        """
+        numbers = checked_numbers(values, more, step=step)
+        for listener in self._events.listeners:
+            listener.numbers_logged(numbers, step=step)
 
     def scheduler(self, lr_scheduler: Any) -> Scheduler:
         """`lr_scheduler`, stepped only for steps that were taken, without a wait.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradilocks.cli.compare_command import short_names
-from gradilocks.runfile import End, OptimizerInfo
+from gradilocks.runfile import End, Logged, OptimizerInfo, log_line
 from tests.cli.cli_process import OnATerminal, run
 from tests.runfile.run_files import END, FIRST, HEADER, SECOND, plain_step, training, write_run
 
@@ -167,3 +167,27 @@ def test_names_with_markup_are_shown_as_they_are(tmp_path):
 def test_files_of_the_same_name_are_told_apart_by_their_folders():
     assert short_names(["runs/a/x.jsonl", "runs/b/x.jsonl"]) == ["runs/a/x.jsonl", "runs/b/x.jsonl"]
     assert short_names(["runs/a.jsonl", "runs/b.jsonl"]) == ["a.jsonl", "b.jsonl"]
+
+
+def test_numbers_of_the_users_own_are_compared(tmp_path):
+    for name, values in (("a", [0.5, 0.25, 0.375]), ("b", [0.5])):
+        path = write_run(tmp_path / f"{name}.jsonl", training(10))
+        with path.open("a") as file:
+            for at, value in enumerate(values, start=1):
+                file.write(log_line(Logged(at, 1.0, {"val_loss": value})))
+    done = run("compare", tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert done.returncode == 0, done.stderr
+    table = table_of(done.stdout)
+    assert table["val_loss, last"] == ["0.375 at step 3", "0.5 at step 1"]
+    assert table["least, largest"] == ["0.25 at 2, 0.5 at 1", "0.5 at 1, 0.5 at 1"]
+
+
+def test_the_commit_and_the_configuration_are_compared_and_the_arguments_are_not(tmp_path):
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        config = {"lr": lr, "argv": [name], "same": 1}
+        git = {"commit": name * 40, "branch": "trunk", "dirty": False}
+        header = replace(HEADER, config=config, git=git)
+        write_run(tmp_path / f"{name}.jsonl", training(10), header=header)
+    done = run("compare", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--json")
+    differs = json.loads(done.stdout)["what_ran"]
+    assert differs == {"config.lr": [0.1, 0.2], "git.commit": ["a" * 40, "b" * 40]}

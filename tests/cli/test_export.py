@@ -13,6 +13,7 @@ import pandas
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gradilocks.runfile import Logged, log_line
 from tests.cli.cli_process import COMMAND, SOURCE, OnATerminal, environment, run
 from tests.runfile.run_files import DETAIL, END, STEP, plain_step, training, write_run
 
@@ -112,8 +113,7 @@ def test_places_that_cannot_be_written_are_one_clear_line(path, tmp_path):
     for to, place, said in (
         ("csv", tmp_path, "is a folder; give the path of a file with -o."),
         ("csv", path, "is the run file itself; name another with -o."),
-        ("csv", tmp_path / "absent" / "x.csv", "cannot be written: No such file or directory."),
-        ("parquet", tmp_path / "absent" / "x", "cannot be written: No such file or directory."),
+        ("parquet", path / "x", "cannot be written: Not a directory."),
         ("tensorboard", path, "is a file; TensorBoard needs a folder: give another -o."),
         ("tensorboard", path / "x", "cannot be written: Not a directory."),
     ):
@@ -195,3 +195,46 @@ def test_a_long_export_shows_a_bar_on_a_terminal_and_none_in_a_pipe(tmp_path):
     assert "%" in shown.seen
     piped = run("export", path, "--to", "tensorboard", "--force")
     assert piped.stderr == ""
+
+
+def test_numbers_of_the_users_own_go_to_a_file_of_their_own(path, tmp_path):
+    with path.open("a") as file:
+        file.write(log_line(Logged(1, 0.25, {"val_loss": 0.5, "accuracy": None})))
+        file.write(log_line(Logged(7, 1.75, {"val_loss": 0.25})))
+    done = run("export", path, "--to", "csv")
+    logged = tmp_path / "run.logged.csv"
+    assert done.stdout.splitlines()[-1] == f"{logged}: 3 rows"
+    assert logged.read_text().splitlines() == [
+        "step,time,name,value",
+        "1,0.25,val_loss,0.5",
+        "1,0.25,accuracy,",
+        "7,1.75,val_loss,0.25",
+    ]
+    assert run("export", path, "--to", "parquet").returncode == 0
+    frame = pandas.read_parquet(tmp_path / "run.logged.parquet")
+    assert frame.name.tolist() == ["val_loss", "accuracy", "val_loss"]
+    assert frame.value.isna().tolist() == [False, True, False]
+    assert run("export", path, "--to", "tensorboard").returncode == 0
+    events = EventAccumulator(str(tmp_path / "run.tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("log/val_loss")] == [
+        (1, 0.5),
+        (7, 0.25),
+    ]
+    assert "log/accuracy" not in events.Tags()["scalars"]
+
+
+@pytest.mark.parametrize("to", ["csv", "parquet", "tensorboard"])
+def test_the_folder_of_an_export_is_made(path, tmp_path, to):
+    target = tmp_path / "deep" / "er" / "out"
+    done = run("export", path, "--to", to, "-o", target)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert target.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(path, tmp_path):
+    (tmp_path / "file").touch()
+    done = run("export", path, "--to", "csv", "-o", tmp_path / "file" / "deep" / "a.csv")
+    assert done.returncode == 1
+    assert "cannot be written: Not a directory" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gradilocks.runfile import End, Step, end_line, step_line
+from gradilocks.runfile import End, Logged, Step, end_line, log_line, process_here, step_line
 from tests.cli.cli_process import OnATerminal, run, start
 from tests.runfile.run_files import (
     END,
@@ -405,3 +406,69 @@ def test_a_picture_is_drawn_without_unicode_where_the_terminal_has_none(path):
     assert shown.close() == 0
     assert shown.seen.isascii()
     assert "gew\\xf6hnlich" in shown.seen
+
+
+# --- a run that was killed, and numbers of the script's own --------------------------------------
+
+GONE = {**(process_here() or {}), "began": 1}
+"""A process with the number of one that runs, which is another one."""
+
+
+@pytest.mark.skipif(process_here() is None, reason="the system has no /proc")
+@pytest.mark.parametrize("steps", [0, 20])
+def test_once_in_a_pipe_says_that_a_run_was_killed(path, steps):
+    write_run(path, training(steps), header=replace(HEADER, process=GONE))
+    lines = run("watch", path, "--once").stdout.splitlines()
+    assert lines[-1] == "killed: its process is gone, and it has written no end"
+    write_run(path, training(steps), header=replace(HEADER, process=process_here()))
+    lines = run("watch", path, "--once").stdout.splitlines()
+    assert not lines[-1].startswith("killed")
+
+
+@pytest.mark.skipif(process_here() is None, reason="the system has no /proc")
+def test_watching_ends_with_a_run_that_was_killed_in_a_pipe_and_on_a_terminal(path, tmp_path):
+    bad = {"loss": None, "loss_nonfinite": True, "norm": None, "nan": 2}
+    steps = [*training(20), *(plain_step(n, **bad) for n in range(21, 31))]
+    write_run(path, steps, header=replace(HEADER, process=GONE))
+    done = run("watch", path)
+    assert done.returncode == 0
+    assert "killed: its process is gone" in done.stdout
+    assert "in NaN or Inf: the loss is NaN or Inf since step 21" in done.stdout
+    screen = OnATerminal("watch", path, cwd=tmp_path, columns=100)
+    assert screen.close() == 0
+    assert "killed: its process is gone, and it has written no end" in screen.seen
+
+
+@pytest.mark.skipif(process_here() is None, reason="the system has no /proc")
+def test_a_killed_run_that_was_resumed_goes_on(path):
+    text = lines_of(training(5), header=replace(HEADER, process=GONE))
+    resumed = lines_of([plain_step(6)], header=replace(LATER, process=process_here()))
+    path.write_text(text + resumed)
+    lines = run("watch", path, "--once").stdout.splitlines()
+    assert lines[-1].startswith("step 6 ")
+
+
+def test_numbers_of_the_scripts_own_are_lines_in_a_pipe_and_rows_on_a_terminal(path, tmp_path):
+    write_run(path, training(50))
+    append(path, log_line(Logged(50, 1.0, {"val_loss": 0.25, "accuracy": None})))
+    append(path, log_line(Logged(60, 1.0, {"val_loss": 0.125, "x" * 40: 3.0})))
+    append(path, end_line(FINISHED))
+    lines = run("watch", path).stdout.splitlines()
+    assert "step 50 logged: val_loss 0.25, accuracy NaN or Inf" in lines
+    screen = OnATerminal("watch", path, "--once", cwd=tmp_path, columns=100)
+    assert screen.close() == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.seen)
+    assert re.search(r"^val_loss +0\.125 .*at step 60", shown, flags=re.MULTILINE)
+    assert re.search(r"^accuracy +NaN or Inf ", shown, flags=re.MULTILINE)
+    assert re.search(r"^x{23}… +3 ", shown, flags=re.MULTILINE)
+
+
+def test_a_damaged_line_is_said_and_the_run_is_shown(path, tmp_path):
+    text = lines_of(training(20), end=FINISHED).splitlines(keepends=True)
+    path.write_text("".join([*text[:10], "wreck\n", *text[10:]]))
+    done = run("watch", path)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "finished after 0:00:20")
+    assert "line 11 is damaged and was left out (not JSON)" in done.stderr
+    screen = OnATerminal("watch", path, "--once", cwd=tmp_path, columns=100)
+    assert screen.close() == 0
+    assert "line 11 is damaged and was left out" in screen.seen

@@ -72,6 +72,7 @@ def test_ranks_train_as_before_and_rank_0_records(tmp_path):
     assert read_run(tmp_path / "b.rank1.jsonl").header.rank == 1
     for name in ("b.jsonl", "b.rank1.jsonl"):
         assert shown.err.count(f"gradilocks: recording to {name}\n") == 1
+        assert shown.err.count(f", in {name}\n") == 1
 
 
 @pytest.fixture(scope="module")

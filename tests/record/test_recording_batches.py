@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradilocks.record import Sample
-from gradilocks.record.batch import Batch, PendingStep
+from gradilocks.record.batch import Batch, PendingNumbers, PendingStep
 from gradilocks.record.sample import LARGEST_WHOLE, Weights
 
 
@@ -32,6 +32,15 @@ def test_what_was_gathered_by_dtype_comes_back_to_its_own_step():
         assert row.scalars["norm"] == 0.5 * number
         assert row.columns["nan"] == [number, 0, 7]
         assert row.columns["norms"] == list(range(number))
+
+
+def test_numbers_of_the_users_own_come_back_with_the_steps_they_travelled_with():
+    row, own = held(1), PendingNumbers({"a": 1.0, "b": 2.0}, step=1, time=0.5)
+    row.on_device = [(("loss",), torch.tensor([3.0]))]
+    own.on_device = [(("b",), torch.tensor([4.0], dtype=torch.float64))]
+    step, numbers = Batch([row, own]).unpack()
+    assert step.scalars["loss"] == 3.0
+    assert numbers.to_logged() == (1, 0.5, {"a": 1.0, "b": 4.0})
 
 
 def test_scalars_are_copied_when_they_are_handed_over():

@@ -53,6 +53,32 @@ def test_recording_does_not_wait(tmp_path, forbidden_to_wait, make, clip):
     assert all(s.detail.zeros[0] is not None for s in run.steps if s.detail)
 
 
+def test_numbers_of_the_users_own_travel_with_the_batch_and_nobody_waits(
+    tmp_path, forbidden_to_wait
+):
+    recorder = Recorder(tmp_path / "a", flush_every=7)
+    control, model = recorded(recorder, steps=9, device="cuda")
+    control.log(number=torch.zeros((), device="cuda"))
+    train(control, model, steps=9)
+    torch.cuda.synchronize()
+    numbers = torch.arange(5, device="cuda").half()
+    inputs = torch.ones(4, 6, device="cuda")
+    forbidden_to_wait()
+    for number in numbers.unbind():
+        control.backward(model(inputs).square().mean())
+        control.step()
+        control.zero_grad()
+        with torch.inference_mode():
+            control.log(number=number + 1, whole=7, loss=model(inputs).mean())
+    torch.cuda.set_sync_debug_mode("default")
+    numbers.fill_(-1.0)  # They were copied.
+    recorder.close()
+    logged = read_run(tmp_path / "a").logged
+    assert logged["number"] == [(9, 0.0), (19, 1.0), (20, 2.0), (21, 3.0), (22, 4.0), (23, 5.0)]
+    assert logged["whole"] == [(step, 7.0) for step in range(19, 24)]
+    assert all(value == value for _, value in logged["loss"])
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_each_step_is_recorded_as_it_was(tmp_path, make):
     model = small_model("cuda")

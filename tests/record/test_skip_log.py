@@ -8,7 +8,7 @@ import pytest
 
 from gradilocks import Recorder
 from gradilocks.record.skip_log import SkipLog
-from gradilocks.runfile import Culprit, Step
+from gradilocks.runfile import Culprit, Step, Trace
 from tests.record.recorded import INF, recorded
 
 
@@ -174,3 +174,52 @@ def test_optimizers_that_are_all_bad_together_name_nobody(caplog):
     log.take(step(1, **bad), next_scale=1.0, more=True)
     log.take(step(1, optimizer=1, **bad), next_scale=1.0, more=False)
     assert lines(caplog) == ["step 1 skipped: NaN in all 2 gradients"]
+
+
+def test_lines_come_in_the_order_of_the_steps_whoever_waits_for_a_scale(caplog):
+    log = SkipLog()
+    first = step(5, scale=1024.0)
+    second = step(5, optimizer=1, skipped=False, scale=1024.0, nan=2)
+    third = step(6, optimizer=1, scale=1024.0)
+    for each in (first, second, third):
+        log.take(each, next_scale=None, more=False)
+    assert caplog.messages == []  # The first waits for the scale that its optimizer goes on with.
+    log.take(step(6, skipped=False, scale=512.0), next_scale=None, more=False)
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "step 5 skipped",
+        "step 5 of optimizer 1 taken though not finite",
+    ]
+    assert caplog.messages[0].endswith("scale 1024 → 512")
+    log.close()
+    assert caplog.messages[2].startswith("step 6 of optimizer 1 skipped")
+
+
+def test_an_optimizer_that_steps_no_more_keeps_no_line_back_for_long(caplog):
+    log = SkipLog()
+    log.take(step(1, scale=1024.0), next_scale=None, more=False)
+    for number in range(1, 40):
+        log.take(step(number, optimizer=1, skipped=False), next_scale=None, more=False)
+    assert [message.split(":")[0] for message in caplog.messages] == ["step 1 skipped"]
+
+
+def test_what_a_trace_found_follows_its_step_and_is_said_once(caplog):
+    log = SkipLog()
+    log.trace(Trace(2, 0.0, "forward", "1", "Hot", "Inf", (), "Inf first in 1"))
+    log.trace(Trace(3, 0.0, "forward", "1", "Hot", "Inf", (), "Inf first in 1"))
+    for number in (1, 2, 3):
+        log.take(step(number, scale=1024.0 / number), next_scale=512.0 / number, more=False)
+    log.close()
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "step 1 skipped",
+        "step 2 skipped",
+        "step 2 traced",
+        "step 3 skipped",
+    ]
+
+
+def test_a_trace_of_a_step_that_never_came_is_told_at_the_end(caplog):
+    log = SkipLog()
+    log.trace(Trace(2, 0.0, "forward", "1", "Hot", "Inf", (), "Inf first in 1"))
+    assert caplog.messages == []
+    log.close()
+    assert caplog.messages == ["step 2 traced: Inf first in 1"]

@@ -161,15 +161,16 @@ def test_a_file_that_is_no_run_file_is_one_clear_line(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_numbers_of_the_wrong_kind_are_one_clear_line(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
+def test_a_number_of_the_wrong_kind_costs_its_line_and_is_said(
+    run_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = run_file.read_text().replace('"scale":65536.0', '"scale":"big"', 1)
     run_file.write_text(text)
-    assert main(["report", str(run_file)]) == 1
-    err = capsys.readouterr().err
-    assert "'scale' must be a number or null, got \"big\"" in err
-    assert err.count("\n") == 1
+    assert main(["report", str(run_file)]) == 0
+    captured = capfd.readouterr()
+    assert "'scale' must be a number or null, got \"big\"" in captured.err
+    assert captured.err.count("\n") == 1
+    assert "The run file is damaged: 1 line left out" in captured.out
 
 
 def test_a_torn_run_is_reported_on(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,7 +202,11 @@ def test_the_assets_are_in_the_package() -> None:
     import gradilocks.report
 
     room = Path(gradilocks.report.__file__).parent
-    assert {path.name for path in (room / "assets").iterdir()} == {"audit.js", "page.js"}
+    assert {path.name for path in (room / "assets").iterdir()} == {
+        "audit.js",
+        "page.js",
+        "runs.js",
+    }
     templates = {
         "audit.html",
         "audit_panel.html",
@@ -210,6 +214,7 @@ def test_the_assets_are_in_the_package() -> None:
         "page.html",
         "parts.html",
         "report.html",
+        "runs.html",
         "style.css",
     }
     assert {path.name for path in (room / "templates").iterdir()} == templates

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import gradilocks
 from gradilocks.errors import BadRunFile
+from gradilocks.runfile import step_line
 from gradilocks.runfile.reader import LONGEST_HEADER
 from tests.runfile.run_files import END, STEP, TRACE, lines_of, plain_step, training, write_run
 
@@ -136,29 +138,48 @@ def damaged(kind: str, **changes: object) -> str:
         ("trace", {"where": None}, 305, "'where' must be text, got null"),
         ("end", {"exit": "no"}, 306, "'exit' must be a whole number, got \"no\""),
         ("end", {"time": 10**400}, 306, "'time' must be a number that fits a float64"),
-        ("header", {"started": 10**400}, 1, "'started' must be a number that fits a float64"),
-        ("header", {"command": "train.py"}, 1, "'command' must be a list, got \"train.py\""),
     ],
 )
-def test_a_field_that_is_not_as_it_must_be_is_named_with_its_line(
+def test_a_line_with_a_wrong_field_is_left_out_and_named_with_its_number(
     tmp_path, kind, changes, line, said
 ):
     path = tmp_path / "run.jsonl"
     path.write_text(damaged(kind, **changes))
+    with pytest.warns(RuntimeWarning, match=f"line {line} is damaged and was left out"):
+        run = gradilocks.read_run(path)
+    assert list(run.damaged) == [line]
+    assert said in run.damaged[line]
+    assert len(run.steps) == 301 - (kind == "step")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"started": 10**400}, "'started' must be a number that fits a float64"),
+        ({"command": "train.py"}, "'command' must be a list, got \"train.py\""),
+    ],
+)
+def test_a_header_with_a_wrong_field_is_no_run_file(tmp_path, changes, said):
+    path = tmp_path / "run.jsonl"
+    path.write_text(damaged("header", **changes))
     with pytest.raises(BadRunFile) as caught:
         gradilocks.read_run(path)
-    assert str(caught.value).startswith(f"{path}, line {line}: ")
+    assert str(caught.value).startswith(f"{path}, line 1: ")
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("wreck", ['{"kind":"st', "12", "\0\0\0", "null", "{}}", "é" * 50])
-def test_a_damaged_line_in_the_middle_is_named_by_its_number(tmp_path, wreck):
+def test_a_damaged_line_in_the_middle_costs_that_line_and_is_named(tmp_path, wreck):
     path = tmp_path / "run.jsonl"
     lines = lines_of([plain_step(n) for n in range(1, 2000)]).splitlines()
     lines[1203] = wreck
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(BadRunFile, match="line 1204: not JSON, and not the last line of a run"):
-        gradilocks.read_run(path)
+    said = re.escape(f"{path}: line 1,204 is damaged and was left out (not JSON)")
+    with pytest.warns(RuntimeWarning, match=said):
+        run = gradilocks.read_run(path)
+    assert run.damaged == {1204: "not JSON"}
+    assert (run.torn, len(run.steps)) == (0, 1998)
+    assert run.steps[1200].step == 1202  # Lines 1 to 3 are the header and two optimizers.
 
 
 def test_two_lines_broken_in_matching_ways_are_not_taken_for_whole(tmp_path):
@@ -166,8 +187,45 @@ def test_two_lines_broken_in_matching_ways_are_not_taken_for_whole(tmp_path):
     lines = lines_of([plain_step(n) for n in range(1, 10)]).splitlines()
     lines[5], lines[6] = '{"kind":"step","a":[{}', "{}]}"
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(BadRunFile, match="line 6: not JSON"):
-        gradilocks.read_run(path)
+    with pytest.warns(RuntimeWarning, match="2 lines are damaged and were left out: 6 and 7"):
+        run = gradilocks.read_run(path)
+    assert [step.step for step in run.steps] == [1, 2, 5, 6, 7, 8, 9]
+
+
+def test_steps_stay_when_the_line_that_describes_their_optimizer_is_damaged(tmp_path):
+    path = tmp_path / "run.jsonl"
+    lines = lines_of(training(20)).splitlines()
+    lines[1] = lines[1][:40]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.warns(RuntimeWarning, match="line 2 is damaged"):
+        run = gradilocks.read_run(path)
+    assert len(run.steps) == 20
+    assert run.optimizers[run.steps[0].optimizer].kind == "unknown"
+    assert all(step.detail is None for step in run.steps)  # Of whom, nobody knows.
+
+
+def test_a_torn_line_before_a_header_and_one_at_the_end_are_no_damage(tmp_path):
+    path = tmp_path / "run.jsonl"
+    text = lines_of([plain_step(1)])
+    path.write_text(text + '{"kind":"st\n' + text + '{"kind":"st')
+    run = gradilocks.read_run(path)
+    assert (run.torn, run.damaged, len(run.steps)) == (2, {}, 2)
+
+
+def test_a_damaged_header_of_a_later_session_is_left_out(tmp_path):
+    path = tmp_path / "run.jsonl"
+    text = lines_of([plain_step(1)])
+    path.write_text(text + text.replace('"started":', '"began":'))
+    with pytest.warns(RuntimeWarning, match="without 'started'"):
+        run = gradilocks.read_run(path)
+    assert (len(run.resumed), len(run.steps)) == (0, 2)
+
+
+def test_many_damaged_lines_are_counted_and_the_first_are_named(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text(lines_of([plain_step(1)]) + "wreck\n" * 30 + step_line(plain_step(2)))
+    with pytest.warns(RuntimeWarning, match="30 lines .* 5, 6, 7, 8, 9, 10, 11, 12 and 22 more"):
+        assert len(gradilocks.read_run(path).steps) == 2
 
 
 def test_every_shipped_file_of_this_project_is_refused_without_a_traceback():

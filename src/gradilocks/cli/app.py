@@ -12,7 +12,9 @@ from gradilocks.cli.compare_command import compare
 from gradilocks.cli.demo_command import demo
 from gradilocks.cli.explain_command import NUMBERS, explain
 from gradilocks.cli.export_command import export
-from gradilocks.cli.options import SCRIPT, ScriptCommand, flag
+from gradilocks.cli.ls_command import ls
+from gradilocks.cli.options import SCRIPT, Command, ScriptCommand, flag
+from gradilocks.cli.page_command import page
 from gradilocks.cli.report_command import report
 from gradilocks.cli.run_command import run
 from gradilocks.cli.selftest_command import selftest
@@ -28,14 +30,16 @@ app = typer.Typer(
 
 # In the order in which somebody meets them.
 app.command(cls=ScriptCommand, context_settings=SCRIPT)(run)
-app.command()(report)
-app.command()(watch)
-app.command()(compare)
-app.command()(export)
+app.command(cls=Command)(report)
+app.command(cls=Command)(watch)
+app.command(cls=Command)(ls)
+app.command(cls=Command)(compare)
+app.command(cls=Command)(page)
+app.command(cls=Command)(export)
 app.command(cls=ScriptCommand, context_settings=SCRIPT)(audit)
-app.command(context_settings=NUMBERS)(explain)
-app.command()(demo)
-app.command()(selftest)
+app.command(cls=Command, context_settings=NUMBERS)(explain)
+app.command(cls=Command)(demo)
+app.command(cls=Command)(selftest)
 
 
 @app.callback()

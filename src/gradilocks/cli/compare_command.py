@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.options import flag, run_file
+from gradilocks.cli.options import flag, latest_runs, run_file
 from gradilocks.cli.terminal import forgive_encoding, held_interrupts, printable, read_with_bar
 from gradilocks.runfile import format_scale
 
 if TYPE_CHECKING:
-    from gradilocks.report import Comparison, Loss, Parting, Summary
+    from gradilocks.report import Comparison, Loss, OwnNumber, Parting, Summary
 
 NAMES_SHOWN = 5
 
 
 def compare(
-    paths: Annotated[list[Path], run_file("RUN.jsonl", help="Two run files or more.")],
+    paths: Annotated[
+        list[Path] | None,
+        run_file("[RUN.jsonl]...", help="Two run files or more. Default: the two latest in runs/."),
+    ] = None,
     as_json: Annotated[
         bool, flag("--json", "Print every number as JSON instead of a table.")
     ] = False,
@@ -32,9 +35,11 @@ def compare(
 
     \b
     Examples:
+      gradilocks compare
       gradilocks compare runs/a.jsonl runs/b.jsonl
       gradilocks compare runs/*.jsonl --json > all.json
     """
+    paths = paths or latest_runs(2)
     if len(paths) < 2:
         raise typer.BadParameter(
             f"expected two run files or more, got one: {paths[0]}.", param_hint="'RUN.jsonl'"
@@ -86,6 +91,7 @@ def rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
             found.append((title, [each or "-" for each in cells]))
         if title == "clipped":
             found += _loss_rows(comparison.summaries)
+            found += _own_rows(comparison.summaries)
     return found
 
 
@@ -140,6 +146,26 @@ def _loss_rows(summaries: Sequence[Summary]) -> Iterator[tuple[str, list[str]]]:
         for title, cell in _LOSSES.items():
             if title != "NaN or Inf" or any(loss and loss.nonfinite for loss in losses):
                 yield f"loss{of}, {title}", [cell(loss) if loss else "-" for loss in losses]
+
+
+def _own_rows(summaries: Sequence[Summary]) -> Iterator[tuple[str, list[str]]]:
+    """Of each of the user's own numbers: the last, and between what it has been."""
+    for name in dict.fromkeys(name for summary in summaries for name in summary.logged):
+        own = [summary.logged.get(name) for summary in summaries]
+        yield f"{printable(name)}, last", [_last_own(each) if each else "-" for each in own]
+        if any(each and each.values > 1 for each in own):
+            yield "  least, largest", [_ends(each) if each else "-" for each in own]
+
+
+def _last_own(own: OwnNumber) -> str:
+    value = "NaN or Inf" if own.last is None else f"{own.last:.5g}"
+    return f"{value} at step {own.last_at:,}"
+
+
+def _ends(own: OwnNumber) -> str:
+    if own.least is None or own.most is None:
+        return "-"
+    return f"{own.least:.5g} at {own.least_at:,}, {own.most:.5g} at {own.most_at:,}"
 
 
 def _last_loss(loss: Loss) -> str:

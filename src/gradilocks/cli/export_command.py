@@ -10,13 +10,14 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from heapq import merge
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gradilocks.cli.options import checked, flag, run_file
+from gradilocks.cli.options import checked, flag, latest_runs, run_file
 from gradilocks.cli.terminal import bar, forgive_encoding, read_with_bar
 from gradilocks.errors import GradilocksError
 from gradilocks.report import clean, settled, written_whole
@@ -32,7 +33,10 @@ class Format(str, Enum):
 
 
 def export(
-    path: Annotated[Path, run_file("RUN.jsonl", help="The run file.")],
+    *,
+    path: Annotated[
+        Path | None, run_file("[RUN.jsonl]", help="The run file. Default: the latest in runs/.")
+    ] = None,
     to: Annotated[
         Format,
         typer.Option(
@@ -59,16 +63,19 @@ def export(
     """Export a run to CSV, Parquet or TensorBoard.
 
     CSV and Parquet get one row a step. If the run has detail of its tensors, a second file, whose
-    name has .detail in it, gets one row a parameter and detailed step. Parquet needs
+    name has .detail in it, gets one row a parameter and detailed step; numbers of your own go to a
+    further one with .logged in its name. Folders are made. Parquet needs
     pip install 'gradilocks[parquet]', TensorBoard pip install 'gradilocks[tensorboard]'.
 
     \b
     Examples:
-      gradilocks export runs/a.jsonl --to csv
+      gradilocks export --to csv
       gradilocks export runs/a.jsonl --to parquet -o a.parquet --force
       gradilocks export runs/a.jsonl --to tensorboard -o tb && tensorboard --logdir tb
     """
     forgive_encoding()
+    if path is None:
+        (path,) = latest_runs()
     if output is not None:
         settled(output)  # says at once what is wrong with it: reading may take a while
     run = read_with_bar(path)
@@ -95,8 +102,17 @@ def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[
     ]
     if entries:
         jobs.append((detail, DETAIL_COLUMNS, detail_rows(run), entries))
+    if run.logs:
+        logged = steps.with_name(f"{steps.stem}.logged{steps.suffix}")
+        jobs.append(
+            (logged, LOGGED_COLUMNS, logged_rows(run), sum(len(e.values) for e in run.logs))
+        )
     for place, columns, *_ in jobs:
         _refuse(run, settled(place), place, columns, columns_of, force=force)
+    try:
+        steps.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GradilocksError(f"{steps} cannot be written: {error.strerror or error}.") from error
     for place, columns, rows, total in jobs:
         target = settled(place)
         with bar(f"writing {place}") as show, written_whole(target, given=target) as unfinished:
@@ -105,18 +121,10 @@ def _to_tables(run: Run, to: Format, steps: Path, *, force: bool) -> list[tuple[
 
 
 def _to_tensorboard(run: Run, folder: Path, *, force: bool) -> tuple[Path, str]:
-    from gradilocks.integrations.tensorboard import TensorBoardSink, is_ours
+    from gradilocks.integrations.tensorboard import TensorBoardSink, own_events
 
     sink = TensorBoardSink(folder)
-    if folder.exists() and not folder.is_dir():
-        raise GradilocksError(f"{folder} is a file; TensorBoard needs a folder: give another -o.")
-    before = sorted(folder.glob("events.out.tfevents.*")) if folder.exists() else []
-    foreign = next((path for path in before if not is_ours(path)), None)
-    if foreign is not None:
-        raise GradilocksError(
-            f"{folder} holds a TensorBoard run that gradilocks did not write ({foreign.name}), so "
-            "it is never replaced; -o names another folder."
-        )
+    before = own_events(folder)
     if before and not force:
         raise GradilocksError(
             f"{folder} already holds a TensorBoard run; --force replaces it, -o names another."
@@ -128,8 +136,9 @@ def _to_tensorboard(run: Run, folder: Path, *, force: bool) -> tuple[Path, str]:
         for info in run.optimizers:
             sink.optimizer(info)
         with bar(f"writing {folder}") as show:
-            for done, step in enumerate(run.steps, start=1):
-                sink.step(step)
+            records: Iterator[Any] = merge(run.steps, run.logs, key=attrgetter("time"))
+            for done, record in enumerate(records, start=1):
+                (sink.step if isinstance(record, Step) else sink.log)(record)
                 if done % 1000 == 0:
                     show(done, len(run.steps))
         sink.close(run.end)
@@ -169,6 +178,7 @@ def _refuse(
 # --- tables ---------------------------------------------------------------------------------------
 
 STEP_COLUMNS = tuple(name for name in Step._fields if name != "detail")
+LOGGED_COLUMNS = ("step", "time", "name", "value")
 DETAIL_COLUMNS = ("step", "optimizer", "parameter", *Detail._fields)
 
 
@@ -184,6 +194,13 @@ def detail_rows(run: Run) -> Iterator[tuple[Any, ...]]:
             names = run.optimizers[step.optimizer].names
             for name, *numbers in zip(names, *step.detail, strict=True):
                 yield (step.step, step.optimizer, name, *numbers)
+
+
+def logged_rows(run: Run) -> Iterator[tuple[Any, ...]]:
+    """A row for each of the user's own numbers, along `LOGGED_COLUMNS`."""
+    for each in run.logs:
+        for name, value in each.values.items():
+            yield (each.step, each.time, name, value)
 
 
 def write_csv(

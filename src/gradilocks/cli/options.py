@@ -9,19 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
+from gradilocks.cli.terminal import printable, say
 from gradilocks.observe import Program
 
 _Value = TypeVar("_Value")
 
 # The base of every mistake in a command line. typer gives it no public name: older versions take it
 # from click, newer ones carry their own copy.
-USAGE_ERROR: type[Exception] = typer.BadParameter.mro()[1]
+USAGE_ERROR: Any = typer.BadParameter.mro()[1]
 
 
 def checked(
@@ -61,6 +63,25 @@ def one_of(words: Sequence[str], *, help: str) -> Any:
     return typer.Option(
         parser=parser, metavar="NAME", help=help, autocompletion=lambda: list(words)
     )
+
+
+def latest_runs(count: int = 1) -> list[Path]:
+    """The runs under runs/ that were begun last, the latest of them last; says which they are.
+
+    Raises:
+        USAGE_ERROR: there are not so many.
+    """
+    from gradilocks.report import find_runs
+
+    folder = Path("runs")
+    found = find_runs(folder)[:count] if folder.is_dir() else []
+    if len(found) < count:
+        named = "no run file was named" if count == 1 else "no run files were named"
+        few = f"{'only one' if found else 'none'} under runs/"
+        raise USAGE_ERROR(f"{named}, and there is {few}. Name what you mean, as runs/a.jsonl.")
+    which = "the latest run" if count == 1 else f"the {count} latest runs"
+    say(f"{which}: {printable(' '.join(map(str, found[::-1])))}")
+    return found[::-1]
 
 
 def run_file(metavar: str, *, help: str) -> Any:
@@ -126,7 +147,31 @@ def program_of(script: list[str] | None, module: str | None, *, command: str) ->
     return Program(given[0], given[1:])
 
 
-class ScriptCommand(TyperCommand):
+class Command(TyperCommand):
+    """A command that shows its arguments as they are typed.
+
+    typer puts the type behind each, as Python writes it: RUN.jsonl <list[Path]>.
+    """
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What follows the command's name in the line of usage."""
+        return ["[OPTIONS]", *(each.metavar for each in self._arguments(ctx))]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the arguments and the options."""
+        records = [(each.metavar, each.help or "") for each in self._arguments(ctx)]
+        if records:
+            with formatter.section("Arguments"):
+                formatter.write_dl(records)
+        others = (p for p in self.get_params(ctx) if p.param_type_name == "option")
+        with formatter.section("Options"):
+            formatter.write_dl([found for p in others if (found := p.get_help_record(ctx))])
+
+    def _arguments(self, ctx: Any) -> list[Any]:
+        return [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
+
+
+class ScriptCommand(Command):
     """A command that runs a script: also what follows the name of a module belongs to it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -135,12 +180,17 @@ class ScriptCommand(TyperCommand):
             return super().parse_args(ctx, self._options_ended(args))
         except USAGE_ERROR as error:
             name = getattr(error, "option_name", None)
-            script = next((word for word in args if word.endswith(".py")), None)
-            if name is None or script is None:
+            if name is None or not getattr(error, "format_message", str)().startswith("No such"):
                 raise
-            raise typer.BadParameter(
-                f"{name} is no option of gradilocks {ctx.info_name}. Options of the script come "
-                f"after its name: gradilocks {ctx.info_name} {script} {name} ..."
+            script = next((word for word in args if word.endswith(".py")), None)
+            own = [max(p.opts, key=len) for p in self.params if p.param_type_name == "option"]
+            near = get_close_matches(name, own, cutoff=0.75)
+            meant = f" Did you mean {' or '.join(near)}?" if near else ""
+            command = f"gradilocks {ctx.info_name}"
+            raise USAGE_ERROR(
+                f"{name} is no option of {command}.{meant} Options of the script come after its "
+                f"name: {command} {script or 'train.py'} {name} ...",
+                ctx=ctx,
             ) from error
 
     def _options_ended(self, words: list[str]) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.options import flag, run_file
+from gradilocks.cli.options import flag, latest_runs, run_file
 from gradilocks.cli.terminal import bar, open_in_browser, read_with_bar
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ WIDEST = 100
 
 
 def report(
-    runs: Annotated[list[Path], run_file("RUN.jsonl", help="One run file, or several.")],
+    runs: Annotated[
+        list[Path] | None,
+        run_file("[RUN.jsonl]...", help="One run file, or several. Default: the latest in runs/."),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -54,6 +58,7 @@ def report(
 
     \b
     Examples:
+      gradilocks report
       gradilocks report runs/a.jsonl
       gradilocks report runs/a.jsonl runs/b.jsonl -o compared.html --open
       gradilocks report runs/a.jsonl --json
@@ -62,6 +67,7 @@ def report(
         raise typer.BadParameter("--open needs a page: give -o too, or leave --json out.")
     from gradilocks.report import choose, identity, labels, render, report_on, write
 
+    runs = runs or latest_runs()
     target = None if as_json and output is None else choose(runs, output)
     reports = [
         report_on(read_with_bar(path), label)
@@ -84,7 +90,7 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from gradilocks.report import clean, main_numbers, recommendation_as_line
+    from gradilocks.report import clean, main_numbers, own_rows, recommendation_as_line
 
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
     width = min(WIDEST, console.width)
@@ -100,6 +106,9 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
         for track in one.tracks:
             numbers = [f"{name} {value}" for name, value in main_numbers(one, track)[:-1]]
             lines.append(Text(track.prefix + ", ".join(numbers), style="dim"))
+        own = [f"{name} {cells[0]} → {cells[1]}" for name, cells in own_rows(one.run)]
+        if own:
+            lines.append(Text(", ".join(own), style="dim"))
         if one.run.audit is not None:
             lines.append(Text(recommendation_as_line(one.run.audit)))
         for line in lines:
@@ -116,7 +125,7 @@ def conclude(reports: Sequence[Reported], page: Path | None) -> None:
 
 def print_json(reports: Sequence[Reported], page: Path | None) -> None:
     """Prints the same as one JSON object."""
-    from gradilocks.report import recommendation_as_plain
+    from gradilocks.report import own_numbers, recommendation_as_plain
 
     found = {
         "page": None if page is None else str(page),
@@ -125,6 +134,7 @@ def print_json(reports: Sequence[Reported], page: Path | None) -> None:
                 "file": str(one.run.path),
                 "verdict": one.health.verdict,
                 "sentence": one.health.sentence,
+                "logged": {name: asdict(own) for name, own in own_numbers(one.run).items()},
                 "findings": [finding.to_plain() for finding in one.health.findings],
                 "audit": None if one.run.audit is None else recommendation_as_plain(one.run.audit),
             }

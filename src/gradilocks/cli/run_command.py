@@ -6,13 +6,18 @@ error, and last: standard output is the script's.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shlex
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gradilocks.cli.options import (
+    USAGE_ERROR,
     Module,
     Output,
     Quiet,
@@ -23,10 +28,15 @@ from gradilocks.cli.options import (
     whole_number,
 )
 from gradilocks.cli.terminal import program, say
-from gradilocks.errors import BadScript
+from gradilocks.errors import BadScript, MissingPackage
 from gradilocks.observe import Options, Summary, run_script
 
+if TYPE_CHECKING:
+    from gradilocks.record import Sink
+
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
+TITLES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
+SINKS = tuple(TITLES)
 
 
 def run(
@@ -79,6 +89,14 @@ def run(
     all_ranks: Annotated[
         bool, flag("--all-ranks", "Under torchrun, record every rank, not only 0.")
     ] = False,
+    to: Annotated[
+        list[str] | None,
+        one_of(
+            SINKS,
+            help="Feed tensorboard or wandb while the script runs, beside the run file. May be "
+            "given several times.",
+        ),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Run a training script unchanged and record every optimizer step.
@@ -94,6 +112,8 @@ def run(
 
       gradilocks run -m package.train --epochs 3
 
+      gradilocks run --to tensorboard train.py
+
       torchrun --nproc-per-node 2 -m gradilocks run train.py
     """
     chosen = program_of(script, module, command="run")
@@ -105,6 +125,15 @@ def run(
         raise typer.BadParameter("--force and --append need -o FILE.")
     if all_ranks and output is None:
         raise typer.BadParameter("--all-ranks needs -o FILE, so that all ranks use one name.")
+    note = (lambda message: None) if quiet else say
+    home, sinks = os.getcwd(), tuple(dict.fromkeys(to or ()))
+
+    def shown(path: Path) -> str:
+        relative = os.path.relpath(path, home)
+        return str(path) if relative.startswith(os.pardir) else relative
+
+    for name in sinks:
+        require(name)
     options = Options(
         output=output,
         exists="replace" if force else "append" if append else "refuse",
@@ -118,6 +147,8 @@ def run(
         swap=swap,
         swap_optimizers=tuple(dict.fromkeys(swap_optimizer or ())),
         command=("gradilocks", *sys.argv[1:]),
+        check=(lambda path: check_folder(path, force=force)) if "tensorboard" in sinks else None,
+        sinks=(lambda path: [made(name, path, shown, note) for name in sinks]) if sinks else None,
     )
     caller = program()  # Now: the script may change the folder and the path.
 
@@ -127,10 +158,46 @@ def run(
                 say(line)
 
     try:
-        note = (lambda message: None) if quiet else say
         run_script(chosen, options, tell=tell, warn=say, note=note)
     except BadScript as error:
-        raise typer.BadParameter(str(error)) from error
+        raise USAGE_ERROR(str(error)) from error
+
+
+def require(sink: str) -> None:
+    """Refuses a sink whose package is not there: before the script runs, and without an import.
+
+    Raises:
+        MissingPackage: it says how to install it.
+    """
+    if importlib.util.find_spec(sink) is None:
+        raise MissingPackage(f"{TITLES[sink]} is not installed: pip install 'gradilocks[{sink}]'")
+
+
+def check_folder(path: Path, *, force: bool) -> None:
+    """Tries the place of TensorBoard's files, before the script runs; with `force` they go.
+
+    Raises:
+        GradilocksError: what is there is somebody else's.
+    """
+    from gradilocks.integrations.tensorboard import own_events
+
+    for old in own_events(path.with_suffix(".tensorboard")):
+        if force:
+            old.unlink()
+
+
+def made(sink: str, path: Path, shown: Callable[[Path], str], note: Callable[[str], None]) -> Sink:
+    """What is fed beside the run file, made at the first step; `shown` is a path as it is typed."""
+    if sink == "wandb":
+        from gradilocks.integrations.wandb import WandbSink
+
+        note("feeding Weights & Biases")
+        return WandbSink(name=path.stem)
+    from gradilocks.integrations.tensorboard import TensorBoardSink
+
+    folder = path.with_suffix(".tensorboard")
+    note(f"feeding TensorBoard: tensorboard --logdir {shlex.quote(shown(folder))}")
+    return TensorBoardSink(folder)
 
 
 def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
@@ -141,6 +208,8 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
         return [f"nothing could be recorded in {summary.path}, for the reason given above."]
     if not summary.steps:
         why = "stepped no optimizer" if summary.torch else "did not import torch"
+        if summary.logs:
+            return [f"{script} {why}; what it logged is in {summary.path}"]
         return [f"{script} {why}, so nothing was recorded."]
     skipped = f", {summary.skipped:,} of them skipped" if summary.skipped else ", none skipped"
     if summary.taken:

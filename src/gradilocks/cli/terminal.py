@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from gradilocks.errors import GradilocksError
-from gradilocks.runfile import Run, read_run
+from gradilocks.runfile import Run, describe_damage, read_quietly
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -115,9 +115,12 @@ def bar(what: str, *, after: float = SOON) -> Iterator[Advance]:
 
 
 def read_with_bar(path: Path) -> Run:
-    """Reads a run file, with a bar if it is long."""
+    """Reads a run file, with a bar if it is long; says which of its lines are damaged."""
     with bar(f"reading {path}") as show:
-        return read_run(path, progress=show)
+        run = read_quietly(path, progress=show)
+    if run.damaged:
+        say(f"{printable(path)}: {printable(describe_damage(run.damaged))}")
+    return run
 
 
 def _new_bar(*, measured: bool) -> Progress:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradilocks.cli.options import checked, flag, run_file
-from gradilocks.cli.terminal import Interrupted, forgive_encoding, held_interrupts
+from gradilocks.cli.options import checked, flag, latest_runs, run_file
+from gradilocks.cli.terminal import Interrupted, forgive_encoding, held_interrupts, printable, say
 from gradilocks.report import clean
-from gradilocks.runfile import Step, open_run_file, read_run
+from gradilocks.runfile import Step, describe_damage, open_run_file, read_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 def watch(
-    path: Annotated[Path, run_file("RUN.jsonl", help="The run file; it may not exist yet.")],
+    path: Annotated[
+        Path | None,
+        run_file(
+            "[RUN.jsonl]", help="The run file; it may not exist yet. Default: the latest in runs/."
+        ),
+    ] = None,
     once: Annotated[bool, flag("--once", "Show the run as it is now, and leave.")] = False,
     no_wait: Annotated[
         bool, flag("--no-wait", "If there is no such file, fail instead of waiting.")
@@ -39,15 +44,18 @@ def watch(
     """Watch a run while it goes on: loss, norm, scale, skips.
 
     On a terminal the view is redrawn until the run ends or Ctrl-C is pressed, which leaves the run
-    alone. In a pipe it is plain lines: one for every skip, and one whenever there are new steps.
+    alone. In a pipe it is plain lines: one for every skip, one for what the script has logged, and
+    one whenever there are new steps.
 
     \b
     Examples:
-      gradilocks watch runs/a.jsonl
+      gradilocks watch
       gradilocks watch runs/a.jsonl --once
       gradilocks watch runs/a.jsonl | grep skipped:
     """
     forgive_encoding()
+    if path is None:
+        (path,) = latest_runs()
     with held_interrupts():
         from rich.console import Console
 
@@ -99,7 +107,8 @@ def _in_place(console: Console, watched: Watched, *, every: float) -> None:
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             live.update(picture(console, watched), refresh=True)
-            if watched.reader.end is not None and not watched.unread:
+            ended = watched.reader.end is not None or watched.is_killed
+            if ended and not watched.unread:
                 return
             if not watched.unread:
                 time.sleep(every)
@@ -108,19 +117,27 @@ def _in_place(console: Console, watched: Watched, *, every: float) -> None:
 
 
 def _in_lines(watched: Watched, steps: list[Step], *, once: bool, every: float) -> None:
-    from gradilocks.cli.watch_view import plain_end, plain_skips, plain_start, plain_status
+    from gradilocks.cli.watch_view import (
+        plain_end,
+        plain_logs,
+        plain_skips,
+        plain_start,
+        plain_status,
+    )
 
     print(plain_start(watched), flush=True)
+    if watched.reader.damaged:
+        say(printable(describe_damage(watched.reader.damaged)))
     stepped: set[int] = set()
     while True:
-        for line in plain_skips(watched):
+        for line in (*plain_skips(watched), *plain_logs(watched)):
             print(line)
         stepped |= {step.optimizer for step in steps}
         if not steps or not (watched.unread or once):
             for line in plain_status(watched, stepped):
                 print(line, flush=True)
             stepped.clear()
-            if once or watched.reader.end is not None:
+            if once or watched.reader.end is not None or watched.is_killed:
                 if last := plain_end(watched):
                     print(last, flush=True)
                 return

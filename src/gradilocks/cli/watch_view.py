@@ -20,11 +20,14 @@ from gradilocks.cli.terminal import printable
 from gradilocks.runfile import (
     BadSteps,
     Follower,
+    Logged,
     Reader,
     SpoiltWeights,
     Step,
+    describe_damage,
     describe_skip,
     format_scale,
+    is_running,
 )
 
 DRAWN: dict[str, Callable[[float, float], float]] = {
@@ -46,6 +49,8 @@ LEAST_SPARKLINE = 8
 SKIPS_SHOWN = 5
 LOWEST = 12
 """Lines of a terminal that the rows alone need."""
+OWN_SHOWN, LONGEST_OWN = 8, 24
+"""So many of the user's own numbers are shown, with so much of their names."""
 SILENT = 15.0
 """Seconds without a new line after which the view says so."""
 
@@ -141,6 +146,25 @@ class Course:
         return _share(self.clipped / taken) if taken else "-"
 
 
+class OwnCourse:
+    """The course of one of the user's own numbers."""
+
+    def __init__(self) -> None:
+        self.last: float | None = None
+        self.step = 0
+        self.trail = Trail(mean)
+
+    def take(self, step: int, value: float | None) -> None:
+        """The next one; None if it was not finite."""
+        self.last, self.step = value, step
+        self.trail.add(value)
+
+    @property
+    def words(self) -> str:
+        """The last one."""
+        return "NaN or Inf" if self.last is None else f"{self.last:.4g}"
+
+
 class Watched:
     """A run file that is followed, and what is shown of it: a `Course` an optimizer, and skips."""
 
@@ -154,6 +178,11 @@ class Watched:
         """The last steps that were skipped, and why."""
         self.new_skips: list[tuple[Step, str]] = []
         """Those among the steps that `poll` returned last."""
+        self.own: dict[str, OwnCourse] = {}
+        self.new_logs: list[Logged] = []
+        """The user's own numbers that `poll` has read last."""
+        self.is_killed = False
+        """Whether the process that wrote the file is gone, and has written no end."""
         self.seconds = 0.0
         self._spoilt = SpoiltWeights()
 
@@ -170,11 +199,28 @@ class Watched:
 
     def poll(self) -> list[Step]:
         """Reads on, and says which steps came; a file that was begun again is shown anew."""
+        self.new_skips, self.new_logs, self.is_killed = [], [], False
+        steps = self._read_on()
+        if self.reader.end is None and not self.unread and self._writer_is_gone():
+            steps += self._read_on()  # What it wrote before it went may have come since.
+            self.is_killed = self.reader.end is None
+        self.skips.extend(self.new_skips)
+        return steps
+
+    def _writer_is_gone(self) -> bool:
+        headers = [self.reader.header, *self.reader.resumed]
+        return headers[-1] is not None and is_running(headers[-1].process) is False
+
+    def _read_on(self) -> list[Step]:
         before = self.follower.restarts
         steps = self.follower.poll(most=AT_A_TIME)
         if self.follower.restarts != before:
             self._begin()
-        self.new_skips = []
+        logs, self.reader.logs = self.reader.logs, []
+        self.new_logs += logs
+        for logged in logs:
+            for name, value in logged.values.items():
+                self.own.setdefault(name, OwnCourse()).take(logged.step, value)
         for step in steps:
             self.courses.setdefault(step.optimizer, Course()).take(step)
             self.seconds = step.time
@@ -182,7 +228,6 @@ class Watched:
                 spoilt = self._spoilt.describe(step.optimizer)
                 self.new_skips.append((step, printable(describe_skip(step, spoilt=spoilt))))
             self._spoilt.take(step)
-        self.skips.extend(self.new_skips)
         return steps
 
     def of(self, optimizer: int) -> str:
@@ -191,7 +236,9 @@ class Watched:
 
     @property
     def silence(self) -> str:
-        """That nothing has been written for long; '' if something was."""
+        """That the run was killed, or has written nothing for long; '' if it goes on."""
+        if self.is_killed:
+            return "killed: its process is gone, and it has written no end"
         silent = time.time() - (self.follower.changed or math.inf)
         if silent <= SILENT:
             return ""
@@ -232,6 +279,15 @@ def plain_skips(watched: Watched) -> Iterator[str]:
         yield f"step {step.step}{watched.of(step.optimizer)} skipped: {why}"
 
 
+def plain_logs(watched: Watched) -> Iterator[str]:
+    """A line for each time that the user's own numbers came."""
+    for logged in watched.new_logs:
+        values = (
+            f"{n} {'NaN or Inf' if v is None else f'{v:.6g}'}" for n, v in logged.values.items()
+        )
+        yield printable(f"step {logged.step} logged: {', '.join(values)}")
+
+
 def plain_status(watched: Watched, optimizers: Iterable[int]) -> Iterator[str]:
     """A line for each of these optimizers, which have stepped."""
     for index in sorted(optimizers):
@@ -260,7 +316,8 @@ def plain_end(watched: Watched) -> str:
     """The last line: how the run has ended, or that it is silent; '' if it goes on."""
     end = watched.reader.end
     if end is None:
-        return watched.silence
+        words = "; ".join(watched.bad_endings) if watched.is_killed else ""
+        return f"{watched.silence}; in NaN or Inf: {words}" if words else watched.silence
     ended = f"{watched.ended} after {_duration(end.time)}"
     words = "; ".join(watched.bad_endings)
     return f"{ended}, in NaN or Inf: {words}" if words else ended
@@ -284,6 +341,8 @@ def picture(console: Console, watched: Watched) -> RenderableType:
             lines += [Text()] if index else []
             lines.append(Text(f"optimizer {index}: {info.kind}, {many}", style="bold"))
         lines += _rows(course, width=console.width, bars=BARS if unicode else PLAIN_BARS)
+    if watched.own:
+        lines += [Text(), *_own_rows(watched, console.width, BARS if unicode else PLAIN_BARS)]
     if watched.skips:
         last = "last skips" if len(watched.skips) > 1 else "last skip"
         lines += [Text(), Text(last, style="bold")]
@@ -316,14 +375,33 @@ def _status(watched: Watched, width: int) -> list[Text]:
         line.append(watched.ended, style="green" if good else "red")
         line.append(", in NaN or Inf" if bad else "", style="red")
     elif silence := watched.silence:
-        line.append(silence, style="yellow")
+        line.append(silence, style="red" if watched.is_killed else "yellow")
     else:
         line.append("running", style="cyan")
     whole = Text.assemble(numbers, "  ", line)
     lines = [whole] if len(whole) <= width else [numbers, line]
     if reader.torn:
         lines.append(Text(f"{reader.torn} torn line left out: a session was killed", style="dim"))
+    if reader.damaged:
+        lines.append(Text(printable(describe_damage(reader.damaged)), style="yellow"))
     return lines
+
+
+def _own_rows(watched: Watched, width: int, bars: str) -> Iterator[Text]:
+    """The user's own numbers: the last of each, its course, and when it was."""
+    shown = list(watched.own.items())[:OWN_SHOWN]
+    label = max(LABEL, *(min(len(name), LONGEST_OWN) + 2 for name, _ in shown))
+    room = max(LEAST_SPARKLINE, width - label - VALUE - REMARK - 2)
+    for name, course in shown:
+        short = name if len(name) <= LONGEST_OWN else f"{name[: LONGEST_OWN - 1]}…"
+        row = Text(f"{printable(short):<{label}}", style="bold")
+        row.append(f"{course.words:<{VALUE}}", style="not bold")
+        row.append(
+            f"{sparkline(course.trail.values, width=room, bars=bars):<{room}}", "not bold cyan"
+        )
+        yield row.append(f"  at step {course.step:,}", style="not bold dim")
+    if len(watched.own) > len(shown):
+        yield Text(f"and {len(watched.own) - len(shown)} more numbers of the script's", style="dim")
 
 
 def _rows(course: Course, *, width: int, bars: str) -> list[Text]:

@@ -14,10 +14,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from gradilocks.errors import MissingPackage
+from gradilocks.errors import GradilocksError, MissingPackage
 from gradilocks.runfile import (
     End,
     Header,
+    Logged,
     OptimizerInfo,
     SpoiltWeights,
     Step,
@@ -25,7 +26,7 @@ from gradilocks.runfile import (
     named_numbers,
 )
 
-__all__ = ["TensorBoardSink", "is_ours"]
+__all__ = ["TensorBoardSink", "is_ours", "own_events"]
 
 # torch's and TensorFlow's writers put the time in seconds there, ten digits; ours in nanoseconds.
 _NAME = re.compile(r"events\.out\.tfevents\.\d{19}\..+")
@@ -36,13 +37,32 @@ def is_ours(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None
 
 
+def own_events(folder: Path) -> list[Path]:
+    """The event files in a folder, all of them a TensorBoardSink's; none if there is no folder.
+
+    Raises:
+        GradilocksError: it is a file, or holds what somebody else wrote.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise GradilocksError(f"{folder} is a file; TensorBoard needs a folder: give another -o.")
+    found = sorted(folder.glob("events.out.tfevents.*"))
+    foreign = next((path for path in found if not is_ours(path)), None)
+    if foreign is not None:
+        raise GradilocksError(
+            f"{folder} holds a TensorBoard run that gradilocks did not write ({foreign.name}), so "
+            "it is never replaced; -o names another folder."
+        )
+    return found
+
+
 class TensorBoardSink:
     """Writes every step as scalars, every skip and the header as text.
 
     The scalars are `loss`, `scale`, `norm`, `limit`, `lr`, `clipped`, `skipped`, `nan` and `inf`,
-    and `detail/norm/<parameter>` and so on at the steps that have detail. Times are those of the
-    run. A step costs about 0.07 ms, and one with detail of 200 tensors 13 ms (one core of a Xeon
-    at 2.8 GHz), most of it TensorBoard's checksum, which is Python: `detail=False` leaves it out.
+    and `detail/norm/<parameter>` and so on at the steps that have detail; numbers of the user's own
+    are `log/<name>`. Times are those of the run. A step costs about 0.07 ms, and one with detail of
+    200 tensors 13 ms (one core of a Xeon at 2.8 GHz), most of it TensorBoard's checksum, which is
+    Python: `detail=False` leaves it out.
 
     Args:
         folder: TensorBoard's log folder; made if it is not there.
@@ -116,6 +136,15 @@ class TensorBoardSink:
                 )
             )
         self._add(values, at=step.time, step=step.step)
+
+    def log(self, logged: Logged) -> None:
+        """Adds numbers of the user's own."""
+        values = [
+            self._summaries.Summary.Value(tag=f"log/{name}", simple_value=value)
+            for name, value in logged.values.items()
+            if value is not None
+        ]
+        self._add(values, at=logged.time, step=logged.step)
 
     def close(self, end: End | None) -> None:
         """Writes what is still waiting."""

@@ -11,6 +11,7 @@ from gradilocks.errors import MissingPackage
 from gradilocks.runfile import (
     End,
     Header,
+    Logged,
     OptimizerInfo,
     SpoiltWeights,
     Step,
@@ -72,6 +73,8 @@ class WandbSink:
             "settings": dict(header.settings),
             "versions": dict(header.versions),
             "hardware": dict(header.hardware),
+            "config": dict(header.config or {}),
+            "git": dict(header.git or {}),
         }
         self._run.config.update({"gradilocks": told}, allow_val_change=True)
         self._run.define_metric("gradilocks/step")
@@ -90,6 +93,12 @@ class WandbSink:
         self._spoilt.take(step)
         if step.skipped:
             numbers["why_skipped"] = describe_skip(step, most=32, spoilt=before)
+        self._run.log({f"gradilocks/{name}": value for name, value in numbers.items()})
+
+    def log(self, logged: Logged) -> None:
+        """Logs numbers of the user's own, as `gradilocks/log/<name>`."""
+        numbers = {f"log/{name}": v for name, v in logged.values.items() if v is not None}
+        numbers |= {"step": logged.step, "time": logged.time}
         self._run.log({f"gradilocks/{name}": value for name, value in numbers.items()})
 
     def close(self, end: End | None) -> None:

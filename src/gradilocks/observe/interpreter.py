@@ -14,6 +14,8 @@ import builtins
 import importlib.machinery
 import importlib.util
 import os
+import re
+import shlex
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -28,6 +30,14 @@ from gradilocks.observe.process_end import Ending
 
 __all__ = ["Program", "check", "execute", "when_imported"]
 
+_PYTHON = re.compile(r"(python|pypy|ipython)[\d.]*w?(\.exe)?")
+_LAUNCHERS = {
+    "torchrun": "torchrun ... -m gradilocks",
+    "accelerate": "accelerate launch ... --module gradilocks",
+    "deepspeed": "deepspeed ... --module gradilocks",
+    "mpirun": "mpirun ... gradilocks",
+    "srun": "srun ... gradilocks",
+}
 _HERE = str(Path(__file__).parent)
 
 
@@ -51,6 +61,8 @@ def check(program: Program) -> None:
     if program.module:
         return
     path = Path(program.name)
+    if (path.name in _LAUNCHERS or _PYTHON.fullmatch(path.name)) and path.suffix != ".py":
+        raise BadScript(f"{program.name} is no script. {_instead_of(program)}")
     if path.is_dir():
         raise BadScript(f"{program.name} is a folder. Name a script in it, or use -m MODULE.")
     if not path.exists():
@@ -62,6 +74,21 @@ def check(program: Program) -> None:
         raise BadScript(f"{program.name} cannot be read: {error.strerror}.") from error
     if b"\0" in start:
         raise BadScript(f"{program.name} is not Python: it holds binary data.")
+
+
+def _instead_of(program: Program) -> str:
+    """What to type in place of a program that would start Python itself."""
+    launcher, words = Path(program.name).name, list(program.arguments)
+    if launcher in _LAUNCHERS:
+        started = _LAUNCHERS[launcher]
+        return f"Let it start gradilocks, which then runs the script: {started} run train.py"
+    while words[:1] and words[0].startswith("-") and words[0] != "-m":
+        del words[0]  # Options of the interpreter.
+    rest = shlex.join(words) or "train.py"
+    return (
+        "It is run by the Python that runs gradilocks: leave the interpreter out, as in "
+        f"gradilocks run {rest}"
+    )
 
 
 def execute(program: Program, *, note: Callable[[Ending], None]) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from gradilocks.errors import BadRunFile, BadScript
+from gradilocks.git_state import git_state
 from gradilocks.observe import interpreter
 from gradilocks.observe.process_end import Ending, ProcessEnd
 from gradilocks.observe.stopping import Stopper
-from gradilocks.runfile import refuse_foreign
+from gradilocks.runfile import rank_file, refuse_foreign, refuse_source_name
 
 __all__ = ["Options", "ScriptSession", "Summary", "check_target", "run_script"]
 
@@ -49,6 +51,10 @@ class Options:
     swap: bool = False
     swap_optimizers: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    check: Callable[[Path], None] | None = None
+    """Called with the run file's absolute path before the script runs; may refuse it."""
+    sinks: Callable[[Path], Sequence[Any]] | None = None
+    """Makes what hears of the run too, at the first step; given that path."""
 
 
 class ScriptSession:
@@ -92,14 +98,19 @@ class ScriptSession:
         rank = os.environ.get("RANK", "0")
         self.rank = int(rank) if rank.isdigit() else 0
         self.records = records = self.rank == 0 or options.all_ranks
-        self.shown = options.output or _fresh_name(program.stem)
-        self._path = Path(os.path.abspath(self.shown))
+        given = options.output or _fresh_name(program.stem)
+        self._path = Path(os.path.abspath(given))
+        self.shown = rank_file(given, self.rank if options.all_ranks else 0)
+        self._target = Path(os.path.abspath(self.shown))
         self._made: list[Path] = []
+        self._git: Mapping[str, Any] | None = None
         if records:
-            rank_in_name = self.rank if options.all_ranks else 0
-            self._made = check_target(
-                self._path, self.shown, options.exists, rank=rank_in_name, ways=ways
-            )
+            self._made = check_target(self._target, self.shown, options.exists, ways=ways)
+            if options.check is not None:
+                options.check(self._target)
+            # Now, and not at the first step: git may take a moment.
+            script = Path(program.name).absolute().parent
+            self._git = git_state(*(() if program.module else (script,)), Path.cwd())
         self.imported_torch = False
         self.end: ProcessEnd
         self.guard: Any = None
@@ -200,10 +211,33 @@ class ScriptSession:
             command=options.command or None,
             log=options.log and self.records,
             all_ranks=options.all_ranks,
+            config={"argv": [self._program.name, *self._program.arguments]},
+            git=self._git,
+            sinks=self._sinks(),
         )
+        if options.sinks is not None:
+            # Now, when they are open: a package that ends its own work as Python leaves, as wandb
+            # does, has registered that before, so this comes first.
+            atexit.register(self._end_sinks)
+        # A script may number its ranks otherwise than torchrun does, as under mpirun.
+        self.records = self.records and recorder.writes
         if self.records:
             self._note(f"recording to {self.name_of(recorder)}")
         return recorder
+
+    def _sinks(self) -> Sequence[Any]:
+        if self._options.sinks is None or not self.records:
+            return ()
+        try:
+            return self._options.sinks(self._target)
+        except Exception as error:  # The run file does not depend on them.
+            self._say(f"nothing but the run file is fed: {type(error).__name__}: {error}")
+            return ()
+
+    def _end_sinks(self) -> None:
+        ending, recorder = self.end.ending, self.steps.recorder
+        with suppress(Exception):  # The run file is closed later, and says what is wrong.
+            recorder.end_sinks(status=ending.status, exit=ending.exit, error=ending.error)
 
     def name_of(self, recorder: Any) -> Path:
         """The run file as it is to be typed: with --all-ranks each rank has a name of its own."""
@@ -217,6 +251,8 @@ class Summary:
     path: Path
     """As it is to be typed from the folder in which the session began."""
     steps: int
+    logs: int
+    """How often the script has logged numbers of its own."""
     skipped: int
     seen: int
     """How many steps came by; more than `steps` if some could not be recorded."""
@@ -318,6 +354,7 @@ def run_script(
             Summary(
                 path=session.name_of(recorder),
                 steps=0 if recorder is None else recorder.steps,
+                logs=0 if recorder is None else recorder.logs,
                 skipped=0 if recorder is None else recorder.skipped,
                 seen=0 if session.steps is None else session.steps.seen,
                 failed=session.has_failed(),
@@ -355,16 +392,14 @@ def _fresh_name(stem: str) -> Path:
     return path
 
 
-def check_target(path: Path, shown: Path, exists: str, *, rank: int, ways: str) -> list[Path]:
+def check_target(path: Path, shown: Path, exists: str, *, ways: str) -> list[Path]:
     """Refuses a run file before the script runs, and not after an hour of it.
 
-    `shown` is its `path` as it was typed, and `rank` that of this process if every rank writes.
-    Returns the folders that were made for it, innermost first.
+    `shown` is its `path` as it was typed. Returns the folders that were made for it, innermost
+    first.
     """
     if path.is_dir():
         raise BadRunFile(f"{shown} is a folder. Expected the name of a run file.")
-    if rank:  # As the Recorder names it.
-        path, shown = (p.with_name(f"{p.stem}.rank{rank}{p.suffix}") for p in (path, shown))
     if path.exists():
         if path.is_file():
             refuse_foreign(shown)  # It may be the script itself.
@@ -373,6 +408,7 @@ def check_target(path: Path, shown: Path, exists: str, *, rank: int, ways: str) 
         if not os.access(path, os.W_OK):
             raise BadRunFile(f"{shown} cannot be written. Choose another name.")
         return []
+    refuse_source_name(shown)
     missing = [path.parent, *path.parent.parents]
     missing = [folder for folder in missing if not folder.exists()]
     try:

@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_not
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from gradilocks.observe.rank_post import RankPost
 from gradilocks.observe.script_models import are_whole, owners_of
 from gradilocks.ranks.layout import has_other_ranks
 from gradilocks.record import Recorder, Sample, Weights
-from gradilocks.record.batch import PendingStep, RecordedOptimizer
+from gradilocks.record.batch import Pending, PendingNumbers, PendingStep, RecordedOptimizer
 from gradilocks.record.environment import rank_here
 from gradilocks.record.file_writer import RunFileWriter
 from gradilocks.record.journal import Journal
@@ -129,7 +129,15 @@ class ScriptRecorder(Recorder):
 
     _log_on = "first"  # The ranks of torchrun share a terminal.
 
-    def __init__(self, path: str | os.PathLike[str], *, all_ranks: bool, **settings: Any) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        all_ranks: bool,
+        git: Mapping[str, Any] | None,
+        **settings: Any,
+    ) -> None:
+        self._git = git
         super().__init__(path, all_ranks=all_ranks, **settings)
         self.writes = self._file is not None
         """Whether there is a file. Other ranks record to tell the first one of it."""
@@ -139,7 +147,8 @@ class ScriptRecorder(Recorder):
         """Whether some are so because ranks have not told of them, and not because nobody says how
         ranks hold the model."""
         self._post: RankPost | None = None
-        self._waiting: deque[_WaitingStep] = deque()  # For what other ranks tell of them.
+        # Steps, for what other ranks tell of them, and numbers that came after those.
+        self._waiting: deque[_WaitingStep | tuple[PendingNumbers, runfile.Logged]] = deque()
         self._letters: dict[tuple[int, int], dict[int, Any]] = {}  # By optimizer and step: of whom.
         self._told: dict[int, int] = {}  # By optimizer: up to which step nothing waits any more.
         self._heard: set[int] = set()
@@ -148,15 +157,21 @@ class ScriptRecorder(Recorder):
         if self.rank and not all_ranks:
             self._file, self._began = _NoFile(), time.perf_counter()
 
+    def _git_state(self) -> Mapping[str, Any] | None:
+        return self._git  # As it was before the script began.
+
     def begin_post(self) -> None:
         """The ranks are about to tell of their first step: opens what they tell it by."""
         if self._post is None:
             self._post = RankPost(*rank_here(), "steps")
 
-    def _take(self, arrived: Sequence[PendingStep]) -> None:
+    def _take(self, arrived: Sequence[Pending]) -> None:
         assert self._file is not None
         letters = []
         for pending in arrived:
+            if isinstance(pending, PendingNumbers):
+                self._waiting.append((pending, pending.to_logged()))  # Behind the steps before it.
+                continue
             optimizer = self._optimizers[pending.index]
             number = pending.step - self._file.steps_before.get(pending.index, 0)
             step = _WaitingStep(
@@ -184,6 +199,10 @@ class ScriptRecorder(Recorder):
                 self._left.add(came["rank"])
         while self._waiting:
             waiting = self._waiting[0]
+            if not isinstance(waiting, _WaitingStep):
+                self._arrived.append(waiting)
+                self._waiting.popleft()
+                continue
             step, part = waiting.own, waiting.pending.part
             if part is not None:
                 key = part.optimizer, waiting.number
@@ -205,6 +224,13 @@ class ScriptRecorder(Recorder):
 
     def close(self, *, status: str = "finished", exit: int = 0, error: str | None = None) -> None:
         """Leaves it open, whoever asks: `finish` closes it."""
+
+    def end_sinks(self, *, status: str, exit: int, error: str | None) -> None:
+        """Tells the sinks what there is and that the run has ended; they hear no more after it."""
+        if self.recording and not self._busy:
+            self.flush()
+            self._tell_sinks("close", runfile.End(self.elapsed(), status, exit, error))
+            self._sinks.clear()
 
     def finish(self, *, status: str, exit: int, error: str | None) -> None:
         """Closes it, with how the script ended; waits a moment for what ranks tell of the end."""
@@ -468,6 +494,11 @@ class StepRecorder(StepListener):
             # Not by way of the control: what `loss.backward()` was called on has no scale here.
             journal.loss = self.losses.take()
         journal.step_begins(step)
+
+    def numbers_logged(self, numbers: Mapping[str, Tensor | float], *, step: int | None) -> None:
+        recorder = self.recorder_now()
+        if recorder.writes:
+            recorder.log(numbers, step=step)
 
     def _journal(self, control: Any) -> Journal:
         journal = self._journals.get(control)

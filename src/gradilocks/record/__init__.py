@@ -1,14 +1,15 @@
 """Recording: what every step leaves behind → a run file, without a wait for the device.
 
     control ─journal─▶ Sample ─batch─▶ Step, on the host ─file_writer─▶ run file
-                                           ├─skip_log─▶ logging
+    log() ─own_numbers─────────┘           ├─skip_log─▶ logging
                                            └─Sink─▶ TensorBoard, Weights & Biases, yours
 
 `recorder.py` holds it together and is what users see; `environment.py` knows what a header tells of
 the machine. Training is bit for bit the same with recording and without.
 """
 
-from gradilocks.record.recorder import Recorder, Sink
+from gradilocks.record.own_numbers import log
+from gradilocks.record.recorder import LogSink, Recorder, Sink
 from gradilocks.record.sample import RankPart, Sample, Weights
 
-__all__ = ["RankPart", "Recorder", "Sample", "Sink", "Weights"]
+__all__ = ["LogSink", "RankPart", "Recorder", "Sample", "Sink", "Weights", "log"]

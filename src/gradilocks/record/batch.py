@@ -1,4 +1,5 @@
 """Samples enter, on their device; Steps leave, on the host: many in one transfer, without a wait.
+The user's own numbers travel with them.
 
     Sample ─▶ PendingStep, held on the device ─▶ Batch, on its way ─▶ Step, a line of the run file
 
@@ -24,13 +25,13 @@ from gradilocks.names import Names
 from gradilocks.ranks.all_parameters import HeldParameter
 from gradilocks.ranks.layout import is_distributed
 from gradilocks.record.sample import Sample, SpreadSample, update_ratio
-from gradilocks.runfile import Culprit, Detail, OptimizerInfo, RankLosses, Step
+from gradilocks.runfile import Culprit, Detail, Logged, OptimizerInfo, RankLosses, Step
 from gradilocks.step.host_copy import HostCopy, fetch
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter
 from gradilocks.values import wide
 
-__all__ = ["Batch", "PendingStep", "RecordedOptimizer", "StepQueue"]
+__all__ = ["Batch", "Pending", "PendingNumbers", "PendingStep", "RecordedOptimizer", "StepQueue"]
 
 _SCALARS = (
     "loss", "scale", "norm", "limit", "clipped", "skip", "rejected", "lr", "next_scale", "carried",
@@ -281,6 +282,39 @@ class PendingStep:
         )
 
 
+class PendingNumbers:
+    """Numbers of the user's own, likewise: they travel to the host with the steps."""
+
+    more = False
+
+    def __init__(self, numbers: Mapping[str, Tensor | float], *, step: int, time: float) -> None:
+        self.step, self.time = step, time
+        self._values = {n: v if isinstance(v, float) else math.nan for n, v in numbers.items()}
+        self.on_device: list[tuple[tuple[str, ...] | str, Tensor]] = []
+        groups: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        for name, value in numbers.items():
+            if isinstance(value, Tensor):
+                groups.setdefault(value.device, []).append((name, value))
+        with torch.no_grad():
+            for device, pairs in groups.items():  # A copy: the tensors are the caller's.
+                stacked = torch.stack([v.reshape(()).to(wide(device)) for _, v in pairs])
+                self.on_device.append((tuple(name for name, _ in pairs), stacked))
+        self.streams: set[Any] = {
+            torch.cuda.current_stream(device) for device in groups if device.type == "cuda"
+        }
+
+    def put(self, what: tuple[str, ...] | str, numbers: list[float]) -> None:
+        """As `PendingStep.put`."""
+        self._values.update(zip(what, numbers, strict=True))
+
+    def to_logged(self) -> Logged:
+        """The record, once the numbers have arrived."""
+        return Logged(self.step, self.time, {n: _finite(v) for n, v in self._values.items()})
+
+
+Pending = PendingStep | PendingNumbers
+
+
 def _culprits(
     optimizer: RecordedOptimizer,
     places: Sequence[int],
@@ -315,13 +349,13 @@ def _finite(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-_Entry = tuple[PendingStep, tuple[str, ...] | str, int]  # Whose, under what name, how many.
+_Entry = tuple[Pending, tuple[str, ...] | str, int]  # Whose, under what name, how many.
 
 
 class Batch:
     """Steps that travel together, in one copy a device."""
 
-    def __init__(self, steps: Sequence[PendingStep]) -> None:
+    def __init__(self, steps: Sequence[Pending]) -> None:
         self.steps = steps
         self._copies: list[tuple[HostCopy, list[_Entry]]] = []
         for device in {tensor.device for step in steps for _, tensor in step.on_device}:
@@ -348,7 +382,7 @@ class Batch:
         """Whether all numbers are on the host, found out without a call to any device."""
         return all(copy.is_here() for copy, _ in self._copies)
 
-    def read(self) -> Sequence[PendingStep]:
+    def read(self) -> Sequence[Pending]:
         """The steps with their numbers, once they are here; calls no device and lets go of nothing.
 
         Memory that a device has copied to is given back with calls to it.
@@ -361,7 +395,7 @@ class Batch:
                 begin += size
         return self.steps
 
-    def unpack(self) -> Sequence[PendingStep]:
+    def unpack(self) -> Sequence[Pending]:
         """The steps with their numbers; waits for those that have not arrived."""
         for copy, _ in self._copies:
             copy.wait()
@@ -371,7 +405,7 @@ class Batch:
 
 
 def _follow_streams(
-    device: torch.device, steps: Sequence[PendingStep], tensors: Sequence[Tensor]
+    device: torch.device, steps: Sequence[Pending], tensors: Sequence[Tensor]
 ) -> None:
     """Lets this stream wait, on the device, for those that made the tensors."""
     now = torch.cuda.current_stream(device)
@@ -386,24 +420,27 @@ def _follow_streams(
 class StepQueue:
     """Steps that were handed over and are not in the file yet: held on their device, or sent.
 
-    Those that are held are due when there are `most`, or `seconds` after the last were sent.
+    Those that are held are due when there are `most` of them, or `seconds` after the last were
+    sent: before that, if it will have passed when as much time as since the last step has.
     """
 
     def __init__(
         self, most: int, seconds: float, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._most, self._seconds, self._clock = most, seconds, clock
-        self._last = clock()
-        self._held: list[PendingStep] = []
+        self._last = self._asked = clock()
+        self._held: list[Pending] = []
         self._sent: deque[Batch] = deque()
 
-    def hold(self, step: PendingStep) -> None:
-        """Takes another step."""
+    def hold(self, step: Pending) -> None:
+        """Takes another step, or numbers of the user's own."""
         self._held.append(step)
 
     def send_if_due(self) -> None:
         """Sends what is held, if there is enough of it or it has waited for long."""
-        if len(self._held) >= self._most or self._clock() - self._last >= self._seconds:
+        now = self._clock()
+        gap, self._asked = now - self._asked, now  # As long as the next one may take.
+        if len(self._held) >= self._most or now + gap - self._last >= self._seconds:
             self.send()
 
     def send(self) -> None:
@@ -419,10 +456,19 @@ class StepQueue:
             return self._sent.popleft()
         return None
 
-    def first_here(self) -> Batch | None:
-        """The batch that `next` would take, if it can be read without a call to any device."""
+    def first_here(self, *, also_held: bool = True) -> Batch | None:
+        """The batch that `next` would take, if it can be read without a call to any device.
+
+        With `also_held` that may be one of what is held, if nothing of it is on a device.
+        """
         held = self._held
-        if held and not self._sent and not held[-1].more and not any(s.on_device for s in held):
+        if (
+            also_held
+            and held
+            and not self._sent
+            and not held[-1].more
+            and not any(s.on_device for s in held)
+        ):
             self._sent.append(Batch(held))
             self._held = []
         return self._sent[0] if self._sent and self._sent[0].is_here() else None

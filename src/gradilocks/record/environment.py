@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,46 @@ import torch
 
 from gradilocks._version import __version__
 
-__all__ = ["command_here", "hardware_here", "rank_here", "versions_here"]
+__all__ = ["checked_config", "command_here", "hardware_here", "rank_here", "versions_here"]
 
 
 def command_here() -> tuple[str, ...]:
     """The command line of this process."""
     program, *arguments = sys.orig_argv or ("python",)
     return Path(program).name, *arguments
+
+
+def checked_config(config: object) -> dict[str, Any] | None:
+    """What the user says of a run, as JSON holds it: paths as text, tuples and sets as lists.
+
+    Raises:
+        TypeError: it is no mapping, or something in it is nothing that JSON could hold.
+    """
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"config must be a mapping, as vars(args) or dataclasses.asdict(config), got "
+            f"{type(config).__name__}."
+        )
+    return {str(name): _as_json(value, f"config[{name!r}]") for name, value in config.items()}
+
+
+def _as_json(value: object, name: str) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(each, f"{name}[{key!r}]") for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_as_json(each, f"{name}[{at}]") for at, each in enumerate(value)]
+    raise TypeError(
+        f"{name} must be a number, text, a list or a mapping, which the run file's header can "
+        f"hold, got {type(value).__name__}. Convert it, or leave it out."
+    )
 
 
 def versions_here() -> dict[str, str]:

@@ -7,7 +7,7 @@ written, and nothing waits.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -180,6 +180,9 @@ class Journal(StepListener):
             )
         self._weights = []
 
+    def numbers_logged(self, numbers: Mapping[str, Tensor | float], *, step: int | None) -> None:
+        self.recorder.log(numbers, step=step)
+
     def _record_of_all(
         self, step: Step, record: StepRecord, loss: Tensor | None, together: Together
     ) -> None:
@@ -243,18 +246,29 @@ class Journal(StepListener):
 
 
 def journal_for(
-    record: object, optimizers: Sequence[Any], names: Names, *, spread: bool, **settings: object
+    record: object,
+    optimizers: Sequence[Any],
+    names: Names,
+    *,
+    spread: bool,
+    config: Mapping[str, Any] | None,
+    **settings: object,
 ) -> Journal:
     """What listens to a control with `record=`; `settings` are for the header of the run file.
 
-    `spread` says whether several ranks hold the model.
+    `spread` says whether several ranks hold the model, `config` is the control's.
     """
     told = {key: str(value) for key, value in settings.items()}
     if isinstance(record, Recorder):
+        if config is not None:
+            raise ValueError(
+                "config= goes into the header of the run file, which this Recorder has written "
+                "already. Give it to the Recorder: Recorder(path, config=...)."
+            )
         record.describe(**told)
         recorder = record
     elif isinstance(record, (str, os.PathLike)) and not isinstance(record, bytes):
-        recorder = Recorder(record, settings=told)
+        recorder = Recorder(record, settings=told, config=config)
     else:
         raise TypeError(
             "record must be a path such as 'runs/a.jsonl', a gradilocks.Recorder or None, got "

@@ -21,18 +21,33 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from gradilocks.eager import users_line
+from gradilocks.eager import eager, users_line
+from gradilocks.git_state import folder_of_main, git_state
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.ranks.all_parameters import HeldParameter
-from gradilocks.record.batch import Batch, PendingStep, RecordedOptimizer, StepQueue
-from gradilocks.record.environment import command_here, hardware_here, rank_here, versions_here
+from gradilocks.record.batch import (
+    Batch,
+    Pending,
+    PendingNumbers,
+    PendingStep,
+    RecordedOptimizer,
+    StepQueue,
+)
+from gradilocks.record.environment import (
+    checked_config,
+    command_here,
+    hardware_here,
+    rank_here,
+    versions_here,
+)
 from gradilocks.record.file_writer import EXISTS, RunFileWriter, Unwritable
+from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Sample
 from gradilocks.record.skip_log import SkipLog
 from gradilocks.runfile import (
@@ -40,6 +55,7 @@ from gradilocks.runfile import (
     BadSteps,
     End,
     Header,
+    Logged,
     OptimizerInfo,
     Step,
     Trace,
@@ -47,14 +63,17 @@ from gradilocks.runfile import (
     describe_error,
     end_line,
     header_line,
+    log_line,
     losses_line,
     optimizer_line,
+    process_here,
+    rank_file,
     step_line,
     trace_line,
 )
 from gradilocks.values import RecordingPlan
 
-__all__ = ["Recorder", "Sink", "refuse_capture"]
+__all__ = ["LogSink", "Recorder", "Sink", "refuse_capture"]
 
 
 @runtime_checkable
@@ -75,6 +94,14 @@ class Sink(Protocol):
 
     def close(self, end: End | None) -> None:
         """The run ended; None if nobody knows how."""
+
+
+@runtime_checkable
+class LogSink(Protocol):
+    """A sink that takes the user's own numbers too; one that does not hears of the rest."""
+
+    def log(self, logged: Logged) -> None:
+        """Numbers were handed to `log`."""
 
 
 class Recorder:
@@ -103,6 +130,8 @@ class Recorder:
         exists: what to do if the file is there: "refuse", "append" or "replace". What is no run
             file is neither continued nor overwritten.
         settings: what else the header is to tell; anything that JSON can hold.
+        config: what the run was made from, as `vars(args)`: a mapping of numbers, text, lists and
+            mappings. It stands in the header, beside the commit of the code.
         command: what ran; by default this process's command line.
         sinks: objects that hear of the run too, as they are in `gradilocks.record.Sink`.
         log: whether skipped steps are told through `logging`.
@@ -135,6 +164,7 @@ class Recorder:
         sinks: Sequence[Sink] = (),
         log: bool = True,
         all_ranks: bool = False,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._file: RunFileWriter | None = None  # First: whatever is refused below, `close` works.
         self._pid = os.getpid()
@@ -148,28 +178,32 @@ class Recorder:
             _check_every("detail_every", detail_every)
         if exists not in EXISTS:
             raise ValueError(f"exists must be one of {', '.join(EXISTS)}, got {exists!r}.")
+        config = checked_config(config)
         self._flush_every, self._detail_every, self._log = flush_every, detail_every, log
         rank, ranks = rank_here()
         self.rank = rank
         """Which rank this is."""
         self._alone = ranks == 1
         self.path = Path(path)
-        if all_ranks and rank:
-            self.path = self.path.with_name(f"{self.path.stem}.rank{rank}{self.path.suffix}")
+        if all_ranks:
+            self.path = rank_file(self.path, rank)
         self.steps = 0
         """How many steps have reached the file in this session; exact after `flush`."""
         self.skipped = 0
         """How many of them were skipped."""
+        self.logs = 0
+        """How often numbers of the user's own were handed over."""
         self.bad: dict[int, BadSteps] = {}
         """By the index of the optimizer: which of them had NaN or Inf, and whether that stayed."""
         self._sinks = list(sinks)
         _check_sinks(self._sinks)
         self._optimizers: list[RecordedOptimizer] = []
         self._queue = StepQueue(flush_every, flush_seconds)
-        self._arrived: deque[tuple[PendingStep, Step]] = deque()  # On the host, not written yet.
-        self._written: deque[tuple[PendingStep, Step]] = deque()  # Sinks and log: not told yet.
+        self._arrived: deque[_Arrived] = deque()  # On the host, not written yet.
+        self._written: deque[_Arrived] = deque()  # Sinks and log: not told yet.
         self._read_late: list[Batch] = []  # By the timer, which must not let go of them.
-        self._timer = _Timer(self._write_late, flush_seconds)
+        self._turns = 0  # Of the timer.
+        self._timer = _Timer(self._write_late, flush_seconds / _TURNS)
         self._skips = SkipLog() if log else None
         self._lock = threading.RLock()
         self._busy = False
@@ -187,6 +221,9 @@ class Recorder:
             settings={"flush_every": flush_every, "detail_every": detail_every, **(settings or {})},
             rank=rank,
             ranks=ranks,
+            config=config,
+            git=self._git_state(),
+            process=process_here(),
         )
         first = _header_line(self._header)  # Before the file is made: settings may be no JSON.
         try:
@@ -209,6 +246,9 @@ class Recorder:
     def elapsed(self) -> float:
         """Seconds since the run began: the `time` of a step that is recorded now."""
         return time.perf_counter() - self._began if self._file is not None else 0.0
+
+    def _git_state(self) -> Mapping[str, Any] | None:
+        return git_state(folder_of_main(), Path.cwd())
 
     def describe(self, **settings: Any) -> None:
         """Adds to the settings in the header, as long as nothing has followed it."""
@@ -308,11 +348,60 @@ class Recorder:
             except Exception as error:
                 self._stop(error)
 
-    def trace(self, trace: Trace) -> None:
-        """Writes down where a value first turned non-finite, at once."""
-        if self.recording:
-            with self._working():
-                self._write([trace_line(trace)])
+    @eager
+    def log(
+        self,
+        values: Mapping[str, object] | None = None,
+        /,
+        *,
+        step: int | None = None,
+        **more: object,
+    ) -> None:
+        """Records numbers of your own: a validation loss, an accuracy; does not wait.
+
+        Args:
+            values: names and numbers, for names that are no Python names, as "val/loss".
+            step: the step that they belong to; the last one that was recorded, if None.
+            more: names and numbers: Python's, NumPy's, or tensors of one element.
+
+        Raises:
+            TypeError: a name is no text, or a value is no number.
+            ValueError: a tensor of several elements, a name that cannot be shown, or given twice.
+
+        Example:
+            >>> recorder.log(val_loss=0.31, accuracy=0.92)  # doctest: +SKIP
+        """
+        numbers = checked_numbers(values, more, step=step)
+        if not self.recording:
+            return
+        refuse_capture()
+        assert self._file is not None
+        if step is None:
+            before = self._file.steps_before.values()
+            step = max(chain(before, (each.steps for each in self._optimizers)), default=0)
+        with self._working():
+            try:
+                self._queue.hold(PendingNumbers(numbers, step=int(step), time=self.elapsed()))
+                self.logs += 1
+                self._queue.send_if_due()
+                self._write_batches(wait=False)
+                self._timer.start()
+            except Exception as error:
+                self._stop(error)
+
+    def trace(self, trace: Trace) -> bool:
+        """Writes down where a value first turned non-finite, at once.
+
+        Returns:
+            Whether it also logs it: after the step that it was found in, when that has arrived.
+        """
+        if not self.recording:
+            return False
+        with self._working():
+            self._write([trace_line(trace)])
+            if self._skips is not None:
+                self._skips.trace(trace)
+        return self._skips is not None
 
     def audit(self, plain: Mapping[str, Any]) -> None:
         """Writes down what `gradilocks.audit` found, as `Audit.to_plain()` has it, at once."""
@@ -410,31 +499,38 @@ class Recorder:
             self._take(batch.unpack())
         ready = [self._arrived.popleft() for _ in range(self._settled())]
         if ready:
-            self._write(_lines_of(ready), [step for _, step in ready])
+            self._write(_lines_of(ready), _steps_of(ready))
             self._written += ready
         while self._written:  # Also what was written late: they are told by the thread that trains.
-            pending, step = self._written.popleft()
+            pending, record = self._written.popleft()
+            if isinstance(pending, PendingNumbers):
+                self._tell_sinks("log", record)
+                continue
+            assert isinstance(record, Step)
             if self._skips is not None:
                 after = pending.scalars["next_scale"]
-                self._skips.take(step, next_scale=after, more=pending.more)
-            self._tell_sinks("step", step)
+                self._skips.take(record, next_scale=after, more=pending.more)
+            self._tell_sinks("step", record)
 
     def _write_late(self) -> bool:
         """For the timer: writes what has reached the host; whether to come again.
 
         In a thread of its own: it gives way to the one that trains, calls no device, tells nobody,
-        and drops nothing that a device knows of. What fails here, the other one meets again.
+        and drops nothing that a device knows of. What fails here, the other one meets again. What
+        has left a device is written at every turn, what is held on the host at every fifth.
         """
+        self._turns += 1
         if self.recording and self._lock.acquire(blocking=False):
             try:
                 with contextlib.suppress(Exception):
-                    while (batch := self._queue.first_here()) is not None:
+                    held = self._turns % _TURNS == 0
+                    while (batch := self._queue.first_here(also_held=held)) is not None:
                         self._take(batch.read())
                         self._read_late.append(batch)
                         self._queue.next()
                     ready = list(islice(self._arrived, self._settled()))
                     if ready:
-                        self._append(_lines_of(ready), [step for _, step in ready])
+                        self._append(_lines_of(ready), _steps_of(ready))
                         self._written += ready
                         for _ in ready:
                             self._arrived.popleft()
@@ -442,9 +538,13 @@ class Recorder:
                 self._lock.release()
         return self.recording
 
-    def _take(self, arrived: Sequence[PendingStep]) -> None:
-        """Takes steps whose numbers have reached the host."""
-        self._arrived += [(each, each.to_step(self._optimizers[each.index])) for each in arrived]
+    def _take(self, arrived: Sequence[Pending]) -> None:
+        """Takes steps, and numbers of the user's own, that have reached the host."""
+        for each in arrived:
+            if isinstance(each, PendingNumbers):
+                self._arrived.append((each, each.to_logged()))
+            else:
+                self._arrived.append((each, each.to_step(self._optimizers[each.index])))
 
     def _settled(self) -> int:
         """How many of the steps in `_arrived`, from the first, are as they are to be written."""
@@ -475,6 +575,8 @@ class Recorder:
     def _tell_sinks(self, method: str, record: Any) -> None:
         """Calls one method of every sink with a record; a sink that raises hears nothing more."""
         for sink in list(self._sinks):
+            if method == "log" and not isinstance(sink, LogSink):
+                continue
             try:
                 getattr(sink, method)(record)
             except Exception as error:
@@ -490,6 +592,11 @@ class Recorder:
             file.close()
         self._timer.end()
         _open_recorders.discard(self)
+
+
+_Arrived = tuple[Pending, Step | Logged]
+_TURNS = 5
+"""How often the timer looks within `flush_seconds`."""
 
 
 class _Timer:
@@ -544,15 +651,22 @@ def refuse_capture() -> None:
         )
 
 
-def _lines_of(steps: Sequence[tuple[PendingStep, Step]]) -> list[str]:
-    """The lines of steps, and of what other ranks have told with them."""
+def _lines_of(ready: Sequence[_Arrived]) -> list[str]:
+    """The lines of steps, of what other ranks have told with them, and of the user's numbers."""
     lines = []
-    for pending, step in steps:
-        lines.append(step_line(step))
-        losses = pending.losses_of_ranks()
+    for pending, record in ready:
+        if isinstance(record, Logged):
+            lines.append(log_line(record))
+            continue
+        lines.append(step_line(record))
+        losses = pending.losses_of_ranks() if isinstance(pending, PendingStep) else None
         if losses is not None:
             lines.append(losses_line(losses))
     return lines
+
+
+def _steps_of(ready: Sequence[_Arrived]) -> list[Step]:
+    return [record for _, record in ready if isinstance(record, Step)]
 
 
 def _check_every(name: str, value: object) -> None:

@@ -3,21 +3,42 @@
 The first five skips are told in full, as they come. After that there is at most one line a minute,
 which says how many it stands for. The first step that was taken with NaN or Inf is told too:
 whatever follows it comes from weights that it has spoilt, until a step is well again.
+
+Lines come in the order of the steps, also where several optimizers step in turn and a line has to
+wait for the scale that its optimizer's next step will tell, and where a trace has found something
+of a step whose numbers have not arrived yet.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from gradilocks.runfile import SpoiltWeights, Step, describe_bad, has_bad_gradients
+from gradilocks.runfile import SpoiltWeights, Step, Trace, describe_bad, has_bad_gradients
 
 __all__ = ["SkipLog"]
 
 _logger = logging.getLogger("gradilocks")
 _IN_FULL = 5
 _PAUSE = 60.0  # Seconds.
+_LONGEST_WAIT = 16  # Steps, for one that tells the next scale: its optimizer may step no more.
+
+
+@dataclass
+class _Line:
+    """Something to be told, once nothing that came before it is waiting."""
+
+    group: Sequence[Step]
+    """Skipped steps of the optimizers that share a decision, or one that was taken, or none."""
+    words: str = ""
+    """What had spoilt weights before it; of no steps all there is to tell."""
+    waits_for: int | None = None
+    """The optimizer whose next step tells the next scale."""
+    next_scale: float | None = None
+    waited: int = 0
 
 
 class SkipLog:
@@ -29,39 +50,55 @@ class SkipLog:
         self._left_out = 0
         self._last: tuple[float, int] = (0.0, 0)  # When, and at which step, it last spoke.
         self._group: list[Step] = []  # Skipped steps of the optimizers that share a decision.
-        # By optimizer: a skip whose next scale is not known, and what had spoilt weights before it.
-        self._waiting: dict[int, tuple[list[Step], str]] = {}
+        self._untold: deque[_Line] = deque()
         self._spoilt = SpoiltWeights()
         self._lines_of_taken = 0
+        self._traces: list[Trace] = []
+        self._traced: set[str] = set()
 
     def take(self, step: Step, *, next_scale: float | None, more: bool) -> None:
         """A step has arrived; `next_scale` is None if the next step will tell it, and `more` says
         whether that belongs to the same decision."""
-        before = self._waiting.pop(step.optimizer, None)
-        if before is not None:
-            self._tell(*before, step.scale)
+        for line in self._untold:
+            line.waited += 1
+            if line.waits_for == step.optimizer:
+                line.waits_for, line.next_scale = None, step.scale
+            elif line.waited > _LONGEST_WAIT:
+                line.waits_for = None
         was_spoilt = self._spoilt.of(step.optimizer)
         self._spoilt.take(step)
         if has_bad_gradients(step) and not step.skipped and was_spoilt is None:
             self._lines_of_taken += 1
             if self._lines_of_taken <= _IN_FULL:
-                _logger.warning("%s", _describe_taken(step))
+                self._untold.append(_Line([step]))
         if step.skipped:
             self._group.append(step)
-        if more or not self._group:
-            return
-        group, self._group = self._group, []
-        spoilt = self._spoilt.describe(group[0].optimizer)
-        if next_scale is None:
-            self._waiting[group[-1].optimizer] = group, spoilt
-        else:
-            self._tell(group, spoilt, next_scale)
+        if self._group and not more:
+            group, self._group = self._group, []
+            spoilt = self._spoilt.describe(group[0].optimizer)
+            waits_for = group[-1].optimizer if next_scale is None else None
+            self._untold.append(_Line(group, spoilt, waits_for, next_scale))
+        if not more:
+            self._queue_traces(upto=step.step)
+        while self._untold and self._untold[0].waits_for is None:
+            self._tell(self._untold.popleft())
+
+    def trace(self, found: Trace) -> None:
+        """Tells what a trace has found, after the step that it was found in; a sentence once."""
+        if found.text not in self._traced:
+            self._traced.add(found.text)
+            self._traces.append(found)
+
+    def _queue_traces(self, *, upto: int | None = None) -> None:
+        due = [each for each in self._traces if upto is None or each.step <= upto]
+        self._traces = [each for each in self._traces if each not in due]
+        self._untold += [_Line((), f"step {each.step} traced: {each.text}") for each in due]
 
     def settle(self) -> None:
-        """Tells of those whose next scale nobody has told yet."""
-        for group, spoilt in self._waiting.values():
-            self._tell(group, spoilt, None)
-        self._waiting.clear()
+        """Tells of those whose next scale nobody has told yet, and of traces."""
+        self._queue_traces()
+        while self._untold:
+            self._tell(self._untold.popleft())
 
     def close(self) -> None:
         """Says how many were not told of one by one."""
@@ -75,7 +112,14 @@ class SkipLog:
             )
             self._left_out = 0
 
-    def _tell(self, group: Sequence[Step], spoilt: str, next_scale: float | None) -> None:
+    def _tell(self, line: _Line) -> None:
+        group, spoilt = line.group, line.words
+        if not group:
+            _logger.warning("%s", spoilt)
+            return
+        if not group[0].skipped:
+            _logger.warning("%s", _describe_taken(group[0]))
+            return
         now = self._clock()
         if self._lines >= _IN_FULL and now - self._last[0] < _PAUSE:
             self._left_out += 1
@@ -84,12 +128,12 @@ class SkipLog:
         why = spoilt if spoilt and first.reason != "rejected" else _why(group)
         # A decision of several optimizers is of none of them alone.
         of = _of_optimizer(first) if len(group) == 1 else ""
-        line = f"step {first.step}{of} skipped: {why}{_scale(first.scale, next_scale)}"
+        words = f"step {first.step}{of} skipped: {why}{_scale(first.scale, line.next_scale)}"
         if self._left_out:
-            line += f" (and {self._left_out} more since step {self._last[1]})"
+            words += f" (and {self._left_out} more since step {self._last[1]})"
         self._lines, self._left_out = self._lines + 1, 0
         self._last = now, first.step
-        _logger.warning("%s", line)
+        _logger.warning("%s", words)
 
 
 def _of_optimizer(step: Step) -> str:

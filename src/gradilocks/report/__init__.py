@@ -19,13 +19,31 @@ _HOME = {
         "recommendation_as_plain",
         "write_audit_page",
     ),
-    "comparison": ("Comparison", "Loss", "Parting", "Summary", "compare"),
-    "destination": ("choose", "is_page", "labels", "settled", "write", "written_whole"),
+    "comparison": (
+        "Comparison",
+        "Loss",
+        "OwnNumber",
+        "Parting",
+        "Summary",
+        "compare",
+        "own_numbers",
+    ),
+    "destination": (
+        "choose",
+        "is_page",
+        "is_page_about",
+        "labels",
+        "settled",
+        "write",
+        "written_whole",
+    ),
     "experiment": ("Drawn", "experiment_page"),
     "formatting": ("clean", "number", "power"),
     "health": ("Finding", "Health"),
-    "report_page": ("identity", "render"),
-    "run_report": ("Reported", "examine", "main_numbers", "report_on"),
+    "report_page": ("identity", "identity_of_headers", "render"),
+    "run_list": ("ListedRun", "find_runs", "list_runs"),
+    "runs_page": ("render_runs", "runs_identity"),
+    "run_report": ("Reported", "examine", "main_numbers", "own_rows", "report_on"),
 }
 
 __all__ = [
@@ -33,7 +51,9 @@ __all__ = [
     "Drawn",
     "Finding",
     "Health",
+    "ListedRun",
     "Loss",
+    "OwnNumber",
     "Parting",
     "Reported",
     "Summary",
@@ -43,16 +63,24 @@ __all__ = [
     "compare",
     "examine",
     "experiment_page",
+    "find_runs",
     "identity",
+    "identity_of_headers",
     "is_page",
+    "is_page_about",
     "labels",
+    "list_runs",
     "main_numbers",
     "number",
+    "own_numbers",
+    "own_rows",
     "power",
     "recommendation_as_line",
     "recommendation_as_plain",
     "render",
+    "render_runs",
     "report_on",
+    "runs_identity",
     "settled",
     "write",
     "write_audit_page",
@@ -75,10 +103,28 @@ if TYPE_CHECKING:
         recommendation_as_plain,
         write_audit_page,
     )
-    from gradilocks.report.comparison import Comparison, Loss, Parting, Summary, compare
-    from gradilocks.report.destination import choose, is_page, labels, settled, write, written_whole
+    from gradilocks.report.comparison import (
+        Comparison,
+        Loss,
+        OwnNumber,
+        Parting,
+        Summary,
+        compare,
+        own_numbers,
+    )
+    from gradilocks.report.destination import (
+        choose,
+        is_page,
+        is_page_about,
+        labels,
+        settled,
+        write,
+        written_whole,
+    )
     from gradilocks.report.experiment import Drawn, experiment_page
     from gradilocks.report.formatting import clean, number, power
     from gradilocks.report.health import Finding, Health
-    from gradilocks.report.report_page import identity, render
-    from gradilocks.report.run_report import Reported, examine, main_numbers, report_on
+    from gradilocks.report.report_page import identity, identity_of_headers, render
+    from gradilocks.report.run_list import ListedRun, find_runs, list_runs
+    from gradilocks.report.run_report import Reported, examine, main_numbers, own_rows, report_on
+    from gradilocks.report.runs_page import render_runs, runs_identity

@@ -47,6 +47,43 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class OwnNumber:
+    """One of the user's own numbers over a run; None where it was never finite."""
+
+    values: int
+    """How often it was logged."""
+    first: float | None
+    last: float | None
+    """The last one, NaN or not: None if it was not finite."""
+    last_at: int
+    least: float | None
+    least_at: int | None
+    most: float | None
+    most_at: int | None
+
+
+def own_numbers(run: Run) -> dict[str, OwnNumber]:
+    """The user's own numbers of a run, by name."""
+    found = {}
+    for name, pairs in run.logged.items():
+        finite = [(value, step) for step, value in pairs if math.isfinite(value)]
+        least, least_at = min(finite, default=(None, None))
+        most, most_at = max(finite, default=(None, None))
+        step, last = pairs[-1]
+        found[name] = OwnNumber(
+            values=len(pairs),
+            first=finite[0][0] if finite else None,
+            last=last if math.isfinite(last) else None,
+            last_at=step,
+            least=least,
+            least_at=least_at,
+            most=most,
+            most_at=most_at,
+        )
+    return found
+
+
+@dataclass(frozen=True)
 class Summary:
     """One run in numbers. Shares are 0 to 1; what the run does not know is None."""
 
@@ -85,6 +122,10 @@ class Summary:
     tensors: int
     sessions: int
     torn: int
+    damaged: int
+    """Lines that were left out for being damaged."""
+    logged: Mapping[str, OwnNumber]
+    """The user's own numbers, by name."""
 
 
 def summarize(run: Run) -> Summary:
@@ -127,6 +168,8 @@ def summarize(run: Run) -> Summary:
         tensors=sum(len(info.names) for info in run.optimizers),
         sessions=1 + len(run.resumed),
         torn=run.torn,
+        damaged=len(run.damaged),
+        logged=own_numbers(run),
     )
 
 
@@ -214,9 +257,10 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 def _flat(header: Header) -> dict[str, Any]:
     found: dict[str, Any] = {"command": " ".join(header.command)}
-    for name in ("settings", "versions", "hardware"):
-        for key, value in getattr(header, name).items():
-            found[f"{name}.{key}"] = value
+    for name in ("config", "git", "settings", "versions", "hardware"):
+        for key, value in (getattr(header, name) or {}).items():
+            if (name, key) != ("config", "argv"):  # The command has it.
+                found[f"{name}.{key}"] = value
     found["ranks"] = header.ranks
     return found
 

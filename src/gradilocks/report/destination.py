@@ -108,6 +108,15 @@ def is_page(path: Path) -> bool:
     return any(mark in _head(path) for mark in _MARKS)
 
 
+def is_page_about(path: Path, identity: str) -> bool:
+    """Whether a file is there and is a page about what `identity` stands for."""
+    return path.is_file() and _MARKS[0] in _head(path) and _own_mark(identity) in _head(path)
+
+
+def _own_mark(identity: str) -> str:
+    return f'<meta name="gradilocks-runs" content="{identity}">'
+
+
 @contextmanager
 def written_whole(target: Path, *, given: Path) -> Iterator[Path]:
     """Yields an empty file beside a place; it takes that place at the end, or goes if that fails.
@@ -145,8 +154,7 @@ def _free(page: Path, identity: str, force: bool, *, what: str, option: str, way
             f"{page} is already there and is no {what}, nor another page of gradilocks, so it is "
             f"never overwritten; give another path with {option}, or remove it first."
         )
-    own = f'<meta name="gradilocks-runs" content="{identity}">'
-    if not force and not (_MARKS[0] in head and own in head):
+    if not force and not (_MARKS[0] in head and _own_mark(identity) in head):
         raise GradilocksError(f"{page} is already there and is no {what}; {way_out}.")
     return page
 

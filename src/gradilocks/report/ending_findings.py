@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gradilocks.report.formatting import clean, count, duration
+from gradilocks.report.formatting import clean, count, duration, sentence_case
 from gradilocks.report.health import Finding
 from gradilocks.report.tracks import came_late
-from gradilocks.runfile import Run, Trace, has_bad_gradients, is_bad
+from gradilocks.runfile import Run, Trace, describe_damage, has_bad_gradients, is_bad
 
 MOST_TRACES = 3  # More of them tell less and less.
 
@@ -30,6 +30,13 @@ def ending(run: Run) -> Iterator[Finding]:
         title = f"The run exited with status {end.exit}"
         told = f"It ended itself after {duration(end.time)} and said that something was wrong."
         yield Finding("exit-status", "warning", title, told, {"exit": end.exit})
+    if run.damaged:
+        told = (
+            f"{sentence_case(clean(describe_damage(run.damaged)))}. What stood there is missing "
+            "here; the rest is as it was written."
+        )
+        title = f"The run file is damaged: {count(len(run.damaged), 'line')} left out"
+        yield Finding("damaged-lines", "note", title, told, {"lines": len(run.damaged)})
     if any(step.of_rank for step in run.steps):
         rank, ranks = run.header.rank, run.header.ranks
         which = "The" if all(step.of_rank for step in run.steps) else "Some"

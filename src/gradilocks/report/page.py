@@ -36,6 +36,7 @@ def to_html(
     sections: Iterable[Section] = (),
     panels: Iterable[Mapping[str, Any]] = (),
     generator: str = GENERATOR,
+    scripts: Iterable[str] = (),
     **shown: Any,
 ) -> str:
     """Lays a page out.
@@ -45,24 +46,27 @@ def to_html(
         sections: plots of runs.
         panels: audits, as `audit_page.panel` makes them.
         generator: what the page says it was made by.
+        scripts: names of further ones in `assets/`.
         shown: what the template asks for; all ask for `title`, `kind`, `heading`, and `identity`,
             by which a later page may replace this one.
     """
     from gradilocks._version import __version__
 
     assets = files("gradilocks.report") / "assets"
-    names = ("page.js", "audit.js") if panels else ("page.js",)
-    scripts = [_plotly(), *((assets / name).read_text(encoding="utf-8") for name in names)]
     figures = [figure for section in sections for figure in section.figures]
     figures += [figure for panel in panels for figure in panel.get("figures", ())]
+    names = ("page.js", *(("audit.js",) if panels else ()), *scripts)
+    texts = [(assets / name).read_text(encoding="utf-8") for name in names]
+    if figures:
+        texts.insert(0, _plotly())
     shown |= {"sections": sections, "panels": panels, "generator": generator}
     made = _templates().get_template(template)
     return made.render(
         shown,
         plots={figure.key: figure.plot for figure in figures},
         version=__version__,
-        scripts=[Markup(script) for script in scripts],
-        hashes=" ".join(map(_hash, scripts)),
+        scripts=[Markup(script) for script in texts],
+        hashes=" ".join(map(_hash, texts)),
     )
 
 

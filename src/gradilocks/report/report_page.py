@@ -9,8 +9,16 @@ from gradilocks.report.audit_page import panel
 from gradilocks.report.destination import identity_of
 from gradilocks.report.figures import sections
 from gradilocks.report.page import to_html
-from gradilocks.report.run_report import Reported, in_short, main_numbers, what_ran
+from gradilocks.report.run_report import (
+    OWN_HEADS,
+    Reported,
+    in_short,
+    main_numbers,
+    own_rows,
+    what_ran,
+)
 from gradilocks.report.tracks import Track
+from gradilocks.runfile import Header
 
 
 def render(reports: Sequence[Reported]) -> str:
@@ -30,6 +38,7 @@ def render(reports: Sequence[Reported]) -> str:
         numbers=_main_numbers(reports),
         main_numbers=main_numbers,
         what_ran=what_ran,
+        own=_own_table(reports),
         sections=sections(reports),
         panels=[
             panel(
@@ -46,11 +55,24 @@ def render(reports: Sequence[Reported]) -> str:
 
 def identity(reports: Sequence[Reported]) -> str:
     """Names the runs that a page is about, so that it may be replaced by a newer page on them."""
-    headers = [
-        [one.run.header.started, list(one.run.header.command), one.run.header.rank]
-        for one in reports
+    return identity_of_headers([one.run.header for one in reports])
+
+
+def identity_of_headers(headers: Sequence[Header]) -> str:
+    """The same, by what stands at the beginning of the run files."""
+    named = [[each.started, list(each.command), each.rank] for each in headers]
+    return identity_of(json.dumps(named))
+
+
+def _own_table(reports: Sequence[Reported]) -> list[tuple[str, int | None, list[str]]]:
+    """The heads and the rows of a table of the users' own numbers; empty if there are none."""
+    several = len(reports) > 1
+    rows: list[tuple[str, int | None, list[str]]] = [
+        (f"{one.label}, {name}" if several else name, nth if several else None, cells)
+        for nth, one in enumerate(reports)
+        for name, cells in own_rows(one.run)
     ]
-    return identity_of(json.dumps(headers))
+    return [("number", None, OWN_HEADS), *rows] if rows else []
 
 
 def _main_numbers(reports: Sequence[Reported]) -> list[tuple[str, int, list[str]]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -16,6 +16,7 @@ import gradilocks.report.curve_findings as curve_findings
 import gradilocks.report.ending_findings as ending_findings
 import gradilocks.report.skip_findings as skip_findings
 import gradilocks.report.tensor_findings as tensor_findings
+from gradilocks.report.comparison import own_numbers
 from gradilocks.report.formatting import clean, count, duration, number, percent, power
 from gradilocks.report.health import Finding, Health, Verdict
 from gradilocks.report.tracks import Track, nanmedian, tracks
@@ -98,6 +99,8 @@ def what_ran(run: Run) -> Pairs:
         ("versions", _joined(header.versions.items())),
         ("hardware", _hardware(run)),
         ("settings", _joined(header.settings.items())),
+        ("config", _joined((header.config or {}).items()) if not _is_argv(header.config) else ""),
+        ("commit", _commit(header.git or {})),
     ]
     if header.ranks > 1:
         means = {step.loss_ranks for step in run.steps if step.loss is not None}
@@ -213,6 +216,45 @@ def _ended(run: Run) -> str:
     if run.end.status == "finished" and run.header.settings.get("audited"):
         return "by itself, or by the audit after its steps"
     return words.get(run.end.status, clean(run.end.status))
+
+
+def _is_argv(config: Mapping[str, Any] | None) -> bool:
+    """Whether there is nothing in it but the arguments, which the command has."""
+    return config is not None and list(config) == ["argv"]
+
+
+def _commit(git: Mapping[str, Any]) -> str:
+    """Which code ran, as far as its repository knows."""
+    if not git.get("commit"):
+        return ""
+    branch = f" on {clean(git['branch'])}" if git.get("branch") else ""
+    dirty = git.get("dirty")
+    state = ", with changes that were not committed" if dirty else ", without changes"
+    return f"{clean(git['commit'])}{branch}{'' if dirty is None else state}"
+
+
+def own_rows(run: Run) -> list[tuple[str, list[str]]]:
+    """The user's own numbers as a table: the name, and a cell for each of `OWN_HEADS`."""
+
+    def at(value: float | None, step: int | None) -> str:
+        return "NaN" if value is None or step is None else f"{number(value)} (step {step:,})"
+
+    return [
+        (
+            clean(name),
+            [
+                "NaN" if own.first is None else number(own.first),
+                at(own.last, own.last_at),
+                at(own.least, own.least_at),
+                at(own.most, own.most_at),
+                f"{own.values:,}",
+            ],
+        )
+        for name, own in own_numbers(run).items()
+    ]
+
+
+OWN_HEADS = ["first", "last", "least", "largest", "times"]
 
 
 def _hardware(run: Run) -> str:

@@ -2,9 +2,9 @@
 
 Running writes it, reporting reads it, and they share nothing else. `records.py` says what the lines
 hold, `lines.py` makes lines of records and records of lines, `reader.py` reads a file and
-`follower.py` one that still grows; `bad_steps.py` and `describe.py` say what the steps of a run
-tell of NaN and Inf. None imports torch. docs/run-file.md describes the format for those who read it
-with something else.
+`follower.py` one that still grows, `writing_process.py` knows whether somebody still writes it;
+`bad_steps.py` and `describe.py` say what the steps of a run tell of NaN and Inf. None imports
+torch. docs/run-file.md describes the format for those who read it with something else.
 """
 
 from gradilocks.runfile.bad_steps import (
@@ -20,6 +20,7 @@ from gradilocks.runfile.bad_steps import (
 )
 from gradilocks.runfile.describe import (
     describe_bad,
+    describe_damage,
     describe_error,
     describe_skip,
     format_scale,
@@ -31,24 +32,37 @@ from gradilocks.runfile.lines import (
     audit_line,
     end_line,
     header_line,
+    log_line,
     losses_line,
     optimizer_line,
     step_line,
     trace_line,
 )
-from gradilocks.runfile.reader import Reader, line_batches, open_run_file, read_run, refuse_foreign
+from gradilocks.runfile.reader import (
+    Reader,
+    line_batches,
+    open_run_file,
+    rank_file,
+    read_quietly,
+    read_run,
+    read_start,
+    refuse_foreign,
+    refuse_source_name,
+)
 from gradilocks.runfile.records import (
     VERSION,
     Culprit,
     Detail,
     End,
     Header,
+    Logged,
     OptimizerInfo,
     RankLosses,
     Run,
     Step,
     Trace,
 )
+from gradilocks.runfile.writing_process import is_running, process_here
 
 __all__ = [
     "FORWARD_OR_LOSS",
@@ -59,6 +73,7 @@ __all__ = [
     "End",
     "Follower",
     "Header",
+    "Logged",
     "OptimizerInfo",
     "Origin",
     "RankLosses",
@@ -71,6 +86,7 @@ __all__ = [
     "audit_line",
     "backward_groups",
     "describe_bad",
+    "describe_damage",
     "describe_error",
     "describe_skip",
     "end_line",
@@ -78,15 +94,22 @@ __all__ = [
     "has_bad_gradients",
     "header_line",
     "is_bad",
+    "is_running",
     "line_batches",
+    "log_line",
     "losses_line",
     "named_numbers",
     "on_ranks",
     "open_run_file",
     "optimizer_line",
     "origin_of",
+    "process_here",
+    "rank_file",
+    "read_quietly",
     "read_run",
+    "read_start",
     "refuse_foreign",
+    "refuse_source_name",
     "step_line",
     "trace_line",
 ]

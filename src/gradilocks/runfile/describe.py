@@ -7,7 +7,7 @@ because they all ask here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gradilocks.runfile.bad_steps import FORWARD_OR_LOSS, has_bad_gradients, origin_of
 from gradilocks.runfile.lines import MOST_CULPRITS
@@ -15,12 +15,37 @@ from gradilocks.runfile.records import Culprit, OptimizerInfo, Step
 
 __all__ = [
     "describe_bad",
+    "describe_damage",
     "describe_error",
     "describe_skip",
     "format_scale",
     "named_numbers",
     "on_ranks",
 ]
+
+
+def describe_damage(damaged: Mapping[int, str]) -> str:
+    """Says which lines of a run file were left out, as `Run.damaged` has them; '' if none was.
+
+    Example:
+        >>> describe_damage({17: "not JSON"})
+        'line 17 is damaged and was left out (not JSON)'
+        >>> describe_damage({17: "not JSON", 20: "not JSON"})
+        '2 lines are damaged and were left out: 17 and 20 (line 17: not JSON)'
+    """
+    if not damaged:
+        return ""
+    (first, why), *others = damaged.items()
+    if not others:
+        return f"line {first:,} is damaged and was left out ({why})"
+    shown = [f"{number:,}" for number in list(damaged)[:8]]
+    left = len(damaged) - len(shown)
+    named = (
+        f"{', '.join(shown)} and {left:,} more"
+        if left
+        else " and ".join([", ".join(shown[:-1]), shown[-1]])
+    )
+    return f"{len(damaged):,} lines are damaged and were left out: {named} (line {first:,}: {why})"
 
 
 def describe_error(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from gradilocks.runfile.records import (
     Detail,
     End,
     Header,
+    Logged,
     OptimizerInfo,
     RankLosses,
     Step,
@@ -43,6 +44,8 @@ __all__ = [
     "header_from",
     "header_line",
     "loads",
+    "log_line",
+    "logged_from",
     "losses_from",
     "losses_line",
     "optimizer_from",
@@ -60,7 +63,7 @@ Fields = dict[str, Any]
 _Types = frozenset[type]
 
 _RECORDS: dict[str, Any] = {"header": Header, "optimizer": OptimizerInfo, "step": Step}
-_RECORDS |= {"losses": RankLosses, "trace": Trace, "end": End}
+_RECORDS |= {"losses": RankLosses, "log": Logged, "trace": Trace, "end": End}
 # Attributes of records that a line has under another name.
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "header": {"version": "gradilocks"},
@@ -108,7 +111,11 @@ loads = json.JSONDecoder(parse_constant=lambda _: None).decode
 
 def header_line(header: Header) -> str:
     """The first line of a file, and of every session that goes on in it."""
-    return _line(_fields("header", header))
+    fields = _fields("header", header)
+    for name in OPTIONAL["header"]:
+        if fields[name] is None:
+            del fields[name]
+    return _line(fields)
 
 
 def optimizer_line(optimizer: OptimizerInfo) -> str:
@@ -140,6 +147,13 @@ def losses_line(losses: RankLosses) -> str:
     """What all ranks had as losses at steps that stand before it."""
     means = tuple(map(_finite, losses.losses))
     return _line(_fields("losses", replace(losses, losses=means)))
+
+
+def log_line(logged: Logged) -> str:
+    """Numbers of the user's own."""
+    values = {name: _finite(value) for name, value in logged.values.items()}
+    time = round(logged.time, 6)
+    return _line({"kind": "log", "step": logged.step, "time": time, "values": values})
 
 
 def trace_line(trace: Trace) -> str:
@@ -232,6 +246,14 @@ def losses_from(fields: Fields) -> RankLosses:
         _check_all(f"the ranks of step {step}", [ranks], _LIST)
         _check_all(f"a rank of step {step}", ranks, _INT)
     return losses
+
+
+def logged_from(fields: Fields) -> Logged:
+    """Numbers of the user's own."""
+    logged = Logged(**_attributes("log", fields))
+    _check_all("an entry of 'values'", list(logged.values.values()), _NUMBER | _NULL)
+    values = _floats("values", list(logged.values.values()))
+    return logged._replace(values=dict(zip(logged.values, values, strict=True)))
 
 
 def trace_from(fields: Fields) -> Trace:

@@ -1,7 +1,8 @@
 """A run file on disk → records; says clearly what is not a run file.
 
 A path enters; a `Run` leaves, or a `BadRunFile` that says in one line what came, with the number of
-the line that is wrong. A run that was killed ends in half a line: that is left out and counted.
+the line that is wrong. A run that was killed ends in half a line: that is left out and counted. So
+is a line that is damaged, with a warning: the others are as good as they were.
 Nothing of a file is trusted before its first bytes were looked at: a binary file may have no
 newline for gigabytes.
 """
@@ -9,6 +10,7 @@ newline for gigabytes.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields as fields_of
@@ -21,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from gradilocks.errors import BadRunFile
+from gradilocks.runfile.describe import describe_damage
 from gradilocks.runfile.lines import (
     Malformed,
     end_from,
     header_from,
     loads,
+    logged_from,
     losses_from,
     optimizer_from,
     steps_from,
@@ -35,6 +39,7 @@ from gradilocks.runfile.records import (
     VERSION,
     End,
     Header,
+    Logged,
     OptimizerInfo,
     RankLosses,
     Run,
@@ -42,7 +47,18 @@ from gradilocks.runfile.records import (
     Trace,
 )
 
-__all__ = ["Reader", "line_batches", "open_run_file", "os_errors", "read_run", "refuse_foreign"]
+__all__ = [
+    "Reader",
+    "line_batches",
+    "open_run_file",
+    "os_errors",
+    "rank_file",
+    "read_quietly",
+    "read_run",
+    "read_start",
+    "refuse_foreign",
+    "refuse_source_name",
+]
 
 BATCH_BYTES = 1 << 16
 """Bytes of lines that are parsed together: more than twice as fast as each line alone (a million
@@ -52,6 +68,7 @@ LONGEST_HEADER = 1 << 24
 """Bytes. A file without a newline for so long is none of ours, and need not be read whole."""
 
 _WRITTEN_BY = "Run files are written by `gradilocks run` or GradientControl(..., record=...)."
+_SOURCES = {".py", ".pyi", ".pyw", ".pyx", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".h", ".sh"}
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
@@ -65,7 +82,8 @@ def read_run(
         progress: called now and then with (bytes read, bytes in all).
 
     Returns:
-        Everything in it, typed; `Run.steps` in the order of the file.
+        Everything in it, typed; `Run.steps` in the order of the file. Lines that are damaged are
+        left out, with a RuntimeWarning: `Run.damaged` says which.
 
     Raises:
         BadRunFile: it is missing, unreadable, empty, of another version, or no run file.
@@ -75,7 +93,14 @@ def read_run(
         >>> sum(step.skipped for step in run.steps)  # doctest: +SKIP
         3
     """
-    path = Path(path)
+    run = read_quietly(Path(path), progress=progress)
+    if run.damaged:
+        warnings.warn(f"{path}: {describe_damage(run.damaged)}", RuntimeWarning, stacklevel=2)
+    return run
+
+
+def read_quietly(path: Path, *, progress: Callable[[int, int], None] | None = None) -> Run:
+    """As `read_run`, for those who tell of damaged lines themselves."""
     reader = Reader(path)
     with open_run_file(path) as (file, size), _without_cycle_collector():
         done = 0
@@ -87,14 +112,50 @@ def read_run(
     return reader.finish()
 
 
+def read_start(path: Path) -> Header:
+    """Reads no more of a run file than its header.
+
+    Raises:
+        BadRunFile: as `read_run` has it.
+    """
+    reader = Reader(path)
+    with open_run_file(path) as (file, _), os_errors(path):
+        for raw in file:
+            reader.feed(raw)
+            if reader.header is not None:
+                return reader.header
+    return reader.finish().header
+
+
+def rank_file(path: Path, rank: int) -> Path:
+    """The run file of one rank, where every rank writes one: 'a.rank1.jsonl'; rank 0's is as given.
+
+    Example:
+        >>> rank_file(Path("runs/a.jsonl"), 3).as_posix()
+        'runs/a.rank3.jsonl'
+    """
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+
+
+def refuse_source_name(path: Path) -> None:
+    """Keeps run files out of the places of source files, even of those in which nothing is.
+
+    Raises:
+        BadRunFile: it is named as a source file.
+    """
+    if path.suffix.lower() in _SOURCES:
+        raise BadRunFile(
+            f"{path} has the name of a source file, to which no run file is written. Choose "
+            "another name, as runs/a.jsonl."
+        )
+
+
 def refuse_foreign(path: Path) -> None:
     """Lets a run file pass, by its header, and a file in which nothing is.
 
     Raises:
-        BadRunFile: it is something else, or cannot be read.
+        BadRunFile: it is something else by what it holds or by its name, or cannot be read.
     """
-    if not path.stat().st_size:
-        return
     reader = Reader(path)
     try:
         with open_run_file(path) as (file, _):
@@ -102,6 +163,7 @@ def refuse_foreign(path: Path) -> None:
                 reader.feed(raw)
                 if reader.header is not None:
                     return
+        refuse_source_name(path)  # Nothing is in it, but its name says what it is for.
     except BadRunFile as error:
         raise BadRunFile(
             f"{error} Only a run file is ever overwritten or gone on in: choose another name."
@@ -180,21 +242,23 @@ class Reader:
         self.optimizers: list[OptimizerInfo] = []
         self.steps: list[Step] = []
         self.traces: list[Trace] = []
+        self.logs: list[Logged] = []
         self.notes: list[dict[str, Any]] = []
         self.end: End | None = None
         self.audit: dict[str, Any] | None = None
         self.torn = 0
+        self.damaged: dict[int, str] = {}
         self.lines = 0
         self._broken: int | None = None  # The line that was no JSON, if it was the last so far.
         self._index: dict[int, int] = {}  # Optimizers as the session numbers them → as we do.
         self._renumbered = False
+        self._may_lack_optimizer = False  # A line that is damaged may have described it.
 
     def feed(self, raw: bytes) -> None:
-        """The next line; half a line counts as torn.
+        """The next line; half a line counts as torn at the end of a session, else as damaged.
 
         Raises:
-            BadRunFile: the first line is no header, or the line before this one was no JSON, or
-                this one lacks what its kind must have.
+            BadRunFile: the first line is no header, or a header is of another version.
         """
         self.lines += 1
         (fields,) = _parsed([raw]) or (None,)
@@ -204,7 +268,7 @@ class Reader:
             if self.header is None:
                 self._begin(fields, raw)
             else:
-                self._refuse_broken_before()
+                self._note_broken_before()
                 self._broken = self.lines
 
     def feed_many(self, lines: Sequence[bytes]) -> None:
@@ -251,7 +315,13 @@ class Reader:
                 f"{self.path} is no run file: its first line is {_excerpt(raw)}, not a header. "
                 f"{_WRITTEN_BY}"
             )
-        self.header = self._checked_header(fields)
+        try:
+            self.header = self._checked_header(fields)
+        except Malformed as error:
+            raise BadRunFile(
+                f"{self.path}, line {self.lines}: a header that is not as a run file has it: "
+                f"{error}."
+            ) from error
         self._count_torn()
 
     def _checked_header(self, fields: dict[str, Any]) -> Header:
@@ -261,40 +331,29 @@ class Reader:
                 f"{self.path} is a run file of version {version!r}; this gradilocks reads "
                 f"{VERSION}. Install the gradilocks that wrote it, or a newer one."
             )
-        try:
-            return header_from(fields)
-        except Malformed as error:
-            raise BadRunFile(
-                f"{self.path}, line {self.lines}: a header that is not as a run file has it: "
-                f"{error}."
-            ) from error
+        return header_from(fields)
 
     def _count_torn(self) -> None:
         """Another session has begun: the line before its header was torn by a kill."""
         self.torn += self._broken is not None
         self._broken = None
 
-    def _refuse_broken_before(self) -> None:
-        """A line that is no JSON may be the last of a session, and no other."""
+    def _note_broken_before(self) -> None:
+        """A line that is no JSON and not the last of a session was not torn by a kill."""
         if self._broken is not None:
-            raise BadRunFile(
-                f"{self.path}, line {self._broken}: not JSON, and not the last line of a run. "
-                "The file was changed or damaged; the lines before it are whole."
-            )
+            self.damaged[self._broken] = "not JSON"
+            self._broken, self._may_lack_optimizer = None, True
 
     def _accept(self, fields: dict[str, Any]) -> None:
         kind = fields.get("kind")
         if kind == "header":
             self._count_torn()
-        self._refuse_broken_before()
+        self._note_broken_before()
         try:
             self._take(kind, fields)
         except Malformed as error:
-            raise BadRunFile(
-                f"{self.path}, line {self.lines}: a line of kind {kind!r} that is not as a run "
-                f"file has it: {error}. The file was changed, or written by another version of "
-                "gradilocks."
-            ) from error
+            self.damaged[self.lines] = f"of kind {kind!r}: {error}"
+            self._may_lack_optimizer |= kind == "optimizer"
 
     def _take(self, kind: object, fields: dict[str, Any]) -> None:
         if kind == "step":
@@ -307,6 +366,8 @@ class Reader:
             self.end = None
         elif kind == "losses":
             self._take_losses(losses_from(fields))
+        elif kind == "log":
+            self.logs.append(logged_from(fields))
         elif kind == "trace":
             self.traces.append(trace_from(fields))
         elif kind == "end":
@@ -346,16 +407,19 @@ class Reader:
 
     def _placed(self, steps: list[Step]) -> list[Step]:
         """Steps with their optimizers as this reader numbers them; details as long as those."""
-        unknown = {step.optimizer for step in steps} - self._index.keys()
-        if unknown:
-            raise Malformed(f"optimizer {unknown.pop()}, which no line before it describes")
+        for unknown in {step.optimizer for step in steps} - self._index.keys():
+            if not self._may_lack_optimizer:
+                raise Malformed(f"optimizer {unknown}, which no line before it describes")
+            self._take_optimizer(OptimizerInfo(unknown, "unknown", (), (), ()))
         if self._renumbered:
             steps = [step._replace(optimizer=self._index[step.optimizer]) for step in steps]
-        for step in steps:
+        for at, step in enumerate(steps):
             if step.detail is None:
                 continue
             entries, names = len(step.detail.norm), len(self.optimizers[step.optimizer].names)
-            if entries != names:
+            if not names and self._may_lack_optimizer:
+                steps[at] = step._replace(detail=None)  # Nobody knows what it is of.
+            elif entries != names:
                 raise Malformed(
                     f"'detail' has {entries} entries, and its optimizer {names} parameters"
                 )

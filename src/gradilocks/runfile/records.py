@@ -6,8 +6,10 @@ values were NaN or Inf stands beside them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ __all__ = [
     "Detail",
     "End",
     "Header",
+    "Logged",
     "OptimizerInfo",
     "RankLosses",
     "Run",
@@ -155,6 +158,23 @@ class Header:
     """'scale' and 'clip' (policies as text), 'detail_every', 'flush_every', ..."""
     rank: int
     ranks: int
+    config: Mapping[str, Any] | None = None
+    """What the user said of the run: `config=`, or under `gradilocks run` the script's 'argv'."""
+    git: Mapping[str, Any] | None = None
+    """Of the code's repository: 'commit', 'branch' (None if none is checked out) and 'dirty' (None
+    if it is not known). None where there is no repository."""
+    process: Mapping[str, Any] | None = None
+    """The process that writes the file, by which a machine knows whether it still runs."""
+
+
+class Logged(NamedTuple):
+    """Numbers of the user's own: what one call of `log` handed over."""
+
+    step: int
+    time: float
+    """Seconds of training since the run began, as a step has it."""
+    values: Mapping[str, float | None]
+    """By name; None where the number was not finite."""
 
 
 @dataclass(frozen=True)
@@ -219,5 +239,19 @@ class Run:
     """How many steps stand before each of those sessions."""
     torn: int = 0
     """How many torn lines were left out: a kill tears at most the last line of a session."""
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    """Further lines that were left out, by their number, and why: no JSON, or not as their kind
+    must be."""
+    logs: tuple[Logged, ...] = ()
+    """Numbers of the user's own, in the order of the file."""
     notes: tuple[Mapping[str, Any], ...] = field(default=())
     """Other lines, as they are."""
+
+    @cached_property
+    def logged(self) -> dict[str, list[tuple[int, float]]]:
+        """The user's own numbers by name: each as (step, value); NaN if it was not finite."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for each in self.logs:
+            for name, value in each.values.items():
+                found.setdefault(name, []).append((each.step, math.nan if value is None else value))
+        return found

@@ -10,6 +10,8 @@ recorder, a tracer, an audit. Without a listener an emitter pays for a look at a
       step                     step_begins; step_ended when the optimizers have stepped or not, the
                                scale has moved on and the call order is noted, but before
                                NonFiniteGradient or NeverFinite is raised; step_failed if it raises
+      log                      numbers_logged
+    gradilocks.log             numbers_logged
     gradilocks.GradScaler
       scale                    loss_scaled
       step                     step_begins, step_ended or step_failed; nothing if it is not enabled
@@ -34,7 +36,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -214,6 +216,9 @@ class StepListener:
 
     def step_failed(self, step: Step) -> None:
         """The step raised; it is none, unless `step_ended` came before."""
+
+    def numbers_logged(self, numbers: Mapping[str, Tensor | float], *, step: int | None) -> None:
+        """The user has handed over numbers of their own, which were checked."""
 
 
 class StepEvents:

@@ -156,4 +156,4 @@ def _check_record(record: object) -> None:
         )
     if isinstance(record, (str, os.PathLike)):  # Now, and not after all batches.
         path = Path(record)
-        check_target(path, path, "append", rank=0, ways="Choose another name.")
+        check_target(path, path, "append", ways="Choose another name.")

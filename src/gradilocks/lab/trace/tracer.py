@@ -261,9 +261,8 @@ class Tracer(StepListener):
             now = self.recorder.elapsed()
         found = dataclasses.replace(found, step=step, time=now)
         self.findings.append(found)
-        _logger.warning("step %d traced: %s", found.step, found.text)
-        if self.recorder is not None:
-            self.recorder.trace(found)
+        if self.recorder is None or not self.recorder.trace(found):
+            _logger.warning("step %d traced: %s", found.step, found.text)
 
     def close(self) -> None:
         """Takes the hooks away for good."""
