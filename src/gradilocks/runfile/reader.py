@@ -28,6 +28,7 @@ from gradilocks.runfile.lines import (
     loads,
     losses_from,
     optimizer_from,
+    precision_from,
     steps_from,
     trace_from,
 )
@@ -183,6 +184,7 @@ class Reader:
         self.notes: list[dict[str, Any]] = []
         self.end: End | None = None
         self.audit: dict[str, Any] | None = None
+        self.computed_in: tuple[str, ...] | None = None
         self.torn = 0
         self.lines = 0
         self._broken: int | None = None  # The line that was no JSON, if it was the last so far.
@@ -305,6 +307,8 @@ class Reader:
             self.resumed.append(self._checked_header(fields))
             self.begins.append(len(self.steps))
             self.end = None
+        elif kind == "precision":
+            self.computed_in = precision_from(fields).dtypes
         elif kind == "losses":
             self._take_losses(losses_from(fields))
         elif kind == "trace":
