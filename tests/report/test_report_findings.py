@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from gradilocks.errors import BadRunFile
+from gradilocks.report.comparison import summarize
 from gradilocks.report.health import Finding
-from gradilocks.report.run_report import examine
+from gradilocks.report.report_page import render
+from gradilocks.report.run_report import examine, report_on, what_ran
 from gradilocks.report.series import skip_marks
 from gradilocks.report.tracks import tracks
 from gradilocks.runfile import Culprit, End, OptimizerInfo, Run, Step, Trace, read_run
@@ -332,6 +335,52 @@ def test_a_run_that_was_killed_is_noted() -> None:
 def test_a_bad_end_is_told(end: End, rule: str, severity: str) -> None:
     finding = only(made_run(end=end))
     assert (finding.rule, finding.severity) == (rule, severity)
+
+
+def test_what_a_script_said_when_it_left_is_in_the_report() -> None:
+    run = made_run(end=End(60.0, "exit", 1, "no data in /data"))
+    assert only(run).sentence == "It ended itself after 1 min 0 s: no data in /data"
+    assert dict(what_ran(run))["ended"] == "with exit status 1: no data in /data"
+
+
+def test_the_page_says_what_the_first_and_the_last_loss_are() -> None:
+    reported = report_on(made_run(100), "run")
+    first, last, over = reported.tracks[0].loss_ends
+    taken = [step.loss for step in reported.run.steps]
+    assert (first, last, over) == (taken[0], median(taken[-10:]), 10)
+    page = render([reported])
+    assert "at the first step; the median over the last tenth of the steps" in page
+    assert summarize(reported.run).losses[0].last == last
+
+
+TRACE = Trace(60, 6.0, "forward", "blocks.0", "Block", "Inf", (), "Block blocks.0 gave Inf.")
+
+
+@pytest.mark.parametrize(
+    ("certainty", "culprit"), [("certain", "blocks.0"), ("likely", "blocks.0"), ("unknown", None)]
+)
+def test_a_trace_counts_more_than_what_gradients_show_and_says_how_sure_it_is(
+    certainty: str, culprit: str | None
+) -> None:
+    trace = replace(TRACE)
+    object.__setattr__(trace, "certainty", certainty)
+    lost = {"loss": None, "loss_nonfinite": True, "nan": 2, "norm": None}
+    run = made_run(plant=dict.fromkeys(range(60, 301), lost), traces=(trace,))
+    (finding,) = examine(run).findings
+    assert finding.culprit == culprit
+    assert ("forward or loss, module unknown" in finding.sentence) is (culprit is None)
+    assert (f"blocks.0 ({certainty})" in finding.sentence) is (culprit is not None)
+    assert (f"first appeared in blocks.0 ({certainty})" in examine(run).sentence) is bool(culprit)
+
+
+def test_two_optimizers_that_share_a_bad_backward_pass_are_told_once() -> None:
+    bad = {n: {"nan": 2, "norm": None, "loss": None} for n in range(60, 301)}
+    ours, theirs = (made_steps(plant=bad, optimizer=i) for i in (0, 1))
+    both = [step for pair in zip(ours, theirs, strict=True) for step in pair]
+    run = replace(made_run(0), optimizers=(info(), info(1)), steps=both)
+    (finding,) = examine(run).findings
+    assert finding.title.startswith("optimizer 0 (AdamW): The weights are spoilt since step 60")
+    assert finding.sentence.endswith("With them those of optimizer 1 (AdamW), since step 60.")
 
 
 def test_a_resumed_run_says_how_many_sessions_it_has() -> None:

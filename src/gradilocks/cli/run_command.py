@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,10 +24,18 @@ from gradilocks.cli.options import (
     whole_number,
 )
 from gradilocks.cli.terminal import program, say
-from gradilocks.errors import BadScript
+from gradilocks.errors import BadScript, GradilocksError
 from gradilocks.observe import Options, Summary, run_script
+from gradilocks.runfile import Run, read_run
+
+if TYPE_CHECKING:
+    from gradilocks.report import Health
 
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
+COLOURS = {"in trouble": "red", "needs a look": "yellow", "healthy": "green"}
+MOST_READ = 256 << 20
+"""Bytes of a run file that are read again when the script has ended: about a million steps, some
+seconds."""
 
 
 def run(
@@ -102,11 +111,15 @@ def run(
         command=("gradilocks", *sys.argv[1:]),
     )
     caller = program()  # Now: the script may change the folder and the path.
+    from gradilocks.report import examine
 
     def tell(summary: Summary) -> None:
         if not quiet:
             for line in describe(summary, script=chosen.name, caller=caller):
                 say(line)
+            verdict, words = judged(summary, examine)
+            if verdict:
+                say(f"{verdict}. {words}", colour=COLOURS.get(verdict, ""))
 
     try:
         note = (lambda message: None) if quiet else say
@@ -145,5 +158,23 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
             f"norms, culprits and tensors of some steps are of what rank {summary.rank} holds: not "
             "all ranks have told of them, or they do not say what each holds of the model"
         )
-    lines += [f"it ended in NaN or Inf: {words}" for words in summary.bad_endings]
     return lines
+
+
+def judged(summary: Summary, examine: Callable[[Run], Health]) -> tuple[str, str]:
+    """The verdict of `gradilocks report` on what was recorded, and its sentence; ('', '') if
+    nothing was.
+
+    Of a file too large to be read here, what was counted on the way: whether it ended in NaN.
+    """
+    if not summary.watched or not summary.steps:
+        return "", ""
+    ended = "".join(f"It ended in NaN or Inf: {words}. " for words in summary.bad_endings)
+    counted = ("in trouble", ended.rstrip()) if ended else ("", "")
+    try:
+        if summary.file.stat().st_size > MOST_READ:
+            return counted
+        health = examine(read_run(summary.file))
+    except (GradilocksError, OSError, MemoryError):
+        return counted
+    return health.verdict, health.sentence

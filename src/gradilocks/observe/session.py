@@ -205,6 +205,8 @@ class Summary:
 
     path: Path
     """As it is to be typed from the folder in which the session began."""
+    file: Path
+    """The same from anywhere: the script may have changed the folder."""
     steps: int
     skipped: int
     seen: int
@@ -277,6 +279,7 @@ def run_script(
         tell(
             Summary(
                 path=session.name_of(recorder),
+                file=session.shown.absolute() if recorder is None else recorder.path,
                 steps=0 if recorder is None else recorder.steps,
                 skipped=0 if recorder is None else recorder.skipped,
                 seen=0 if session.steps is None else session.steps.seen,

@@ -42,6 +42,9 @@ SURELY = 2.0
 BY_CHANCE = 5.0
 # A loss so noisy that a fall by a tenth would not show says nothing.
 WOULD_BE_SEEN = 0.1
+# Nor does one that differs by a third of itself from step to step: a diffusion model's follows the
+# noise that was drawn, and hardly what is learned.
+TOO_NOISY = 0.3
 # Of itself a step: less, and a thousand steps change a tensor by a hundredth; more, and each step
 # throws away what the one before has learned.
 HARDLY, WILDLY = 1e-5, 0.1
@@ -109,10 +112,13 @@ def _blown_up(track: Track, known: Sequence[tuple[int, float]]) -> Finding | Non
     ]
     usual = max(abs(first), min(lows), 1e-30)  # One loss alone may be small by chance.
     grown = _growth(track, [i for i, _ in known[:size]], [i for i, _ in known[-over:]])
-    # Adam bounds a step whatever the norm is; then the weights tell.
+    # Adam bounds a step whatever the norm is. Then the weights tell, and what is left is thrown
+    # from batch to batch: some losses are zero, and only their mean is large.
     thrown = any(value >= THROWN for t in track.tensors for value in t.update if _is_weight(t))
+    half = [abs(value) for _, value in known[len(known) // 2 :]]
+    level = math.fsum(value / len(half) for value in half) if thrown else abs(last)
     least = BLOWN_UP_AMONG_SEVERAL if track.several else BLOWN_UP
-    if not (abs(last) >= least * usual and (grown >= NORM_GREW or thrown)):
+    if not (max(level, abs(last)) >= least * usual and (grown >= NORM_GREW or thrown)):
         return None
     rise = _rise(known, RISEN * usual)
     last = known[-1][1] if lost else last
@@ -164,7 +170,10 @@ def _higher_again(track: Track, known: Sequence[tuple[int, float]]) -> Iterator[
     windows = [known[i : i + size] for i in range(0, len(known) - size + 1, size)]
     middles = [nanmedian(value for _, value in window) for window in windows]
     start, best, last = middles[0], min(middles), middles[-1]
-    noise = median(abs(value - last) for _, value in windows[-1])
+    noise = median(
+        median(abs(value - middle) for _, value in window)
+        for window, middle in zip(windows, middles, strict=True)
+    )
     lost = last - best
     if lost <= NOISE * noise or lost <= LOST * (start - best):
         return
@@ -210,7 +219,8 @@ def standing_still(track: Track) -> Iterator[Finding]:
     tenth = count_of // 10
     means = [math.fsum(losses[i * tenth : (i + 1) * tenth]) / tenth for i in range(10)]
     waves = (max(means) - min(means)) > BY_CHANCE * spread / math.sqrt(tenth)
-    if moved > SURELY * error or waves or moved + 3 * error > WOULD_BE_SEEN * level:
+    unclear = spread > TOO_NOISY * level or moved + 3 * error > WOULD_BE_SEEN * level
+    if moved > SURELY * error or waves or unclear:
         return
     first, last, _ = track.loss_ends
     title = f"The loss stands still: {number(first)} → {number(last)}"

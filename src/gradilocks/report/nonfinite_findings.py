@@ -35,7 +35,7 @@ GUARDED = "`gradilocks run --guard skip`, or a GradientControl, would have skipp
 def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
     """Says so if NaN or Inf reached the weights, and what the first such step itself showed."""
     places = track.taken
-    if not places:
+    if not places or spoilt_by_another(track):
         return
     first = places[0]
     step = track.steps[first].step
@@ -57,7 +57,7 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
     yield Finding(
         "taken-though-nonfinite",
         "problem",
-        title,
+        named(title, track, [first]),
         f"Step {step:,} was taken with NaN or Inf in the gradients.{more if places[1:] else ''} "
         f"{where_it_arose(track, [first])}{_lost_with_it(track)}{then}{cure}{GUARDED} "
         f"{by_trace(track, [first])}".rstrip(),
@@ -65,6 +65,11 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
         step=step,
         culprit=likely_culprit(track, [first]),
     )
+
+
+def spoilt_by_another(track: Track) -> bool:
+    """Whether NaN or Inf reached these weights from another optimizer's: no event of its own."""
+    return bool(track.taken) and track.spoilt[track.taken[0]] == ANOTHERS
 
 
 def _lost_with_it(track: Track) -> str:
@@ -98,7 +103,7 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
     yield Finding(
         "nan",
         "problem",
-        f"NaN in the gradients of {count(len(places), 'step')}",
+        named(f"NaN in the gradients of {count(len(places), 'step')}", track, places),
         f"First at step {step:,}{scale}. {_skipped(places)}{where_it_arose(track, places)}Look for "
         "a division by zero, the logarithm or root of 0, bad inputs, or a learning rate that blew "
         f"up the weights. {by_trace(track, places)}",
@@ -161,7 +166,13 @@ def loss_not_finite(track: Track) -> Iterator[Finding]:
         rates: dict[str, float] = {"steps": len(skipped), "share": len(skipped) / len(track.steps)}
         culprit = likely_culprit(track, skipped)
         yield Finding(
-            "loss-nonfinite-steps", "warning", title, told, rates, step=first, culprit=culprit
+            "loss-nonfinite-steps",
+            "warning",
+            named(title, track, skipped),
+            told,
+            rates,
+            step=first,
+            culprit=culprit,
         )
 
 
@@ -186,7 +197,7 @@ def _never_finite_again(track: Track, since: int) -> Finding:
             "the loss divides by or takes the logarithm of, and at whether a weight is itself NaN "
             f"or Inf. {by_trace(track, here)}"
         )
-        culprit = likely_culprit(track, here)
+        culprit, title = likely_culprit(track, here), named(title, track, here)
     elif not any(place >= since for place in track.nonfinite):
         told += "The gradients stayed finite, so the weights are not spoilt by it" + (
             "." if track.steps[since].loss_nonfinite else "; or the loss is only missing."
@@ -223,6 +234,12 @@ FOUND = {
     "after": "{what} first appeared in the loss, or after {who}",
     "gradients": "{what} came back in gradients, but in no module",
 }
+
+
+def named(title: str, track: Track, places: Sequence[int]) -> str:
+    """A title, with the module that a trace names as the origin, if one does."""
+    culprit = likely_culprit(track, places) if _traces_at(track, places) else None
+    return title if culprit is None else f"{title}, from {clean(culprit)}"
 
 
 def likely_culprit(track: Track, places: Sequence[int]) -> str | None:

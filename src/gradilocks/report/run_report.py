@@ -19,11 +19,15 @@ import gradilocks.report.skip_findings as skip_findings
 import gradilocks.report.tensor_findings as tensor_findings
 from gradilocks.report.formatting import clean, count, duration, number, percent, power
 from gradilocks.report.health import Finding, Health, Verdict
-from gradilocks.report.tracks import Track, nanmedian, tracks
+from gradilocks.report.tracks import LAST, Track, nanmedian, tracks
 from gradilocks.runfile import Run
 
 Pairs = list[tuple[str, str]]
 
+ENDS = (
+    "at the first step; the median over the last tenth of the steps that were taken, at most "
+    f"{LAST} of them"
+)
 # Rates over fewer steps than this mean little, and the verdict says so.
 FEW_STEPS = 20
 ORDER = {"problem": 0, "warning": 1, "note": 2}
@@ -110,9 +114,16 @@ def _each_once(found: Sequence[tuple[Track, Sequence[Finding]]]) -> Iterator[Fin
             key = each.rule, each.title, each.sentence
             alike.setdefault(key, []).append(track)
             firsts.setdefault(key, each)
+    along = "".join(
+        f" With them those of {track.label}, since step {track.steps[track.taken[0]].step:,}."
+        for track, _ in found
+        if nonfinite_findings.spoilt_by_another(track)
+    )
     for key, each in firsts.items():
         labels = " and ".join(track.label for track in alike[key])
         title = each.title if len(found) == 1 else f"{labels}: {each.title}"
+        if each.rule == "taken-though-nonfinite":
+            each, along = replace(each, sentence=each.sentence + along), ""
         yield replace(each, title=title)
 
 
@@ -137,6 +148,10 @@ def what_ran(run: Run) -> Pairs:
     for info in run.optimizers:
         held = f"{count(len(info.names), 'tensor')}, {count(sum(info.sizes), 'parameter')}"
         pairs.append(("optimizer", f"{clean(info.kind)}: {held}"))
+    if run.computed_in:
+        pairs.append(("computed in", clean(", ".join(run.computed_in))))
+    if run.steps:
+        pairs.append(("first and last loss", ENDS))
     pairs += [
         ("versions", _joined(header.versions.items())),
         ("hardware", _hardware(run)),

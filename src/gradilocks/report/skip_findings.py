@@ -9,7 +9,12 @@ from itertools import groupby
 
 from gradilocks.report.formatting import count, listed, percent, power
 from gradilocks.report.health import Finding, Severity
-from gradilocks.report.nonfinite_findings import likely_culprit, nan_places, where_it_arose
+from gradilocks.report.nonfinite_findings import (
+    likely_culprit,
+    named,
+    nan_places,
+    where_it_arose,
+)
 from gradilocks.report.tracks import Track, nanmedian
 
 # A dynamic scale starts too high on purpose: at 2^16 it may take sixteen halvings to settle.
@@ -60,7 +65,7 @@ def skipping(track: Track) -> Iterator[Finding]:
     yield Finding(
         "skipped",
         severity,
-        f"{count(len(places), 'step')} skipped: NaN or Inf in the gradients",
+        named(f"{count(len(places), 'step')} skipped: NaN or Inf in the gradients", track, places),
         f"{percent(len(places) / len(track.steps))} of all steps changed nothing{since}. "
         f"{where_it_arose(track, places)}"
         + _what_to_do(severity, longest, unscaled=unscaled, recovered=recovered),
@@ -87,7 +92,13 @@ def far_out(track: Track) -> Iterator[Finding]:
     evidence = {"steps": len(places)}
     culprit = likely_culprit(track, places)
     yield Finding(
-        "skipped-far-out", "warning", title, told, evidence, step=steps[0], culprit=culprit
+        "skipped-far-out",
+        "warning",
+        named(title, track, places),
+        told,
+        evidence,
+        step=steps[0],
+        culprit=culprit,
     )
 
 

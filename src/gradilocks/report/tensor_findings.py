@@ -55,7 +55,9 @@ def gradientless(track: Track) -> Iterator[Finding]:
             "detached. Make it from the parameters of the model that the loss comes from."
         )
         evidence = {"parameters": len(track.optimizer.names), "steps": len(track.steps)}
-        yield Finding("never-a-gradient", "problem", title, told, evidence, step=1)
+        # Beside other optimizers it may wait for its turn.
+        severity: Severity = "warning" if track.several else "problem"
+        yield Finding("never-a-gradient", severity, title, told, evidence, step=1)
         return
     if len(track.detailed) < ENOUGH:
         return
@@ -160,9 +162,9 @@ def dominating(track: Track) -> Iterator[Finding]:
                 if clipped >= OFTEN
                 else ". A limit on the norm of all would follow it alone."
             )
-            severity: Severity = "warning" if clipped >= OFTEN else "note"
+            matters: Severity = "warning" if clipped >= OFTEN else "note"
             evidence = {"share": share, "clipped": clipped}
-            yield Finding("dominating", severity, title, told, evidence, culprit=tensor.name)
+            yield Finding("dominating", matters, title, told, evidence, culprit=tensor.name)
 
 
 def moving(track: Track) -> Iterator[Finding]:
