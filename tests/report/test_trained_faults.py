@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradilocks import GradientControl, Recorder, read_run
+from gradilocks import GradientControl, Recorder, emulate, read_run
 from gradilocks.report.health import Finding
 from gradilocks.report.run_report import Reported, main_numbers, report_on
 from tests.report.healthy_runs import TiedGPT, classes, mlp, next_token, sentences
@@ -302,6 +302,23 @@ def test_gradients_of_zero_in_fp32_are_no_matter_of_a_scale(judge) -> None:
     (finding,) = told.health.findings
     assert (finding.rule, finding.severity) == ("no-gradient", "problem")
     assert "scale" not in told.everything
+
+
+def test_an_emulated_format_counts_as_one_that_rounds_to_zero(tmp_path: Path) -> None:
+    def run() -> None:
+        model = mlp(16, 32, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            x, y = classes(8)
+            optimizer.zero_grad()
+            with emulate(torch.float16):
+                loss = F.cross_entropy(model(x), y) * 1e-7
+            loss.backward()
+            optimizer.step()
+
+    told = Judged(watched(run, tmp_path / "run.jsonl"))
+    assert told.run.computed_in == ("float16", "float32")
+    assert "use a loss scale" in told.findings["no-gradient"].sentence
 
 
 def test_a_control_records_the_precision_too(tmp_path: Path) -> None:

@@ -136,7 +136,11 @@ def _blown_up(track: Track, known: Sequence[tuple[int, float]]) -> Finding | Non
     else:
         told += f"Lower the learning rate{used} first, to a tenth; then try a longer warm-up, or a "
         told += "limit on the norm. "
-    told += f"Go back to a checkpoint before step {step:,}: the weights since then are of no use."
+    told += (
+        f"Go back to a checkpoint before step {step:,}: the weights since then are of no use."
+        if rise > FEWEST_TO_RISE
+        else "Begin anew: nothing was learned before it."
+    )
     traces = [track.traces[place] for place in sorted(track.traces) if place >= rise]
     if traces:
         told += (

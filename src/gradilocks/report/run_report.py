@@ -198,7 +198,7 @@ def main_numbers(reported: Reported, track: Track | None) -> Pairs:
         ("clipped", _share_of(clipped, max(1, steps - skipped)) if limited else "no limit"),
         ("loss", _loss(track)),
         ("median norm", unknown if math.isnan(norm) else number(norm) + _whose(reported.run)),
-        ("last scale", "–" if scale is None else power(scale)),
+        ("last scale", "–" if scale is None else power(scale) if track.scaled else "none"),
         ("lasted", duration(track.time[-1]) if track.time[-1] > 0 else "–"),
         ("steps/s", number((steps - 1) / seconds) if steps > 1 and seconds > 0 else "–"),
         ("verdict", reported.health.verdict),
