@@ -84,7 +84,7 @@ def test_a_signal_ends_the_script_as_it_would_under_python(number, tmp_path):
     run = read_run(tmp_path / "a.jsonl")
     assert len(run.steps) >= 20
     assert (run.torn, run.end.status, run.end.exit) == (0, "interrupted", 128 + number)
-    assert shown.splitlines()[-1].endswith("report a.jsonl")
+    assert shown.splitlines()[-2].endswith("report a.jsonl")
 
 
 def test_a_traceback_from_inside_a_watched_call_has_no_frame_of_ours(tmp_path):
