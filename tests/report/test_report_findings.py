@@ -301,8 +301,11 @@ def test_a_dominating_tensor_is_named() -> None:
     ("ratio", "rule"), [(0.4, "update-large"), (1e-9, "update-small"), (0.0, "update-small")]
 )
 def test_an_unusual_update_is_named(ratio: float, rule: str) -> None:
-    finding = only(made_run(details={"update": {NAMES[2]: ratio}}))
+    details = {"update": {NAMES[2]: ratio}}
+    finding = only(made_run(details=details, always=lambda n: {"loss": None}))
     assert (finding.rule, finding.severity, finding.culprit) == (rule, "warning", NAMES[2])
+    learned = only(made_run(details=details))
+    assert (learned.severity == "note") is (rule == "update-large")
 
 
 def test_small_updates_of_a_run_that_has_converged_are_a_note() -> None:

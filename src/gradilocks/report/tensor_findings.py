@@ -36,6 +36,8 @@ OFTEN = 0.1
 TOKENS = ("emb", "wte", "lm_head", "tok", "shared.weight")
 # About 1e-3 a step is usual. Small models with large learning rates go to a few 1e-2 in health.
 MOVING_MUCH = 0.1
+# A loss that fell to half of where it began: then such steps do no harm that shows.
+LEARNED = 0.5
 # At 1e-7 of itself a step, float32 rounds the change of a weight away.
 MOVING_LITTLE = 1e-7
 
@@ -183,10 +185,16 @@ def moving(track: Track) -> Iterator[Finding]:
     if much:
         most = max(much, key=lambda tensor: tensor.usual_update)
         title = f"A step changes {count(len(much), 'tensor')} by more than {percent(MOVING_MUCH)}"
-        told = f"{_change(much, most)} Lower the learning rate, or check the initialization of "
-        told += "these layers."
+        first, last, _ = track.loss_ends
+        learns = 0 <= last < LEARNED * first
+        told = f"{_change(much, most)} " + (
+            "The loss fell all the same: small models bear that."
+            if learns
+            else "Lower the learning rate, or check the initialization of these layers."
+        )
         evidence = {"tensors": len(much), "largest": most.usual_update}
-        yield Finding("update-large", "warning", title, told, evidence, culprit=most.name)
+        severe: Severity = "note" if learns else "warning"
+        yield Finding("update-large", severe, title, told, evidence, culprit=most.name)
     held = [t for t in little if t.usual_update == 0]
     if held and len(held) == len([t for t in weights if t.usual_norm > 0]):
         yield _nothing_moves(track)
