@@ -219,6 +219,36 @@ def gan() -> None:
 
 
 @healthy
+def wasserstein_gan() -> None:
+    generator, critic = mlp(4, 32, 2), mlp(2, 32, 1)
+    of_g = torch.optim.RMSprop(generator.parameters(), lr=5e-4)
+    of_c = torch.optim.RMSprop(critic.parameters(), lr=5e-4)
+    for _ in range(120):
+        real, fake = torch.randn(32, 2) * 0.3 + 1, generator(torch.randn(32, 4))
+        of_c.zero_grad()
+        (critic(fake.detach()).mean() - critic(real).mean()).backward()
+        of_c.step()
+        for param in critic.parameters():
+            param.data.clamp_(-0.1, 0.1)
+        of_g.zero_grad()
+        (-critic(fake).mean()).backward()
+        of_g.step()
+
+
+@healthy
+def diffusion_model() -> None:
+    model = mlp(3, 64, 64, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(200):
+        clean = torch.randn(32, 2) * 0.1 + torch.tensor([1.0, 0.0])
+        time, noise = torch.rand(32, 1), torch.randn(32, 2)
+        noisy = (1 - time).sqrt() * clean + time.sqrt() * noise
+        optimizer.zero_grad()
+        F.mse_loss(model(torch.cat([noisy, time], 1)), noise).backward()
+        optimizer.step()
+
+
+@healthy
 def contrastive_pairs() -> None:
     encoder = mlp(16, 64, 32)
     temperature = nn.Parameter(torch.tensor(math.log(10.0)))
@@ -342,6 +372,21 @@ def float16_with_a_scaler_that_settles() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         scaler.step(optimizer)
         scaler.update()
+
+
+@healthy
+def an_equation_over_the_whole_domain_in_each_batch() -> None:
+    model = mlp(1, 32, 32, 1, between=nn.Tanh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    domain = torch.linspace(0, 1, 64)[:, None]
+    for _ in range(150):
+        at = domain.clone().requires_grad_()
+        value = model(at)
+        (slope,) = torch.autograd.grad(value.sum(), at, create_graph=True)
+        begin = (model(torch.zeros(1, 1)) - 1).square().mean()
+        optimizer.zero_grad()
+        ((slope + value).square().mean() + begin).backward()
+        optimizer.step()
 
 
 @healthy
