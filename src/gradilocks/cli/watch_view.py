@@ -214,7 +214,7 @@ class Watched:
         several = len(self.courses) > 1
         traces, others = self.reader.traces, None if several else ()
         return [
-            f"optimizer {index}: {words}" if several else words
+            printable(f"optimizer {index}: {words}" if several else words)
             for index, course in sorted(self.courses.items())
             if (words := describe_ending(course.bad, traces, others=others)) is not None
         ]
