@@ -44,7 +44,8 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
     more = f" So {'was' if len(places) == 2 else 'were'} {len(places) - 1:,} after it."
     if again is None:
         spoilt = Spoilt(step, track.steps[first].loss is not None)
-        title = f"The weights are spoilt {spoilt}"
+        ranks = _ranks_at(track, [first])
+        title = f"The weights are spoilt {spoilt}{f', by a loss{ranks}' if ranks else ''}"
         then = "What follows comes from that and tells nothing new. " if places[1:] else ""
         cure = f"Go back to a checkpoint before step {step:,}{'' if spoilt.surely else SOUND}. "
     else:
@@ -80,7 +81,8 @@ def _lost_with_it(track: Track) -> str:
     step = track.steps[since].step
     if since == 0:
         return "No step had a finite loss. "
-    return f"The loss is NaN or Inf from step {step:,} on; it was {_before(track, since)} before. "
+    ranks, before = _ranks_at(track, range(since, len(track.steps))), _before(track, since)
+    return f"The loss is NaN or Inf{ranks} from step {step:,} on; it was {before} before. "
 
 
 def _before(track: Track, place: int) -> str:
