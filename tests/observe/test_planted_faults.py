@@ -200,6 +200,7 @@ def test_what_a_trace_finds_later_is_not_told_as_the_origin_of_an_earlier_fault(
     told = Told(tmp_path, "train.py", "scaler", "none", "70", trace=True)
     traced = told.findings["loss-nonfinite-steps"]
     assert "At step 41 Inf first appeared in transformer.h.2.mlp.gelu" in traced["sentence"]
+    assert (traced["step"], traced["culprit"]) == (20, None), "step 41's is not step 20's"
     assert (
         "The first bad step was 20: where its NaN or Inf arose was not seen" in (traced["sentence"])
     )

@@ -21,6 +21,7 @@ from gradilocks.runfile import (
     Spoilt,
     Trace,
     certainty_of,
+    describe_trace,
     has_bad_gradients,
     is_bad,
     on_ranks,
@@ -227,17 +228,6 @@ def _ranks_at(track: Track, places: Iterable[int]) -> str:
 # --- where it arose ------------------------------------------------------------------------------
 
 
-# What a trace has found, by its `where`.
-FOUND = {
-    "module": "{what} first appeared in {who}",
-    "input": "{what} was in the input data",
-    "before": "{what} first appeared between modules, before {who}",
-    "outside": "{what} came into {who} from outside",
-    "after": "{what} first appeared in the loss, or after {who}",
-    "gradients": "{what} came back in gradients, but in no module",
-}
-
-
 def named(title: str, track: Track, places: Sequence[int]) -> str:
     """A title, with the module that a trace names as the origin, if one does."""
     culprit = likely_culprit(track, places) if _traces_at(track, places) else None
@@ -250,7 +240,8 @@ def likely_culprit(track: Track, places: Sequence[int]) -> str | None:
     traces = _traces_at(track, places)
     if traces:
         modules = {each.module for each in traces if _names_a_module(each)}
-        return modules.pop() if len(modules) == 1 else None
+        known = len(modules) == 1 and _seen_from_the_first(track, places)
+        return modules.pop() if known else None
     found = track.origins(places)
     names = Counter(origin.name for origin in found if origin.where == "parameter")
     name, times = names.most_common(1)[0] if names else ("", 0)
@@ -274,7 +265,7 @@ def _traces_at(track: Track, places: Sequence[int]) -> list[Trace]:
         for place in places
         if place in track.traces
         and not track.spoilt[place]
-        and track.traces[place].where in (*FOUND, "unknown")
+        and (describe_trace(track.traces[place]) or certainty_of(track.traces[place]) == "unknown")
     ]
 
 
@@ -287,7 +278,7 @@ def _by_traces(track: Track, places: Sequence[int], traces: Sequence[Trace]) -> 
     """What traces saw, what they saw again only once, and the first step if they did not see it."""
     alike: dict[tuple[str, str, str, str], list[Trace]] = {}
     for trace in traces:
-        alike.setdefault((trace.phase, trace.module, trace.what, trace.where), []).append(trace)
+        alike.setdefault(_key(trace), []).append(trace)
     told = ""
     for found in list(alike.values())[:MOST_TRACES]:
         first = found[0]
@@ -296,25 +287,26 @@ def _by_traces(track: Track, places: Sequence[int], traces: Sequence[Trace]) -> 
             f"At step {first.step:,} {_title(first)} ({certainty_of(first)}). {_sentence(first)}"
             f"{again if found[1:] else ''} "
         )
-    first_place = min(places)
-    if first_place not in track.traces:
-        step = track.steps[first_place]
-        seen = track.steps[min(track.traces.keys() & {*places})]
-        # A loss that was not finite and one that was do not have one cause.
-        alike_too = (step.loss is None) == (seen.loss is None)
-        in_a_row = {*range(first_place, len(track.steps))} & {*track.nonfinite, *track.lost}
-        unbroken = all(i in in_a_row for i in range(first_place, min(track.traces)))
-        told += (
-            f"Step {step.step:,} was bad before it, likely for the same reason. "
-            if alike_too and unbroken
-            else f"The first bad step was {step.step:,}: where its NaN or Inf arose was not seen. "
-        )
+    step = track.steps[min(places)].step
+    if not _seen_from_the_first(track, places):
+        told += f"The first bad step was {step:,}: where its NaN or Inf arose was not seen. "
+    elif min(places) not in track.traces:
+        told += f"Step {step:,} was bad before it, likely for the same reason. "
     return told
 
 
+def _seen_from_the_first(track: Track, places: Sequence[int]) -> bool:
+    """Whether a trace saw the first of these steps, or one that followed it and was bad alike."""
+    first = min(places)
+    seen = min(track.traces.keys() & {*places})
+    bad = {*track.nonfinite, *track.lost}
+    # A loss that was not finite and one that was do not have one cause.
+    alike = (track.steps[first].loss is None) == (track.steps[seen].loss is None)
+    return seen == first or (alike and all(i in bad for i in range(first, seen)))
+
+
 def _title(trace: Trace) -> str:
-    found = FOUND.get(trace.where, "{what} appeared")
-    return found.format(what=clean(trace.what), who=clean(trace.module) or "the model")
+    return clean(describe_trace(trace) or f"{trace.what} appeared")
 
 
 def _sentence(trace: Trace) -> str:
@@ -392,7 +384,7 @@ def traced(run: Run, tracks: Sequence[Track]) -> Iterator[Finding]:
         id(track.traces[place])
         for track in tracks
         for place in {*track.nonfinite, *track.lost} & track.traces.keys()
-        if not track.spoilt[place] and track.traces[place].where in FOUND
+        if not track.spoilt[place] and describe_trace(track.traces[place])
     }
     known = {_key(trace) for trace in run.traces if id(trace) in told}
     alike: dict[tuple[str, str, str, str], list[Trace]] = {}

@@ -24,6 +24,7 @@ __all__ = [
     "describe_ending",
     "describe_error",
     "describe_skip",
+    "describe_trace",
     "format_scale",
     "named_numbers",
     "on_ranks",
@@ -78,13 +79,24 @@ def describe_bad(
 
 # What a trace has found, by its `where`.
 _FOUND_BY_TRACE = {
-    "module": "it first appeared in {who}",
-    "input": "it was in the input data",
-    "before": "it first appeared between modules, before {who}",
-    "outside": "it came into {who} from outside",
-    "after": "it first appeared in the loss, or after {who}",
-    "gradients": "it came back in gradients, but in no module",
+    "module": "{what} first appeared in {who}",
+    "input": "{what} was in the input data",
+    "before": "{what} first appeared between modules, before {who}",
+    "outside": "{what} came into {who} from outside",
+    "after": "{what} first appeared in the loss, or after {who}",
+    "gradients": "{what} came back in gradients, but in no module",
 }
+
+
+def describe_trace(trace: Trace, *, what: str = "") -> str:
+    """Where a trace saw NaN or Inf first, in half a sentence; '' if it names no such place.
+
+    Args:
+        trace: the trace.
+        what: in place of 'NaN' or 'Inf'.
+    """
+    found = _FOUND_BY_TRACE.get(trace.where, "")
+    return found.format(what=what or trace.what, who=trace.module or "the model")
 
 
 def certainty_of(trace: Trace) -> str:
@@ -120,11 +132,9 @@ def describe_ending(
         return f"{bad.ending}; {spoilt_before}"
     for trace in traces:
         seen = trace.step == first.step or (first.skipped and trace.step > first.step)
-        found = _FOUND_BY_TRACE.get(trace.where)
-        certainty = certainty_of(trace)
+        found, certainty = describe_trace(trace, what="it"), certainty_of(trace)
         if seen and found and not trace.damaged and certainty != "unknown":
-            who = found.format(who=trace.module or "the model")
-            return f"{bad.ending}; {who} ({certainty})"
+            return f"{bad.ending}; {found} ({certainty})"
     origin = origin_of(first, lost=bad.guesses_lost, others=others or ())
     if origin.where == "forward":
         return f"{bad.ending}; {FORWARD_OR_LOSS}"
