@@ -147,7 +147,7 @@ def _blown_up(track: Track, known: Sequence[tuple[int, float]]) -> Finding | Non
             f" A trace saw the overflow in {clean(traces[0].module) or 'the model'} at step "
             f"{traces[0].step:,}: that is where the growth showed, and not its cause."
         )
-    evidence = {"first": first, "last": last}
+    evidence = {"first": first, "last finite" if lost else "last": last}
     return Finding("loss-diverged", "problem", title, told, evidence, step=step)
 
 
