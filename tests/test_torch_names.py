@@ -448,6 +448,13 @@ def kinds():
     assert _torch.device_kinds(object()) == []  # Then every device is taken to be reached.
 
 
+def formats_of_a_node():
+    weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    node = (weight * 2).grad_fn
+    assert _torch.output_dtypes(node) == [torch.bfloat16]
+    assert _torch.output_dtypes(Lacking(node, "_input_metadata")) == []  # Then nobody knows.
+
+
 def groups_joined():
     world = importlib.import_module("torch.distributed.distributed_c10d")._world
     assert _torch.groups_joined() == len(world.pg_names)
@@ -486,6 +493,7 @@ INSTANCE = {
     "_fsdp_flattened": flattened,
     "_get_root_mesh": root,
     "_indices": sparse("sparse_indices"),
+    "_input_metadata": formats_of_a_node,
     "_join_config": joined,
     "_local_tensor": local_elements,
     "_mesh_resources": root_before,

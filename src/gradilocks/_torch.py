@@ -294,6 +294,12 @@ def in_backward() -> bool:
     return _graph_task() != -1
 
 
+def output_dtypes(node: Any) -> list[torch.dtype]:
+    """The formats of what a node of autograd's graph has computed; without the name, none: then the
+    precision of a run is not known from its loss."""
+    return [each.dtype for each in getattr(node, "_input_metadata", ()) if each is not None]
+
+
 def _has_no_storage(tensor: Tensor) -> bool:
     try:
         tensor.untyped_storage()
@@ -685,6 +691,7 @@ INSTANCE_NAMES = (
     "_fsdp_flattened",
     "_get_root_mesh",
     "_indices",
+    "_input_metadata",
     "_join_config",
     "_local_tensor",
     "_mesh_resources",

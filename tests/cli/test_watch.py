@@ -184,7 +184,8 @@ def test_a_run_that_turned_nan_says_since_when(path, since):
     assert line.endswith(f"taken with NaN or Inf {101 - since}")
     assert run("watch", path).stdout.splitlines()[-1] == (
         f"finished after 0:00:20, in NaN or Inf: the loss is NaN or Inf since step {since} of 100, "
-        f"and the weights are spoilt since step {since} at the latest"
+        f"and the weights are spoilt since step {since} at the latest; forward or loss, module "
+        "unknown"
     )
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from gradilocks import read_run
+from gradilocks.report import examine
 from tests.observe.sessions import TRAIN, environment, watched, write
 
 ENDS = {
@@ -43,10 +44,11 @@ def test_the_run_file_is_whole_and_says_how_the_script_ended(how, tmp_path):
     assert shown.status == status
     assert [step.step for step in run.steps] == list(range(1, steps + 1))
     assert (run.torn, run.end.status, run.end.exit, run.end.error) == (0, said, status, error)
-    told = shown.err.splitlines()[-2:]
+    told = shown.err.splitlines()[-3:]
     assert told[0] == f"gradilocks: recorded {steps} steps, none skipped, in a.jsonl"
     assert told[1].startswith("gradilocks: to see it: ")
     assert told[1].endswith("gradilocks report a.jsonl")
+    assert told[2] == f"gradilocks: {examine(run).verdict}. {examine(run).sentence}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -82,7 +84,7 @@ def test_a_signal_ends_the_script_as_it_would_under_python(number, tmp_path):
     run = read_run(tmp_path / "a.jsonl")
     assert len(run.steps) >= 20
     assert (run.torn, run.end.status, run.end.exit) == (0, "interrupted", 128 + number)
-    assert shown.splitlines()[-1].endswith("report a.jsonl")
+    assert shown.splitlines()[-2].endswith("report a.jsonl")
 
 
 def test_a_traceback_from_inside_a_watched_call_has_no_frame_of_ours(tmp_path):

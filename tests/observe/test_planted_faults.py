@@ -100,9 +100,10 @@ def test_a_run_that_ended_in_nan_says_so_last_and_everywhere_alike(tmp_path):
     told = gpt(tmp_path, "fp32", "gelu1", "41")
     ended = (
         "the loss is NaN or Inf since step 41 of 60, and the weights are spoilt since step 41 at "
-        "the latest"
+        f"the latest; {UNKNOWN}"
     )
-    assert told.last == f"gradilocks: it ended in NaN or Inf: {ended}"
+    assert told.last == f"gradilocks: in trouble. {told.sentence}"
+    assert told.sentence == f"It ended in NaN or Inf: {ended}. 1 problem in 60 steps."
     assert "recorded 60 steps, none skipped, 20 taken with NaN or Inf, in a.jsonl" in told.log
     assert (told.verdict, ended in told.sentence) == ("in trouble", True)
     assert told.watch.splitlines()[-1].endswith(f", in NaN or Inf: {ended}")
@@ -113,16 +114,17 @@ def test_a_run_that_ended_in_nan_says_so_last_and_everywhere_alike(tmp_path):
 def test_one_bad_step_that_was_taken_at_the_very_end_is_an_end_in_nan(tmp_path):
     told = gpt(tmp_path, "fp32", "grad", "60")
     ended = (
-        "the gradients are NaN or Inf since step 60 of 60, and the weights are spoilt since step 60"
+        "the gradients are NaN or Inf since step 60 of 60, and the weights are spoilt since step "
+        "60; likely it arose in backward at transformer.h.1.mlp.c_fc.weight or just after it"
     )
-    assert told.last == f"gradilocks: it ended in NaN or Inf: {ended}"
+    assert told.last == f"gradilocks: in trouble. {told.sentence}"
     assert ended in told.sentence
     assert told.watch.splitlines()[-1].endswith(ended)
 
 
 def test_a_run_that_ended_well_says_nothing_of_nan(tmp_path):
     told = gpt(tmp_path, "fp32", "none", "30")
-    assert told.last.startswith("gradilocks: to see it: ")
+    assert told.last == f"gradilocks: healthy. {told.sentence}"
     assert told.verdict == "healthy"
     assert "NaN" not in told.everything.replace("taken with NaN", "")
 
@@ -147,9 +149,15 @@ def test_one_bad_gradient_of_the_first_bad_step_is_likely_and_the_steps_after_it
 def test_a_forward_fault_that_comes_back_under_a_trace_is_named_rightly(precision, tmp_path):
     told = gpt(tmp_path, precision, "gelu1", "30", trace=True)
     assert told.culprits() == {"transformer.h.1.mlp.gelu"}
-    traced = told.findings["traced"]
-    assert traced["title"] == "At step 31 Inf first appeared in transformer.h.1.mlp.gelu"
+    assert "traced" not in told.findings, "one event, one finding"
+    traced = told.findings["loss-not-finite"]
+    assert traced["title"].endswith("from step 30 on, from transformer.h.1.mlp.gelu")
+    assert (
+        "At step 31 Inf first appeared in transformer.h.1.mlp.gelu (certain)"
+        in (traced["sentence"])
+    )
     assert "Step 30 was bad before it, likely for the same reason" in traced["sentence"]
+    assert "transformer.h.1.mlp.gelu (certain)" in told.last
     assert told.names() == {"transformer.h.1.mlp.gelu"}
 
 
@@ -164,7 +172,8 @@ def test_skipped_steps_never_send_back_to_a_checkpoint(fault, tmp_path):
     lost = told.findings["loss-not-finite"]
     assert "All of these steps were skipped and changed no weight" in lost["sentence"]
     assert UNKNOWN in lost["sentence"]
-    assert told.last.endswith("the steps since then were skipped and changed no weight")
+    skipped = "the steps since then were skipped and changed no weight"
+    assert f"{skipped}; {UNKNOWN}. 1 problem" in told.last
 
 
 @pytest.mark.parametrize("precision", ["scaler", "control"])
@@ -177,8 +186,7 @@ def test_the_origin_of_a_fault_that_came_once_is_not_seen_and_no_module_is_named
     assert "where that one arose was not seen" in told.log
     assert "gradilocks run --trace" not in told.report
     once = told.findings["loss-nonfinite-steps"]["sentence"]
-    assert "A trace was on, but it begins after the first bad step" in once
-    assert "arm one by hand" in once
+    assert "A trace was on and has not seen where" in once
     assert UNKNOWN in once
 
 
@@ -190,9 +198,12 @@ def test_what_a_trace_finds_later_is_not_told_as_the_origin_of_an_earlier_fault(
     )
     write(tmp_path, "train.py", text)
     told = Told(tmp_path, "train.py", "scaler", "none", "70", trace=True)
-    traced = told.findings["traced"]
-    assert traced["title"] == "At step 41 Inf first appeared in transformer.h.2.mlp.gelu"
-    assert "The first bad step was 20: it came before the trace began" in traced["sentence"]
+    traced = told.findings["loss-nonfinite-steps"]
+    assert "At step 41 Inf first appeared in transformer.h.2.mlp.gelu" in traced["sentence"]
+    assert (traced["step"], traced["culprit"]) == (20, None), "step 41's is not step 20's"
+    assert (
+        "The first bad step was 20: where its NaN or Inf arose was not seen" in (traced["sentence"])
+    )
     assert "likely for the same reason" not in told.report
 
 
@@ -297,9 +308,11 @@ def test_a_trace_that_sees_no_module_at_fault_says_where_it_was_and_blames_none(
     write(tmp_path, "train.py", NO_MODULE)
     told = Told(tmp_path, "train.py", fault, trace=True)
     title, text = NO_MODULES[fault]
-    (found,) = [each for each in told.findings.values() if each["title"] == title]
+    (found,) = [
+        each for each in told.findings.values() if title in each["title"] + each["sentence"]
+    ]
     assert found["culprit"] is None
-    assert found["sentence"].startswith(text)
+    assert text in found["sentence"] or fault == "rollback"
     assert f"gradilocks: traced: {text}" in told.log
     assert told.log.count("gradilocks: traced: ") == 1
     assert "weights-not-finite" not in told.findings
@@ -394,8 +407,8 @@ def test_nan_in_the_weights_of_a_cnns_loss_names_no_layer(tmp_path):
     write(tmp_path, "train.py", CNN)
     told = Told(tmp_path, "train.py", trace=True)
     assert told.names() == set()
-    assert told.last.endswith("the loss is NaN or Inf since step 61 of 80, and the weights are "
-                              "spoilt since step 61 at the latest")  # fmt: skip
+    ended = "the weights are spoilt since step 61 at the latest; forward or loss, module unknown"
+    assert f"the loss is NaN or Inf since step 61 of 80, and {ended}. 1 problem" in told.last
 
 
 def test_nan_in_a_layer_under_lightning_names_no_layer(tmp_path):
@@ -410,8 +423,8 @@ def test_nan_in_a_layer_under_lightning_names_no_layer(tmp_path):
 def test_the_other_network_of_a_gan_is_not_blamed_for_what_the_first_has_spoilt(tmp_path):
     write(tmp_path, "train.py", GAN)
     told = Told(tmp_path, "train.py")
-    both = [s for s in told.report.splitlines() if "The weights are spoilt since step 20" in s]
-    (first,) = [s for s in both if "Likely it arose in backward at 0.weight" in s]
-    (other,) = [s for s in both if s is not first]
-    assert "NaN or Inf had gone into another optimizer's weights before" in other
-    assert "Likely" not in other
+    (spoilt,) = [s for s in told.report.splitlines() if "The weights are spoilt since step" in s]
+    assert spoilt.startswith("optimizer 0 (Adam): ")
+    assert "Likely it arose in backward at 0.weight" in spoilt
+    assert spoilt.endswith("With them those of optimizer 1 (Adam), since step 20.")
+    assert "another optimizer's weights were spoilt before" in told.sentence

@@ -39,8 +39,9 @@ def test_a_loss_that_blows_up_with_its_norm_diverged() -> None:
         return {"loss": 1.0 * much, "norm": 0.5 * much, "clipped": False}
 
     finding = found(made_run(always=blown))["loss-diverged"]
-    assert (finding.title, finding.severity) == ("The loss diverged", "problem")
-    assert "The norm grew" in finding.sentence
+    assert finding.title.startswith("The loss diverged: 1 → 6")
+    assert finding.severity == "problem"
+    assert "Lower the learning rate (0.001 at step 175) first" in finding.sentence
 
 
 def test_a_loss_that_ends_somewhat_above_its_start_is_a_note() -> None:
@@ -116,33 +117,38 @@ def test_a_loss_that_turns_nan_and_stays_is_a_problem() -> None:
 @pytest.mark.parametrize("since", [2, 15, 61])
 def test_a_loss_that_turns_nan_early_is_told(since: int) -> None:
     plant = dict.fromkeys(range(since, 301), NAN_LOSS) | {since: {"loss": None}}
-    finding = found(made_run(plant=plant))["loss-not-finite"]
-    assert (finding.severity, finding.step) == ("problem", since)
+    (finding,) = examine(made_run(plant=plant)).findings
+    assert (finding.rule, finding.severity) == ("taken-though-nonfinite", "problem")
+    assert finding.step == since + 1
+    assert f"The loss is NaN or Inf from step {since} on" in finding.sentence
 
 
 def test_a_loss_that_was_nan_from_the_first_step_is_told() -> None:
-    finding = found(made_run(100, always=lambda n: NAN_LOSS))["loss-not-finite"]
-    assert (finding.title, finding.step) == ("The loss was never finite", 1)
+    (finding,) = examine(made_run(100, always=lambda n: NAN_LOSS)).findings
+    assert finding.title == "The weights are spoilt since step 1 at the latest"
+    assert "No step had a finite loss." in finding.sentence
+    skipped = found(made_run(100, always=lambda n: SKIPPED_NAN_LOSS))["loss-not-finite"]
+    assert (skipped.title, skipped.step) == ("The loss was never finite", 1)
 
 
 def test_a_loss_that_turns_nan_in_each_of_two_sessions_is_told() -> None:
     session = made_steps(100, plant=dict.fromkeys(range(51, 101), NAN_LOSS))
     run = replace(made_run(0), steps=[*session, *session], resumed=(header(),))
-    finding = found(run)["loss-not-finite"]
-    assert (finding.severity, finding.step, finding.evidence["steps"]) == ("problem", 51, 50)
+    finding = found(run)["taken-though-nonfinite"]
+    assert (finding.severity, finding.step, finding.evidence["steps"]) == ("problem", 51, 100)
 
 
 def test_a_session_that_took_nan_is_told_though_a_later_one_is_well() -> None:
     session = made_steps(100, plant=dict.fromkeys(range(51, 101), NAN_LOSS))
     run = replace(made_run(0), steps=[*session, *made_steps(100)], resumed=(header(),))
-    finding = found(run)["loss-not-finite"]
+    finding = found(run)["taken-though-nonfinite"]
     assert (finding.severity, finding.step, finding.evidence["steps"]) == ("problem", 51, 50)
 
 
 @pytest.mark.parametrize(
     ("run", "loss"),
     [
-        (made_run(plant=dict.fromkeys(range(150, 301), NAN_LOSS)), "3.7 → NaN"),
+        (made_run(plant=dict.fromkeys(range(150, 301), NAN_LOSS)), "3.99 → NaN"),
         (made_run(always=lambda n: NAN_LOSS), "NaN"),
         (made_run(always=lambda n: {"loss": None}), "–"),
     ],

@@ -26,7 +26,9 @@ def test_it_prints_verdict_findings_and_where_the_page_is(
     assert main(["report", str(run_file)]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[0] == "Needs a look. 1 warning in 300 steps, no problem."
+    assert lines[0] == (
+        "Needs a look. 1 spike of the gradient norm. 1 warning in 300 steps, no problem."
+    )
     assert "warning: 1 spike of the gradient norm" in lines
     assert lines[-1] == f"Report: {run_file.with_suffix('.html')}"
     assert err == ""

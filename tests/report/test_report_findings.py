@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from gradilocks.errors import BadRunFile
+from gradilocks.report.comparison import summarize
 from gradilocks.report.health import Finding
-from gradilocks.report.run_report import examine
+from gradilocks.report.report_page import render
+from gradilocks.report.run_report import examine, report_on, what_ran
 from gradilocks.report.series import skip_marks
 from gradilocks.report.tracks import tracks
 from gradilocks.runfile import Culprit, End, OptimizerInfo, Run, Step, Trace, read_run
@@ -126,7 +129,8 @@ def test_a_streak_that_a_smaller_scale_ended_says_so() -> None:
 def test_a_skip_without_a_scale_is_a_warning() -> None:
     finding = only(made_run(always=lambda n: {"scale": 1.0}, plant={150: SKIPPED}))
     assert finding.severity == "warning"
-    assert "no loss scale to overflow" in finding.sentence
+    assert "what divides or takes a root" in finding.sentence
+    assert "scale" not in finding.sentence
 
 
 def test_nan_without_a_scale_is_a_problem_with_its_culprit() -> None:
@@ -297,8 +301,11 @@ def test_a_dominating_tensor_is_named() -> None:
     ("ratio", "rule"), [(0.4, "update-large"), (1e-9, "update-small"), (0.0, "update-small")]
 )
 def test_an_unusual_update_is_named(ratio: float, rule: str) -> None:
-    finding = only(made_run(details={"update": {NAMES[2]: ratio}}))
+    details = {"update": {NAMES[2]: ratio}}
+    finding = only(made_run(details=details, always=lambda n: {"loss": None}))
     assert (finding.rule, finding.severity, finding.culprit) == (rule, "warning", NAMES[2])
+    learned = only(made_run(details=details))
+    assert (learned.severity == "note") is (rule == "update-large")
 
 
 def test_small_updates_of_a_run_that_has_converged_are_a_note() -> None:
@@ -333,6 +340,52 @@ def test_a_bad_end_is_told(end: End, rule: str, severity: str) -> None:
     assert (finding.rule, finding.severity) == (rule, severity)
 
 
+def test_what_a_script_said_when_it_left_is_in_the_report() -> None:
+    run = made_run(end=End(60.0, "exit", 1, "no data in /data"))
+    assert only(run).sentence == "It ended itself after 1 min 0 s: no data in /data"
+    assert dict(what_ran(run))["ended"] == "with exit status 1: no data in /data"
+
+
+def test_the_page_says_what_the_first_and_the_last_loss_are() -> None:
+    reported = report_on(made_run(100), "run")
+    first, last, over = reported.tracks[0].loss_ends
+    taken = [step.loss for step in reported.run.steps]
+    assert (first, last, over) == (taken[0], median(taken[-10:]), 10)
+    page = render([reported])
+    assert "at the first step; the median over the last tenth of the steps" in page
+    assert summarize(reported.run).losses[0].last == last
+
+
+TRACE = Trace(60, 6.0, "forward", "blocks.0", "Block", "Inf", (), "Block blocks.0 gave Inf.")
+
+
+@pytest.mark.parametrize(
+    ("certainty", "culprit"), [("certain", "blocks.0"), ("likely", "blocks.0"), ("unknown", None)]
+)
+def test_a_trace_counts_more_than_what_gradients_show_and_says_how_sure_it_is(
+    certainty: str, culprit: str | None
+) -> None:
+    trace = replace(TRACE)
+    object.__setattr__(trace, "certainty", certainty)
+    lost = {"loss": None, "loss_nonfinite": True, "nan": 2, "norm": None}
+    run = made_run(plant=dict.fromkeys(range(60, 301), lost), traces=(trace,))
+    (finding,) = examine(run).findings
+    assert finding.culprit == culprit
+    assert ("forward or loss, module unknown" in finding.sentence) is (culprit is None)
+    assert (f"blocks.0 ({certainty})" in finding.sentence) is (culprit is not None)
+    assert (f"first appeared in blocks.0 ({certainty})" in examine(run).sentence) is bool(culprit)
+
+
+def test_two_optimizers_that_share_a_bad_backward_pass_are_told_once() -> None:
+    bad = {n: {"nan": 2, "norm": None, "loss": None} for n in range(60, 301)}
+    ours, theirs = (made_steps(plant=bad, optimizer=i) for i in (0, 1))
+    both = [step for pair in zip(ours, theirs, strict=True) for step in pair]
+    run = replace(made_run(0), optimizers=(info(), info(1)), steps=both)
+    (finding,) = examine(run).findings
+    assert finding.title.startswith("optimizer 0 (AdamW): The weights are spoilt since step 60")
+    assert finding.sentence.endswith("With them those of optimizer 1 (AdamW), since step 60.")
+
+
 def test_a_resumed_run_says_how_many_sessions_it_has() -> None:
     assert only(made_run(resumed=(header(),))).title == "The file holds 2 sessions"
 
@@ -356,8 +409,9 @@ def test_a_trace_of_weights_that_were_spoilt_before_it_names_nobody(text, nan_at
     trace = Trace(101, 10.05, "forward", "wte", "Embedding", "NaN", (), text, damaged=None)
     findings = found(made_run(plant={nan_at: {"nan": 2, "norm": None}}, traces=(trace,)))
     assert "traced" not in findings
-    late = findings["traced-too-late" if nan_at == 100 else "weights-not-finite"]
+    late = findings["taken-though-nonfinite" if nan_at == 100 else "weights-not-finite"]
     assert late.culprit is None
+    assert ("The trace began after the weights were spoilt" in late.sentence) is (nan_at == 100)
     assert "first appeared" not in late.title + late.sentence
 
 
@@ -366,10 +420,12 @@ def test_a_trace_is_an_origin_again_in_a_session_that_began_with_good_weights() 
     bad = {n: {"nan": 2, "norm": None} for n in range(100, 150)} | {150: {"norm": None}}
     bad |= {n: {**SKIPPED, "nan": 1} for n in range(151, 202)}
     run = made_run(plant=bad, traces=(trace,), resumed=(header(),))
-    assert found(replace(run, begins=(150,)))["traced"].culprit == "wte"
-    assert "traced-too-late" in found(replace(run, begins=(50,)))
+    assert "wte" in {finding.culprit for finding in found(replace(run, begins=(150,))).values()}
+    late = found(replace(run, begins=(50,)))
+    assert {finding.culprit for finding in late.values()} == {None}
+    assert "The trace began after" in late["taken-though-nonfinite"].sentence
     looked = replace(run, begins=(50,), traces=(replace(trace, damaged=()),))
-    assert found(looked)["traced"].culprit == "wte"
+    assert "wte" in {finding.culprit for finding in found(looked).values()}
 
 
 def test_a_trace_after_weights_that_were_mended_is_an_origin() -> None:
@@ -401,9 +457,8 @@ def test_weights_may_have_been_spoilt_before_a_step_whose_loss_was_not_finite() 
     spoilt = told["taken-though-nonfinite"]
     assert spoilt.title == "The weights are spoilt since step 250 at the latest"
     assert "Go back to a checkpoint before step 250 whose weights are finite" in spoilt.sentence
-    assert "at step 250 at the latest: go back to a checkpoint before it whose weights are" in (
-        told["loss-not-finite"].sentence
-    )
+    assert "The loss is NaN or Inf from step 250 on; it was 1." in spoilt.sentence
+    assert "loss-not-finite" not in told, "one event, one finding"
     first = {"nan": 2, "norm": None}
     told = found(made_run(plant={250: first} | dict.fromkeys(range(251, 301), lost)))
     assert told["taken-though-nonfinite"].title == "The weights are spoilt since step 250"
@@ -446,7 +501,7 @@ def test_steps_after_spoilt_weights_are_not_counted_as_origins() -> None:
     later = {**first, "loss": None, "culprits": (Culprit("blocks.4.mlp.weight", 2, 0),)}
     run = made_run(plant={150: first} | dict.fromkeys(range(151, 301), later))
     told = found(run)
-    assert {finding.culprit for finding in told.values()} == {"blocks.1.mlp.weight", None}
+    assert {finding.culprit for finding in told.values()} == {"blocks.1.mlp.weight"}
     assert "blocks.4.mlp.weight" not in " ".join(finding.sentence for finding in told.values())
     assert "nan" not in told
 

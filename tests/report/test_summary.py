@@ -46,7 +46,7 @@ def test_skips_clips_and_culprits_are_counted(tmp_path):
     assert list(found.culprits) == ["a", "b"]
 
 
-def test_the_last_loss_is_a_mean_over_a_tenth_of_the_steps(tmp_path):
+def test_the_last_loss_is_a_median_over_a_tenth_of_the_steps(tmp_path):
     steps = [plain_step(n, loss=float(n)) for n in range(1, 41)]
     steps[6] = plain_step(7, loss=-1.0)
     loss = summarize(run_of(tmp_path, steps)).losses[0]

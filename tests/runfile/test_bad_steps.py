@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from gradilocks import read_run
 from gradilocks.report.comparison import summarize
 from gradilocks.report.tracks import tracks
-from gradilocks.runfile import BadSteps, Origin, Run, Step, origin_of, step_line
+from gradilocks.runfile import (
+    BadSteps,
+    Origin,
+    Run,
+    Step,
+    describe_ending,
+    origin_of,
+    step_line,
+)
 from tests.runfile.run_files import FIRST, HEADER, NAMES, plain_step, skipped_step, write_run
 
 BAD = skipped_step(3, "b", "a", loss_nonfinite=False)
@@ -139,6 +147,7 @@ def test_the_report_says_of_every_end_what_the_closing_line_said(kinds) -> None:
     (track,) = tracks(Run(Path("a"), HEADER, (info,), steps))
     bad = followed(steps)
     assert track.bad.ending == bad.ending
+    assert track.ending == describe_ending(bad)
     places = {step.step: place for place, step in enumerate(steps)}
     assert track.bad.lost_from == (None if bad.lost_since is None else places[bad.lost_since])
 
@@ -148,4 +157,5 @@ def test_an_older_file_ends_alike_for_everybody_too(kinds) -> None:
     steps = [plain_step(n, **kind) for n, kind in enumerate(kinds, start=1)]
     run = Run(Path("a"), HEADER, (replace(FIRST, names=NAMES),), steps)
     for track in tracks(run):
-        assert track.bad.ending == followed(steps).ending == summarize(run).bad_endings.get(0)
+        ended = describe_ending(followed(steps))
+        assert track.ending == ended == summarize(run).bad_endings.get(0)

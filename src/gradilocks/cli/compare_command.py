@@ -175,6 +175,7 @@ def _last_loss(loss: Loss) -> str:
 
 
 _LOSSES: dict[str, Callable[[Loss], str]] = {
+    "first": lambda loss: "-" if loss.first is None else f"{loss.first:.5g}",
     "last": _last_loss,
     "least": lambda loss: (
         "-" if loss.least is None else f"{loss.least:.5g} at step {loss.least_at:,}"

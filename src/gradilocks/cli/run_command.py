@@ -28,8 +28,12 @@ from gradilocks.cli.options import (
     whole_number,
 )
 from gradilocks.cli.terminal import program, say
-from gradilocks.errors import BadScript, MissingPackage
+from gradilocks.errors import BadScript, GradilocksError, MissingPackage
 from gradilocks.observe import Options, Summary, run_script
+from gradilocks.runfile import Run, read_run
+
+if TYPE_CHECKING:
+    from gradilocks.report import Health
 
 if TYPE_CHECKING:
     from gradilocks.record import Sink
@@ -37,6 +41,10 @@ if TYPE_CHECKING:
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
 TITLES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 SINKS = tuple(TITLES)
+COLOURS = {"in trouble": "red", "needs a look": "yellow", "healthy": "green"}
+MOST_READ = 256 << 20
+"""Bytes of a run file that are read again when the script has ended: about a million steps, some
+seconds."""
 
 
 def run(
@@ -151,11 +159,15 @@ def run(
         sinks=(lambda path: [made(name, path, shown, note) for name in sinks]) if sinks else None,
     )
     caller = program()  # Now: the script may change the folder and the path.
+    from gradilocks.report import examine
 
     def tell(summary: Summary) -> None:
         if not quiet:
             for line in describe(summary, script=chosen.name, caller=caller):
                 say(line)
+            verdict, words = judged(summary, examine)
+            if verdict:
+                say(f"{verdict}. {words}", colour=COLOURS.get(verdict, ""))
 
     try:
         run_script(chosen, options, tell=tell, warn=say, note=note)
@@ -246,5 +258,23 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
         lines.append(
             f"norms, culprits and tensors of {whose} are of what rank {summary.rank} holds: {why}"
         )
-    lines += [f"it ended in NaN or Inf: {words}" for words in summary.bad_endings]
     return lines
+
+
+def judged(summary: Summary, examine: Callable[[Run], Health]) -> tuple[str, str]:
+    """The verdict of `gradilocks report` on what was recorded, and its sentence; ('', '') if
+    nothing was.
+
+    Of a file too large to be read here, what was counted on the way: whether it ended in NaN.
+    """
+    if not summary.watched or not summary.steps:
+        return "", ""
+    ended = "".join(f"It ended in NaN or Inf: {words}. " for words in summary.bad_endings)
+    counted = ("in trouble", ended.rstrip()) if ended else ("", "")
+    try:
+        if summary.file.stat().st_size > MOST_READ:
+            return counted
+        health = examine(read_run(summary.file))
+    except (GradilocksError, OSError, MemoryError):
+        return counted
+    return health.verdict, health.sentence

@@ -35,12 +35,23 @@ Advance = Callable[[int, int | None], None]
 # --- speaking ------------------------------------------------------------------------------------
 
 
-def say(message: str) -> None:
-    """Says something on standard error, beside a script that has standard output for itself."""
+# As ECMA-48 numbers them.
+_COLOURS = {"red": "1;31", "yellow": "1;33", "green": "32"}
+
+
+def say(message: str, *, colour: str = "") -> None:
+    """Says something on standard error, beside a script that has standard output for itself.
+
+    In colour if that is a terminal, and NO_COLOR is not set.
+    """
     # Of the process: the script may have put something else in sys.stderr's place, or closed it.
     # Line and end in one write, also unbuffered: the ranks of torchrun share the stream.
     with suppress(Exception):
-        print(f"gradilocks: {message}\n", end="", file=sys.__stderr__, flush=True)
+        line = f"gradilocks: {message}"
+        stream = sys.__stderr__
+        if colour and stream is not None and stream.isatty() and not os.environ.get("NO_COLOR"):
+            line = f"\x1b[{_COLOURS[colour]}m{line}\x1b[0m"
+        print(f"{line}\n", end="", file=stream, flush=True)
 
 
 def forgive_encoding() -> None:

@@ -25,6 +25,7 @@ from gradilocks.runfile import (
     SpoiltWeights,
     Step,
     describe_damage,
+    describe_ending,
     describe_skip,
     format_scale,
     is_running,
@@ -258,10 +259,11 @@ class Watched:
     def bad_endings(self) -> list[str]:
         """How each optimizer ended in NaN or Inf that did."""
         several = len(self.courses) > 1
+        traces, others = self.reader.traces, None if several else ()
         return [
-            f"optimizer {index}: {course.bad.ending}" if several else course.bad.ending
+            printable(f"optimizer {index}: {words}" if several else words)
             for index, course in sorted(self.courses.items())
-            if course.bad.ending is not None
+            if (words := describe_ending(course.bad, traces, others=others)) is not None
         ]
 
 

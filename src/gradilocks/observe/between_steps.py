@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gradilocks._torch import sparse_values, version
 from gradilocks.lab.tensors import storage_of
+from gradilocks.record.precision import formats_behind
 from gradilocks.step.events import StepListener
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter
@@ -30,9 +31,14 @@ def parameters_of(owner: Any) -> Iterator[Tensor]:
 
 
 class Losses(StepListener):
-    """What was run backward since the last step, unscaled, on its device."""
+    """What was run backward since the last step, unscaled, on its device.
+
+    Attributes:
+        formats: those in which the first loss of all was computed; empty if nobody knows.
+    """
 
     def __init__(self) -> None:
+        self.formats: tuple[str, ...] = ()
         self._sum: Tensor | None = None
         self._is_taken = False
         self._is_unknown = False  # Whether the sum may hold a loss whose gradients are gone.
@@ -129,6 +135,7 @@ class Losses(StepListener):
             self.start()
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.numel() == 1 and not tensor.is_meta:
+                self.formats = self.formats or formats_behind(tensor)
                 scaled, loss = self._unscaled.pop(id(tensor), (None, tensor))
                 if scaled is None or scaled() is not tensor:
                     loss = tensor.detach().clone()

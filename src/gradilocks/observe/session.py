@@ -250,6 +250,8 @@ class Summary:
 
     path: Path
     """As it is to be typed from the folder in which the session began."""
+    file: Path
+    """The same from anywhere: the script may have changed the folder."""
     steps: int
     logs: int
     """How often the script has logged numbers of its own."""
@@ -353,6 +355,7 @@ def run_script(
         tell(
             Summary(
                 path=session.name_of(recorder),
+                file=session.shown.absolute() if recorder is None else recorder.path,
                 steps=0 if recorder is None else recorder.steps,
                 logs=0 if recorder is None else recorder.logs,
                 skipped=0 if recorder is None else recorder.skipped,

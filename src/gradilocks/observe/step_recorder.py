@@ -362,6 +362,8 @@ class StepRecorder(StepListener):
             attempt.counts = attempt.parts.counts(attempt.params, attempt.reading)
         step.statistics = attempt.reading.statistics
         attempt.loss = self.losses.take()
+        if self.recorder is not None and self.recorder.writes:
+            self.recorder.precision(self.losses.formats)
         if attempt.loss is None and isinstance(loss, Tensor) and loss.numel() == 1:
             attempt.loss = loss.detach().clone()
         step.loss = attempt.loss

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradilocks.names import Names
 from gradilocks.ranks.all_parameters import AllParameters
 from gradilocks.ranks.layout import is_distributed
+from gradilocks.record.precision import formats_behind
 from gradilocks.record.recorder import Recorder, refuse_capture
 from gradilocks.record.sample import Sample, SpreadSample, Weights
 from gradilocks.step.events import Step, StepEvents, StepListener
@@ -83,6 +84,8 @@ class Journal(StepListener):
     def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:
         if not self.recorder.recording:
             return
+        if not self.recorder.knows_precision:
+            self.recorder.precision(formats_behind(loss))
         loss = loss.detach()
         if loss.numel() != 1 or is_distributed(loss):
             self.loss = None

@@ -57,6 +57,7 @@ from gradilocks.runfile import (
     Header,
     Logged,
     OptimizerInfo,
+    Precision,
     Step,
     Trace,
     audit_line,
@@ -66,6 +67,7 @@ from gradilocks.runfile import (
     log_line,
     losses_line,
     optimizer_line,
+    precision_line,
     process_here,
     rank_file,
     step_line,
@@ -195,6 +197,8 @@ class Recorder:
         """How often numbers of the user's own were handed over."""
         self.bad: dict[int, BadSteps] = {}
         """By the index of the optimizer: which of them had NaN or Inf, and whether that stayed."""
+        self.knows_precision = False
+        """Whether the file says in which formats the run computes."""
         self._sinks = list(sinks)
         _check_sinks(self._sinks)
         self._optimizers: list[RecordedOptimizer] = []
@@ -388,6 +392,13 @@ class Recorder:
                 self._timer.start()
             except Exception as error:
                 self._stop(error)
+
+    def precision(self, formats: Sequence[str]) -> None:
+        """Writes down in which formats a loss was computed, if that is known and nobody has."""
+        if formats and not self.knows_precision and self.recording:
+            self.knows_precision = True
+            with self._working():
+                self._write([precision_line(Precision(tuple(formats)))])
 
     def trace(self, trace: Trace) -> bool:
         """Writes down where a value first turned non-finite, at once.

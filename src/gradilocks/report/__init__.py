@@ -1,6 +1,6 @@
 """A run file → what happened, in sentences and on one page. Imports no torch.
 
-`tracks.py` turns a Run into columns, the four `*_findings.py` judge them, and `run_report.py`
+`tracks.py` turns a Run into columns, the five `*_findings.py` judge them, and `run_report.py`
 collects what is to be said. `series.py` makes of columns what a plot shows, `figures.py` the plots,
 `page.py` the HTML, by the templates in `templates/`, for a report, an audit and the demo.
 `comparison.py` makes the numbers of runs beside each other. The names here are loaded on first use:

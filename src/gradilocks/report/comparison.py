@@ -22,8 +22,10 @@ class Loss:
     """The course of an optimizer's loss; None where no step knew a finite one."""
 
     first: float | None
+    """At the first step."""
     last: float | None
-    """Mean over the last `window` finite losses of steps that were taken: one alone says little."""
+    """The median over the last `window` finite losses of steps that were taken: one alone says
+    little. None if the loss ended as NaN or Inf."""
     window: int
     least: float | None
     least_at: int | None
@@ -144,7 +146,7 @@ def summarize(run: Run) -> Summary:
         if origin.name
     )
     losses = {track.optimizer.index: _loss(track) for track in followed}
-    endings = {track.optimizer.index: track.bad.ending for track in followed}
+    endings = {track.optimizer.index: track.ending for track in followed}
     return Summary(
         path=str(run.path),
         status="no end" if run.end is None else run.end.status,
@@ -186,15 +188,12 @@ def _loss(track: Track) -> Loss | None:
     known = [(step.loss, step.step) for step in track.steps if step.loss is not None]
     if not known and not track.lost:
         return None
-    window = max(1, min(50, len(known) // 10))
-    # A step that was skipped taught nothing, and its loss may be why it was.
-    taken = [step.loss for step in track.steps if step.loss is not None and not step.skipped]
-    tail = (taken or [loss for loss, _ in known])[-window:]
+    first, last, over = track.loss_ends
     least, least_at = min(known, default=(None, None))
     return Loss(
-        first=known[0][0] if known else None,
-        last=sum(x / len(tail) for x in tail) if tail else None,
-        window=window,
+        first=None if math.isnan(first) else first,
+        last=None if math.isnan(last) else last,
+        window=over,
         least=least,
         least_at=least_at,
         nonfinite=len(track.lost),

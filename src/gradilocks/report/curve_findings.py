@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from statistics import median
 
 from gradilocks.report.formatting import clean, count, listed, number, percent
 from gradilocks.report.health import Finding, Severity
-from gradilocks.report.skip_findings import SOUND, by_trace, where_it_arose
-from gradilocks.report.tracks import Track, nanmedian
-from gradilocks.runfile import on_ranks
+from gradilocks.report.tracks import Tensor, Track, nanmedian
 
 # The loss is compared window by window; a median over fewer than this is noise.
 WINDOWS = 20
@@ -25,11 +24,46 @@ LOST = 0.5
 # other. Such rises stay about a hundred times the first loss, and the norm grows less than tenfold.
 BLOWN_UP = 100.0
 NORM_GREW = 30.0
+# A step that changed a tensor by more than the tensor itself.
+THROWN = 1.0
 # With several optimizers a loss that one of them raises is often another's success.
 BLOWN_UP_AMONG_SEVERAL = 1e4
+# Fewer losses than this are no rise.
+FEWEST_TO_RISE = 3
+# A rise begins where most losses from there on are more than ten times the usual.
+RISEN = 10.0
+# Losses before NaN that tell how far it had come.
+JUST_BEFORE = 3
+# In fewer steps a loss may stand still in health, on a small learning rate.
+ENOUGH_TO_STAND = 100
+# A slope of less than two standard errors is none.
+SURELY = 2.0
+# Means of ten windows lie 3.1 standard errors apart by chance, and hardly ever five.
+BY_CHANCE = 5.0
+# A loss so noisy that a fall by a tenth would not show says nothing.
+WOULD_BE_SEEN = 0.1
+# Nor does one that differs by a third of itself from step to step: a diffusion model's follows the
+# noise that was drawn, and hardly what is learned.
+TOO_NOISY = 0.3
+# Of itself a step: less, and a thousand steps change a tensor by a hundredth; more, and each step
+# throws away what the one before has learned.
+HARDLY, WILDLY = 1e-5, 0.1
+# Steps after which a sum of gradients shows.
+ENOUGH_TO_ADD_UP = 30
+# Steps at the beginning at which every one adds to the norm.
+ADDING = 6
+# By then the norm is this much larger; one that grows with the weights takes longer.
+BEGINS_TO_ADD = 1.2
+# A sum of so many gradients has grown to three times the first, however they are directed.
+ADDED_UP = 3.0
+# A sum of k gradients changes by about 1/k a step; single batches differ by a tenth and more.
+SMOOTH = 0.05
+SUM_MAY_FALL = 0.3
 # Ten times the median of the hundred steps before. Norms of a healthy run vary by two or three.
 SPIKE = 10.0
 USUAL_OVER = 100
+# And so many times the usual distance from it, in orders of magnitude.
+FAR_FROM_USUAL = 6.0
 # Norms fall fast at the beginning, and a median of fewer is none.
 FIRST = 30
 # Spikes so close together are one event.
@@ -53,123 +87,220 @@ NEVER_IN = 200
 FAR_ABOVE = 10.0
 
 
-def loss_not_finite(track: Track) -> Iterator[Finding]:
-    """Says where the loss itself was NaN or Inf: for good, or at single steps."""
-    since = track.bad.lost_from
-    if since is not None:
-        yield _never_finite_again(track, since)
-    lost = [place for place in track.lost if since is None or place < since]
-    taken = [place for place in lost if not track.steps[place].skipped]
-    if taken and since is None:
-        first, at = track.steps[taken[0]].step, count(len(taken), "step")
-        # Gradients that were finite all the same have spoilt nothing.
-        spoilt = [track.steps[i].step for i in sorted({*taken} & {*track.taken})]
-        title = f"The loss was NaN or Inf{_ranks_at(track, taken)} at {at}"
-        told = "The gradients were finite all the same, so the weights are not spoilt by it."
-        if spoilt:
-            title += " that went into the weights"
-            told = f"Go back to a checkpoint before step {spoilt[0]:,} whose weights are finite."
-        told = f"The first was step {first:,}. {told}"
-        yield Finding("loss-not-finite", "problem", title, told, {"steps": len(taken)}, step=first)
-    skipped = [place for place in lost if track.steps[place].skipped]
-    if skipped:
-        first = track.steps[skipped[0]].step
-        where = _ranks_at(track, skipped)
-        title = f"The loss itself was NaN or Inf{where} at {count(len(skipped), 'step')}"
-        told = (
-            f"First at step {first:,}; {'it was' if len(skipped) == 1 else 'they were'} skipped "
-            f"and changed no weight. {where_it_arose(track, skipped)}"
-            "No scale can cure that: look at the batches there, and at what the loss divides by or "
-            f"takes the logarithm of. {by_trace(track, skipped)}"
-        )
-        evidence = {"steps": len(skipped), "share": len(skipped) / len(track.steps)}
-        yield Finding("loss-nonfinite-steps", "warning", title, told, evidence, step=first)
-
-
-def _ranks_at(track: Track, places: Iterable[int]) -> str:
-    """On which ranks the losses of these steps were bad, in words."""
-    return on_ranks(*(track.steps[place] for place in places))
-
-
-def _never_finite_again(track: Track, since: int) -> Finding:
-    """The loss ended as NaN or Inf: the weights are spoilt, or the steps were skipped."""
-    step, here = track.steps[since].step, range(since, len(track.steps))
-    gone = count(len(here), "step")
-    spoilt = track.spoilt_at(since)
-    evidence: dict[str, float] = {"steps": len(here)}
-    if since:
-        evidence["last loss"] = before = track.loss[since - 1]
-        title = f"The loss is not finite{_ranks_at(track, here)} from step {step:,} on"
-        told = f"It was {number(before)} just before and has been NaN or Inf for {gone}. "
-    else:
-        title = "The loss was never finite"
-        told = f"None of {gone} has a finite loss: look at the inputs and at the weights that "
-        told += "training began with. "
-    if spoilt is not None:
-        latest, sound = ("", "") if spoilt.surely else (" at the latest", SOUND)
-        told += (
-            f"NaN or Inf went into the weights at step {spoilt.step:,}{latest}: go back to a "
-            f"checkpoint before it{sound}. What came after tells nothing more."
-        )
-    elif all(track.steps[i].skipped for i in here):
-        told += (
-            "All of these steps were skipped and changed no weight. "
-            f"{where_it_arose(track, here)}No scale can cure that: look at the batches, at what "
-            "the loss divides by or takes the logarithm of, and at whether a weight is itself NaN "
-            f"or Inf. {by_trace(track, here)}"
-        )
-    elif not any(place >= since for place in track.nonfinite):
-        told += "The gradients stayed finite, so the weights are not spoilt by it" + (
-            "." if track.steps[since].loss_nonfinite else "; or the loss is only missing."
-        )
-    return Finding("loss-not-finite", "problem", title, told.rstrip(), evidence, step=step)
-
-
 def divergence(track: Track) -> Iterator[Finding]:
     """Judges where the loss ended against where it began and how low it had been."""
     known = [(i, value) for i, value in enumerate(track.loss) if not math.isnan(value)]
+    blown = _blown_up(track, known)
+    if blown is not None:
+        yield blown
+    elif track.bad.lost_from is None:
+        yield from _higher_again(track, known)
+
+
+def _blown_up(track: Track, known: Sequence[tuple[int, float]]) -> Finding | None:
+    """The loss rose by orders of magnitude, and the norm with it; to NaN in the end, or not."""
+    if len(known) < FEWEST_TO_RISE:
+        return None
+    first, _, over = track.loss_ends
+    lost = track.bad.lost_from is not None
+    # On the way to NaN a loss multiplies with every step: the last few tell how far it came.
+    last = median(value for _, value in known[-(JUST_BEFORE if lost else over) :])
+    size = max(1, len(known) // WINDOWS)
+    lows = [
+        median(abs(value) for _, value in known[i : i + size])
+        for i in range(0, len(known) - size + 1, size)
+    ]
+    usual = max(abs(first), min(lows), 1e-30)  # One loss alone may be small by chance.
+    grown = _growth(track, [i for i, _ in known[:size]], [i for i, _ in known[-over:]])
+    # Adam bounds a step whatever the norm is. Then the weights tell, and what is left is thrown
+    # from batch to batch: some losses are zero, and only their mean is large.
+    thrown = any(value >= THROWN for t in track.tensors for value in t.update if _is_weight(t))
+    half = [abs(value) for _, value in known[len(known) // 2 :]]
+    level = math.fsum(value / len(half) for value in half) if thrown else abs(last)
+    least = BLOWN_UP_AMONG_SEVERAL if track.several else BLOWN_UP
+    if not (max(level, abs(last)) >= least * usual and (grown >= NORM_GREW or thrown)):
+        return None
+    rise = _rise(known, RISEN * usual)
+    last = known[-1][1] if lost else last
+    step, end, rate = track.steps[rise].step, track.steps[known[-1][0]].step, track.steps[rise].lr
+    title = f"The loss diverged: {number(first)} → {number(last)}" + (", then NaN" if lost else "")
+    told = f"It began at {number(first)}, rose from step {step:,} on and was {number(last)} at step"
+    told += f" {end:,}. " + (
+        f"Since step {track.bad.lost_since:,} it is NaN or Inf: numbers this large overflow. "
+        if lost
+        else "It is still finite, and means nothing any more. "
+    )
+    used = "" if rate is None else f" ({number(rate)} at step {step:,})"
+    if any(gradients_add_up(track)):
+        told += "The gradients add up from step to step: clear them first. "
+    else:
+        told += f"Lower the learning rate{used} first, to a tenth; then try a longer warm-up, or a "
+        told += "limit on the norm. "
+    told += (
+        f"Go back to a checkpoint before step {step:,}: the weights since then are of no use."
+        if rise > FEWEST_TO_RISE
+        else "Begin anew: nothing was learned before it."
+    )
+    traces = [track.traces[place] for place in sorted(track.traces) if place >= rise]
+    if traces:
+        told += (
+            f" A trace saw the overflow in {clean(traces[0].module) or 'the model'} at step "
+            f"{traces[0].step:,}: that is where the growth showed, and not its cause."
+        )
+    evidence = {"first": first, "last finite" if lost else "last": last}
+    return Finding("loss-diverged", "problem", title, told, evidence, step=step)
+
+
+def _rise(known: Sequence[tuple[int, float]], bound: float) -> int:
+    """The first place from which on most losses are above a bound."""
+    above, rise = 0, known[-1][0]
+    for many, (place, value) in enumerate(reversed(known), 1):
+        above += abs(value) > bound
+        if abs(value) > bound and 2 * above > many:
+            rise = place
+    return rise
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Not a bias: those begin at zero, and a part of nothing is large."""
+    return not tensor.name.endswith("bias")
+
+
+def _higher_again(track: Track, known: Sequence[tuple[int, float]]) -> Iterator[Finding]:
+    """The loss lost half of what it had gained, beyond its noise."""
     if len(known) < WINDOWS * SHORTEST // 2:
         return
     size = max(SHORTEST, len(known) // WINDOWS)
     windows = [known[i : i + size] for i in range(0, len(known) - size + 1, size)]
     middles = [nanmedian(value for _, value in window) for window in windows]
     start, best, last = middles[0], min(middles), middles[-1]
-    noise = median(abs(value - last) for _, value in windows[-1])
+    noise = median(
+        median(abs(value - middle) for _, value in window)
+        for window, middle in zip(windows, middles, strict=True)
+    )
     lost = last - best
     if lost <= NOISE * noise or lost <= LOST * (start - best):
         return
-    low = windows[middles.index(best)]
-    step = track.steps[low[-1][0]].step
-    grown = _growth(track, [i for i, _ in windows[0]], [i for i, _ in windows[-1]])
-    # Not a ratio of losses: they may be zero or negative.
-    factor = (last - start) / max(abs(start), start - best, 1e-30)
-    blown = factor >= (BLOWN_UP_AMONG_SEVERAL if track.several else BLOWN_UP)
-    diverged = blown and grown >= NORM_GREW
+    first, ended, _ = track.loss_ends
+    step = track.steps[windows[middles.index(best)][-1][0]].step
+    title = "The loss ended higher than it began" if last > start else "The loss rose again"
     told = (
-        f"It began at {number(start)}, was lowest ({number(best)}) around step {step:,}, and ended "
-        f"at {number(last)}. "
+        f"It began at {number(first)}, was lowest (about {number(best)}) around step {step:,}, and "
+        f"ended at {number(ended)}. That is usual where targets move or networks play against each "
+        "other; elsewhere look at what the norm did after that step."
     )
-    if diverged:
-        title = "The loss diverged"
-        told += (
-            f"The norm grew {number(grown)} times. A lower learning rate, a longer warm-up or a "
-            "tighter limit are the usual cures."
-        )
-    else:
-        title = "The loss ended higher than it began" if last > start else "The loss rose again"
-        told += (
-            "That is usual where targets move or networks play against each other; elsewhere look "
-            "at what the norm did after that step."
-        )
-    severity: Severity = "problem" if diverged else "note"
-    evidence = {"first": start, "lowest": best, "last": last}
-    yield Finding("loss-diverged", severity, title, told, evidence, step=step)
+    evidence = {"first": first, "lowest": best, "last": ended}
+    yield Finding("loss-diverged", "note", title, told, evidence, step=step)
 
 
-def _growth(track: Track, early: list[int], late: list[int]) -> float:
+def standing_still(track: Track) -> Iterator[Finding]:
+    """Says so if the loss did not move beyond its noise, and a move would have been seen."""
+    taken = [
+        (i, loss)
+        for i, loss in enumerate(track.loss)
+        if not math.isnan(loss) and not track.steps[i].skipped
+    ]
+    # Two networks hold each other's loss in place, and a loss of both signs is none that should
+    # fall (a policy's). A learning rate that still rises has hardly begun.
+    losses = [loss for _, loss in taken]
+    if (
+        len(taken) < ENOUGH_TO_STAND
+        or track.several
+        or track.bad.ending is not None
+        or min(losses) <= 0 <= max(losses)
+        or _still_warming_up(track)
+    ):
+        return
+    level, count_of = abs(median(losses)), len(losses)
+    middle = (count_of - 1) / 2
+    squares = count_of * (count_of**2 - 1) / 12
+    mean = math.fsum(losses) / count_of
+    slope = math.fsum((n - middle) * (x - mean) for n, x in enumerate(losses)) / squares
+    rests = [x - mean - slope * (n - middle) for n, x in enumerate(losses)]
+    spread = math.sqrt(math.fsum(x * x for x in rests) / (count_of - 2))
+    # Of what it gained over the run, by a straight line, and of how exactly that is known.
+    moved, error = abs(slope) * count_of, spread * count_of / math.sqrt(squares)
+    tenth = count_of // 10
+    means = [math.fsum(losses[i * tenth : (i + 1) * tenth]) / tenth for i in range(10)]
+    waves = (max(means) - min(means)) > BY_CHANCE * spread / math.sqrt(tenth)
+    unclear = spread > TOO_NOISY * level or moved + 3 * error > WOULD_BE_SEEN * level
+    if moved > SURELY * error or waves or unclear:
+        return
+    first, last, _ = track.loss_ends
+    title = f"The loss stands still: {number(first)} → {number(last)}"
+    told = (
+        f"Over {count(count_of, 'step')} it did not move beyond its noise of {number(spread)} a "
+        f"step. {_why_it_stands(track)}"
+    )
+    evidence = {"first": first, "last": last, "noise": spread}
+    yield Finding("loss-stands-still", "warning", title, told, evidence)
+
+
+def _still_warming_up(track: Track) -> bool:
+    """Whether the learning rate was at its highest only at the end."""
+    rates = [step.lr for step in track.steps if step.lr is not None]
+    return bool(rates) and rates[-1] > rates[0] and rates[-1] >= 0.99 * max(rates)
+
+
+def _why_it_stands(track: Track) -> str:
+    """What the weights did meanwhile."""
+    weights = [t for t in track.tensors if _is_weight(t)]
+    usual = nanmedian(t.usual_update for t in weights if t.usual_norm > 0)
+    rate = next((step.lr for step in reversed(track.steps) if step.lr is not None), None)
+    of = "" if rate is None else f" ({number(rate)})"
+    if 2 * sum(t.usual_norm == 0 for t in weights) > len(weights):
+        return "The gradients of most tensors are zero: nothing is learned there."
+    if usual < HARDLY:
+        return (
+            f"A step usually changes a tensor by {number(usual)} of itself, where about 0.001 is "
+            f"usual: the learning rate{of} is too small."
+        )
+    if usual > WILDLY:
+        return (
+            f"A step usually changes a tensor by {number(usual)} of itself, where about 0.001 is "
+            f"usual: the learning rate{of} is too large."
+        )
+    return (
+        "Look at whether inputs and targets belong together, whether the loss depends on what is "
+        f"trained, and at the learning rate{of}. A run that went on from trained weights may have "
+        "nothing left to gain."
+    )
+
+
+def gradients_add_up(track: Track) -> Iterator[Finding]:
+    """Notices gradients that nobody clears: each step's contains all that came before."""
+    norm = [value for i, value in enumerate(track.norm) if not track.steps[i].skipped]
+    if len(norm) < ENOUGH_TO_ADD_UP or any(math.isnan(v) or v <= 0 for v in norm):
+        return
+    first = norm[0]
+    # What a step adds is at most its own gradient. So a sum grows by a part of itself that gets
+    # smaller and smaller, without the jumps of single batches, and does not come down again.
+    changes = sorted(abs(b / a - 1) for a, b in pairwise(norm[len(norm) // 10 :]))
+    peak, fallen = first, 0.0
+    for value in norm:
+        peak = max(peak, value)
+        fallen = max(fallen, 1 - value / peak)
+    begin = norm[:ADDING]
+    adds = all(b >= 0.98 * a and b - a <= 1.5 * first for a, b in pairwise(begin))
+    adds = adds and begin[-1] >= BEGINS_TO_ADD * first
+    smooth = changes[len(changes) // 2] <= SMOOTH
+    if not (adds and smooth and fallen <= SUM_MAY_FALL and median(norm) >= ADDED_UP * first):
+        return
+    title = "The gradients add up from step to step, as if zero_grad were missing"
+    told = (
+        f"The norm was {number(first)} at first, {number(begin[-1])} at step {len(begin)} and is "
+        f"usually {number(median(norm))}; it hardly ever falls. That is what gradients look like "
+        "that nobody clears: each step repeats all before it. Call `optimizer.zero_grad()` once a "
+        "step."
+    )
+    evidence = {"first norm": first, "median norm": median(norm)}
+    yield Finding("gradients-add-up", "warning", title, told, evidence, step=1)
+
+
+def _growth(track: Track, early: Sequence[int], late: Sequence[int]) -> float:
     """How many times larger the norm was; infinite if it was not even finite any more."""
     after = early[-1]
-    if any(place > after for place in track.nonfinite if not track.steps[place].skipped):
+    if any(place > after for place in track.taken):
         return math.inf
     before = nanmedian(track.norm[i] for i in early)
     then = nanmedian(track.norm[i] for i in late)
@@ -181,7 +312,8 @@ def converged(track: Track) -> bool:
     for values in (track.loss, track.norm):
         known = [value for value in values if not math.isnan(value)]
         size = max(1, len(known) // WINDOWS)
-        if not known or not 0 <= nanmedian(known[-size:]) <= 1e-2 * nanmedian(known[:size]):
+        first = nanmedian(known[:size])
+        if not first > 0 or not 0 <= nanmedian(known[-size:]) <= 1e-2 * first:
             return False
     return True
 
@@ -220,11 +352,15 @@ def silence(track: Track) -> Iterator[Finding]:
     """Says so if all gradients together were zero at many steps."""
     taken = [value for value in track.norm if not math.isnan(value)]
     zero = sum(value == 0 for value in taken) / max(1, len(taken))
-    if len(taken) >= FEWEST_NORMS and zero >= SILENT:
+    if len(taken) >= FEWEST_NORMS and zero >= SILENT and not converged(track):
         title = f"All gradients were zero at {percent(zero)} of the steps"
-        told = (
-            "Nothing can be learned from them. They may have been rounded to zero (use a loss "
-            "scale), or the loss does not depend on the parameters."
+        scale = "a larger loss scale" if track.scaled else "a loss scale"
+        told = "Nothing can be learned from them. " + (
+            f"They may have been rounded to zero (use {scale}), or the loss does not depend on the "
+            "parameters."
+            if track.may_underflow
+            else "The loss does not depend on the parameters: something is multiplied by zero or "
+            "clamped on the way, or every unit is dead."
         )
         yield Finding("no-gradient", "problem", title, told, {"share": zero})
 
@@ -240,7 +376,7 @@ def _spikes(norm: Sequence[float]) -> list[tuple[int, float]]:
             continue
         if len(ordered) >= FIRST:
             usual = ordered[len(ordered) // 2]
-            if value > SPIKE * usual > 0:
+            if value > SPIKE * usual > 0 and value > _usually_below(ordered, usual):
                 factor = value / usual
                 if place - last >= APART:
                     found.append((place, factor))
@@ -252,6 +388,13 @@ def _spikes(norm: Sequence[float]) -> list[tuple[int, float]]:
         if len(recent) > USUAL_OVER:
             del ordered[bisect_left(ordered, recent.popleft())]
     return found
+
+
+def _usually_below(ordered: Sequence[float], usual: float) -> float:
+    """Where a spike begins by how norms usually spread: with batches of one sample some are a
+    hundred times others, and none of them is a spike."""
+    spread = median(abs(math.log(value / usual)) for value in ordered if value > 0)
+    return usual * math.exp(min(FAR_FROM_USUAL * spread, 700.0))
 
 
 def clipping(track: Track) -> Iterator[Finding]:

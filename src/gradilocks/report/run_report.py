@@ -7,45 +7,63 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
 import gradilocks.report.curve_findings as curve_findings
 import gradilocks.report.ending_findings as ending_findings
+import gradilocks.report.nonfinite_findings as nonfinite_findings
 import gradilocks.report.skip_findings as skip_findings
 import gradilocks.report.tensor_findings as tensor_findings
 from gradilocks.report.comparison import own_numbers
 from gradilocks.report.formatting import clean, count, duration, number, percent, power
 from gradilocks.report.health import Finding, Health, Verdict
-from gradilocks.report.tracks import Track, nanmedian, tracks
+from gradilocks.report.tracks import LAST, Track, nanmedian, tracks
 from gradilocks.runfile import Run
 
 Pairs = list[tuple[str, str]]
 
-# The loss at an end is the median of so many steps: one batch is too noisy.
-ENDS = 20
+ENDS = (
+    "at the first step; the median over the last tenth of the steps that were taken, at most "
+    f"{LAST} of them"
+)
 # Rates over fewer steps than this mean little, and the verdict says so.
 FEW_STEPS = 20
 ORDER = {"problem": 0, "warning": 1, "note": 2}
 STEP_RULES = (
-    skip_findings.taken_though_nonfinite,
-    skip_findings.nan_culprits,
-    curve_findings.loss_not_finite,
     curve_findings.divergence,
+    nonfinite_findings.taken_though_nonfinite,
+    nonfinite_findings.nan_culprits,
+    nonfinite_findings.loss_not_finite,
+    tensor_findings.gradientless,
+    tensor_findings.moving,
     curve_findings.silence,
+    curve_findings.gradients_add_up,
+    curve_findings.standing_still,
     skip_findings.skipping,
     skip_findings.far_out,
     skip_findings.rejected,
     curve_findings.spikes,
     tensor_findings.vanishing,
     tensor_findings.dominating,
-    tensor_findings.moving,
     curve_findings.clipping,
-    tensor_findings.gradientless,
     skip_findings.scaling,
 )
+# What else a fault shows, from its step on: the finding about the fault says it, or it follows.
+FOLLOWS = {
+    "loss-diverged": {
+        *("taken-though-nonfinite", "loss-not-finite", "nan", "skipped", "skipped-far-out"),
+        *("loss-nonfinite-steps", "spikes", "update-large", "clipped-nearly-always"),
+        *("dominating", "vanishing-zeros", "vanishing-norm", "no-gradient"),
+    },
+    "never-a-gradient": {"loss-stands-still", "without-gradient"},
+    "nothing-moves": {"loss-stands-still", "update-small"},
+    "no-gradient": {"loss-stands-still", "vanishing-zeros"},
+    "gradients-add-up": {"loss-stands-still", "spikes", "update-large"},
+    "loss-stands-still": {"update-small", "update-large"},
+}
 
 
 @dataclass(frozen=True)
@@ -65,13 +83,49 @@ def report_on(run: Run, label: str) -> Reported:
         BadRunFile: a step holds something else than numbers.
     """
     followed = tracks(run)
-    found = [*ending_findings.ending(run), *ending_findings.traced(run)]
-    for track in followed:
-        for rule in STEP_RULES:
-            found += [replace(each, title=track.prefix + each.title) for each in rule(track)]
+    found = [*ending_findings.ending(run), *nonfinite_findings.traced(run, followed)]
+    found += _each_once([(track, _of_track(track)) for track in followed])
     found.sort(key=lambda finding: ORDER[finding.severity])
     health = Health(*_verdict(run, found, followed), tuple(found))
     return Reported(run, clean(label), followed, health)
+
+
+def _of_track(track: Track) -> list[Finding]:
+    """What there is to say about one optimizer, less what only follows from something else."""
+    found = [finding for rule in STEP_RULES for finding in rule(track)]
+    return [
+        each
+        for each in found
+        if not any(
+            each.rule in FOLLOWS.get(cause.rule, ())
+            and cause.severity != "note"
+            and ORDER[cause.severity] <= ORDER[each.severity]
+            and (each.step is None or cause.step is None or each.step >= cause.step)
+            for cause in found
+        )
+    ]
+
+
+def _each_once(found: Sequence[tuple[Track, Sequence[Finding]]]) -> Iterator[Finding]:
+    """What several optimizers show of one event, at the same step and in the same words, once."""
+    alike: dict[tuple[str, str, str], list[Track]] = {}
+    firsts: dict[tuple[str, str, str], Finding] = {}
+    for track, findings in found:
+        for each in findings:
+            key = each.rule, each.title, each.sentence
+            alike.setdefault(key, []).append(track)
+            firsts.setdefault(key, each)
+    along = "".join(
+        f" With them those of {track.label}, since step {track.steps[track.taken[0]].step:,}."
+        for track, _ in found
+        if nonfinite_findings.spoilt_by_another(track)
+    )
+    for key, each in firsts.items():
+        labels = " and ".join(track.label for track in alike[key])
+        title = each.title if len(found) == 1 else f"{labels}: {each.title}"
+        if each.rule == "taken-though-nonfinite":
+            each, along = replace(each, sentence=each.sentence + along), ""
+        yield replace(each, title=title)
 
 
 def examine(run: Run) -> Health:
@@ -95,6 +149,10 @@ def what_ran(run: Run) -> Pairs:
     for info in run.optimizers:
         held = f"{count(len(info.names), 'tensor')}, {count(sum(info.sizes), 'parameter')}"
         pairs.append(("optimizer", f"{clean(info.kind)}: {held}"))
+    if run.computed_in:
+        pairs.append(("computed in", clean(", ".join(run.computed_in))))
+    if run.steps:
+        pairs.append(("first and last loss", ENDS))
     pairs += [
         ("versions", _joined(header.versions.items())),
         ("hardware", _hardware(run)),
@@ -143,7 +201,7 @@ def main_numbers(reported: Reported, track: Track | None) -> Pairs:
         ("clipped", _share_of(clipped, max(1, steps - skipped)) if limited else "no limit"),
         ("loss", _loss(track)),
         ("median norm", unknown if math.isnan(norm) else number(norm) + _whose(reported.run)),
-        ("last scale", "–" if scale is None else power(scale)),
+        ("last scale", "–" if scale is None else power(scale) if track.scaled else "none"),
         ("lasted", duration(track.time[-1]) if track.time[-1] > 0 else "–"),
         ("steps/s", number((steps - 1) / seconds) if steps > 1 and seconds > 0 else "–"),
         ("verdict", reported.health.verdict),
@@ -165,26 +223,28 @@ def _verdict(run: Run, found: Sequence[Finding], followed: Sequence[Track]) -> t
     seen = count(len(run.steps), "step")
     if problems:
         more = f" and {count(warnings, 'warning')}" if warnings else ""
+        # Numbers that grew until they overflowed did not arise in one place.
+        grown = found[0].rule == "loss-diverged"
         ended = "".join(
-            f"It ended in NaN or Inf: {track.prefix}{track.bad.ending}. "
+            f"It ended in NaN or Inf: {track.prefix}{clean(track.bad.ending if grown else words)}. "
             for track in followed
-            if track.bad.ending is not None
+            if (words := track.ending) is not None
         )
-        return "in trouble", f"{ended}{count(problems, 'problem')}{more} in {seen}."
+        worst = f"{found[0].title}. " if grown or not ended else ""
+        return "in trouble", f"{worst}{ended}{count(problems, 'problem')}{more} in {seen}."
     if warnings:
-        return "needs a look", f"{count(warnings, 'warning')} in {seen}, no problem."
+        many = f"{count(warnings, 'warning')} in {seen}, no problem."
+        return "needs a look", f"{found[0].title}. {many}"
     few = ", but so few prove little" if len(run.steps) < FEW_STEPS else ""
     return "healthy", f"Nothing wrong in {seen}{few}."
 
 
 def _loss(track: Track) -> str:
     """Where it began and where it ended, even if that is NaN."""
-    known = [value for value in track.loss if not math.isnan(value)]
-    if not known:
+    first, last, _ = track.loss_ends
+    if math.isnan(first):
         return "NaN" if track.lost else "–"
-    ends = max(1, min(ENDS, len(known) // 4))
-    last = number(nanmedian(known[-ends:])) if track.bad.lost_from is None else "NaN"
-    return f"{number(nanmedian(known[:ends]))} → {last}"
+    return f"{number(first)} → {'NaN' if math.isnan(last) else number(last)}"
 
 
 def _share_of(some: int, all_of_them: int) -> str:
@@ -211,7 +271,8 @@ def _ended(run: Run) -> str:
         "finished": "by itself",
         "error": f"in an error: {clean(run.end.error)}",
         "interrupted": "interrupted",
-        "exit": f"with exit status {run.end.exit}",
+        "exit": f"with exit status {run.end.exit}"
+        + (f": {clean(run.end.error)}" if run.end.error else ""),
     }
     if run.end.status == "finished" and run.header.settings.get("audited"):
         return "by itself, or by the audit after its steps"

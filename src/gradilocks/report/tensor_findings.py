@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from gradilocks.report.curve_findings import converged
-from gradilocks.report.formatting import clean, count, listed, number, percent
-from gradilocks.report.health import Finding
+from gradilocks.report.formatting import clean, count, listed, number, percent, sentence_case
+from gradilocks.report.health import Finding, Severity
 from gradilocks.report.tracks import Tensor, Track, nanmedian, quantile
 
 # A look at fewer steps than this may have met an odd one.
@@ -29,14 +29,38 @@ LARGE = 0.9
 SEVERAL = 8
 # With nine tenths of the squared norm, one tensor alone decides whether everything is clipped.
 DOMINATING = 0.9
+# From a tenth of the steps clipped, that matters for the other tensors.
+OFTEN = 0.1
+# What the table of tokens is called, at either end of a language model: it often has most of the
+# norm, always where both ends are one tensor.
+TOKENS = ("emb", "wte", "lm_head", "tok", "shared.weight")
 # About 1e-3 a step is usual. Small models with large learning rates go to a few 1e-2 in health.
 MOVING_MUCH = 0.1
+# A loss that fell to half of where it began: then such steps do no harm that shows.
+LEARNED = 0.5
 # At 1e-7 of itself a step, float32 rounds the change of a weight away.
 MOVING_LITTLE = 1e-7
 
 
 def gradientless(track: Track) -> Iterator[Finding]:
-    """Names the parameters that no backward pass reached."""
+    """Names the parameters that no backward pass reached; an optimizer that has no others."""
+    # A part of a model on several ranks may have none of its gradients here.
+    alone = not any(step.of_rank for step in track.steps)
+    counted = len(track.steps) >= ENOUGH and alone
+    if counted and all(math.isnan(v) for v in track.norm) and not (track.nonfinite or track.lost):
+        held = count(len(track.optimizer.names), "parameter")
+        title = "The optimizer has none of the parameters that are trained"
+        told = (
+            f"In {count(len(track.steps), 'step')} none of its {held} ever had a gradient, so no "
+            "step changed anything. The optimizer was made for another model, or before the model "
+            "was built anew, copied or wrapped; or its parameters are frozen, or their output is "
+            "detached. Make it from the parameters of the model that the loss comes from."
+        )
+        evidence = {"parameters": len(track.optimizer.names), "steps": len(track.steps)}
+        # Beside other optimizers it may wait for its turn.
+        severity: Severity = "warning" if track.several else "problem"
+        yield Finding("never-a-gradient", severity, title, told, evidence, step=1)
+        return
     if len(track.detailed) < ENOUGH:
         return
     never = [
@@ -65,18 +89,23 @@ def vanishing(track: Track) -> Iterator[Finding]:
         if tensor.usual_norm == 0
         or (tensor.usual_zeros >= ZEROS and not _is_sparse_by_nature(tensor))
     ]
-    if zero:
+    # What a bias adds may cancel: the last one of a critic whose losses are subtracted has none.
+    if any(not tensor.name.endswith("bias") for tensor in zero):
         worst = max(zero, key=lambda tensor: tensor.usual_zeros)
         told = (
             f"{_names(zero)}: usually {percent(worst.usual_zeros)} of the values of "
             f"{clean(worst.name)} are exactly zero. "
         )
-        cause = "the format rounds them to zero, which a larger loss scale cures, or the units are "
-        cause += "dead."
+        scale = "a larger loss scale" if track.scaled else "a loss scale"
+        cause = (
+            f"either the format rounds them to zero, which {scale} cures, or the units are dead."
+        )
+        if not track.may_underflow:
+            cause = "the units are dead, or nothing that reaches the loss comes from them."
         sparse = len(zero) <= EMBEDDINGS and all(_like_an_embedding(t, seen) for t in zero)
         if sparse:
             told += "That is usual in an embedding, where rows that no input asked for have none. "
-        told += f"In another layer {cause}" if sparse else f"Either {cause}"
+        told += f"In another layer {cause}" if sparse else sentence_case(cause)
         yield Finding(
             "vanishing-zeros",
             "note" if sparse else "warning",
@@ -108,26 +137,37 @@ def vanishing(track: Track) -> Iterator[Finding]:
 
 
 def dominating(track: Track) -> Iterator[Finding]:
-    """Names the tensor that has nearly all of the norm, if one has."""
+    """Names the tensor that has nearly all of the norm, if one has, and clipping follows it alone.
+
+    An embedding that is also the head (GPT-2, nanoGPT) has it in every healthy run: it gets the
+    gradients of all tokens at both ends of the model.
+    """
     if len(track.detailed) < ENOUGH or len(track.tensors) < SEVERAL:
         return
     totals = [
         math.fsum(value * value for value in row if not math.isnan(value))
         for row in zip(*(tensor.norm for tensor in track.tensors), strict=True)
     ]
+    taken = max(1, len(track.steps) - len(track.skipped))
+    clipped = sum(track.clipped) / taken
     for tensor in track.tensors:
         pairs = zip(tensor.norm, totals, strict=True)
         share = nanmedian(value * value / total for value, total in pairs if total > 0)
-        if share >= DOMINATING:
+        if share >= DOMINATING and not _is_table_of_tokens(tensor):
             title = f"{clean(tensor.name)} dominates the gradients"
             told = (
                 f"It usually has {percent(share)} of the squared norm of all "
-                f"{len(track.tensors):,} tensors, so it alone decides when everything is clipped. "
-                "ClipPerTensor or AdaptiveClip bound each tensor by itself."
+                f"{len(track.tensors):,} tensors"
             )
-            yield Finding(
-                "dominating", "warning", title, told, {"share": share}, culprit=tensor.name
+            told += (
+                f", and {percent(clipped)} of the steps were clipped: it alone decides how far the "
+                "others move. ClipPerTensor or AdaptiveClip bound each tensor by itself."
+                if clipped >= OFTEN
+                else ". A limit on the norm of all would follow it alone."
             )
+            matters: Severity = "warning" if clipped >= OFTEN else "note"
+            evidence = {"share": share, "clipped": clipped}
+            yield Finding("dominating", matters, title, told, evidence, culprit=tensor.name)
 
 
 def moving(track: Track) -> Iterator[Finding]:
@@ -146,11 +186,20 @@ def moving(track: Track) -> Iterator[Finding]:
     if much:
         most = max(much, key=lambda tensor: tensor.usual_update)
         title = f"A step changes {count(len(much), 'tensor')} by more than {percent(MOVING_MUCH)}"
-        told = f"{_change(much, most)} Lower the learning rate, or check the initialization of "
-        told += "these layers."
+        first, last, _ = track.loss_ends
+        learns = 0 <= last < LEARNED * first
+        told = f"{_change(much, most)} " + (
+            "The loss fell all the same: small models bear that."
+            if learns
+            else "Lower the learning rate, or check the initialization of these layers."
+        )
         evidence = {"tensors": len(much), "largest": most.usual_update}
-        yield Finding("update-large", "warning", title, told, evidence, culprit=most.name)
-    if little:
+        severe: Severity = "note" if learns else "warning"
+        yield Finding("update-large", severe, title, told, evidence, culprit=most.name)
+    held = [t for t in little if t.usual_update == 0]
+    if held and len(held) == len([t for t in weights if t.usual_norm > 0]):
+        yield _nothing_moves(track)
+    elif little:
         least = min(little, key=lambda tensor: tensor.usual_update)
         done = converged(track)
         yield Finding(
@@ -166,6 +215,27 @@ def moving(track: Track) -> Iterator[Finding]:
             {"tensors": len(little), "smallest": least.usual_update},
             culprit=least.name,
         )
+
+
+def _nothing_moves(track: Track) -> Finding:
+    rates = {step.lr for step in track.steps if step.lr is not None}
+    narrow = sorted({dtype for dtype in track.optimizer.dtypes if dtype in ("bfloat16", "float16")})
+    title = "No step changes a weight"
+    told = "There are gradients, the steps were taken, and the weights stay as they are. "
+    if rates == {0} or rates == {0.0}:
+        title += ": the learning rate is 0"
+        told += "Set it, or look at the schedule that does."
+    elif narrow:
+        told += (
+            f"The weights are held in {narrow[0]}, which rounds such small changes away: keep "
+            "float32 copies (gradilocks.optim does), or raise the learning rate."
+        )
+    else:
+        told += (
+            "The learning rate is so small that the change is rounded away, or something writes "
+            "the old weights back."
+        )
+    return Finding("nothing-moves", "problem", title, told, step=1)
 
 
 def _names(tensors: Sequence[Tensor]) -> str:
@@ -198,6 +268,10 @@ def _like_an_embedding(tensor: Tensor, seen: Sequence[Tensor]) -> bool:
         and not tensor.usual_update < MOVING_LITTLE
         and not tensor.name.endswith("bias")
     )
+
+
+def _is_table_of_tokens(tensor: Tensor) -> bool:
+    return any(part in tensor.name.lower() for part in TOKENS)
 
 
 def _is_sparse_by_nature(tensor: Tensor) -> bool:

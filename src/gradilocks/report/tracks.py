@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from gradilocks.errors import BadRunFile
 from gradilocks.runfile import (
@@ -26,13 +27,31 @@ from gradilocks.runfile import (
     Step,
     Trace,
     backward_groups,
+    describe_ending,
     has_bad_gradients,
+    is_bad,
     origin_of,
 )
 
 NAN = math.nan
 ANOTHERS = "another optimizer's"
 Column = Sequence[float]
+
+# Formats that round small gradients to zero: there a loss scale has something to save.
+NARROW = ("float16", "float8", "float4")
+# The last loss is a median over so many steps, of a short run over a tenth: one batch is too noisy.
+LAST = 20
+
+
+class LossEnds(NamedTuple):
+    """Where a loss began and where it ended: the one definition, for every number and sentence."""
+
+    first: float
+    """At the first step whose loss was finite; NaN if there is none."""
+    last: float
+    """The median over the last `over` steps that were taken with a finite loss; NaN if there is
+    none, or if the loss ended as NaN or Inf."""
+    over: int
 
 
 @dataclass(frozen=True)
@@ -77,8 +96,12 @@ class Track:
             another optimizer. What is bad at such a step may come from there.
         others: by the place of a step with NaN or Inf, the steps of other optimizers after the same
             backward pass, where there are any.
-        traced: whether `gradilocks.trace` was to find the module.
-        found: places of the steps in which it did, before any NaN or Inf was in the weights.
+        traced: whether a trace was to find the module.
+        traces: by the place of a step with NaN or Inf, what a trace found of it, if NaN or Inf was
+            not in the weights before.
+        all_traces: whatever traces found in this run.
+        traced_late: whether one of them came when NaN or Inf was in the weights already.
+        computed_in: the formats in which its loss was computed; None if the file does not say.
         renumbered: whether step numbers go back, as in a run resumed from an older checkpoint.
         at: where each step stands on a plot's axis: its number, or its place if numbers go back.
         skipped: places of the skipped steps.
@@ -98,11 +121,16 @@ class Track:
         spoilt: Sequence[Spoilt | str | None],
         others: Mapping[int, Sequence[Step]],
         traced: bool,
-        found: Set[int],
+        traces: Mapping[int, Trace],
+        all_traces: Sequence[Trace],
+        traced_late: bool,
+        computed_in: Sequence[str] | None,
     ) -> None:
         self.optimizer, self.steps = optimizer, steps
         self.scale_policy, self.several = scale_policy, several
-        self.spoilt, self.others, self.traced, self.found = spoilt, others, traced, found
+        self.spoilt, self.others, self.traced, self.traces = spoilt, others, traced, traces
+        self.all_traces, self.traced_late = all_traces, traced_late
+        self.computed_in = computed_in
         numbers = array("q", [step.step for step in steps])
         self.renumbered = any(later <= earlier for earlier, later in pairwise(numbers))
         self.at = array("q", range(1, len(steps) + 1)) if self.renumbered else numbers
@@ -186,6 +214,47 @@ class Track:
         return bad
 
     @cached_property
+    def ending(self) -> str | None:
+        """How it ended in NaN or Inf, and where that arose as far as is known; None if it ended
+        well."""
+        first = self.bad.first
+        place = next((i for i, step in enumerate(self.steps) if step is first), 0)
+        before = self.spoilt[place]
+        return describe_ending(
+            self.bad,
+            self.all_traces,
+            others=self.others.get(place, ()),
+            spoilt_before=f"{before} weights were spoilt before" if before == ANOTHERS else "",
+        )
+
+    @cached_property
+    def loss_ends(self) -> LossEnds:
+        """Where the loss began and ended."""
+        known = [(loss, i) for i, loss in enumerate(self.loss) if not math.isnan(loss)]
+        if not known:
+            return LossEnds(NAN, NAN, 0)
+        # A step that was skipped taught nothing, and its loss may be why it was.
+        taken = [loss for loss, i in known if not self.steps[i].skipped] or [x for x, _ in known]
+        over = max(1, min(LAST, len(taken) // 10))
+        lost = self.bad.lost_from is not None
+        return LossEnds(known[0][0], NAN if lost else median(taken[-over:]), over)
+
+    @cached_property
+    def scaled(self) -> bool:
+        """Whether a loss scale was in use: it was another number than 1 at some step."""
+        return any(value != 1 for value in self.scale if not math.isnan(value))
+
+    @cached_property
+    def may_underflow(self) -> bool:
+        """Whether small gradients may have been rounded to zero, so that a loss scale matters.
+
+        Not in float32 or bfloat16, which reach as low; nor where nothing tells of a narrower
+        format.
+        """
+        formats = {*self.optimizer.dtypes, *(self.computed_in or ())}
+        return self.scaled or any(name.startswith(NARROW) for name in formats)
+
+    @cached_property
     def _rows(self) -> dict[int, int]:
         return {place: row for row, place in enumerate(self.detailed)}
 
@@ -209,7 +278,7 @@ def tracks(run: Run) -> list[Track]:
         mine.append(step)
         spoilt.setdefault(step.optimizer, []).append(before)
     infos = {info.index: info for info in run.optimizers}
-    in_time = [t.time for t in run.traces if t.where == "buffers" or not came_late(run, t)]
+    in_time = [t for t in run.traces if t.where == "buffers" or not came_late(run, t)]
     try:
         return [
             Track(
@@ -220,7 +289,10 @@ def tracks(run: Run) -> list[Track]:
                 spoilt=spoilt[index],
                 others=others.get(index, {}),
                 traced=bool(run.header.settings.get("trace")) or bool(run.traces),
-                found={_place_at(steps[index], time) for time in in_time},
+                traces=_placed(in_time, steps[index]),
+                all_traces=run.traces,
+                traced_late=len(in_time) < len(run.traces),
+                computed_in=run.computed_in,
             )
             for index in sorted(steps)
         ]
@@ -278,9 +350,18 @@ def _spoilt_weights(run: Run) -> Iterator[tuple[Spoilt | str | None, bool]]:
         yield before, bool(spoilt)
 
 
-def _place_at(steps: Sequence[Step], time: float) -> int:
-    """The place of the step that was going on at a time."""
-    return next((place for place, step in enumerate(steps) if step.time >= time), len(steps))
+def _placed(traces: Iterable[Trace], steps: Sequence[Step]) -> dict[int, Trace]:
+    """By place, the first trace of each of these steps that was bad."""
+    found: dict[int, Trace] = {}
+    for trace in traces:
+        # A step has the number that the trace has, or it is of an optimizer that counts otherwise:
+        # then it is the one that was going on at the time.
+        numbered = [i for i, s in enumerate(steps) if s.step == trace.step and is_bad(s)]
+        going_on = next((i for i, s in enumerate(steps) if s.time >= trace.time), None)
+        nearest = min(numbered, key=lambda i: abs(steps[i].time - trace.time), default=going_on)
+        if nearest is not None and (is_bad(steps[nearest]) or steps[nearest].loss is None):
+            found.setdefault(nearest, trace)
+    return found
 
 
 def _tensors(info: OptimizerInfo, steps: Sequence[Step]) -> list[Tensor]:

@@ -194,6 +194,8 @@ class BadSteps:
     Attributes:
         taken: how many steps were taken though gradients were NaN or Inf.
         taken_since: the first of them; None if there is none.
+        first: the first bad step of those that the run ends in: the one that put NaN or Inf into
+            the weights, if one has; None if the last step is good.
         seen: how many steps had NaN or Inf in their gradients or their loss.
         last: the last step's number.
     """
@@ -201,6 +203,7 @@ class BadSteps:
     def __init__(self) -> None:
         self.taken = self.seen = self.last = 0
         self.taken_since: int | None = None
+        self.first: Step | None = None
         self._spoilt_weights = SpoiltWeights()
         self._spoilt: Spoilt | None = None
         self._steps = self._with_bad_gradients = self._with_loss = 0
@@ -216,6 +219,7 @@ class BadSteps:
         self.last = step.step
         bad = has_bad_gradients(step)
         unexplained = step.loss is None and step.loss_nonfinite is None
+        was_spoilt = self._spoilt is not None
         self._spoilt_weights.take(step)
         self._spoilt = self._spoilt_weights.of(step.optimizer)
         self._bad_gradients.take(step, belongs=bad, before=before)
@@ -228,6 +232,12 @@ class BadSteps:
         self._unexplained_bad += unexplained and bad
         self._unexplained_good += unexplained and not bad
         self.seen += is_bad(step)
+        if self._spoilt is not None:
+            self.first = self.first if was_spoilt else step
+        elif not is_bad(step) and not unexplained:
+            self.first = None
+        elif self.first is None:
+            self.first = step
         if bad and not step.skipped:
             self.taken += 1
             self.taken_since = self.taken_since or step.step

@@ -9,15 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from gradilocks.runfile.bad_steps import FORWARD_OR_LOSS, has_bad_gradients, origin_of
+from gradilocks.runfile.bad_steps import (
+    FORWARD_OR_LOSS,
+    BadSteps,
+    has_bad_gradients,
+    origin_of,
+)
 from gradilocks.runfile.lines import MOST_CULPRITS
-from gradilocks.runfile.records import Culprit, OptimizerInfo, Step
+from gradilocks.runfile.records import Culprit, OptimizerInfo, Step, Trace
 
 __all__ = [
+    "certainty_of",
     "describe_bad",
     "describe_damage",
+    "describe_ending",
     "describe_error",
     "describe_skip",
+    "describe_trace",
     "format_scale",
     "named_numbers",
     "on_ranks",
@@ -92,6 +100,72 @@ def describe_bad(
         return f"{_kinds(step)} in {every}{many}{more} gradient{'s' if many > 1 else ''}"
     named = ", ".join(f"{_kinds(culprit)} in {culprit.name}" for culprit in step.culprits[:most])
     return named if many <= most else f"{named} (+{many - most} more)"
+
+
+# What a trace has found, by its `where`.
+_FOUND_BY_TRACE = {
+    "module": "{what} first appeared in {who}",
+    "input": "{what} was in the input data",
+    "before": "{what} first appeared between modules, before {who}",
+    "outside": "{what} came into {who} from outside",
+    "after": "{what} first appeared in the loss, or after {who}",
+    "gradients": "{what} came back in gradients, but in no module",
+}
+
+
+def describe_trace(trace: Trace, *, what: str = "") -> str:
+    """Where a trace saw NaN or Inf first, in half a sentence; '' if it names no such place.
+
+    Args:
+        trace: the trace.
+        what: in place of 'NaN' or 'Inf'.
+    """
+    found = _FOUND_BY_TRACE.get(trace.where, "")
+    return found.format(what=what or trace.what, who=trace.module or "the model")
+
+
+def certainty_of(trace: Trace) -> str:
+    """How sure a trace is of what it found: 'certain', 'likely' or 'unknown'.
+
+    One that does not say has watched the step itself.
+    """
+    return str(getattr(trace, "certainty", None) or "certain")
+
+
+def describe_ending(
+    bad: BadSteps,
+    traces: Sequence[Trace] = (),
+    *,
+    others: Sequence[Step] | None = (),
+    spoilt_before: str = "",
+) -> str | None:
+    """How a run ended in NaN or Inf, since when, and where that arose; None if it ended well.
+
+    Args:
+        bad: of one optimizer.
+        traces: what traces found in the run. One of the first bad step, or of a later one while no
+            weights were spoilt, counts more than what its gradients show.
+        others: the steps of other optimizers after the same backward pass; None if there may be
+            some that are not known.
+        spoilt_before: whose weights were spoilt before the first bad step, in words: then nothing
+            tells where it arose.
+    """
+    first = bad.first
+    if bad.ending is None or first is None:
+        return bad.ending
+    if spoilt_before:
+        return f"{bad.ending}; {spoilt_before}"
+    for trace in traces:
+        seen = trace.step == first.step or (first.skipped and trace.step > first.step)
+        found, certainty = describe_trace(trace, what="it"), certainty_of(trace)
+        if seen and found and not trace.damaged and certainty != "unknown":
+            return f"{bad.ending}; {found} ({certainty})"
+    origin = origin_of(first, lost=bad.guesses_lost, others=others or ())
+    if origin.where == "forward":
+        return f"{bad.ending}; {FORWARD_OR_LOSS}"
+    if others is not None and origin.where == "parameter":
+        return f"{bad.ending}; likely it arose in backward at {origin.name} or just after it"
+    return f"{bad.ending}; where it arose is not known"
 
 
 def on_ranks(*steps: Step) -> str:

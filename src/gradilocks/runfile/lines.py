@@ -28,6 +28,7 @@ from gradilocks.runfile.records import (
     Header,
     Logged,
     OptimizerInfo,
+    Precision,
     RankLosses,
     Step,
     Trace,
@@ -50,6 +51,8 @@ __all__ = [
     "losses_line",
     "optimizer_from",
     "optimizer_line",
+    "precision_from",
+    "precision_line",
     "step_line",
     "steps_from",
     "trace_from",
@@ -63,7 +66,8 @@ Fields = dict[str, Any]
 _Types = frozenset[type]
 
 _RECORDS: dict[str, Any] = {"header": Header, "optimizer": OptimizerInfo, "step": Step}
-_RECORDS |= {"losses": RankLosses, "log": Logged, "trace": Trace, "end": End}
+_RECORDS |= {"precision": Precision, "losses": RankLosses, "log": Logged, "trace": Trace}
+_RECORDS |= {"end": End}
 # Attributes of records that a line has under another name.
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "header": {"version": "gradilocks"},
@@ -143,6 +147,11 @@ def step_line(step: Step) -> str:
     return _line(fields)
 
 
+def precision_line(precision: Precision) -> str:
+    """In which formats the run computes, when its first loss is known."""
+    return _line(_fields("precision", precision))
+
+
 def losses_line(losses: RankLosses) -> str:
     """What all ranks had as losses at steps that stand before it."""
     means = tuple(map(_finite, losses.losses))
@@ -176,7 +185,9 @@ def end_line(end: End) -> str:
     return _line(_fields("end", end))
 
 
-def _fields(kind: str, record: Header | OptimizerInfo | RankLosses | Trace | End) -> Fields:
+def _fields(
+    kind: str, record: Header | OptimizerInfo | Precision | RankLosses | Trace | End
+) -> Fields:
     """A record as a line has it: its attributes in their order, under the line's names."""
     names = _NAMES.get(kind, {})
     fields: Fields = {"kind": kind}
@@ -236,6 +247,13 @@ def optimizer_from(fields: Fields) -> OptimizerInfo:
     _check_all("an entry of 'sizes'", sizes, _INT)
     _check_all("an entry of 'dtypes'", dtypes, _STR)
     return info
+
+
+def precision_from(fields: Fields) -> Precision:
+    """In which formats the run computes."""
+    precision = Precision(**_attributes("precision", fields))
+    _check_all("an entry of 'dtypes'", precision.dtypes, _STR)
+    return precision
 
 
 def losses_from(fields: Fields) -> RankLosses:

@@ -32,6 +32,7 @@ from gradilocks.runfile.lines import (
     logged_from,
     losses_from,
     optimizer_from,
+    precision_from,
     steps_from,
     trace_from,
 )
@@ -246,6 +247,7 @@ class Reader:
         self.notes: list[dict[str, Any]] = []
         self.end: End | None = None
         self.audit: dict[str, Any] | None = None
+        self.computed_in: tuple[str, ...] | None = None
         self.torn = 0
         self.damaged: dict[int, str] = {}
         self.lines = 0
@@ -364,6 +366,8 @@ class Reader:
             self.resumed.append(self._checked_header(fields))
             self.begins.append(len(self.steps))
             self.end = None
+        elif kind == "precision":
+            self.computed_in = precision_from(fields).dtypes
         elif kind == "losses":
             self._take_losses(losses_from(fields))
         elif kind == "log":

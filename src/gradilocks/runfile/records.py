@@ -21,6 +21,7 @@ __all__ = [
     "Header",
     "Logged",
     "OptimizerInfo",
+    "Precision",
     "RankLosses",
     "Run",
     "Step",
@@ -143,6 +144,14 @@ class OptimizerInfo:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """In which formats a run computes, as its first loss shows."""
+
+    dtypes: tuple[str, ...]
+    """As in ('bfloat16', 'float32'), sorted."""
+
+
+@dataclass(frozen=True)
 class Header:
     """What ran, and on what."""
 
@@ -237,6 +246,9 @@ class Run:
     """Headers of later sessions that went on in the same file."""
     begins: tuple[int, ...] = ()
     """How many steps stand before each of those sessions."""
+    computed_in: tuple[str, ...] | None = None
+    """The formats in which the first loss was computed, as in ('bfloat16', 'float32'); None if the
+    file does not say, as older ones do not."""
     torn: int = 0
     """How many torn lines were left out: a kill tears at most the last line of a session."""
     damaged: Mapping[int, str] = field(default_factory=dict)

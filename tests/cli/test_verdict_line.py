@@ -1,0 +1,97 @@
+"""The last line of `gradilocks run` is the verdict of `gradilocks report`, in its colour."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gradilocks.cli import run_command
+from gradilocks.cli.app import app
+from gradilocks.cli.terminal import say
+from gradilocks.observe import Summary
+from gradilocks.observe.process_end import Ending
+from gradilocks.report import examine
+from tests.observe.sessions import forked, write
+
+SCRIPT = """
+import sys
+import torch
+
+torch.manual_seed(0)
+rate, fault = float(sys.argv[1]), int(sys.argv[2])
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+for number in range(1, 41):
+    x = torch.randn(16, 8)
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(x), x[:, :1])
+    if number == fault:
+        loss = loss / 0 * 0
+    loss.backward()
+    optimizer.step()
+if len(sys.argv) > 3:
+    sys.exit(sys.argv[3])
+"""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict", "said"),
+    [
+        (("0.01", "0"), "healthy", "Nothing wrong in 40 steps."),
+        (("5", "0"), "in trouble", "The loss diverged: "),
+        (("0.01", "31"), "in trouble", "It ended in NaN or Inf: the loss is NaN or Inf since "),
+        (("0.01", "0", "no data"), "needs a look", "The run exited with status 1. "),
+    ],
+)
+def test_the_last_line_says_what_the_report_says(words, verdict, said, tmp_path: Path) -> None:
+    write(tmp_path, "train.py", SCRIPT)
+    done = forked("-o", "a.jsonl", "train.py", *words, cwd=tmp_path)
+    shown = CliRunner().invoke(app, ["report", "--json", str(tmp_path / "a.jsonl")])
+    (found,) = json.loads(shown.stdout)["runs"]
+    assert found["verdict"] == verdict
+    assert done.told[-1] == f"gradilocks: {verdict}. {found['sentence']}"
+    assert found["sentence"].startswith(said)
+    if "no data" in words:
+        assert "no data" in found["findings"][0]["sentence"]
+
+
+def test_a_verdict_is_coloured_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for stream, line in [
+        (Terminal(), "\x1b[1;31mgradilocks: in trouble.\x1b[0m\n"),
+        (io.StringIO(), "gradilocks: in trouble.\n"),
+    ]:
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        say("in trouble.", colour=run_command.COLOURS["in trouble"])
+        assert stream.getvalue() == line
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "__stderr__", Terminal())
+    say("in trouble.", colour="red")
+    assert sys.__stderr__.getvalue() == "gradilocks: in trouble.\n"
+
+
+@pytest.mark.parametrize(("ended", "verdict"), [(("the loss is NaN",), "in trouble"), ((), "")])
+def test_of_a_file_too_large_to_read_again_what_was_counted_is_told(
+    ended, verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_command, "MOST_READ", 0)
+    file = tmp_path / "a.jsonl"
+    file.write_text("{}\n")
+    summary = Summary(
+        path=file, file=file, steps=9, skipped=0, seen=9, failed=False, torch=True, watched=True,
+        findings=(), unseen=False, taken=0, partly=False, rank=0, bad_endings=ended,
+        ending=Ending("finished", 0),
+    )  # fmt: skip
+    said, words = run_command.judged(summary, examine)
+    assert said == verdict
+    assert (words == "It ended in NaN or Inf: the loss is NaN.") is bool(ended)
