@@ -156,6 +156,7 @@ class ScriptSession:
 
             self.guard.closed = True
             self._hooks.remove()
+            self.steps.data_wait.close()
             for listener in self._listeners:
                 EVENTS.discard(listener)
 

@@ -39,6 +39,36 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:front]}…{text[len(text) - (most - 1 - front) :]}"
 
 
+def short_name(name: str, most: int) -> str:
+    """Returns a parameter's or module's name in at most `most` characters.
+
+    What tells a block from its neighbours stays: its number, and the end of the name. Words before
+    them are cut to their first letters, from the left, as many as must be.
+
+    Example:
+        >>> short_name("transformer.h.11.attn.c_attn.weight", 28)
+        't.h.11.attn.c_attn.weight'
+        >>> short_name("transformer.h.11.attn.c_attn.weight", 18)
+        't.h.11.a.c.weight'
+        >>> short_name("model.encoder.stages.2.blocks.11.attention.query.weight", 14)
+        '…2.b.11.a.q.w'
+    """
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if len(".".join(parts)) <= most:
+            break
+        if not part.isdigit() and (place < len(parts) - 1 or len(parts) > 2):
+            parts[place] = part[:1]
+    dropped = ""
+    while len(dropped + ".".join(parts)) > most:
+        words = [place for place, part in enumerate(parts[:-1]) if not part.isdigit()]
+        if not words or len(parts) < 3:
+            return shortened(name if len(parts) < 3 else ".".join(parts), most)
+        del parts[words[0]]
+        dropped = "…"
+    return dropped + ".".join(parts)
+
+
 def number(value: float) -> str:
     """Returns a number in three significant digits.
 
@@ -107,6 +137,19 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {name} {whole % size // smaller} {other}"
     raise AssertionError(seconds)
+
+
+def size(bytes: float) -> str:
+    """Returns an amount of memory.
+
+    Example:
+        >>> size(512 * 1024), size(3 * 2**30)
+        ('512 KiB', '3 GiB')
+    """
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if bytes >= unit:
+            return f"{number(bytes / unit)} {name}"
+    return f"{number(bytes / 2**10)} KiB"
 
 
 def sentence_case(words: str) -> str:

@@ -9,6 +9,7 @@ from gradilocks.report.audit_page import panel
 from gradilocks.report.destination import identity_of
 from gradilocks.report.figures import sections
 from gradilocks.report.page import to_html
+from gradilocks.report.resources import resources
 from gradilocks.report.run_report import Reported, in_short, main_numbers, what_ran
 from gradilocks.report.tracks import Track
 
@@ -18,6 +19,7 @@ def render(reports: Sequence[Reported]) -> str:
     heading = " and ".join(one.label for one in reports[:2])
     heading += f" and {len(reports) - 2} more" if len(reports) > 2 else ""
     several = len(reports) > 1
+    took = [_took(one) for one in reports]
     return to_html(
         "report.html",
         title=f"{heading} · Gradilocks report",
@@ -29,6 +31,8 @@ def render(reports: Sequence[Reported]) -> str:
         several=several,
         numbers=_main_numbers(reports),
         main_numbers=main_numbers,
+        took=_table(reports, took),
+        whole_run=took[0],
         what_ran=what_ran,
         sections=sections(reports),
         panels=[
@@ -51,6 +55,24 @@ def identity(reports: Sequence[Reported]) -> str:
         for one in reports
     ]
     return identity_of(json.dumps(headers))
+
+
+def _took(one: Reported) -> list[tuple[str, str]]:
+    """Time and memory of a run, as pairs of a name and what to say."""
+    found = resources(one.run, one.tracks)
+    return [] if found is None else found.numbers()
+
+
+def _table(
+    reports: Sequence[Reported], numbers: Sequence[list[tuple[str, str]]]
+) -> list[tuple[str, int, list[str]]]:
+    """The rows of a table of them: the heads, then a run each."""
+    heads = list(dict.fromkeys(name for pairs in numbers for name, _ in pairs))
+    rows = [
+        (one.label, number, [dict(pairs).get(head, "–") for head in heads])
+        for number, (one, pairs) in enumerate(zip(reports, numbers, strict=True))
+    ]
+    return [("run", 0, heads), *rows]
 
 
 def _main_numbers(reports: Sequence[Reported]) -> list[tuple[str, int, list[str]]]:
