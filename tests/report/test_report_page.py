@@ -33,7 +33,7 @@ def embedded(page: str) -> dict[str, dict[str, object]]:
 
 
 def test_a_page_holds_every_plot_of_the_issue() -> None:
-    plots = embedded(render([reported(made_run())]))
+    plots = embedded(render([reported(made_run(always=lambda n: {"lr": 1e-3 / n}))]))
     assert list(plots) == [
         "s0-loss",
         "s0-norm",
@@ -305,6 +305,15 @@ def test_a_run_without_anything_to_draw_has_no_plots_and_no_controls() -> None:
 def test_where_no_gradient_has_a_zero_there_is_no_map_of_zeros() -> None:
     none = {"zeros": dict.fromkeys(NAMES, 0.0)}
     assert "s0-zeros-0" not in embedded(render([reported(made_run(details=none))]))
+
+
+def test_a_learning_rate_that_moves_is_drawn_and_one_that_does_not_is_a_number() -> None:
+    for rates, words in ((lambda n: 1e-3, "0.001"), (lambda n: n / 1e3, "0.001 → 0.08")):
+        one = reported(made_run(80, always=lambda n, rates=rates: {"lr": rates(n)}))
+        assert ("s0-rate" in embedded(render([one]))) is ("→" in words)
+        assert dict(main_numbers(one, one.tracks[0]))["learning rate"] == words
+    (figure,) = [each for each in figures_of(one.run) if each.key == "s0-rate"]
+    assert figure.plot["traces"][0]["y"] == [float(f"{n / 1e3:.5g}") for n in range(1, 81)]
 
 
 def test_three_points_are_marked_and_three_hundred_are_not() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from gradilocks.report.formatting import clean, power, sentence_case, short_name
+from gradilocks.report.formatting import clean, power, sentence_case, short_name, short_names
 from gradilocks.report.resources import Measured, Resources, resources
 from gradilocks.report.run_report import Reported
 from gradilocks.report.series import (
@@ -206,7 +206,9 @@ def curve_figures(prefix: str, curves: Sequence[Curve], *, early: bool = False) 
             remark=remark,
         )
     rates, remark = _lines(curves, [line(t, t.lr) for t in tracks], "learning rate")
-    if are_worth_it(rates):
+    # One that never moves is a number, and stands among the numbers.
+    moves = len({value for track in tracks for value in track.lr if not math.isnan(value)}) > 1
+    if moves and are_worth_it(rates):
         y = {"title": "learning rate", "exponentformat": "power", "rangemode": "tozero"}
         yield Figure(
             f"{prefix}-rate",
@@ -571,6 +573,6 @@ def name_axis(names: Sequence[str]) -> dict[str, Any]:
         "tickmode": "array",
         # Names, not places: a tensor may be called "2", and plotly.js looks for that first.
         "tickvals": [text(name) for name in shown],
-        "ticktext": [text(short_name(name, LONGEST_LABEL)) for name in shown],
+        "ticktext": list(map(text, short_names(shown, LONGEST_LABEL))),
     }
-    return {"y": axis, "short": [text(short_name(name, SHORT_LABEL)) for name in shown]}
+    return {"y": axis, "short": list(map(text, short_names(shown, SHORT_LABEL)))}

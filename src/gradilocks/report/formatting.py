@@ -53,20 +53,40 @@ def short_name(name: str, most: int) -> str:
         >>> short_name("model.encoder.stages.2.blocks.11.attention.query.weight", 14)
         '…2.b.11.a.q.w'
     """
+    return short_names([name], most)[0]
+
+
+def short_names(names: Sequence[str], most: int) -> list[str]:
+    """Returns names that stand below each other, all of them cut alike."""
+    depth = max((name.count(".") for name in names), default=0)
+    cut = list(names)
+    for place in range(depth + 1):
+        if all(len(name) <= most for name in cut):
+            return cut
+        # The last word gives way as well, where there are others.
+        cut = [_first_letters(name, place + 1) for name in names]
+    return [name if len(name) <= most else _without_first(name, most) for name in cut]
+
+
+def _first_letters(name: str, words: int) -> str:
     parts = name.split(".")
-    for place, part in enumerate(parts):
-        if len(".".join(parts)) <= most:
+    if len(parts) < 3:
+        return name
+    return ".".join(
+        part if place >= words or part.isdigit() else part[:1] for place, part in enumerate(parts)
+    )
+
+
+def _without_first(name: str, most: int) -> str:
+    """A name of first letters without those before the first number, and after it if need be."""
+    parts = name.split(".")
+    while len(parts) > 2 and len("…" + ".".join(parts)) > most:
+        letters = [place for place, part in enumerate(parts[:-1]) if not part.isdigit()]
+        if not letters:
             break
-        if not part.isdigit() and (place < len(parts) - 1 or len(parts) > 2):
-            parts[place] = part[:1]
-    dropped = ""
-    while len(dropped + ".".join(parts)) > most:
-        words = [place for place, part in enumerate(parts[:-1]) if not part.isdigit()]
-        if not words or len(parts) < 3:
-            return shortened(name if len(parts) < 3 else ".".join(parts), most)
-        del parts[words[0]]
-        dropped = "…"
-    return dropped + ".".join(parts)
+        del parts[letters[0]]
+    kept = "…" + ".".join(parts)
+    return kept if len(kept) <= most else shortened(name, most)
 
 
 def number(value: float) -> str:

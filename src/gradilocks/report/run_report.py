@@ -140,6 +140,7 @@ def main_numbers(reported: Reported, track: Track | None) -> Pairs:
         ("clipped", _share_of(clipped, max(1, steps - skipped)) if limited else "no limit"),
         ("loss", _loss(track)),
         ("median norm", unknown if math.isnan(norm) else number(norm) + _whose(reported.run)),
+        ("learning rate", _rate(track)),
         ("last scale", "–" if scale is None else power(scale)),
         ("lasted", duration(track.time[-1]) if track.time[-1] > 0 else "–"),
         ("steps/s", number((steps - 1) / seconds) if steps > 1 and seconds > 0 else "–"),
@@ -182,6 +183,15 @@ def _loss(track: Track) -> str:
     ends = max(1, min(ENDS, len(known) // 4))
     last = number(nanmedian(known[-ends:])) if track.bad.lost_from is None else "NaN"
     return f"{number(nanmedian(known[:ends]))} → {last}"
+
+
+def _rate(track: Track) -> str:
+    """The learning rate: the only one, or where it began and where it ended."""
+    known = [value for value in track.lr if not math.isnan(value)]
+    if not known:
+        return "–"
+    ends = number(known[0]), number(known[-1])
+    return ends[0] if min(known) == max(known) else " → ".join(ends)
 
 
 def _share_of(some: int, all_of_them: int) -> str:

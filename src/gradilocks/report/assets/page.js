@@ -271,6 +271,8 @@
     }
     if (!plot.views) {
       layout.xaxis.range = reach(canvas);
+      const [low, high] = layout.xaxis.range || [0, 0];
+      if (chosen.across === "step" && high - low < 8 && plot.x.type !== "log") layout.xaxis.dtick = 1;
       marked(plot, layout, traces, canvas.clientHeight);
     }
     if (plot.heat && narrow()) {
@@ -441,7 +443,8 @@
   const controls = document.querySelector(".controls");
   if (controls) {
     const across = controls.querySelector(".across"), smoothing = controls.querySelector(".smoothing");
-    across.hidden = !(longest > 0);
+    const moments = ({ type, meta }) => (meta.t || []).length - (type === "heatmap" ? 1 : 0);
+    across.hidden = !(longest > 0 && ofRuns.some((plot) => plot.traces.some((trace) => moments(trace) > 1)));
     smoothing.hidden = !ofRuns.some((plot) => plot.traces.some(({ meta }) => meta.smooth));
     controls.hidden = across.hidden && smoothing.hidden;
     controls.addEventListener("input", () => {
