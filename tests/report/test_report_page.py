@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -384,7 +385,12 @@ def test_of_several_optimizers_the_whole_run_is_drawn_once() -> None:
 def test_what_a_script_logs_is_a_curve_of_its_own() -> None:
     run = made_run(100)
     points = [(10, 0.5), (20, None), (30, 0.75), (90, math.inf)]
-    object.__setattr__(run, "logged", {"val/accuracy": points, "once": [(5, 1.0)]})
+    logs = [
+        SimpleNamespace(step=step, time=step / 10, values={"val/accuracy": value})
+        for step, value in points
+    ]
+    logs.append(SimpleNamespace(step=95, time=9.5, values={"once": 1.0}))
+    object.__setattr__(run, "logs", logs)
     (figure,) = [each for each in figures_of(run) if "logged" in each.key]
     (trace,) = figure.plot["traces"]
     assert figure.title == "val/accuracy"

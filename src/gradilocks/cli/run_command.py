@@ -17,7 +17,9 @@ from gradilocks.cli.options import (
     Output,
     Quiet,
     Script,
+    amount,
     flag,
+    named_amount,
     one_of,
     program_of,
     whole_number,
@@ -48,6 +50,14 @@ def run(
             "After a skipped step with NaN or Inf, find the module in which the next is born.",
         ),
     ] = False,
+    per_step: Annotated[
+        list[str] | None,
+        amount(
+            "--per-step",
+            help="How many tokens, samples or the like a step works on, as in tokens=65536: the "
+            "report then shows how many a second. May be given several times.",
+        ),
+    ] = None,
     swap: Annotated[
         bool,
         flag(
@@ -96,6 +106,7 @@ def run(
         flush_every=flush_every,
         trace=trace,
         all_ranks=all_ranks,
+        per_step=dict(map(named_amount, per_step or ())),
         log=not quiet,
         swap=swap,
         swap_optimizers=tuple(dict.fromkeys(swap_optimizer or ())),

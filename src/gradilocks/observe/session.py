@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Options:
     flush_every: int = 50
     trace: bool = False
     all_ranks: bool = False
+    per_step: Mapping[str, float] = field(default_factory=dict)
+    """What a step works on, as in 'tokens', and how many of them."""
     log: bool = True
     swap: bool = False
     swap_optimizers: tuple[str, ...] = ()
@@ -253,7 +255,12 @@ def run_script(
     session = ScriptSession(
         program,
         options,
-        settings={"watched": True, "swap": options.swap, "trace": options.trace},
+        settings={
+            "watched": True,
+            "swap": options.swap,
+            "trace": options.trace,
+            **({"per_step": dict(options.per_step)} if options.per_step else {}),
+        },
         ways="Choose another name, --append to go on in it, or --force to overwrite it.",
         warn=warn,
         note=note,

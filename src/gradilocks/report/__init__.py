@@ -22,7 +22,7 @@ _HOME = {
     "comparison": ("Comparison", "Loss", "Parting", "Summary", "compare"),
     "destination": ("choose", "is_page", "labels", "settled", "write", "written_whole"),
     "experiment": ("Drawn", "experiment_page"),
-    "formatting": ("clean", "number", "power"),
+    "formatting": ("clean", "number", "power", "short_name"),
     "health": ("Finding", "Health"),
     "report_page": ("identity", "render"),
     "run_report": ("Reported", "examine", "main_numbers", "report_on"),
@@ -54,6 +54,7 @@ __all__ = [
     "render",
     "report_on",
     "settled",
+    "short_name",
     "write",
     "write_audit_page",
     "written_whole",
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
     from gradilocks.report.comparison import Comparison, Loss, Parting, Summary, compare
     from gradilocks.report.destination import choose, is_page, labels, settled, write, written_whole
     from gradilocks.report.experiment import Drawn, experiment_page
-    from gradilocks.report.formatting import clean, number, power
+    from gradilocks.report.formatting import clean, number, power, short_name
     from gradilocks.report.health import Finding, Health
     from gradilocks.report.report_page import identity, render
     from gradilocks.report.run_report import Reported, examine, main_numbers, report_on

@@ -29,6 +29,8 @@ REACH = 32
 # A tail of fewer values than this share is left outside too, but only on the side of zero.
 TAIL = 0.0005
 MOST_ROWS = 400
+# Characters of a module's name beside its row in a narrow window.
+SHORT_LABEL = 13
 ROWS_TALL = (330, 520)
 KINDS = {
     "all": "all gradients",
@@ -107,7 +109,7 @@ def module_figure(key: str, audit: AuditRecord) -> Figure | None:
         {
             "traces": [],
             "x": {"title": "magnitude: |gradient|, unscaled", **EXPONENTS},
-            **name_axis(names),
+            **name_axis(names, short=SHORT_LABEL),
             "heat": True,
             "views": views,
             "active": [shown_first(audit).name, f"of {kinds[0]}"],

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from gradilocks.report.formatting import clean, power, sentence_case, short_name, short_names
-from gradilocks.report.resources import Measured, Resources, resources
+from gradilocks.report.resources import Measured, Resources
 from gradilocks.report.run_report import Reported
 from gradilocks.report.series import (
     Line,
@@ -93,7 +93,7 @@ def sections(reports: Sequence[Reported]) -> list[Section]:
         for track in one.tracks:
             curves = by_index.setdefault(track.optimizer.index, [])
             curves.append(Curve(one.label, number, track))
-        found = resources(one.run, one.tracks)
+        found = one.resources
         if found is not None:
             marked = min(filter(None, map(nan_mark, one.tracks)), key=_seconds_of, default=None)
             whole.append(WholeRun(Curve(one.label, number, found.track), found, marked))
@@ -280,9 +280,9 @@ def run_figures(prefix: str, runs: Sequence[WholeRun]) -> Iterator[Figure]:
         yield Figure(
             f"{prefix}-between",
             "Share of time between steps",
-            "From the end of a step to the next forward pass, by the host's clock: as a rule that "
-            "is waiting for data. It is also whatever else the script does there: logging, a "
-            "checkpoint, or loss.item(), which waits for the GPU.",
+            "Waiting for data, as a rule: from the end of a step to the next forward pass, by the "
+            "host's clock. Whatever else the script does there counts too: logging, a checkpoint, "
+            "or loss.item(), which waits for the GPU.",
             _plot(curves, traces, {"title": "share", **PERCENT}, marks=marks),
         )
     memory, _ = _lines(curves, [_measured(of.memory, 2**30) for of in took], "memory", STEPS)
@@ -561,10 +561,10 @@ def heat_trace(
     }
 
 
-def name_axis(names: Sequence[str]) -> dict[str, Any]:
+def name_axis(names: Sequence[str], *, short: int = SHORT_LABEL) -> dict[str, Any]:
     """The vertical axis of a heat map with a row for each name, from top to bottom.
 
-    With the labels as a wide window has room for them, and as a narrow one has.
+    With the labels as a wide window has room for them, and of `short` characters for a narrow one.
     """
     shown = names[:: max(1, math.ceil(len(names) / MOST_LABELS))]
     axis = {
@@ -575,4 +575,4 @@ def name_axis(names: Sequence[str]) -> dict[str, Any]:
         "tickvals": [text(name) for name in shown],
         "ticktext": list(map(text, short_names(shown, LONGEST_LABEL))),
     }
-    return {"y": axis, "short": list(map(text, short_names(shown, SHORT_LABEL)))}
+    return {"y": axis, "short": list(map(text, short_names(shown, short)))}

@@ -9,9 +9,14 @@ from gradilocks.report.audit_page import panel
 from gradilocks.report.destination import identity_of
 from gradilocks.report.figures import sections
 from gradilocks.report.page import to_html
-from gradilocks.report.resources import resources
 from gradilocks.report.run_report import Reported, in_short, main_numbers, what_ran
 from gradilocks.report.tracks import Track
+
+Row = tuple[str, int, list[str]]
+"""Of a table: a name, its colour and its cells."""
+
+# What of the main numbers stands with the time and memory of runs side by side.
+OF_TIME = ("lasted", "steps/s")
 
 
 def render(reports: Sequence[Reported]) -> str:
@@ -19,7 +24,7 @@ def render(reports: Sequence[Reported]) -> str:
     heading = " and ".join(one.label for one in reports[:2])
     heading += f" and {len(reports) - 2} more" if len(reports) > 2 else ""
     several = len(reports) > 1
-    took = [_took(one) for one in reports]
+    whole_run = reports[0].resources
     return to_html(
         "report.html",
         title=f"{heading} · Gradilocks report",
@@ -31,8 +36,8 @@ def render(reports: Sequence[Reported]) -> str:
         several=several,
         numbers=_main_numbers(reports),
         main_numbers=main_numbers,
-        took=_table(reports, took),
-        whole_run=took[0],
+        times=_times(reports),
+        whole_run=[] if whole_run is None else whole_run.numbers(),
         what_ran=what_ran,
         sections=sections(reports),
         panels=[
@@ -57,32 +62,30 @@ def identity(reports: Sequence[Reported]) -> str:
     return identity_of(json.dumps(headers))
 
 
-def _took(one: Reported) -> list[tuple[str, str]]:
-    """Time and memory of a run, as pairs of a name and what to say."""
-    found = resources(one.run, one.tracks)
-    return [] if found is None else found.numbers()
-
-
-def _table(
-    reports: Sequence[Reported], numbers: Sequence[list[tuple[str, str]]]
-) -> list[tuple[str, int, list[str]]]:
-    """The rows of a table of them: the heads, then a run each."""
-    heads = list(dict.fromkeys(name for pairs in numbers for name, _ in pairs))
+def _times(reports: Sequence[Reported]) -> list[Row]:
+    """The rows of a table of time and memory: the heads, then a run each."""
+    numbers = []
+    for one in reports:
+        found = one.resources
+        main = [] if found is None else main_numbers(one, found.track)
+        of_time = [(name, value) for name, value in main if name in OF_TIME]
+        numbers.append(dict([*of_time, *(found.numbers() if found else ())]))
+    heads = list(dict.fromkeys(name for pairs in numbers for name in pairs))
     rows = [
-        (one.label, number, [dict(pairs).get(head, "–") for head in heads])
+        (one.label, number, [pairs.get(head, "–") for head in heads])
         for number, (one, pairs) in enumerate(zip(reports, numbers, strict=True))
     ]
     return [("run", 0, heads), *rows]
 
 
-def _main_numbers(reports: Sequence[Reported]) -> list[tuple[str, int, list[str]]]:
+def _main_numbers(reports: Sequence[Reported]) -> list[Row]:
     """The rows of a table: the heads, then for every optimizer of every run its numbers."""
     rows = []
     heads: list[str] = []
     for number, one in enumerate(reports):
         followed: list[Track | None] = [*one.tracks] or [None]
         for track in followed:
-            pairs = main_numbers(one, track)
+            pairs = [pair for pair in main_numbers(one, track) if pair[0] not in OF_TIME]
             heads = max(heads, [name for name, _ in pairs], key=len)
             which = f", {track.label}" if track is not None and track.several else ""
             rows.append((one.label + which, number, [value for _, value in pairs]))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gradilocks.report.formatting import duration, number, percent, size
 from gradilocks.report.series import Places
@@ -101,7 +102,7 @@ def resources(run: Run, tracks: Sequence[Track]) -> Resources | None:
         waited=waited,
         memory=memory,
         gpu_memory=gpu_memory,
-        logged={name: _by_step(track, at) for name, at in getattr(run, "logged", {}).items()},
+        logged=_logged(track, getattr(run, "logs", ())),
         per_step=_per_step(run),
     )
 
@@ -113,12 +114,20 @@ def _by_time(track: Track, points: Sequence[tuple[float, float]]) -> Measured:
     return Measured(Places(at, [time for time, _ in points]), [value for _, value in points])
 
 
-def _by_step(track: Track, points: Sequence[tuple[int, float | None]]) -> Measured:
-    """Values that were logged at some step, at the time of that step."""
-    last = len(track.at) - 1
-    time = [track.time[min(last, bisect_left(track.at, step))] for step, _ in points]
-    values = [NAN if v is None or math.isinf(v) else float(v) for _, v in points]
-    return Measured(Places([step for step, _ in points], time), values)
+def _logged(track: Track, logs: Iterable[Any]) -> dict[str, Measured]:
+    """What was logged, by name; where step numbers go back, at the step that was going on."""
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for each in logs:
+        for name, value in each.values.items():
+            known = value is not None and math.isfinite(value)
+            found.setdefault(name, []).append((each.step, each.time, value if known else NAN))
+    made = {}
+    for name, points in found.items():
+        made[name] = _by_time(track, [(time, value) for _, time, value in points])
+        if not track.renumbered:
+            steps = [step for step, _, _ in points]
+            made[name] = replace(made[name], places=made[name].places._replace(at=steps))
+    return made
 
 
 def _per_step(run: Run) -> dict[str, float]:

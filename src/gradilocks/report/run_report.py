@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import cached_property
 from typing import Any
 
 import gradilocks.report.curve_findings as curve_findings
@@ -18,6 +19,7 @@ import gradilocks.report.skip_findings as skip_findings
 import gradilocks.report.tensor_findings as tensor_findings
 from gradilocks.report.formatting import clean, count, duration, number, percent, power
 from gradilocks.report.health import Finding, Health, Verdict
+from gradilocks.report.resources import Resources, resources
 from gradilocks.report.tracks import Track, nanmedian, tracks
 from gradilocks.runfile import Run
 
@@ -55,6 +57,11 @@ class Reported:
     label: str
     tracks: Sequence[Track]
     health: Health
+
+    @cached_property
+    def resources(self) -> Resources | None:
+        """What it took, time and memory, and what it logged; None if it has no steps."""
+        return resources(self.run, self.tracks)
 
 
 def report_on(run: Run, label: str) -> Reported:
