@@ -35,15 +35,20 @@ class DataWait:
         self._clock = clock
         self._since: float | None = None
         self._waited: float | None = None
-        self._handle: Any = None
+        self._hooks: dict[int, Any] = {}  # torch's own, and under which key ours comes and goes.
+        self._key = -1
         self._patches = Patches()
         self._is_patched = False
 
     def step_ended(self) -> None:
         """What follows, until a module is called, is waiting."""
-        self._watch_compiled()
-        if self._handle is None:
-            self._handle = register_module_forward_pre_hook(self._module_called)
+        if not self._is_patched:
+            self._watch_compiled()
+        if self._key < 0:
+            handle = register_module_forward_pre_hook(self._module_called)
+            self._hooks, self._key = handle.hooks_dict_ref() or {}, handle.id
+        elif self._key not in self._hooks:  # A handle at every step would cost 5 microseconds.
+            self._hooks[self._key] = self._module_called
         self._since = self._clock()
 
     def take(self) -> float | None:
@@ -61,9 +66,7 @@ class DataWait:
             self._forward_begins()
 
     def _forward_begins(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
+        self._hooks.pop(self._key, None)
         since, self._since = self._since, None
         if since is not None:
             self._waited = (self._waited or 0.0) + self._clock() - since
@@ -71,7 +74,7 @@ class DataWait:
     def _watch_compiled(self) -> None:
         """Once somebody has imported what compiles modules."""
         kind = getattr(sys.modules.get(f"{DYNAMO}.eval_frame"), "OptimizedModule", None)
-        if self._is_patched or kind is None or "__call__" not in vars(kind):
+        if kind is None or "__call__" not in vars(kind):
             return
         self._is_patched = True
         original = vars(kind)["__call__"]

@@ -223,7 +223,7 @@
     if (!marks.length) return;
     const [low, high] = layout.xaxis.range || [0, 1];
     const log = plot.x.type === "log";
-    const told = marks.slice(0, MOST_TOLD).length * MARK_HEIGHT;
+    const told = Math.min(marks.length, MOST_TOLD) * MARK_HEIGHT + 8;
     layout.margin.t += told;
     const above = 1 + told / (height - layout.margin.t - layout.margin.b);
     layout.legend.y = above;
@@ -238,7 +238,7 @@
       });
       if (number < MOST_TOLD) {
         layout.annotations.push({
-          text: words, showarrow: false, x: place, y: 1, yref: "paper", yanchor: "bottom", yshift: MARK_HEIGHT * number - 3,
+          text: words, showarrow: false, x: place, y: 1, yref: "paper", yanchor: "bottom", yshift: MARK_HEIGHT * number,
           xanchor: place > (low + high) / 2 ? "right" : "left", name: "nan", font: { size: 12, color: own },
         });
       }
