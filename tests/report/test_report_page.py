@@ -360,6 +360,14 @@ def test_time_and_memory_are_drawn_and_said() -> None:
         assert f"<dt>{name}</dt><dd>{value}</dd>" in page
 
 
+def test_of_several_ranks_the_memory_is_said_to_be_that_of_one() -> None:
+    one = reported(made_run(200, always=measured, header=header(rank=2, ranks=4)))
+    assert one.resources is not None
+    assert dict(one.resources.numbers())["peak memory"] == "1 GiB (rank 2)"
+    (figure,) = [each for each in figures_of(one.run) if each.key == "s0-memory"]
+    assert "the process of rank 2 has held" in figure.reading
+
+
 def test_what_is_not_known_of_time_and_memory_is_not_said() -> None:
     page = without_scripts(render([reported(made_run())]))
     assert "<dt>step time</dt>" in page

@@ -290,10 +290,12 @@ def run_figures(prefix: str, runs: Sequence[WholeRun]) -> Iterator[Figure]:
     gpu, _ = _lines(curves, [_measured(of.gpu_memory, 2**30) for of in took], "GPU", dashed)
     if are_worth_it([*memory, *gpu]):
         of_gpu = "; dashed, what tensors have taken at most on its GPU" if gpu else ""
+        ranks = sorted({of.rank for of in took if of.rank is not None})
+        process = f"process of rank {' or '.join(map(str, ranks))}" if ranks else "process"
         yield Figure(
             f"{prefix}-memory",
             "Peak memory",
-            f"The most that the process has held of the machine's memory so far{of_gpu}. A line "
+            f"The most that the {process} has held of the machine's memory so far{of_gpu}. A line "
             "that goes on rising is a leak, or a graph that is kept.",
             _plot(curves, [*memory, *gpu], {"title": "GiB", **TO_ZERO}, marks=marks),
         )

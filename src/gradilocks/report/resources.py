@@ -46,6 +46,8 @@ class Resources:
     """What the script has logged itself, by name."""
     per_step: Mapping[str, float]
     """What a step works on, as in 'tokens', and how many of them: told by whoever started it."""
+    rank: int | None
+    """Whose process it was, of several ranks; None if there was one."""
 
     @property
     def share_waited(self) -> float:
@@ -74,7 +76,8 @@ class Resources:
             pairs.append(("between steps", percent(self.share_waited)))
         for name, measured in (("peak memory", self.memory), ("peak GPU memory", self.gpu_memory)):
             if measured.values:
-                pairs.append((name, size(max(measured.values))))
+                whose = "" if self.rank is None else f" (rank {self.rank})"
+                pairs.append((name, size(max(measured.values)) + whose))
         return pairs
 
 
@@ -104,6 +107,7 @@ def resources(run: Run, tracks: Sequence[Track]) -> Resources | None:
         gpu_memory=gpu_memory,
         logged=_logged(track, getattr(run, "logs", ())),
         per_step=_per_step(run),
+        rank=run.header.rank if run.header.ranks > 1 else None,
     )
 
 
