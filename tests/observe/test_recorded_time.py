@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -94,6 +96,40 @@ def test_a_compiled_module_is_seen_warns_of_nothing_and_is_compiled_once(clock, 
     wait.close()
     kind = type(model)
     assert kind.__call__.__module__.startswith("torch.")  # As it was.
+
+
+def test_what_is_drawn_from_a_loader_at_other_times_is_added(clock):
+    wait, goes_on = clock
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, at):
+            goes_on(0.25)
+            return torch.ones(2)
+
+    original = vars(torch.utils.data.DataLoader)["__iter__"]
+    wait.install()
+    batches = iter(torch.utils.data.DataLoader(Slow()))
+    net = nn.Linear(2, 1)
+    next(batches)  # Before the first step.
+    assert wait.take() is None
+    for _ in range(2):
+        wait.step_ended()
+        goes_on(1.0)
+        for _ in range(2):  # Two micro-batches.
+            net(next(batches))
+            goes_on(5.0)
+        assert wait.take() == 1.5
+    thread = threading.Thread(target=next, args=(batches,))
+    thread.start()
+    thread.join()
+    assert wait.take() is None  # Somebody else fetches ahead.
+    assert list(batches) == []
+    wait.close()
+    assert vars(torch.utils.data.DataLoader)["__iter__"] is original
+    assert type(batches).__next__.__module__.startswith("torch.")
 
 
 SLOW_LOADER = """

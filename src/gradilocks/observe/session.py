@@ -138,6 +138,7 @@ class ScriptSession:
             EVENTS.add(listener)
         self._hooks = TorchHooks()
         self._hooks.install()
+        self.steps.data_wait.install()
         if options.swap or options.swap_optimizers:
             from gradilocks.observe.patches import Patches, swap
 

@@ -281,8 +281,9 @@ def run_figures(prefix: str, runs: Sequence[WholeRun]) -> Iterator[Figure]:
             f"{prefix}-between",
             "Share of time between steps",
             "Waiting for data, as a rule: from the end of a step to the next forward pass, by the "
-            "host's clock. Whatever else the script does there counts too: logging, a checkpoint, "
-            "or loss.item(), which waits for the GPU.",
+            "host's clock, and what a DataLoader takes at other times. Whatever else the script "
+            "does between steps counts too: logging, a checkpoint, or loss.item(), which waits for "
+            "the GPU.",
             _plot(curves, traces, {"title": "share", **PERCENT}, marks=marks),
         )
     memory, _ = _lines(curves, [_measured(of.memory, 2**30) for of in took], "memory", STEPS)
