@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gradilocks import read_run
+from gradilocks.cli.options import named_amount
 from gradilocks.observe.data_wait import DataWait
 from tests.observe.sessions import forked, write
 
@@ -179,10 +180,13 @@ def test_a_slow_loader_shows_between_the_steps_and_memory_once_a_batch(tmp_path)
     assert run.header.settings["per_step"] == {"samples": 4.0}
 
 
-@pytest.mark.parametrize("given", ["tokens", "tokens=", "tokens=0", "=5", "tokens=inf", "t=x"])
-def test_an_amount_that_is_none_is_refused(tmp_path, given):
+def test_an_amount_that_is_none_is_refused(tmp_path):
+    assert named_amount("tokens per rank=6.5e4") == ("tokens per rank", 65000.0)
+    for given in ("tokens", "tokens=", "tokens=0", "tokens=inf", "tokens=-1", "tokens=nan", "t=x"):
+        with pytest.raises(ValueError, match="could not convert|not a number of more than 0"):
+            named_amount(given)
     write(tmp_path, "train.py", "raise SystemExit(3)")
-    shown = forked("--per-step", given, "train.py", cwd=tmp_path)
+    shown = forked("--per-step", "=5", "train.py", cwd=tmp_path)
     assert shown.status == 2
     assert "expected a name and a number of more than 0, as in tokens=65536" in " ".join(
         shown.err.replace("│", " ").split()

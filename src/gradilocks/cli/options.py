@@ -86,7 +86,7 @@ def named_amount(text: str) -> tuple[str, float]:
     name, _, written = text.rpartition("=")
     number = float(written)
     if not 0 < number < math.inf:
-        raise ValueError(written)
+        raise ValueError(f"{written} is not a number of more than 0.")
     return name.strip(), number
 
 
