@@ -183,7 +183,7 @@ def test_a_slow_loader_shows_between_the_steps_and_memory_once_a_batch(tmp_path)
 def test_an_amount_that_is_none_is_refused(tmp_path):
     assert named_amount("tokens per rank=6.5e4") == ("tokens per rank", 65000.0)
     for given in ("tokens", "tokens=", "tokens=0", "tokens=inf", "tokens=-1", "tokens=nan", "t=x"):
-        with pytest.raises(ValueError, match="could not convert|not a number of more than 0"):
+        with pytest.raises(ValueError, match=r"could not convert|not a number of more than 0"):
             named_amount(given)
     write(tmp_path, "train.py", "raise SystemExit(3)")
     shown = forked("--per-step", "=5", "train.py", cwd=tmp_path)
