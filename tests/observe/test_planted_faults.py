@@ -411,7 +411,7 @@ def test_the_other_network_of_a_gan_is_not_blamed_for_what_the_first_has_spoilt(
     write(tmp_path, "train.py", GAN)
     told = Told(tmp_path, "train.py")
     both = [s for s in told.report.splitlines() if "The weights are spoilt since step 20" in s]
-    (first,) = [s for s in both if "Likely it arose in backward at 0.weight" in s]
+    (first,) = [s for s in both if "Likely it arose in backward at netD.0.weight" in s]
     (other,) = [s for s in both if s is not first]
     assert "NaN or Inf had gone into another optimizer's weights before" in other
     assert "Likely" not in other
