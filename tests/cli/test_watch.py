@@ -50,7 +50,7 @@ def test_a_long_name_keeps_the_number_of_its_block(path):
     watched = Watched(path)
     watched.poll()
     (line,) = plain_skips(watched)
-    assert line == "step 1 skipped: Inf in m.l.m.layers.27.self_attn.q_proj.weight; scale 2^10"
+    assert line == "step 1 skipped: Inf in m.l.model.layers.27.self_attn.q_proj.weight; scale 2^10"
 
 
 # --- in a pipe -----------------------------------------------------------------------------------
