@@ -325,6 +325,7 @@ NUMBERS = {
         "int(os.environ.get('WORLD_SIZE', '1'))",
         "int(os.environ['RANK'])",
     },
+    "record/memory.py": {"int(line.split()[1])"},
     "record/recorder.py": {
         "int(error.code is not None)",
         "int(step)",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -128,17 +129,40 @@ def prefixed(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """
     if len(models) == 1:
         return {"": models[0]}
-    script = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
-    variables = {id(value): name for name, value in reversed(list(script.items()))}
+    variables = _variables()
     found: dict[str, nn.Module] = {}
     for model in models:
-        called = variables.get(id(model), type(model).__name__)
+        inner = unwrapped(model)
+        called = variables.get(id(model)) or variables.get(id(inner)) or type(inner).__name__
         name, number = called, 1
         while name in found:
             number += 1
             name = f"{called}{number}"
         found[name] = model
     return found
+
+
+def _variables() -> dict[int, str]:
+    """What the script calls its modules, by their ids.
+
+    Variables of the script itself, then of its functions that are running, outermost first, and of
+    the object that such a function is a method of. The first that was made has the say.
+    """
+    places = [vars(sys.modules["__main__"])] if "__main__" in sys.modules else []
+    frames: list[dict[str, Any]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append(frame.f_locals)
+        frame = frame.f_back
+    for local in reversed(frames):
+        owner = local.get("self")
+        places += [local, {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})]
+    return {
+        id(value): name
+        for place in reversed(places)
+        for name, value in reversed(list(place.items()))
+        if isinstance(value, nn.Module) and isinstance(name, str) and name != "self"
+    }
 
 
 def name_parameters(

@@ -63,6 +63,23 @@ def test_fp16_is_preferred_where_it_holds():
     assert "Take fp16 with an initial loss scale of 8192." in found.recommendation.words
 
 
+def test_why_one_of_fp16_and_bf16_is_preferred_is_said():
+    def why(*given, formats=("fp16", "bf16")):
+        words = audited(*given, formats=formats).recommendation.words
+        return [sentence for sentence in words if sentence.startswith("Why not")]
+
+    small = module("a", -20, -2)
+    (said,) = why(small)
+    assert said.startswith("Why not bf16: it would hold them without a loss scale, but its steps")
+    far_apart = [module(str(i), *((-60, -50) if i % 2 else (0, 10))) for i in range(8)]
+    found = audited(*far_apart)
+    assert found.recommendation.format == "bf16"
+    (said,) = why(*far_apart)
+    assert said.startswith("Why not fp16, whose steps are 8 times as fine: it does not hold them.")
+    assert any(s.startswith("fp16 does not hold them: ") for s in found.recommendation.words)
+    assert why(small, formats=("fp16",)) == why(small, formats=("bf16", "fp8 e5m2")) == []
+
+
 def test_one_loud_module_is_kept_out_so_that_the_rest_has_a_scale():
     quiet = [module(f"blocks.{n}", -40, -26) for n in range(7)]
     found = audited(*quiet, module("head", 10, 14, each=10))

@@ -8,10 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from gradilocks.cli.compare_command import short_names
+from gradilocks import read_run
+from gradilocks.cli.compare_command import rows, short_names
+from gradilocks.report import compare
 from gradilocks.runfile import End, Logged, OptimizerInfo, log_line
 from tests.cli.cli_process import OnATerminal, run
-from tests.runfile.run_files import END, FIRST, HEADER, SECOND, plain_step, training, write_run
+from tests.runfile.run_files import (
+    END,
+    FIRST,
+    HEADER,
+    SECOND,
+    plain_step,
+    skipped_step,
+    training,
+    write_run,
+)
 
 
 @pytest.fixture
@@ -56,6 +67,14 @@ def test_the_table_has_what_differs_and_the_numbers(two):
     assert table["scale"] == ["2^14 to 2^16", "2^15 to 2^16"]
     assert table["steps/s"] == ["60", "64"]
     assert table["parameters"] == ["4,161 in 3 tensors", "4,161 in 3 tensors"]
+
+
+def test_a_long_name_in_the_table_keeps_the_number_of_its_block(tmp_path):
+    name = "model.language_model.model.layers.27.self_attn.q_proj.weight"
+    bad = skipped_step(2, name, finite_gradients=5)
+    path = write_run(tmp_path / "a.jsonl", [plain_step(1), bad, plain_step(3)])
+    table = dict(rows(compare([read_run(path)] * 2)))
+    assert table["  likely from"] == ["m.l.model.layers.27.self_attn.q_proj.weight (1 x)"] * 2
 
 
 def test_the_sentences_say_where_losses_part_and_which_parameters_are_missing(two):

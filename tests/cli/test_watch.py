@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gradilocks.cli.watch_view import Watched, plain_skips
 from gradilocks.runfile import End, Logged, Step, end_line, log_line, process_here, step_line
 from tests.cli.cli_process import OnATerminal, run, start
 from tests.runfile.run_files import (
@@ -42,6 +43,15 @@ def path(tmp_path: Path) -> Path:
 def append(path: Path, text: str) -> None:
     with path.open("a") as file:
         file.write(text)
+
+
+def test_a_long_name_keeps_the_number_of_its_block(path):
+    name = "model.language_model.model.layers.27.self_attn.q_proj.weight"
+    write_run(path, [skipped_step(1, name, finite_gradients=5)])
+    watched = Watched(path)
+    watched.poll()
+    (line,) = plain_skips(watched)
+    assert line == "step 1 skipped: Inf in m.l.model.layers.27.self_attn.q_proj.weight; scale 2^10"
 
 
 # --- in a pipe -----------------------------------------------------------------------------------

@@ -43,6 +43,22 @@ def test_numbers_of_the_users_own_come_back_with_the_steps_they_travelled_with()
     assert numbers.to_logged() == (1, 0.5, {"a": 1.0, "b": 4.0})
 
 
+def test_the_last_step_of_a_batch_tells_the_peak_of_memory():
+    rows = [held(1), held(2), held(3)]
+    steps = Batch(rows).unpack()
+    assert [row.memory is None for row in steps] == [True, True, False]
+    here = bytearray(64 << 20)
+    here[:: 1 << 12] = b"x" * (len(here) >> 12)  # Every page of it is really there.
+    (later,) = Batch([held(4)]).unpack()
+    del here
+    (after,) = Batch([held(5)]).unpack()
+    assert later.memory >= steps[-1].memory
+    assert later.memory >= 64 << 20
+    # The most so far, not what is held now; Linux adds up its counts of pages only now and then.
+    assert after.memory > later.memory - (8 << 20)
+    assert [row.gpu_memory for row in (*steps, later)] == [None] * 4
+
+
 def test_scalars_are_copied_when_they_are_handed_over():
     flag = torch.zeros(())
     sample = Sample(skip=flag, loss=torch.ones(1, requires_grad=True))

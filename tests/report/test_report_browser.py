@@ -11,7 +11,7 @@ import pytest
 from gradilocks.report.report_page import render
 from gradilocks.report.run_report import report_on
 from gradilocks.runfile import Culprit, End, Run, read_run
-from tests.report.browser import browser, visit
+from tests.report.browser import Visit, browser, visit
 from tests.report.made_runs import NAMES, SKIPPED, header, info, made_run, made_steps
 
 EVIL = "</script><script>alert(1)</script><!--\u2028<img src=x onerror=alert(2)>"
@@ -176,6 +176,84 @@ def test_the_buttons_of_a_plot_are_these_and_none_sends_anything_anywhere(
             "[...document.querySelectorAll('.canvas')].map(c => c._context.plotlyServerURL)"
         )
         assert set(addresses) == {""}
+        assert seen.complaints == []
+
+
+# What plotly.js was given of one trace of a plot.
+TRACE = """([id, at]) => {
+    const {x, y, fill, opacity, line} = window[id].data.at(at);
+    return {x, y, fill, opacity, line};
+}"""
+
+
+def choose(seen: Visit, *, across: str = "steps", smoothing: float = 0.0) -> None:
+    """Sets the controls above the plots, as a reader does."""
+    seen.page.get_by_role("radio", name=across).check()
+    seen.page.locator("#smoothing").fill(str(smoothing))
+
+
+def test_the_plots_can_be_drawn_along_time(chromium: Any, tmp_path: Path) -> None:
+    bad = {"loss": None, "norm": None, "nan": 5}
+    run = made_run(3000, detail_every=100, plant=dict.fromkeys(range(2401, 3001), bad))
+    ranges = "[...document.querySelectorAll('.canvas')].map(c => c.layout.xaxis.range.map(Number))"
+    with visit(chromium, page_of(tmp_path, run)) as seen:
+        by_step = seen.page.evaluate(ranges)
+        assert all(each == by_step[0] for each in by_step)
+        assert by_step[0][0] <= 1 < 3000 <= by_step[0][1]
+        choose(seen, across="time")
+        titles = "[...document.querySelectorAll('.canvas')].map(c => c.layout.xaxis.title.text)"
+        assert set(seen.page.evaluate(titles)) == {"minutes of training"}
+        by_time = seen.page.evaluate(ranges)
+        assert all(each == by_time[0] for each in by_time)
+        assert by_time[0][1] == pytest.approx(310 / 60, rel=0.03)
+        heat = seen.page.evaluate("window['s0-norms-0'].data[0].x")
+        assert heat[0] == pytest.approx(10 / 60)
+        marks = "[...document.querySelectorAll('.canvas')].map(c => c.layout.shapes.map(s => s.x0))"
+        for marked in seen.page.evaluate(marks):
+            assert marked == [pytest.approx(2401 / 600)]
+        choose(seen, across="steps")
+        assert seen.page.evaluate(ranges) == by_step
+        assert seen.complaints == []
+
+
+def test_smoothing_draws_a_running_mean_over_the_values(chromium: Any, real_page: Path) -> None:
+    with visit(chromium, real_page) as seen:
+        own = seen.page.evaluate(TRACE, ["s0-loss", -1])
+        choose(seen, smoothing=0.9)
+        assert seen.page.locator(".controls output").inner_text() == "0.90"
+        behind, smooth = (seen.page.evaluate(TRACE, ["s0-loss", at]) for at in (0, 1))
+        assert (behind["y"], behind["opacity"]) == (own["y"], 0.3)
+        mean = weight = 0.0
+        for value, shown in zip(own["y"], smooth["y"], strict=True):
+            mean, weight = 0.9 * mean + 0.1 * value, 0.9 * weight + 0.1
+            assert shown == pytest.approx(mean / weight)
+        scale = seen.page.evaluate("window['s0-scale'].data.length")
+        choose(seen)
+        assert seen.page.evaluate(TRACE, ["s0-loss", -1]) == own
+        assert seen.page.evaluate("window['s0-scale'].data.length") == scale
+        assert seen.complaints == []
+
+
+def test_a_long_run_is_a_median_with_a_band_and_gaps_stay_gaps(
+    chromium: Any, tmp_path: Path
+) -> None:
+    gap = {number: {"loss": None} for number in range(2000, 3000)}
+    run = made_run(6000, detail_every=0, plant={**gap, 4000: {"loss": 30.0}})
+    with visit(chromium, page_of(tmp_path, run)) as seen:
+        band, line = (seen.page.evaluate(TRACE, ["s0-loss", at]) for at in (0, 1))
+        assert (band["fill"], band["line"]["width"]) == ("toself", 0)
+        assert max(y for y in band["y"] if y is not None) == 30.0
+        assert max(y for y in line["y"] if y is not None) < 5
+        # Two parts, each a closed ring; nothing is drawn across the gap.
+        assert band["y"].count(None) == 2
+        assert not [x for x in band["x"] if x is not None and 2050 < x < 2950]
+        box = seen.inside("s0-loss")
+        x, y = box["x"] + box["width"] / 5, box["y"] + box["height"] / 2
+        seen.page.mouse.move(x - 5, y)
+        seen.page.mouse.move(x, y, steps=3)
+        seen.page.locator("#s0-loss .hoverlayer text").first.wait_for(timeout=10_000)
+        told = seen.page.locator("#s0-loss .hoverlayer").text_content()
+        assert " to " in told
         assert seen.complaints == []
 
 

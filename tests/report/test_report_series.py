@@ -6,20 +6,32 @@ import math
 
 import pytest
 
-from gradilocks.report.formatting import clean, count, duration, listed, number, percent, power
+from gradilocks.report.formatting import (
+    clean,
+    count,
+    duration,
+    listed,
+    number,
+    percent,
+    power,
+    short_name,
+    size,
+)
 from gradilocks.report.series import (
+    BUCKETS,
     MOST_COLUMNS,
     MOST_MARKS,
-    MOST_POINTS,
     MOST_ROWS,
+    Line,
+    Places,
     buckets,
     clipped_share,
-    extremes,
     heat,
     line,
     skip_marks,
     staircase,
     turns,
+    waiting_share,
 )
 from gradilocks.report.tracks import Track, tracks
 from gradilocks.runfile import Culprit, Run
@@ -41,24 +53,40 @@ def test_buckets_cover_every_place_once(length: int, most: int) -> None:
     assert all(len(bucket) > 0 for bucket in made)
 
 
-def test_every_spike_and_every_dip_survives_thinning() -> None:
-    values = [1.0] * 100_000
-    for place in (0, 3, 50_001, 99_999):
-        values[place] = 7.0
-    values[70_007] = -7.0
-    kept = extremes(values, most=200)
-    assert len(kept) <= 202
-    assert {0, 3, 50_001, 99_999, 70_007} >= {i for i in kept if values[i] != 1.0}
-    assert {50_001, 99_999, 70_007} <= set(kept)
-    assert list(kept) == sorted(kept)
+def test_a_long_line_is_the_median_of_neighbours_with_a_band_that_keeps_every_spike() -> None:
+    spikes = {3: 7.0, 50_001: 9.0, 99_999: 8.0, 70_007: -7.0}
+    values = [spikes.get(place, 1.0 + place % 2 / 10) for place in range(100_000)]
+    made = line(Places(range(1, 100_001), [0.5 * place for place in range(100_000)]), values)
+    assert made is not None
+    assert (len(made.x), made.thinned) == (BUCKETS, 100_000)
+    assert set(made.y) <= {1.0, 1.05, 1.1}  # A spike is no median of its neighbours.
+    assert sorted(value for value in made.high if value and value > 1.1) == [7.0, 8.0, 9.0]
+    assert [value for value in made.low if value and value < 1.0] == [-7.0]
+    assert made.x == sorted(made.x)
+    assert [0.5 * (step - 1) for step in made.x] == made.t
 
 
 def test_a_long_gap_stays_a_gap_and_a_short_one_costs_no_neighbour() -> None:
-    values = [1.0] * 500 + [NAN] * 500 + [2.0] * 1000
-    values[1500] = NAN
-    kept = extremes(values, most=100)
-    assert any(math.isnan(values[i]) for i in kept if 500 <= i < 1000)
-    assert not any(math.isnan(values[i]) for i in kept if i >= 1000)
+    values = [1.0] * 5_000 + [NAN] * 5_000 + [2.0] * 10_000
+    values[15_000] = NAN
+    made = line(Places(range(20_000), [float(place) for place in range(20_000)]), values)
+    assert made is not None
+    missing = [x for x, y in zip(made.x, made.y, strict=True) if y is None]
+    assert 4_900 < min(missing) < max(missing) < 10_100
+    assert len(missing) == pytest.approx(BUCKETS / 4, abs=2)
+    assert [y is None for y in made.y] == [y is None for y in made.low]
+
+
+def test_points_that_no_line_reaches_are_known() -> None:
+    def of(values: list[float]) -> Line:
+        made = line(Places(range(len(values)), [float(i) for i in range(len(values))]), values)
+        assert made is not None
+        return made
+
+    assert not of([1.0, 2.0, NAN, 3.0, 4.0]).has_loose_points
+    assert of([1.0, 2.0, NAN, 3.0, NAN, 4.0, 5.0]).has_loose_points
+    assert of([1.0]).has_loose_points
+    assert (of([1.0, NAN]).known, of([1.0, 2.0]).known) == (1, 2)
 
 
 def test_a_column_that_jumps_keeps_its_jumps() -> None:
@@ -72,16 +100,8 @@ def test_a_short_line_is_whole_and_a_gap_is_none() -> None:
     made = line(of, of.norm)
     assert made is not None
     assert (made.x, made.thinned) == (list(range(1, 101)), 0)
+    assert made.t == [float(f"{0.1 * step:.7g}") for step in made.x]
     assert [i for i, y in enumerate(made.y) if y is None] == [49]
-
-
-def test_a_long_line_is_thinned_and_says_from_how_many() -> None:
-    of = track(made_run(20_000, detail_every=0, plant={12_345: {"norm": 99.0}}))
-    made = line(of, of.norm)
-    assert made is not None
-    assert made.thinned == 20_000
-    assert len(made.x) <= MOST_POINTS + 1
-    assert made.y[made.x.index(12_345)] == 99.0
 
 
 def test_a_column_without_a_value_makes_no_line() -> None:
@@ -138,6 +158,36 @@ def test_the_clipped_share_is_of_steps_that_were_taken() -> None:
     assert made is not None
     assert made.y[0] == 1.0
     assert set(made.y[1:]) == {0.0}
+    assert clipped_share(track(made_run(100, always=lambda n: {"clipped": False}))) is None
+    assert clipped_share(track(made_run(19, always=lambda n: {"clipped": True}))) is None
+
+
+def test_the_share_between_steps_is_of_the_time_of_the_steps_that_know_it() -> None:
+    def always(n: int) -> dict[str, object]:
+        return {"waited": None if n > 50 else 0.05 if n <= 30 else 0.02}
+
+    of = track(made_run(60, always=always))  # A step takes 0.1 seconds.
+    made = waiting_share(of, of.waited, of.seconds)
+    assert made is not None
+    assert made.y == pytest.approx([0.5, 0.5, 0.5, 0.2, 0.2, None, None])
+    assert waiting_share(of, [NAN] * 60, of.seconds) is None
+
+
+def test_the_time_of_a_step_is_not_known_where_a_session_begins() -> None:
+    run = made_run(6)
+    run = Run(run.path, run.header, run.optimizers, run.steps, begins=(3,), end=run.end)
+    seconds = track(run).seconds
+    assert [place for place, each in enumerate(seconds) if math.isnan(each)] == [0, 3]
+    assert seconds[1] == pytest.approx(0.1)
+
+
+def test_nan_begins_where_it_is_in_the_loss_or_goes_into_the_weights() -> None:
+    caught = {20: SKIPPED, 30: SKIPPED}  # Overflows that the scale is for.
+    lost = {**SKIPPED, "loss": None, "loss_nonfinite": True}
+    taken = {"norm": None, "nan": 3}
+    assert track(made_run(plant=caught)).nan_begins is None
+    assert track(made_run(plant={**caught, 61: lost, 70: taken})).nan_begins == 60
+    assert track(made_run(plant={**caught, 50: taken, 61: lost})).nan_begins == 49
 
 
 def test_a_heat_map_has_a_row_a_tensor_and_a_column_a_look() -> None:
@@ -186,6 +236,19 @@ def test_steps_whose_numbers_go_back_stand_in_the_order_of_the_file() -> None:
     assert list(of.at) == list(range(1, 151))
 
 
+def test_names_are_cut_so_that_the_number_of_the_block_stays() -> None:
+    names = [f"transformer.h.{i}.attn.c_attn.weight" for i in range(48)]
+    for most in (34, 30, 24, 18, 14):
+        short = [short_name(name, most) for name in names]
+        assert max(map(len, short)) <= most
+        assert len(set(short)) == 48
+        assert all(f"{i}." in name for i, name in enumerate(short))
+    assert short_name(names[3], 40) == names[3]
+    assert short_name("x" * 90, 10) == "xxxx…xxxxx"
+    assert len(short_name("1.2.3.4.5.6.7.8.9.10.11.12", 9)) == 9
+    assert len(short_name("a." * 90 + "b", 10)) <= 10
+
+
 def test_words_are_short_and_true() -> None:
     assert [number(x) for x in (0, 1.5, 1234567.0, 1e-9)] == ["0", "1.5", "1.23e6", "1e-9"]
     assert [power(x) for x in (1.0, 4.0, 65536.0, 0.5, 100.0)] == ["1", "4", "2^16", "2^-1", "100"]
@@ -204,6 +267,7 @@ def test_words_are_short_and_true() -> None:
         "1 d 1 h",
     ]
     assert (count(1, "step"), count(2, "step")) == ("1 step", "2 steps")
+    assert [size(x) for x in (2**19, 1.5 * 2**30, 2**41)] == ["512 KiB", "1.5 GiB", "2 TiB"]
     assert listed(["a", "b"]) == "a and b"
     assert listed(["a", "b", "c", "d"]) == "a, b, c and 1 more"
     assert clean("a\u2028\ud800b") == "a\\u2028\\ud800b"

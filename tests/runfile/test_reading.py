@@ -61,6 +61,17 @@ def test_every_record_comes_back_with_every_field_as_it_was(path):
     assert run.torn == 0
 
 
+def test_time_and_memory_come_back_and_a_file_without_them_is_read(path):
+    told = plain_step(1, waited=0.0, memory=2**40, gpu_memory=0)
+    older = plain_step(2)
+    assert not {"waited", "memory", "gpu_memory"} & json.loads(step_line(older)).keys()
+    write_run(path, [told, older, plain_step(3, waited=0.1234567)])
+    first, second, third = gradilocks.read_run(path).steps
+    assert (first.waited, first.memory, first.gpu_memory) == (0.0, 2**40, 0)
+    assert (second.waited, second.memory, second.gpu_memory) == (None, None, None)
+    assert third.waited == 0.123457  # To the microsecond, as times are.
+
+
 def test_a_file_of_many_batches_is_read_whole_and_in_order(path):
     steps = training(3000)
     write_run(path, steps, traces=[TRACE], end=END)

@@ -12,12 +12,15 @@ import typer
 
 from gradilocks.cli.options import flag, latest_runs, run_file
 from gradilocks.cli.terminal import forgive_encoding, held_interrupts, printable, read_with_bar
+from gradilocks.report import short_name
 from gradilocks.runfile import format_scale
 
 if TYPE_CHECKING:
     from gradilocks.report import Comparison, Loss, OwnNumber, Parting, Summary
 
 NAMES_SHOWN = 5
+# Characters of a name in a cell of the table.
+LONGEST_NAME = 44
 
 
 def compare(
@@ -191,7 +194,7 @@ def _ended(summary: Summary) -> str:
 
 def _likely(summary: Summary) -> str:
     for name, count in summary.likely.items():
-        return f"{printable(name)} ({count:,} x)"
+        return f"{short_name(printable(name), LONGEST_NAME)} ({count:,} x)"
     return "not known" if summary.culprits else ""
 
 

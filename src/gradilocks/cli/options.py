@@ -6,6 +6,7 @@ also how a command that runs a script tells its own options from the script's.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -82,6 +83,32 @@ def latest_runs(count: int = 1) -> list[Path]:
     which = "the latest run" if count == 1 else f"the {count} latest runs"
     say(f"{which}: {printable(' '.join(map(str, found[::-1])))}")
     return found[::-1]
+
+
+def amount(*names: str, help: str) -> Any:
+    """Declares an option that is a name with a number, as in tokens=65536; `named_amount` reads it.
+
+    May be given several times.
+    """
+    parser = checked(
+        lambda text: text if named_amount(text)[0] else "",
+        bool,
+        "a name and a number of more than 0, as in tokens=65536",
+    )
+    return typer.Option(*names, parser=parser, metavar="NAME=N", help=help)
+
+
+def named_amount(text: str) -> tuple[str, float]:
+    """A name and its number.
+
+    Raises:
+        ValueError: there is no number, or it is not finite and more than 0.
+    """
+    name, _, written = text.rpartition("=")
+    number = float(written)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{written} is not a number of more than 0.")
+    return name.strip(), number
 
 
 def run_file(metavar: str, *, help: str) -> Any:

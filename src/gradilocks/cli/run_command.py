@@ -22,7 +22,9 @@ from gradilocks.cli.options import (
     Output,
     Quiet,
     Script,
+    amount,
     flag,
+    named_amount,
     one_of,
     program_of,
     whole_number,
@@ -80,6 +82,14 @@ def run(
     no_snapshot: Annotated[
         bool, flag("--no-snapshot", "With --guard, do not write the first such step to a file.")
     ] = False,
+    per_step: Annotated[
+        list[str] | None,
+        amount(
+            "--per-step",
+            help="How many tokens, samples or the like a step works on, as in tokens=65536: the "
+            "report then shows how many a second. May be given several times.",
+        ),
+    ] = None,
     swap: Annotated[
         bool,
         flag(
@@ -151,6 +161,7 @@ def run(
         guard=guard,
         snapshot=not no_snapshot,
         all_ranks=all_ranks,
+        per_step=dict(map(named_amount, per_step or ())),
         log=not quiet,
         swap=swap,
         swap_optimizers=tuple(dict.fromkeys(swap_optimizer or ())),

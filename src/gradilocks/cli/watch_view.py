@@ -17,6 +17,7 @@ from rich.text import Text
 
 from gradilocks.cli.sparklines import BARS, PLAIN_BARS, Trail, mean, sparkline
 from gradilocks.cli.terminal import printable
+from gradilocks.report import short_name
 from gradilocks.runfile import (
     BadSteps,
     Follower,
@@ -31,6 +32,8 @@ from gradilocks.runfile import (
     is_running,
 )
 
+LONGEST_NAME = 44
+"""Characters of a parameter's name, so that the line on a skip has room for the rest."""
 DRAWN: dict[str, Callable[[float, float], float]] = {
     "loss": mean,
     "norm": max,
@@ -227,7 +230,8 @@ class Watched:
             self.seconds = step.time
             if step.skipped:
                 spoilt = self._spoilt.describe(step.optimizer)
-                self.new_skips.append((step, printable(describe_skip(step, spoilt=spoilt))))
+                why = describe_skip(_with_short_names(step), spoilt=spoilt)
+                self.new_skips.append((step, printable(why)))
             self._spoilt.take(step)
         return steps
 
@@ -273,6 +277,12 @@ class Watched:
 def plain_start(watched: Watched) -> str:
     """The first line: which file, and what ran."""
     return f"{printable(watched.reader.path)}: {_command(watched.reader)}"
+
+
+def _with_short_names(step: Step) -> Step:
+    """A step whose culprits' names leave room in a line, with the numbers of their blocks."""
+    short = (each._replace(name=short_name(each.name, LONGEST_NAME)) for each in step.culprits)
+    return step._replace(culprits=tuple(short))
 
 
 def plain_skips(watched: Watched) -> Iterator[str]:

@@ -13,6 +13,7 @@ __all__ = ["parquet_columns", "write_parquet"]
 
 ROWS_AT_ONCE = 50_000
 _WHOLE = {"step", "optimizer", "nan", "inf", "finite_gradients", "loss_ranks"}
+_WHOLE |= {"memory", "gpu_memory"}
 _TEXT = {"reason", "parameter", "finite_after", "name"}
 _TRUTH = {"clipped", "skipped", "loss_nonfinite", "of_rank"}
 

@@ -68,7 +68,7 @@ class Losses(StepListener):
     def backward_begins(self, tensors: Any, gradients: Any) -> None:
         """If the losses that wait gave gradients to parameters, and those have none any more,
         nothing is left of those losses: the script has dropped them without `zero_grad`."""
-        params = list(self._parameters())
+        params = list(self.parameters())
         given = [param for param in params if id(param) in self._given_gradient]
         if self.are_waiting and given and all(param.grad is None for param in given):
             self.start()
@@ -85,7 +85,7 @@ class Losses(StepListener):
 
     def backward_ended(self) -> None:
         if self.are_waiting:
-            given = {id(param) for param in self._parameters() if param.grad is not None}
+            given = {id(param) for param in self.parameters() if param.grad is not None}
             self._given_gradient |= given & self._without_gradient
             self._without_gradient -= given
 
@@ -103,7 +103,7 @@ class Losses(StepListener):
         if all(param.grad is None for param in cleared) or not self._optimizers:
             return
         ids = {id(param) for param in cleared}
-        others = [p for p in self._parameters() if id(p) not in ids and p.grad is not None]
+        others = [p for p in self.parameters() if id(p) not in ids and p.grad is not None]
         then = self._gradients
         changed = [p for p in others if id(p) not in then or not then[id(p)].is_still(p)]
         if not changed:
@@ -145,7 +145,7 @@ class Losses(StepListener):
                     loss = self._sum + loss.to(self._sum.device, non_blocking=True)
                 self._sum = loss
 
-    def _parameters(self) -> Iterator[Tensor]:
+    def parameters(self) -> Iterator[Tensor]:
         """Those of every optimizer that there is, each of them once."""
         found = {key: (ref, ref()) for key, ref in self._optimizers.items()}
         self._optimizers = {key: ref for key, (ref, each) in found.items() if each is not None}

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Options:
     snapshot: bool = True
     """Whether the first bad step is written to a file, if there is a guard."""
     all_ranks: bool = False
+    per_step: Mapping[str, float] = field(default_factory=dict)
+    """What a step works on, as in 'tokens', and how many of them."""
     log: bool = True
     swap: bool = False
     swap_optimizers: tuple[str, ...] = ()
@@ -158,6 +160,7 @@ class ScriptSession:
             EVENTS.add(listener)
         self._hooks = TorchHooks()
         self._hooks.install()
+        self.steps.data_wait.install()
         if options.swap or options.swap_optimizers:
             from gradilocks.observe.patches import Patches, swap
 
@@ -178,6 +181,7 @@ class ScriptSession:
 
             self.guard.closed = True
             self._hooks.remove()
+            self.steps.data_wait.close()
             for listener in self._listeners:
                 EVENTS.discard(listener)
 
@@ -307,7 +311,12 @@ def run_script(
     session = ScriptSession(
         program,
         options,
-        settings={"watched": True, "swap": options.swap, "trace": options.trace is not None},
+        settings={
+            "watched": True,
+            "swap": options.swap,
+            "trace": options.trace is not None,
+            **({"per_step": dict(options.per_step)} if options.per_step else {}),
+        },
         ways="Choose another name, --append to go on in it, or --force to overwrite it.",
         warn=warn,
         note=note,

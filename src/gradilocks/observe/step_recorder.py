@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradilocks import runfile
 from gradilocks._torch import unseen_by_modes
@@ -26,6 +26,7 @@ from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.reference import rounded, total_norm
 from gradilocks.names import Names, name_parameters, prefixed
 from gradilocks.observe.between_steps import Losses, parameters_of
+from gradilocks.observe.data_wait import DataWait
 from gradilocks.observe.gradient_reader import ClippedGradients, GradientReader, Reading
 from gradilocks.observe.process_end import SignalsHeld
 from gradilocks.observe.rank_parts import RankParts, letter_of, step_of_all
@@ -302,6 +303,7 @@ class StepRecorder(StepListener):
 
     Attributes:
         losses: listens by itself to what is run backward.
+        data_wait: what the script does between its steps and forward passes; to be closed.
         seen: how many steps of optimizers and scalers have come by.
     """
 
@@ -317,6 +319,7 @@ class StepRecorder(StepListener):
         self._journals: WeakKeyDictionary[Any, Journal] = WeakKeyDictionary()  # By control.
         self._reader = GradientReader()
         self.losses = Losses()
+        self.data_wait = DataWait()
         self._clipping: ClippedGradients | None = None
         self.recorder: ScriptRecorder | None = None
 
@@ -414,7 +417,10 @@ class StepRecorder(StepListener):
     def step_ended(self, step: Step) -> None:
         if step.is_of_control:
             if self.recorder_now().writes:
-                self._journal(step.driver).step_ended(step)
+                journal = self._journal(step.driver)
+                journal.waited = self.data_wait.take()
+                journal.step_ended(step)
+                self.data_wait.step_ended()
             self.losses.start()
             return
         attempt = self._attempts.pop(step, None)
@@ -456,9 +462,11 @@ class StepRecorder(StepListener):
             update=update,
             of_rank=not attempt.whole,
             part=part,
+            waited=self.data_wait.take(),
             **attempt.clip,
         )
         self.recorder.step(attempt.index, sample)
+        self.data_wait.step_ended()
 
     def _introduced(self, optimizer: Any, params: list[Tensor]) -> _Introduction:
         """What the recorder was told of an optimizer."""
@@ -466,8 +474,10 @@ class StepRecorder(StepListener):
         known = None if find is None else find()
         if known is not None and known.is_of(params):
             return known
-        models = owners_of(params)
-        names, whole = name_parameters(models, params), are_whole(params, models)
+        every = self._models(params)
+        mine = {id(param) for param in params}
+        models = [model for model in every if not mine.isdisjoint(map(id, model.parameters()))]
+        names, whole = name_parameters(every, params), are_whole(params, models)
         recorder = self.recorder_now()
         index, parts = recorder.add_optimizer(optimizer, names=names), None
         if RankParts.known(params, models):
@@ -481,6 +491,14 @@ class StepRecorder(StepListener):
         self._introductions[id(optimizer)] = made.kept_by(optimizer)
         self.losses.optimizer_made(optimizer)
         return made
+
+    def _models(self, params: Sequence[Tensor]) -> list[nn.Module]:
+        """The models of all optimizers that there are, these parameters' too.
+
+        Two networks with an optimizer each may name their parts alike. All of them together are
+        told apart by what the script calls them, whichever of the optimizers is met first.
+        """
+        return owners_of({id(p): p for p in (*self.losses.parameters(), *params)}.values())
 
     # --- a script's own GradientControls -------------------------------------------------------
 
@@ -505,9 +523,16 @@ class StepRecorder(StepListener):
     def _journal(self, control: Any) -> Journal:
         journal = self._journals.get(control)
         if journal is None:
-            journal = Journal(self.recorder_now(), find_names=_found_names)
+            journal = Journal(self.recorder_now(), find_names=self._found_names)
             self._journals[control] = journal
         return journal
+
+    def _found_names(self, names: Names) -> Names:
+        """Names from the models that are alive, for a control that was given none."""
+        if names.has_model:
+            return names
+        models = self._models(list(every_parameter(names.optimizers)))
+        return Names(prefixed(models), names.optimizers)
 
     # --- clips ---------------------------------------------------------------------------------
 
@@ -544,11 +569,3 @@ class StepRecorder(StepListener):
 
     def gradients_clear(self, owner: Any) -> None:
         self._reader.gradients_clear(parameters_of(owner))
-
-
-def _found_names(names: Names) -> Names:
-    """Names from the models that are alive, for a control that was given none."""
-    if names.has_model:
-        return names
-    models = owners_of(every_parameter(names.optimizers))
-    return Names(prefixed(models), names.optimizers)

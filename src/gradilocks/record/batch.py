@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from gradilocks.names import Names
 from gradilocks.ranks.all_parameters import HeldParameter
 from gradilocks.ranks.layout import is_distributed
+from gradilocks.record.memory import peak_of_gpus, peak_of_process
 from gradilocks.record.sample import Sample, SpreadSample, update_ratio
 from gradilocks.runfile import Culprit, Detail, Logged, OptimizerInfo, RankLosses, Step
 from gradilocks.step.host_copy import HostCopy, fetch
@@ -102,6 +103,9 @@ class PendingStep:
     def __init__(self, sample: Sample, *, index: int, step: int, time: float, detail: bool) -> None:
         self.index, self.step, self.time, self.detail = index, step, time, detail
         self.places, self.elements, self.more = sample.places, sample.elements, sample.more
+        self.waited = sample.waited
+        self.memory: int | None = None
+        self.gpu_memory: int | None = None
         self.part = None if sample.part is None else replace(sample.part, norms=None)
         self.spread, self.rank_losses, self.of_rank = (
             sample.spread,
@@ -202,6 +206,9 @@ class PendingStep:
             detail=self._detail(optimizer, places, nan, inf) if self.detail else None,
             loss_nonfinite=numbers["loss"] is not None and not math.isfinite(numbers["loss"]),
             of_rank=self.of_rank or None,
+            waited=self.waited,
+            memory=self.memory,
+            gpu_memory=self.gpu_memory,
             **told,
         )
 
@@ -358,7 +365,11 @@ class Batch:
     def __init__(self, steps: Sequence[Pending]) -> None:
         self.steps = steps
         self._copies: list[tuple[HostCopy, list[_Entry]]] = []
-        for device in {tensor.device for step in steps for _, tensor in step.on_device}:
+        devices = {tensor.device for step in steps for _, tensor in step.on_device}
+        taken = [step for step in steps if isinstance(step, PendingStep)]
+        if taken:
+            taken[-1].memory, taken[-1].gpu_memory = peak_of_process(), peak_of_gpus(devices)
+        for device in devices:
             tensors = [
                 (step, what, tensor)
                 for step in steps

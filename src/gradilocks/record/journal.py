@@ -40,6 +40,8 @@ class Journal(StepListener):
 
     Attributes:
         loss: the sum of the losses since the last step; None if it is not known.
+        waited: seconds of the host between the last step and the forward pass of the coming one,
+            told by whoever knows; of several optimizers' steps the first carries them.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Journal(StepListener):
     ) -> None:
         self.recorder = recorder
         self.loss: Tensor | None = None
+        self.waited: float | None = None
         self._find_names = find_names
         self._indices: list[int] = []
         self._parameters: AllParameters | None = None  # Of all ranks, as the recorder knows them.
@@ -145,11 +148,12 @@ class Journal(StepListener):
 
     def step_ended(self, step: Step) -> None:
         loss, self.loss = self.loss, None
+        waited, self.waited = self.waited, None
         record = step.record
         if not self.recorder.recording or record is None:
             return
         if step.together is not None and self._tells_of_all(step):
-            self._record_of_all(step, record, loss, step.together)
+            self._record_of_all(step, record, loss, step.together, waited)
             return
         parts = self._parts(record, step.optimizers)
         row = record.row
@@ -178,6 +182,7 @@ class Journal(StepListener):
                     update=update,
                     rank_losses=step.rank_losses,
                     of_rank=len(step.ranks) > 0,
+                    waited=None if number else waited,
                     more=number + 1 < len(step.optimizers),
                 ),
             )
@@ -187,7 +192,12 @@ class Journal(StepListener):
         self.recorder.log(numbers, step=step)
 
     def _record_of_all(
-        self, step: Step, record: StepRecord, loss: Tensor | None, together: Together
+        self,
+        step: Step,
+        record: StepRecord,
+        loss: Tensor | None,
+        together: Together,
+        waited: float | None,
     ) -> None:
         """A step of a model that several ranks hold, as all of them have told it."""
         if self._parameters is not together.parameters:
@@ -216,6 +226,7 @@ class Journal(StepListener):
                     optimizer=number,
                     shared=step.shared,
                 ),
+                waited=None if number else waited,
                 more=number + 1 < len(self._indices),
             )
             self.recorder.step(index, sample)

@@ -95,6 +95,8 @@ class Sample:
     """Whether they were left so by a clip policy, on finite gradients."""
     lr: Number = None
     """Of the first parameter group."""
+    waited: float | None = None
+    """Seconds of the host between the step before it and the next call of a module."""
     next_scale: Number = None
     """The scale after this step, for the log; None to find it in the next sample."""
     statistics: Statistics | None = None

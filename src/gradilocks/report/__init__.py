@@ -38,7 +38,7 @@ _HOME = {
         "written_whole",
     ),
     "experiment": ("Drawn", "experiment_page"),
-    "formatting": ("clean", "number", "power"),
+    "formatting": ("clean", "number", "power", "short_name"),
     "health": ("Finding", "Health"),
     "report_page": ("identity", "identity_of_headers", "render"),
     "run_list": ("ListedRun", "find_runs", "list_runs"),
@@ -82,6 +82,7 @@ __all__ = [
     "report_on",
     "runs_identity",
     "settled",
+    "short_name",
     "write",
     "write_audit_page",
     "written_whole",
@@ -122,7 +123,7 @@ if TYPE_CHECKING:
         written_whole,
     )
     from gradilocks.report.experiment import Drawn, experiment_page
-    from gradilocks.report.formatting import clean, number, power
+    from gradilocks.report.formatting import clean, number, power, short_name
     from gradilocks.report.health import Finding, Health
     from gradilocks.report.report_page import identity, identity_of_headers, render
     from gradilocks.report.run_list import ListedRun, find_runs, list_runs

@@ -13,14 +13,12 @@ from typing import Any
 from gradilocks.lab import AuditRecord, FormatFinding, Histogram, ModuleGradients, Shares
 from gradilocks.report.figures import (
     HIGHEST,
-    MOST_LABELS,
     ROW_HEIGHT,
     Figure,
     heat_trace,
     name_axis,
-    text,
 )
-from gradilocks.report.formatting import clean, count, percent, power, raised, shortened
+from gradilocks.report.formatting import clean, count, percent, power, raised, short_name
 from gradilocks.report.series import buckets, unique
 
 # Beyond every exponent of a float64: where a window's outer bands end.
@@ -96,7 +94,6 @@ def module_figure(key: str, audit: AuditRecord) -> Figure | None:
         return None
     low, high = _shown([row[kind] for _, row in rows for kind in kinds])
     names = unique([name for name, _ in rows])
-    every = max(1, math.ceil(len(rows) / MOST_LABELS))
     views: dict[str, Any] = {
         f"of {kind}": {"traces": [_heat([row[kind] for _, row in rows], kind, names, low, high)]}
         for kind in kinds
@@ -112,9 +109,8 @@ def module_figure(key: str, audit: AuditRecord) -> Figure | None:
         {
             "traces": [],
             "x": {"title": "magnitude: |gradient|, unscaled", **EXPONENTS},
-            "y": name_axis(names),
+            **name_axis(names, short=SHORT_LABEL),
             "heat": True,
-            "short": [text(_initials(name)) for name in names[::every]],
             "views": views,
             "active": [shown_first(audit).name, f"of {kinds[0]}"],
         },
@@ -218,11 +214,11 @@ def _rows(modules: Sequence[ModuleGradients]) -> list[tuple[str, dict[str, Histo
         members = [modules[i] for i in group]
         name = label_of(members[0])
         if len(members) > 1:
-            name = f"{shortened(name, 40)} … {shortened(clean(members[-1].name), 40)}"
+            name = f"{short_name(name, 40)} … {short_name(clean(members[-1].name), 40)}"
         row = {k: Histogram.total(getattr(one, k) for one in members) for k in HISTOGRAMS}
         row["all"] = row["activations"] + row["parameters"]
         if row["all"].values:
-            rows.append((shortened(name, 90), row))
+            rows.append((short_name(name, 90), row))
     return rows
 
 
@@ -291,13 +287,6 @@ def _left_out(seen: Histogram) -> str:
         are = "is" if seen.nonfinite == 1 else "are"
         words.append(f"{count(seen.nonfinite, 'value')} {are} NaN or Inf")
     return f"{' and '.join(words)}; they are not drawn." if words else ""
-
-
-def _initials(name: str) -> str:
-    """A module's name for a narrow window: ``blocks.0.attention.qkv`` is ``b.0.a.qkv``."""
-    *path, last = name.split(".")
-    kept = [part if part.isdigit() else part[:1] for part in path]
-    return shortened(".".join([*kept, last]), SHORT_LABEL)
 
 
 def _neat(value: float) -> float:

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from gradilocks.report.destination import identity_of
-from gradilocks.report.figures import Curve, Section, curve_figures
+from gradilocks.report.figures import Curve, Section, curve_figures, filled
 from gradilocks.report.formatting import clean, listed, number, percent, power
 from gradilocks.report.page import to_html
 from gradilocks.report.run_report import Reported
@@ -102,7 +102,7 @@ def comparisons(summary: Plain, drawn: Sequence[Drawn]) -> list[Section]:
             for track in one.reported.tracks
         ]
         if curves:
-            figures = tuple(curve_figures(title.lower(), curves, early=early))
+            figures = filled(curve_figures(title.lower(), curves, early=early))
             made.append(Section(title, figures, _lead(summary, names, early=early)))
     return made
 

@@ -39,6 +39,56 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:front]}…{text[len(text) - (most - 1 - front) :]}"
 
 
+def short_name(name: str, most: int) -> str:
+    """Returns a parameter's or module's name in at most `most` characters.
+
+    What tells a block from its neighbours stays: its number, and the end of the name. Words before
+    them are cut to their first letters, from the left, as many as must be.
+
+    Example:
+        >>> short_name("transformer.h.11.attn.c_attn.weight", 28)
+        't.h.11.attn.c_attn.weight'
+        >>> short_name("transformer.h.11.attn.c_attn.weight", 18)
+        't.h.11.a.c.weight'
+        >>> short_name("model.encoder.stages.2.blocks.11.attention.query.weight", 14)
+        '…2.b.11.a.q.w'
+    """
+    return short_names([name], most)[0]
+
+
+def short_names(names: Sequence[str], most: int) -> list[str]:
+    """Returns names that stand below each other, all of them cut alike."""
+    depth = max((name.count(".") for name in names), default=0)
+    cut = list(names)
+    for place in range(depth + 1):
+        if all(len(name) <= most for name in cut):
+            return cut
+        # The last word gives way as well, where there are others.
+        cut = [_first_letters(name, place + 1) for name in names]
+    return [name if len(name) <= most else _without_first(name, most) for name in cut]
+
+
+def _first_letters(name: str, words: int) -> str:
+    parts = name.split(".")
+    if len(parts) < 3:
+        return name
+    return ".".join(
+        part if place >= words or part.isdigit() else part[:1] for place, part in enumerate(parts)
+    )
+
+
+def _without_first(name: str, most: int) -> str:
+    """A name of first letters without those before the first number, and after it if need be."""
+    parts = name.split(".")
+    while len(parts) > 2 and len("…" + ".".join(parts)) > most:
+        letters = [place for place, part in enumerate(parts[:-1]) if not part.isdigit()]
+        if not letters:
+            break
+        del parts[letters[0]]
+    kept = "…" + ".".join(parts)
+    return kept if len(kept) <= most else shortened(name, most)
+
+
 def number(value: float) -> str:
     """Returns a number in three significant digits.
 
@@ -107,6 +157,19 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {name} {whole % size // smaller} {other}"
     raise AssertionError(seconds)
+
+
+def size(bytes: float) -> str:
+    """Returns an amount of memory.
+
+    Example:
+        >>> size(512 * 1024), size(3 * 2**30)
+        ('512 KiB', '3 GiB')
+    """
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if bytes >= unit:
+            return f"{number(bytes / unit)} {name}"
+    return f"{number(bytes / 2**10)} KiB"
 
 
 def sentence_case(words: str) -> str:

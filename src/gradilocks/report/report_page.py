@@ -20,12 +20,19 @@ from gradilocks.report.run_report import (
 from gradilocks.report.tracks import Track
 from gradilocks.runfile import Header
 
+Row = tuple[str, int, list[str]]
+"""Of a table: a name, its colour and its cells."""
+
+# What of the main numbers stands with the time and memory of runs side by side.
+OF_TIME = ("lasted", "steps/s")
+
 
 def render(reports: Sequence[Reported]) -> str:
     """Returns the page on one or more runs; several are drawn over each other."""
     heading = " and ".join(one.label for one in reports[:2])
     heading += f" and {len(reports) - 2} more" if len(reports) > 2 else ""
     several = len(reports) > 1
+    whole_run = reports[0].resources
     return to_html(
         "report.html",
         title=f"{heading} · Gradilocks report",
@@ -37,6 +44,8 @@ def render(reports: Sequence[Reported]) -> str:
         several=several,
         numbers=_main_numbers(reports),
         main_numbers=main_numbers,
+        times=_times(reports),
+        whole_run=[] if whole_run is None else whole_run.numbers(),
         what_ran=what_ran,
         own=_own_table(reports),
         sections=sections(reports),
@@ -75,14 +84,30 @@ def _own_table(reports: Sequence[Reported]) -> list[tuple[str, int | None, list[
     return [("number", None, OWN_HEADS), *rows] if rows else []
 
 
-def _main_numbers(reports: Sequence[Reported]) -> list[tuple[str, int, list[str]]]:
+def _times(reports: Sequence[Reported]) -> list[Row]:
+    """The rows of a table of time and memory: the heads, then a run each."""
+    numbers = []
+    for one in reports:
+        found = one.resources
+        main = [] if found is None else main_numbers(one, found.track)
+        of_time = [(name, value) for name, value in main if name in OF_TIME]
+        numbers.append(dict([*of_time, *(found.numbers() if found else ())]))
+    heads = list(dict.fromkeys(name for pairs in numbers for name in pairs))
+    rows = [
+        (one.label, number, [pairs.get(head, "–") for head in heads])
+        for number, (one, pairs) in enumerate(zip(reports, numbers, strict=True))
+    ]
+    return [("run", 0, heads), *rows]
+
+
+def _main_numbers(reports: Sequence[Reported]) -> list[Row]:
     """The rows of a table: the heads, then for every optimizer of every run its numbers."""
     rows = []
     heads: list[str] = []
     for number, one in enumerate(reports):
         followed: list[Track | None] = [*one.tracks] or [None]
         for track in followed:
-            pairs = main_numbers(one, track)
+            pairs = [pair for pair in main_numbers(one, track) if pair[0] not in OF_TIME]
             heads = max(heads, [name for name, _ in pairs], key=len)
             which = f", {track.label}" if track is not None and track.several else ""
             rows.append((one.label + which, number, [value for _, value in pairs]))

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import cached_property
 from typing import Any
 
 import gradilocks.report.curve_findings as curve_findings
@@ -20,6 +21,7 @@ import gradilocks.report.tensor_findings as tensor_findings
 from gradilocks.report.comparison import own_numbers
 from gradilocks.report.formatting import clean, count, duration, number, percent, power
 from gradilocks.report.health import Finding, Health, Verdict
+from gradilocks.report.resources import Resources, resources
 from gradilocks.report.tracks import LAST, Track, nanmedian, tracks
 from gradilocks.runfile import Run
 
@@ -74,6 +76,11 @@ class Reported:
     label: str
     tracks: Sequence[Track]
     health: Health
+
+    @cached_property
+    def resources(self) -> Resources | None:
+        """What it took, time and memory, and what it logged; None if it has no steps."""
+        return resources(self.run, self.tracks)
 
 
 def report_on(run: Run, label: str) -> Reported:
@@ -201,6 +208,7 @@ def main_numbers(reported: Reported, track: Track | None) -> Pairs:
         ("clipped", _share_of(clipped, max(1, steps - skipped)) if limited else "no limit"),
         ("loss", _loss(track)),
         ("median norm", unknown if math.isnan(norm) else number(norm) + _whose(reported.run)),
+        ("learning rate", _rate(track)),
         ("last scale", "–" if scale is None else power(scale) if track.scaled else "none"),
         ("lasted", duration(track.time[-1]) if track.time[-1] > 0 else "–"),
         ("steps/s", number((steps - 1) / seconds) if steps > 1 and seconds > 0 else "–"),
@@ -245,6 +253,15 @@ def _loss(track: Track) -> str:
     if math.isnan(first):
         return "NaN" if track.lost else "–"
     return f"{number(first)} → {'NaN' if math.isnan(last) else number(last)}"
+
+
+def _rate(track: Track) -> str:
+    """The learning rate: the only one, or where it began and where it ended."""
+    known = [value for value in track.lr if not math.isnan(value)]
+    if not known:
+        return "–"
+    ends = number(known[0]), number(known[-1])
+    return ends[0] if min(known) == max(known) else " → ".join(ends)
 
 
 def _share_of(some: int, all_of_them: int) -> str:

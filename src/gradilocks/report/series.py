@@ -1,9 +1,11 @@
-"""Tracks → what the plots show, as plain data: lines, marks and heat maps.
+"""Tracks → what the plots show, as plain data: lines, bands, marks and heat maps.
 
 Numbers are rounded to what a plot can show, gaps are None, and long columns are thinned. A plot has
-about a thousand pixels, and taking every n-th point would lose what lies between: spikes and skips.
-So a column is cut into buckets, and of each bucket the smallest and the largest value stay, in
-their order. Whether a column was thinned is in the data, so that the page can say so.
+some hundred pixels across; all of a hundred thousand noisy steps would be a slab, and every n-th of
+them would lose what lies between: spikes. So a column is cut into buckets, and of each the median
+stays, for the line, and the smallest and the largest value, for a band around it. Whether a column
+was thinned is in the data, so that the page can say so. Everything has two places across: a step,
+and seconds of training.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import median
+from typing import NamedTuple, Protocol
 
-from gradilocks.report.formatting import clean, shortened
+from gradilocks.report.formatting import clean, short_name
 from gradilocks.report.tracks import ANOTHERS, Tensor, Track
 from gradilocks.runfile import describe_bad
 
-# Twice what a wide screen has pixels across: the smallest and the largest of each pixel.
-MOST_POINTS = 3000
+# As many points as a wide screen has pixels across are drawn one by one; of more, so many buckets.
+MOST_POINTS = 1500
+BUCKETS = 600
 # A mark for every skip, until they would cover each other anyway.
 MOST_MARKS = 1500
 # A share is taken over at least this many steps, and shown at most this often.
@@ -35,15 +40,52 @@ LONGEST_NAME = 80
 Number = float | None
 
 
+class Across(Protocol):
+    """Where values stand on a plot's axis, by step and by time; a Track is one."""
+
+    @property
+    def at(self) -> Sequence[int]:
+        """Steps."""
+
+    @property
+    def time(self) -> Sequence[float]:
+        """Seconds of training."""
+
+
+class Places(NamedTuple):
+    """Of values that are not those of every step."""
+
+    at: Sequence[int]
+    time: Sequence[float]
+
+
 @dataclass(frozen=True)
 class Line:
     """Points, to be joined or marked; `thinned` from how many, 0 if they are all there."""
 
     x: list[int]
+    t: list[float]
     y: list[Number]
+    low: Sequence[Number] = ()
+    """If a point stands for several values, of which `y` is the median: the smallest of them."""
+    high: Sequence[Number] = ()
     thinned: int = 0
     words: Sequence[str] = ()
     """What to say about each, if they are marks."""
+
+    @property
+    def known(self) -> int:
+        """How many points have a value."""
+        return sum(value is not None for value in self.y)
+
+    @property
+    def has_loose_points(self) -> bool:
+        """Whether a point has no neighbour to be joined with."""
+        y = [None, *self.y, None]
+        return any(
+            value is not None and y[place] is None and y[place + 2] is None
+            for place, value in enumerate(self.y)
+        )
 
 
 @dataclass(frozen=True)
@@ -52,6 +94,8 @@ class Heat:
 
     edges: list[float]
     """Where the columns begin, and where the last one ends."""
+    times: list[float]
+    """The same in seconds."""
     columns: list[str]
     """What each column covers, in words."""
     rows: list[str]
@@ -62,21 +106,39 @@ class Heat:
     """How many tensors there were, if a row stands for several; else 0."""
 
 
-def line(track: Track, values: Sequence[float]) -> Line | None:
+def line(across: Across, values: Sequence[float]) -> Line | None:
     """A column that wanders: loss, norm. None if it has no value at all."""
     if all(map(math.isnan, values)):
         return None
-    places = extremes(values, most=MOST_POINTS)
-    thinned = len(values) if len(places) < len(values) else 0
-    return Line([track.at[i] for i in places], [_rounded(values[i], 5) for i in places], thinned)
+    if len(values) <= MOST_POINTS:
+        return _points(across, values, range(len(values)), 5)
+    groups = list(buckets(len(values), BUCKETS))
+    present = [[v for v in values[g.start : g.stop] if not math.isnan(v)] for g in groups]
+    middles = [group[len(group) // 2] for group in groups]
+    return Line(
+        [across.at[i] for i in middles],
+        [_rounded_time(across.time[i]) for i in middles],
+        [_rounded(median(each), 5) if each else None for each in present],
+        [_rounded(min(each), 4) if each else None for each in present],
+        [_rounded(max(each), 4) if each else None for each in present],
+        thinned=len(values),
+    )
 
 
-def staircase(track: Track, values: Sequence[float]) -> Line | None:
+def staircase(across: Across, values: Sequence[float]) -> Line | None:
     """A column that stays and jumps: scale, limit. Only its jumps are kept, if that is less."""
     places = turns(values)
     if len(places) > MOST_POINTS or all(map(math.isnan, values)):
-        return line(track, values)
-    return Line([track.at[i] for i in places], [_rounded(values[i], 6) for i in places])
+        return line(across, values)
+    return _points(across, values, places, 6)
+
+
+def _points(across: Across, values: Sequence[float], places: Sequence[int], digits: int) -> Line:
+    return Line(
+        [across.at[i] for i in places],
+        [_rounded_time(across.time[i]) for i in places],
+        [_rounded(values[i], digits) for i in places],
+    )
 
 
 def skip_marks(track: Track) -> Line | None:
@@ -93,9 +155,10 @@ def skip_marks(track: Track) -> Line | None:
     ]
     return Line(
         [track.at[place] for place in places],
+        [_rounded_time(track.time[place]) for place in places],
         [_rounded(track.scale[place], 6) for place in places],
-        len(track.skipped) if len(groups) < len(track.skipped) else 0,
-        words,
+        thinned=len(track.skipped) if len(groups) < len(track.skipped) else 0,
+        words=words,
     )
 
 
@@ -107,25 +170,47 @@ def _why_skipped(track: Track, place: int, *, lost: bool) -> str:
         return "NaN or Inf, and another optimizer's weights are spoilt"
     if spoilt:
         return f"NaN or Inf, and the weights are spoilt {spoilt}"
-    short = [c._replace(name=shortened(clean(c.name), LONGEST_NAME)) for c in step.culprits]
+    short = [c._replace(name=short_name(clean(c.name), LONGEST_NAME)) for c in step.culprits]
     others = track.others.get(place, ())
     shown = step._replace(culprits=tuple(short))
     return describe_bad(shown, most=2, lost=lost, others=others) or "NaN or Inf"
 
 
 def clipped_share(track: Track) -> Line | None:
-    """The share of clipped steps among those taken, window by window; None without a limit."""
-    if all(map(math.isnan, track.limit)) and not any(track.clipped):
+    """The share of clipped steps among those taken, window by window; None if none was clipped."""
+    if not any(track.clipped):
         return None
-    x: list[int] = []
+    return _shares(track, list(track.clipped), [float(not step.skipped) for step in track.steps])
+
+
+def waiting_share(across: Across, waited: Sequence[float], seconds: Sequence[float]) -> Line | None:
+    """The share of time between steps and forward passes, window by window; None if not known."""
+    known = [not math.isnan(one + other) for one, other in zip(waited, seconds, strict=True)]
+    if not any(known):
+        return None
+    part, whole = (
+        [value if knows else 0.0 for value, knows in zip(column, known, strict=True)]
+        for column in (waited, seconds)
+    )
+    return _shares(across, part, whole)
+
+
+def _shares(across: Across, part: Sequence[float], whole: Sequence[float]) -> Line | None:
+    """What part is of the whole, over windows of some steps; None of fewer than two windows."""
+    windows = list(buckets(len(whole), min(MOST_SHARES, len(whole) // SHARE_OVER)))
+    if len(windows) < 2:
+        return None
     y: list[Number] = []
-    windows = min(MOST_SHARES, max(1, len(track.steps) // SHARE_OVER))
-    for window in buckets(len(track.steps), windows):
-        taken = sum(not track.steps[place].skipped for place in window)
-        clipped = sum(track.clipped[window.start : window.stop])
-        x.append(track.at[window.start])
-        y.append(_rounded(clipped / taken, 4) if taken else None)
-    return Line([*x, track.at[-1]], [*y, y[-1]])
+    for window in windows:
+        every = sum(whole[window.start : window.stop])
+        share = min(1.0, sum(part[window.start : window.stop]) / every) if every else None
+        y.append(None if share is None else _rounded(share, 4))
+    ends = [*(window.start for window in windows), len(whole) - 1]
+    return Line(
+        [across.at[place] for place in ends],
+        [_rounded_time(across.time[place]) for place in ends],
+        [*y, y[-1]],
+    )
 
 
 def heat(track: Track, field: Callable[[Tensor], Sequence[float]], *, maps: int) -> Heat | None:
@@ -143,10 +228,11 @@ def heat(track: Track, field: Callable[[Tensor], Sequence[float]], *, maps: int)
     spans = list(buckets(len(track.detailed), max(FEWEST_COLUMNS, min(MOST_COLUMNS, room))))
     # Where the columns begin; the last one is as wide as the detail steps are apart.
     at = [track.at[place] for place in track.detailed]
-    gap = at[-1] - at[-2] if len(at) > 1 else 1
     reach = [(at[span.start], at[span.stop - 1]) for span in spans]
+    time = [_rounded_time(track.time[place]) for place in track.detailed]
     return Heat(
-        edges=[*(float(first) for first, _ in reach), float(at[-1] + gap)],
+        edges=[*(float(first) for first, _ in reach), float(_one_further(at))],
+        times=[*(time[span.start] for span in spans), _one_further(time)],
         columns=[
             f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
             for first, last in reach
@@ -161,6 +247,10 @@ def heat(track: Track, field: Callable[[Tensor], Sequence[float]], *, maps: int)
     )
 
 
+def _one_further(places: Sequence[float]) -> float:
+    return places[-1] + (places[-1] - places[-2] if len(places) > 1 else 1)
+
+
 def _largest(columns: Sequence[Sequence[float]], span: range) -> Number:
     present = [
         value
@@ -173,7 +263,9 @@ def _largest(columns: Sequence[Sequence[float]], span: range) -> Number:
 
 def _row_name(track: Track, row: range) -> str:
     most = LONGEST_NAME if len(row) == 1 else LONGEST_NAME // 2
-    first, last = (shortened(clean(track.tensors[i].name), most) for i in (row.start, row.stop - 1))
+    first, last = (
+        short_name(clean(track.tensors[i].name), most) for i in (row.start, row.stop - 1)
+    )
     return first if len(row) == 1 else f"{first} … {last}"
 
 
@@ -191,33 +283,15 @@ def _rounded(value: float, digits: int) -> Number:
     return None if math.isnan(value) else float(f"{value:.{digits}g}")
 
 
+def _rounded_time(seconds: float) -> float:
+    return float(f"{seconds:.7g}")
+
+
 def buckets(length: int, most: int) -> Iterator[range]:
     """Cuts `length` places into at most `most` ranges of nearly the same size."""
     pieces = min(length, most)
     for piece in range(pieces):
         yield range(length * piece // pieces, length * (piece + 1) // pieces)
-
-
-def extremes(values: Sequence[float], *, most: int) -> Sequence[int]:
-    """Returns the places to keep of a column: all if there are few, else each bucket's extremes.
-
-    Args:
-        values: the column; NaN is a gap.
-        most: how many places may stay, about. At least 4.
-    """
-    if len(values) <= most:
-        return range(len(values))
-    kept = []
-    for bucket in buckets(len(values), most // 2):
-        present = [i for i in bucket if not math.isnan(values[i])]
-        if not present:  # A gap as wide as a bucket stays a gap.
-            kept.append(bucket.start)
-            continue
-        low, high = min(present, key=values.__getitem__), max(present, key=values.__getitem__)
-        kept.extend(sorted({low, high}))
-    if kept[-1] != len(values) - 1:
-        kept.append(len(values) - 1)
-    return kept
 
 
 def turns(values: Sequence[float]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -107,6 +107,8 @@ class Track:
         skipped: places of the skipped steps.
         nonfinite: places of the steps with NaN or Inf among the gradients.
         clipped: 1 for a step that was clipped and taken, 0 for another.
+        seconds: how long each step took, since the one before it; NaN at the first of a session.
+        waited: seconds between the step before it and the next forward, as far as they are known.
         detailed: places of the steps with detail.
         tensors: one for each parameter, if any step has detail.
     """
@@ -125,6 +127,7 @@ class Track:
         all_traces: Sequence[Trace],
         traced_late: bool,
         computed_in: Sequence[str] | None,
+        begins: Set[int] = frozenset(),
     ) -> None:
         self.optimizer, self.steps = optimizer, steps
         self.scale_policy, self.several = scale_policy, several
@@ -138,7 +141,13 @@ class Track:
         self.scale = _column(step.scale for step in steps)
         self.norm = _column(step.norm for step in steps)
         self.limit = _column(step.limit for step in steps)
+        self.lr = _column(step.lr for step in steps)
         self.time = _column(step.time for step in steps)
+        self.waited = _column(step.waited for step in steps)
+        took = [NAN, *(later - earlier for earlier, later in pairwise(self.time))][: len(steps)]
+        self.seconds = _column(
+            each if each > 0 and place not in begins else NAN for place, each in enumerate(took)
+        )
         self.skipped = [place for place, step in enumerate(steps) if step.skipped]
         self.nonfinite = [place for place, step in enumerate(steps) if has_bad_gradients(step)]
         self.clipped = bytes(step.clipped and not step.skipped for step in steps)
@@ -182,6 +191,12 @@ class Track:
                 else step.loss_nonfinite
             )
         ]
+
+    @cached_property
+    def nan_begins(self) -> int | None:
+        """Place of the first step whose loss was NaN or Inf, or that was taken with such gradients;
+        None if there is none. Overflows that a scale has caught are none."""
+        return min([*self.lost[:1], *self.taken[:1]], default=None)
 
     @cached_property
     def taken(self) -> Sequence[int]:
@@ -268,10 +283,16 @@ def tracks(run: Run) -> list[Track]:
     steps: dict[int, list[Step]] = {}
     spoilt: dict[int, list[Spoilt | str | None]] = {}
     others: dict[int, dict[int, Sequence[Step]]] = {}
-    for step, (before, _), group in zip(
-        run.steps, _spoilt_weights(run), backward_groups(run.steps), strict=True
+    begins: dict[int, set[int]] = {}
+    session, last = 0, dict[int, int]()  # Which goes on, and by optimizer that of its last step.
+    for place, (step, (before, _), group) in enumerate(
+        zip(run.steps, _spoilt_weights(run), backward_groups(run.steps), strict=True)
     ):
         mine = steps.setdefault(step.optimizer, [])
+        session += run.begins.count(place)
+        if last.get(step.optimizer) != session:
+            begins.setdefault(step.optimizer, set()).add(len(mine))
+            last[step.optimizer] = session
         if len(group) > 1 and has_bad_gradients(step):
             rest = [each for each in group if each is not step]
             others.setdefault(step.optimizer, {})[len(mine)] = rest
@@ -293,6 +314,7 @@ def tracks(run: Run) -> list[Track]:
                 all_traces=run.traces,
                 traced_late=len(in_time) < len(run.traces),
                 computed_in=run.computed_in,
+                begins=begins[index],
             )
             for index in sorted(steps)
         ]

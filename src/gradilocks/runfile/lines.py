@@ -142,6 +142,11 @@ def step_line(step: Step) -> str:
     for name in ("loss_ranks", "bad_loss_ranks", "of_rank"):
         if not fields[name]:
             del fields[name]
+    for name in ("waited", "memory", "gpu_memory"):
+        if fields[name] is None:
+            del fields[name]
+    if step.waited is not None:
+        fields["waited"] = round(step.waited, 6)
     if step.detail is not None:
         fields["detail"] = {name: _short(row) for name, row in step.detail._asdict().items()}
     return _line(fields)

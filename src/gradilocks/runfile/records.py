@@ -112,6 +112,14 @@ class Step(NamedTuple):
     of_rank: bool | None = None
     """True if the model is spread over ranks, and norm, NaN, Inf, culprits and detail are of what
     the rank that wrote the file holds of it; None if they are of the whole."""
+    waited: float | None = None
+    """Seconds between the end of the last step of any optimizer and the next call of a module, by
+    the host's clock: loading data, and whatever else the script did there; with those that a
+    DataLoader took at other times. None if not known."""
+    memory: int | None = None
+    """Bytes of physical memory that the process had held at most, up to here; at some steps."""
+    gpu_memory: int | None = None
+    """Bytes that tensors had taken at most on its GPU, up to here; at the same steps."""
 
 
 @dataclass(frozen=True)

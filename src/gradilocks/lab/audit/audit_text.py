@@ -133,9 +133,33 @@ def _on_choice(
             _on_scale(chosen),
             *_on_headroom(chosen, modules),
         ]
-    if name == "bf16" and any(each.format.name == "fp16" for each in judged):
-        words.append("Its steps are 8 times as coarse as those of fp16.")
-    return [*words, *_on_kept(chosen, modules), *refusals]
+    return [*words, *_on_rival(judged, chosen), *_on_kept(chosen, modules), *refusals]
+
+
+def _on_rival(judged: Sequence[Judgement], chosen: Judgement) -> list[str]:
+    """Why fp16 and not bf16, or the other way round, if both were asked for.
+
+    Of formats that hold the gradients the one with the finest steps is taken; why one that has
+    finer steps does not hold them, the refusals say.
+    """
+    rivals = {"fp16": "bf16", "bf16": "fp16"}
+    wanted = rivals.get(chosen.format.name)
+    other = next((each for each in judged if each.format.name == wanted), None)
+    if other is None:
+        return []
+    if chosen.format.name == "bf16":
+        return [
+            "Why not fp16, whose steps are 8 times as fine: it does not hold them. bf16's range is "
+            "worth the coarser steps here."
+        ]
+    if not other.holds:
+        return ["Why not bf16: it does not hold them, and its steps are 8 times as coarse."]
+    whole = " and every module" if chosen.keep and not other.keep else ""
+    return [
+        f"Why not bf16: it would hold them{whole} without a loss scale, but its steps are 8 times "
+        "as coarse (8 significant bits, fp16 has 11). It is the choice if you want no scale to "
+        "look after."
+    ]
 
 
 def _on_scale(chosen: Judgement) -> str:

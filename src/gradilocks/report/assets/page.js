@@ -6,6 +6,8 @@
   const prefersDark = matchMedia("(prefers-color-scheme: dark)");
   const narrow = () => innerWidth < 700;
   const RUNS = 7;
+  // The words of so many runs on where their NaN begins, each in a row of so many pixels.
+  const MOST_TOLD = 4, MARK_HEIGHT = 17;
   const DASHES = ["solid", "dot", "dashdot", "longdash"];
   // Pale in the middle, so that what is usual recedes; blue and orange differ for every eye.
   const RATIO = {
@@ -31,6 +33,9 @@
   const theme = () => root.dataset.theme || (prefersDark.matches ? "dark" : "light");
   const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
 
+  // What the reader has chosen for all plots of runs: the axis across, and how much to smooth.
+  const chosen = { across: "step", smoothing: 0 };
+
   // --- what depends on the theme ---------------------------------------------------------------
 
   function coloured(trace) {
@@ -44,9 +49,11 @@
     }
     const own = colour(`run${run % RUNS}`);
     if (role === "skip") {
-      return { "marker.color": several(trace) ? own : colour("skip"), "marker.line.color": colour("card") };
+      return { "marker.color": several() ? own : colour("skip"), "marker.line.color": colour("card") };
     }
-    return { "line.color": role === "limit" && !several(trace) ? colour("muted") : own };
+    if (role === "band") return { fillcolor: `${own}40` };
+    const line = ["limit", "GPU"].includes(role) && !several() ? colour("muted") : own;
+    return { "line.color": line, "marker.color": line };
   }
 
   const several = () => document.querySelectorAll(".swatch").length > 0;
@@ -110,10 +117,20 @@
   function drawn(trace) {
     const { run = 0, role } = trace.meta;
     if (trace.type === "heatmap") heated(trace);
+    else if (role === "band") trace.line = { width: 0 };
     else if (role === "skip") trace.marker = { symbol: "x", size: 9, line: { width: 1 } };
-    else trace.line = { width: 1.75, dash: DASHES[Math.floor(run / RUNS) % DASHES.length], ...trace.line };
+    else {
+      trace.line = { width: 1.75, dash: DASHES[Math.floor(run / RUNS) % DASHES.length], ...trace.line };
+      if (trace.mode === "lines+markers") trace.marker = { size: dots(trace.y), line: { width: 0 } };
+    }
     for (const [path, value] of Object.entries(coloured(trace))) put(trace, path, value);
     return trace;
+  }
+
+  // Of a few points each is marked, of many only those that no line reaches.
+  function dots(y) {
+    if (y.length <= 40) return 5;
+    return y.map((value, at) => (value !== null && (y[at - 1] ?? null) === null && (y[at + 1] ?? null) === null ? 5 : 0));
   }
 
   function put(target, path, value) {
@@ -123,7 +140,113 @@
     target[last] = value;
   }
 
-  function laidOut(plot, width) {
+  // --- steps or time, smoothed or not ----------------------------------------------------------
+
+  const UNITS = [["seconds", 1, 180], ["minutes", 60, 3 * 3600], ["hours", 3600, 72 * 3600], ["days", 86400, Infinity]];
+  const ofRuns = Object.values(plots).filter((plot) => !plot.views);
+  const longest = Math.max(0, ...ofRuns.flatMap((plot) => plot.traces.flatMap(({ meta }) => (meta.t || []).slice(-1))));
+  const [unit, unitSeconds] = UNITS.find(([, , until]) => longest < until);
+
+  const along = (places, seconds) => (chosen.across === "time" && seconds ? seconds.map((t) => t / unitSeconds) : places);
+  const title = (plot) => (chosen.across === "time" && !plot.views ? `${unit} of training` : plot.x.title);
+
+  // A running mean that forgets, as TensorBoard's: each value weighs `keep` times the one after it.
+  function smoothed(values, keep) {
+    let mean = 0, weight = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      mean = keep * mean + (1 - keep) * value;
+      weight = keep * weight + (1 - keep);
+      return mean / weight;
+    });
+  }
+
+  // From the smallest to the largest of each group of neighbours; a gap in the line is one in the band.
+  function band(trace, x) {
+    const { low, high, run } = trace.meta;
+    const across = [], up = [];
+    for (let from = 0; from < low.length; from += 1) {
+      if (low[from] === null) continue;
+      let to = from;
+      while (to < low.length && low[to] !== null) to += 1;
+      const here = x.slice(from, to);
+      across.push(...here, ...here.slice().reverse(), null);
+      up.push(...low.slice(from, to), ...high.slice(from, to).reverse(), null);
+      from = to;
+    }
+    return { type: "scatter", mode: "lines", fill: "toself", hoverinfo: "skip", showlegend: false, x: across, y: up,
+      name: trace.name, legendgroup: trace.legendgroup, meta: { run, role: "band" } };
+  }
+
+  // What plotly.js draws of a trace: itself, a band behind it, and its own values behind smoothed ones.
+  function layers(trace) {
+    const { t, low, high, smooth } = trace.meta;
+    const x = along(trace.x, t);
+    const made = { ...trace, x };
+    const behind = [];
+    if (low && low.length) {
+      behind.push(band(trace, x));
+      if (!trace.text) {
+        made.customdata = low.map((value, at) => [value, high[at]]);
+        made.hovertemplate = "%{y:.4g} (%{customdata[0]:.3g} to %{customdata[1]:.3g})<extra>%{fullData.name}</extra>";
+      }
+    }
+    if (smooth && chosen.smoothing) {
+      made.y = smoothed(trace.y, chosen.smoothing);
+      made.mode = "lines";
+      if (!behind.length) behind.push({ ...trace, x, opacity: 0.3, hoverinfo: "skip", hovertemplate: null, showlegend: false, meta: { ...trace.meta, role: "own" } });
+    }
+    return [...behind, made];
+  }
+
+  // All plots of a section begin and end together, so that what lies below each other is of one moment.
+  function reach(canvas) {
+    let low = Infinity, high = -Infinity, log = false;
+    for (const other of canvas.closest(".plots").querySelectorAll(".canvas")) {
+      for (const { x, meta } of plots[other.id].traces) {
+        for (const at of along(x, meta.t)) { low = Math.min(low, at); high = Math.max(high, at); }
+      }
+      log ||= plots[other.id].x.type === "log";
+    }
+    if (!(low < high)) return undefined;
+    if (log) [low, high] = [Math.log10(Math.max(low, high / 1e6)), Math.log10(high)];
+    const room = 0.012 * (high - low);
+    return [low - room, high + room];
+  }
+
+  // Where NaN begins: a line through the plot. Its words stand above it, on the side that has room,
+  // and what else stands there, legend or colour bar, makes room for them.
+  function marked(plot, layout, traces, height) {
+    layout.shapes = [];
+    layout.annotations = [];
+    const marks = plot.marks || [];
+    if (!marks.length) return;
+    const [low, high] = layout.xaxis.range || [0, 1];
+    const log = plot.x.type === "log";
+    const told = Math.min(marks.length, MOST_TOLD) * MARK_HEIGHT + 8;
+    layout.margin.t += told;
+    const above = 1 + told / (height - layout.margin.t - layout.margin.b);
+    layout.legend.y = above;
+    for (const { colorbar } of traces) if (colorbar) colorbar.y = above;
+    marks.forEach(({ x, t, run, words }, number) => {
+      const [at] = along([x], [t]);
+      const own = several() ? colour(`run${run % RUNS}`) : colour("problem");
+      const place = log ? Math.log10(at) : at;
+      layout.shapes.push({
+        type: "line", x0: at, x1: at, y0: 0, y1: 1, yref: "paper", layer: "above", name: "nan",
+        line: { width: 1.5, dash: "dash", color: own },
+      });
+      if (number < MOST_TOLD) {
+        layout.annotations.push({
+          text: words, showarrow: false, x: place, y: 1, yref: "paper", yanchor: "bottom", yshift: MARK_HEIGHT * number,
+          xanchor: place > (low + high) / 2 ? "right" : "left", name: "nan", font: { size: 12, color: own },
+        });
+      }
+    });
+  }
+
+  function laidOut(plot, canvas, traces) {
+    const width = canvas.clientWidth;
     const axis = (given) => ({
       automargin: true, ...given, title: { text: given.title || "", standoff: 12, font: { size: 13 } },
       ticks: "outside", ticklen: 4,
@@ -132,14 +255,26 @@
       font: { family: getComputedStyle(document.body).fontFamily, size: 13 },
       margin: { l: 56, r: 16, t: plot.heat ? 40 : plot.legend ? 36 : 12, b: 56 },
       dragmode: "zoom", hovermode: plot.heat ? "closest" : "x unified",
-      uirevision: (plot.active || []).join(),
+      uirevision: (plot.active || [chosen.across]).join(),
       hoverlabel: { align: "left", namelength: 40 },
-      xaxis: { ...axis(plot.x), automargin: false, hoverformat: ",d", tickformat: ",~r", showgrid: !plot.heat, zeroline: false },
+      xaxis: {
+        ...axis({ ...plot.x, title: title(plot) }), automargin: false, hoverformat: ",d", tickformat: ",~r",
+        showgrid: !plot.heat, zeroline: false,
+      },
       yaxis: { ...axis(plot.y), zeroline: false, showgrid: !plot.heat },
       showlegend: Boolean(plot.legend),
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemsizing: "constant" },
     };
-    if (!plot.heat) layout.xaxis.unifiedhovertitle = { text: plot.hover || `${plot.x.title} %{x:,d}` };
+    if (!plot.heat) {
+      const of = chosen.across === "time" ? `%{x:,.4~g} ${unit}` : `${plot.x.title} %{x:,d}`;
+      layout.xaxis.unifiedhovertitle = { text: plot.hover || of };
+    }
+    if (!plot.views) {
+      layout.xaxis.range = reach(canvas);
+      const [low, high] = layout.xaxis.range || [0, 0];
+      if (chosen.across === "step" && high - low < 8 && plot.x.type !== "log") layout.xaxis.dtick = 1;
+      marked(plot, layout, traces, canvas.clientHeight);
+    }
     if (plot.heat && narrow()) {
       Object.assign(layout.yaxis, plot.short ? { ticktext: plot.short, tickfont: { size: 11 } } : { showticklabels: false });
     }
@@ -225,12 +360,13 @@
 
   function redraw(canvas, plot) {
     const now = shown(plot);
-    const layout = laidOut(now, canvas.clientWidth);
+    const traces = structuredClone(now.traces).flatMap(layers).map(drawn);
+    const layout = laidOut(now, canvas, traces);
     if (now.height) {
       canvas.style.height = `${now.height}px`;
       layout.height = now.height;
     }
-    return Plotly.react(canvas, structuredClone(now.traces).map(drawn), layout, config);
+    return Plotly.react(canvas, traces, layout, config);
   }
 
   // Named one by one: plotly.js adds buttons of its own, also one that uploads the chart. The empty
@@ -238,7 +374,7 @@
   const config = {
     responsive: true, displaylogo: false, doubleClick: "reset+autosize", typesetMath: false,
     modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
-    displayModeBar: window.innerWidth < 600 ? false : "hover", // Where it would lie on the legend.
+    displayModeBar: "hover", // Above the plot, in a strip of its own: see style.css.
     showLink: false, showSendToCloud: false, showEditInChartStudio: false, plotlyServerURL: "",
   };
 
@@ -264,14 +400,7 @@
 
   function recolour() {
     for (const canvas of canvases) {
-      if (!canvas.data) continue;
-      if (plots[canvas.id].views) { redraw(canvas, plots[canvas.id]); continue; }
-      const each = canvas.data.map(coloured);
-      const restyled = {};
-      for (const key of new Set(each.flatMap(Object.keys))) {
-        restyled[key] = each.map((one, at) => one[key] ?? key.split(".").reduce((v, k) => v && v[k], canvas.data[at]));
-      }
-      Plotly.update(canvas, restyled, surroundings());
+      if (canvas.data) redraw(canvas, plots[canvas.id]);
     }
     paint();
   }
@@ -299,7 +428,7 @@
   addEventListener("resize", () => {
     clearTimeout(settling);
     settling = setTimeout(() => {
-      for (const canvas of canvases) if (plots[canvas.id].views) redraw(canvas, plots[canvas.id]);
+      for (const canvas of canvases) redraw(canvas, plots[canvas.id]);
     }, 150);
   });
 
@@ -311,6 +440,21 @@
     recolour();
   });
 
+  const controls = document.querySelector(".controls");
+  if (controls) {
+    const across = controls.querySelector(".across"), smoothing = controls.querySelector(".smoothing");
+    const moments = ({ type, meta }) => (meta.t || []).length - (type === "heatmap" ? 1 : 0);
+    across.hidden = !(longest > 0 && ofRuns.some((plot) => plot.traces.some((trace) => moments(trace) > 1)));
+    smoothing.hidden = !ofRuns.some((plot) => plot.traces.some(({ meta }) => meta.smooth));
+    controls.hidden = across.hidden && smoothing.hidden;
+    controls.addEventListener("input", () => {
+      chosen.across = controls.querySelector("[name=across]:checked").value;
+      chosen.smoothing = Number(controls.querySelector("#smoothing").value);
+      controls.querySelector("output").textContent = chosen.smoothing ? chosen.smoothing.toFixed(2) : "off";
+      for (const canvas of canvases) if (!plots[canvas.id].views) redraw(canvas, plots[canvas.id]);
+    });
+  }
+
   paint();
   for (const canvas of canvases) {
     const plot = plots[canvas.id];
@@ -318,9 +462,7 @@
       plot.active = detail.filter((name) => name in plot.views);
       redraw(canvas, plot);
     });
-    const made = plot.views ? redraw(canvas, plot)
-      : Plotly.newPlot(canvas, plot.traces.map(drawn), laidOut(plot), config);
-    made.then(() => {
+    redraw(canvas, plot).then(() => {
       canvas.on("plotly_relayout", (changed) => follow(canvas, changed));
       canvas.dataset.ready = "yes";
     });
