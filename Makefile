@@ -62,7 +62,7 @@ quick: lint types ## while working: lint, types and the tests that take under a 
 	@$(PYTEST) -q -m 'not gpu and not ranks and not long and not slow' $(QUICK) $(ARGS)
 
 # One worker: each test fills the cores with 2, 4 or 8 processes of its own.
-ranks: $(DEV) ## all layouts over 2, 4 and 8 processes beside one; a long while on two cores
+ranks: $(DEV) ## all layouts over 2, 4 and 8 processes beside one; some 6 minutes on 16 cores, longer on two
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks tests/ranks $(ARGS)
 
 long: $(DEV) ## the whole of what `make test` runs a part of: kills, the demo at its default settings

@@ -96,8 +96,11 @@ def data_parallel_around(model: object, param: Tensor, *, search: bool) -> Any:
     inside = model.modules() if isinstance(model, nn.Module) else ()
     alive = (each for each in gc.get_objects() if issubclass(type(each), kind)) if search else ()
     for each in itertools.chain((part for part in inside if isinstance(part, kind)), alive):
-        if any(param is own for own in each.parameters()):
-            return each
+        try:
+            if any(param is own for own in each.parameters()) and ranks_in(each.process_group):
+                return each
+        except Exception:  # Its making has failed, or its process group is destroyed.
+            continue
     return None
 
 
