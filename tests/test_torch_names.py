@@ -8,6 +8,7 @@ name used in another file, fail.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import importlib.util
 import math
@@ -440,6 +441,18 @@ def _source_of(module):
     return Path(spec.origin).read_text()
 
 
+def compiled_in_place():
+    """Without the name the calls of a module that is compiled in place are not seen."""
+    model = nn.Linear(1, 1)
+    assert _torch.compiled_call(model) is None
+    model.compile(backend="eager")
+    made = _torch.compiled_call(model)
+    assert made is not None
+    _torch.set_compiled_call(model, lambda *args: ("called with", *args))
+    assert model(3) == ("called with", 3)
+    assert _torch.compiled_call(copy.deepcopy(model)) is None
+
+
 def kinds():
     class Group:
         _device_types = (torch.device("cpu"), torch.device("cuda"))
@@ -489,6 +502,7 @@ INSTANCE = {
     "_backward_hooks": hook_table,
     "_backward_metadata_inference": inference,
     "_buffers": buffers,
+    "_compiled_call_impl": compiled_in_place,
     "_device_types": kinds,
     "_fsdp_flattened": flattened,
     "_get_root_mesh": root,

@@ -45,6 +45,7 @@ __all__ = [
     "clamp_max_",
     "clamp_min_",
     "compile_kernel",
+    "compiled_call",
     "constants_taken",
     "current_device",
     "current_stream",
@@ -76,6 +77,7 @@ __all__ = [
     "seen_by_launcher",
     "sees_steps",
     "set_buffer",
+    "set_compiled_call",
     "short_launcher",
     "sparse_indices",
     "sparse_values",
@@ -250,6 +252,17 @@ def set_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
         setattr(module, name, buffer)
     else:
         found[name] = buffer
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module.compile()` has made, and what is called in the place of the module then."""
+    found: Callable[..., Any] | None = getattr(module, "_compiled_call_impl", None)
+    return found
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Puts something else in its place; copies of the module do not have it."""
+    module._compiled_call_impl = call
 
 
 def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
@@ -687,6 +700,7 @@ INSTANCE_NAMES = (
     "_backward_hooks",
     "_backward_metadata_inference",
     "_buffers",
+    "_compiled_call_impl",
     "_device_types",
     "_fsdp_flattened",
     "_get_root_mesh",

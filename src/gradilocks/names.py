@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gradilocks._torch import CHECKPOINT_WRAPPER, DYNAMO, children_of
+from gradilocks._torch import CHECKPOINT_WRAPPER, DYNAMO, children_of, compiled_call
 
 __all__ = [
     "Names",
@@ -79,7 +79,7 @@ def is_compiled(module: nn.Module) -> bool:
             return True
         inner = [child for key, child in children_of(module).items() if _is_wrapped(module, key)]
         if not inner or inner[0] is None:
-            return getattr(module, "_compiled_call_impl", None) is not None
+            return compiled_call(module) is not None
         module = inner[0]
 
 

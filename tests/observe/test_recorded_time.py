@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 from gradilocks import read_run
 from gradilocks.cli.options import named_amount
@@ -27,16 +26,15 @@ def clock():
     wait.close()
 
 
-def test_the_time_from_a_step_to_the_next_call_of_a_module_is_told_once(clock):
+def test_the_time_from_a_step_to_the_next_call_of_a_model_is_told_once(clock):
     wait, goes_on = clock
-    net = nn.Linear(2, 1)
     goes_on(5.0)
     assert wait.take() is None  # Before the first step nobody knows since when.
     wait.step_ended()
     goes_on(0.25)
-    net(torch.ones(2))
+    wait.forward_begins()
     goes_on(1.0)
-    net(torch.ones(2))  # Neither forward nor backward is waiting.
+    wait.forward_begins()  # Neither forward nor backward is waiting.
     goes_on(1.0)
     assert wait.take() == 0.25
     assert wait.take() is None
@@ -47,56 +45,17 @@ def test_what_lay_before_steps_that_did_not_take_it_adds_up(clock):
     for _ in range(3):
         wait.step_ended()
         goes_on(0.5)
-        nn.Identity()(torch.ones(1))
+        wait.forward_begins()
         goes_on(2.0)
     assert wait.take() == 1.5
 
 
-def test_a_step_without_a_module_in_between_knows_nothing(clock):
+def test_a_step_without_a_call_in_between_knows_nothing(clock):
     wait, goes_on = clock
     wait.step_ended()
     goes_on(0.5)
     wait.step_ended()
     assert wait.take() is None
-
-
-def test_modules_run_without_a_hook_once_the_first_has_been_called(clock):
-    wait, _ = clock
-    hooks = torch.nn.modules.module._global_forward_pre_hooks
-    before = dict(hooks)
-    wait.step_ended()
-    wait.step_ended()
-    assert len(hooks) == len(before) + 1
-    nn.Identity()(torch.ones(1))
-    assert hooks == before
-    wait.step_ended()
-    wait.close()
-    assert hooks == before
-
-
-def test_a_compiled_module_is_seen_warns_of_nothing_and_is_compiled_once(clock, recwarn):
-    wait, goes_on = clock
-    compiled = []
-    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    model = torch.compile(net, backend=backend)
-    function = torch.compile(lambda x: net(x) * 2, backend=backend)
-    for _ in range(3):
-        model(torch.ones(1, 2))
-        function(torch.ones(1, 2))
-        wait.step_ended()
-        goes_on(0.5)
-    model(torch.ones(1, 2))
-    assert wait.take() == 1.5
-    assert len(compiled) == 2  # The module and the function, each once.
-    assert [str(each.message) for each in recwarn if "hook" in str(each.message)] == []
-    wait.close()
-    kind = type(model)
-    assert kind.__call__.__module__.startswith("torch.")  # As it was.
 
 
 def test_what_is_drawn_from_a_loader_at_other_times_is_added(clock):
@@ -113,14 +72,14 @@ def test_what_is_drawn_from_a_loader_at_other_times_is_added(clock):
     original = vars(torch.utils.data.DataLoader)["__iter__"]
     wait.install()
     batches = iter(torch.utils.data.DataLoader(Slow()))
-    net = nn.Linear(2, 1)
     next(batches)  # Before the first step.
     assert wait.take() is None
     for _ in range(2):
         wait.step_ended()
         goes_on(1.0)
         for _ in range(2):  # Two micro-batches.
-            net(next(batches))
+            next(batches)
+            wait.forward_begins()
             goes_on(5.0)
         assert wait.take() == 1.5
     thread = threading.Thread(target=next, args=(batches,))

@@ -415,7 +415,7 @@ def test_findings_are_logged_and_written_by_a_recorder(caplog, tmp_path):
 def test_bad_arguments_are_told():
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got Tensor"):
         gradilocks.trace(torch.ones(2))
-    with pytest.raises(TypeError, match=r"control must be a gradilocks.GradientControl, got str"):
+    with pytest.raises(TypeError, match=r"or a gradilocks.GradScaler, got builtins.str"):
         gradilocks.trace(nn.Linear(1, 1), control="c")
     with pytest.raises(ValueError, match="most must be a whole number of at least 1, got 0"):
         Tracer(nn.Linear(1, 1), most=0)

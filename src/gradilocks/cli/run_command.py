@@ -31,14 +31,12 @@ from gradilocks.cli.options import (
 )
 from gradilocks.cli.terminal import program, say
 from gradilocks.errors import BadScript, GradilocksError, MissingPackage
-from gradilocks.observe import Options, Summary, run_script
+from gradilocks.observe import Options, Program, Summary, run_script
 from gradilocks.runfile import Run, read_run
 
 if TYPE_CHECKING:
-    from gradilocks.report import Health
-
-if TYPE_CHECKING:
     from gradilocks.record import Sink
+    from gradilocks.report import Health
 
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
 TITLES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
@@ -174,7 +172,7 @@ def run(
 
     def tell(summary: Summary) -> None:
         if not quiet:
-            for line in describe(summary, script=chosen.name, caller=caller):
+            for line in describe(summary, chosen, caller=caller):
                 say(line)
             verdict, words = judged(summary, examine)
             if verdict:
@@ -223,8 +221,9 @@ def made(sink: str, path: Path, shown: Callable[[Path], str], note: Callable[[st
     return TensorBoardSink(folder)
 
 
-def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
+def describe(summary: Summary, chosen: Program, *, caller: str) -> list[str]:
     """What is said when the script has ended."""
+    script = chosen.name
     if not summary.watched:
         return []
     if not summary.steps and (summary.seen or summary.failed):
@@ -241,8 +240,8 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
     lines = [f"traced: {text}" for text in summary.findings]
     if summary.unseen:
         lines.append(
-            "traced: nothing. A trace begins after the first step with NaN or Inf, and saw none "
-            "while it looked: where that one arose was not seen"
+            "where NaN or Inf arose was not looked for: that needs a look before each step is "
+            f"taken, which waits for the GPU. To do so: {with_trace(chosen, caller)}"
         )
     lines.append(f"recorded {count}{skipped}, in {summary.path}")
     if summary.seen > summary.steps:
@@ -270,6 +269,12 @@ def describe(summary: Summary, *, script: str, caller: str) -> list[str]:
             f"norms, culprits and tensors of {whose} are of what rank {summary.rank} holds: {why}"
         )
     return lines
+
+
+def with_trace(chosen: Program, caller: str) -> str:
+    """The command that runs the same with --trace, to be typed."""
+    module = ["-m"] if chosen.module else []
+    return f"{caller} run --trace {shlex.join([*module, chosen.name, *chosen.arguments])}"
 
 
 def judged(summary: Summary, examine: Callable[[Run], Health]) -> tuple[str, str]:

@@ -1,29 +1,23 @@
-"""Ends of steps, calls of modules and batches of a DataLoader enter; seconds of waiting leave.
+"""Ends of steps, calls of models and batches of a DataLoader enter; seconds of waiting leave.
 
-From the end of a step to the next call of a module a script loads and prepares its next batch, and
+From the end of a step to the next call of a model a script loads and prepares its next batch, and
 does whatever else stands there: logging, a checkpoint, `loss.item()`. The batches that it draws
 from a DataLoader at other times, for micro-batches say, are added. It is the host's clock alone: no
 device is asked.
 
-The next forward is seen by a hook on all modules that takes itself away when it has fired, so that
-modules run without one, the first after a step excepted. A compiled module warns of such hooks;
-therefore its own call, too, tells of itself first.
+`script_calls.py` tells of the calls.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader
 
-from gradilocks._torch import DYNAMO
 from gradilocks.observe.patches import Patches
 
 __all__ = ["DataWait"]
@@ -40,11 +34,8 @@ class DataWait:
         self._clock = clock
         self._since: float | None = None
         self._waited: float | None = None
-        self._hooks: dict[int, Any] = {}  # torch's own, and under which key ours comes and goes.
-        self._key = -1
         self._thread: int | None = None  # That which steps, once it has.
         self._patches = Patches()
-        self._is_patched = False
         self._timed: set[type] = set()  # Iterators of loaders.
 
     def install(self) -> None:
@@ -60,52 +51,24 @@ class DataWait:
         self._patches.attribute(DataLoader, "__iter__", iterate)
 
     def step_ended(self) -> None:
-        """What follows, until a module is called, is waiting."""
-        if not self._is_patched:
-            self._watch_compiled()
-        if self._key < 0:
-            handle = register_module_forward_pre_hook(self._module_called)
-            self._hooks, self._key = handle.hooks_dict_ref() or {}, handle.id
-        elif self._key not in self._hooks:  # A handle at every step would cost 5 microseconds.
-            self._hooks[self._key] = self._module_called
+        """What follows, until a model is called, is waiting."""
         self._thread = threading.get_ident()
         self._since = self._clock()
 
     def take(self) -> float | None:
-        """How long it was since the last step that took it; None if no module was called since."""
+        """How long it was since the last step that took it; None if no model was called since."""
         waited, self._waited = self._waited, None
         return waited
 
     def close(self) -> None:
-        """Takes everything away."""
-        self._forward_begins()
+        """Leaves torch as it was."""
         self._patches.undo()
 
-    def _module_called(self, module: Any, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._forward_begins()
-
-    def _forward_begins(self) -> None:
-        self._hooks.pop(self._key, None)
+    def forward_begins(self) -> None:
+        """A model is called."""
         since, self._since = self._since, None
         if since is not None:
             self._waited = (self._waited or 0.0) + self._clock() - since
-
-    def _watch_compiled(self) -> None:
-        """Once somebody has imported what compiles modules."""
-        kind = getattr(sys.modules.get(f"{DYNAMO}.eval_frame"), "OptimizedModule", None)
-        if kind is None or "__call__" not in vars(kind):
-            return
-        self._is_patched = True
-        original = vars(kind)["__call__"]
-
-        @functools.wraps(original)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                self._forward_begins()
-            return original(module, *args, **kwargs)
-
-        self._patches.attribute(kind, "__call__", call)
 
     def _watch_iterator(self, kind: type) -> None:
         """The class among its bases that has `__next__` tells how long that took."""

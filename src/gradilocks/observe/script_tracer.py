@@ -8,30 +8,25 @@ waits for the device to know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
-from weakref import WeakSet, ref
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradilocks.lab.trace import KeptStep, Tracer, called_modules, write_bad_step
-from gradilocks.observe.script_models import owners_of
+from gradilocks.lab.trace import KeptStep, Tracer, skipped_for_nonfinite, write_bad_step
+from gradilocks.observe.script_calls import ScriptCalls
 from gradilocks.record import Recorder
 from gradilocks.step.events import PerDriver, Step, StepListener
 
 __all__ = ["ScriptTracer"]
-
-_MOST_SEARCHES = 4
-"""How often it is looked for which modules a script calls, once its models are known."""
 
 
 class ScriptTracer(StepListener):
     """Finds where the NaN or Inf of a bad step arose, for every optimizer of a script.
 
     Args:
+        calls: of the models that the script trains; hears of a step before this does.
         make_recorder: called when there is something to tell; findings are written there.
         waits: whether to wait for a GPU at each step, to know of a bad one before it is taken.
         replays: whether a bad step is run once more.
@@ -44,6 +39,7 @@ class ScriptTracer(StepListener):
 
     def __init__(
         self,
+        calls: ScriptCalls,
         make_recorder: Callable[[], Recorder],
         *,
         waits: bool,
@@ -51,65 +47,48 @@ class ScriptTracer(StepListener):
         guards: bool = False,
         snapshot: Path | None = None,
     ) -> None:
+        self._calls = calls
         self._make_recorder, self._waits, self._guards = make_recorder, waits, guards
         self._drivers = PerDriver(_Driver)
-        self._fresh: WeakSet[Any] = WeakSet()  # Optimizers that have not stepped yet.
-        self._searches = 0
-        self._called: dict[int, ref[nn.Module]] = {}
+        self.passed_by = False
+        """Whether a step was taken that nobody has looked at, as that would have been a wait."""
         self.snapshot: tuple[Path, int] | None = None
         self._latest: Step | None = None
-        self._tracer = Tracer([])
+        self._tracer = Tracer([], kept=calls.kept)
         self._tracer.replays = replays
         if snapshot is not None:
             self._tracer.looked = partial(self._write, snapshot)
-        self._tracer.kept.follow_all()
 
     def findings(self) -> tuple[str, ...]:
         """What was found, in sentences, each of them once."""
         return tuple(dict.fromkeys(each.text for each in self._tracer.findings))
 
+    def finish(self) -> None:
+        """The script has ended: waits for what is not known yet of its steps, and looks at it."""
+        self._tracer.catch_up(wait=True)
+
     def close(self) -> None:
         """Takes every hook away."""
         self._tracer.close()
-
-    # --- whose calls are kept ------------------------------------------------------------------
-
-    def optimizer_made(self, optimizer: Any) -> None:
-        self._fresh.add(optimizer)
-
-    def _meet(self, step: Step) -> None:
-        """Finds out which models a step trains, and which modules the script calls for it."""
-        tracer = self._tracer
-        if tracer.recorder is None:
-            tracer.recorder = self._make_recorder()
-        tracer.follow(self._drivers.of(step).models_of(list(step.parameters())))
-        for optimizer in step.optimizers:
-            self._fresh.discard(optimizer)
-        kept = tracer.kept
-        if not kept.follows_all:
-            if not kept.calls and self._searches < _MOST_SEARCHES:
-                kept.follow_all()  # The script calls others than before.
-            return
-        trained = {id(part) for model in tracer.models for part in model.modules()}
-        for call in kept.calls:
-            module = call.module()
-            if module is not None and id(module) in trained:
-                self._called[id(module)] = ref(module)
-        if not self._fresh and kept.calls:
-            self._searches += 1
-            called = (find() for find in self._called.values())
-            kept.follow(called_modules(each for each in called if each is not None))
 
     # --- steps ---------------------------------------------------------------------------------
 
     def step_begins(self, step: Step) -> None:
         self._latest = step
-        self._meet(step)
-        if not step.is_of_control and not step.has_closure:
-            self._look_before(step)
+        self._tracer.catch_up()
+        if not step.has_closure:
+            self._meet(step)
+            if not step.is_of_control:
+                self._look_before(step)
+
+    def _meet(self, step: Step) -> None:
+        if self._tracer.recorder is None:
+            self._tracer.recorder = self._make_recorder()
+        self._tracer.follow(self._calls.models_of(step))
 
     def closure_ended(self, step: Step, loss: object, *, failed: bool) -> None:
         if not failed and not step.is_of_control:
+            self._meet(step)
             self._look_before(step)
 
     def _look_before(self, step: Step) -> None:
@@ -119,17 +98,20 @@ class ScriptTracer(StepListener):
         if found is None or driver.looked is step:
             return
         if found.nan.device.type != "cpu" and not self._waits:
+            self.passed_by = True
             return
         driver.looked = step
-        if not bool((found.nan + found.inf).sum() > 0):
+        bad_gradients = bool((found.nan + found.inf).sum() > 0)
+        loss_is_bad = None if step.loss is None else not bool(step.loss.isfinite().all())
+        if not bad_gradients:
             self._tracer.well()
-            return
-        self._tracer.look(
-            driver.steps + 1,
-            self._tracer.kept.take(),
-            loss_is_bad=None if step.loss is None else not bool(step.loss.isfinite().all()),
-            gone=step.driver is step.optimizers[0] and not self._guards,
-        )
+        if bad_gradients or loss_is_bad:
+            self._tracer.look(
+                driver.steps + 1,
+                self._tracer.kept.take(),
+                loss_is_bad=loss_is_bad,
+                gone=bad_gradients and step.driver is step.optimizers[0] and not self._guards,
+            )
 
     def _write(self, path: Path, number: int, kept: KeptStep, found: str) -> None:
         """The first bad step has been looked at: writes it down."""
@@ -160,31 +142,16 @@ class ScriptTracer(StepListener):
             # A scaler has held it back, and no optimizer was called: the host has waited for that.
             tracer.look(driver.steps, tracer.kept.take())
         elif isinstance(step.skip, Tensor):
-            tracer.note(step.skip.reshape(1).to(torch.float32), step=driver.steps)
+            tracer.note(skipped_for_nonfinite(step), step=driver.steps)
         else:
             tracer.kept.take()
         driver.looked = None
 
 
 class _Driver:
-    """A control or an optimizer: how many steps it has taken, and the models that it trains."""
+    """A control or an optimizer: how many steps it has taken."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.looked: Step | None = None
         """The step that goes on, if it has been looked at."""
-        self._models: list[ref[nn.Module]] = []
-        self._params: tuple[int, int] | None = None  # How many, and the id of the first.
-
-    def models_of(self, params: Sequence[Tensor]) -> list[nn.Module]:
-        """The owners of its parameters, looked for again when it has others or a model is gone."""
-        models = [model for find in self._models if (model := find()) is not None]
-        same = self._params == (len(params), id(params[0])) and len(models) == len(self._models)
-        # A model may have been given other parameters, and left the id of this one to somebody's.
-        # Most often it is the first of all, so that this is a short look.
-        owned = (param is params[0] for model in models for param in model.parameters())
-        if not same or (models and not any(owned)):
-            models = owners_of(params)
-            self._models = [ref(model) for model in models]
-            self._params = len(params), id(params[0])
-        return models

@@ -68,6 +68,7 @@ class ScriptSession:
         failure: what a failure of ours means, in words.
         after_failure: called whenever we would do something and have failed; may raise.
         every_rank: whether ranks that do not record have all listeners too.
+        keeps_calls: whether what it takes to run a model's calls once more is kept.
 
     Attributes:
         shown: the run file, as it is to be typed from the folder in which the session began.
@@ -76,6 +77,7 @@ class ScriptSession:
         imported_torch: whether the script imported torch at all.
         guard: around all that is done while the script runs; None until it imports torch.
         steps: what records the steps; None likewise.
+        calls: those of the script's models; None likewise.
         end: concludes when the process ends, or when it is told to; there once the program runs.
     """
 
@@ -91,12 +93,13 @@ class ScriptSession:
         failure: str,
         after_failure: Callable[[], None] | None = None,
         every_rank: bool = False,
+        keeps_calls: bool = False,
     ) -> None:
         interpreter.check(program)
         self._program, self._options, self._settings = program, options, settings
         self._warn, self._note = warn, note
         self._failure, self._after_failure = failure, after_failure
-        self._every_rank = every_rank
+        self._every_rank, self._keeps_calls = every_rank, keeps_calls
         rank = os.environ.get("RANK", "0")
         self.rank = int(rank) if rank.isdigit() else 0
         self.records = records = self.rank == 0 or options.all_ranks
@@ -117,6 +120,7 @@ class ScriptSession:
         self.end: ProcessEnd
         self.guard: Any = None
         self.steps: Any = None
+        self.calls: Any = None
         self._hooks: Any = None
         self._patches: Any = None
         self._listeners: Sequence[Any] = ()
@@ -144,6 +148,7 @@ class ScriptSession:
         """torch is there."""
         self.imported_torch = True
         options = self._options
+        from gradilocks.observe.script_calls import ScriptCalls
         from gradilocks.observe.step_recorder import Guard, StepRecorder
         from gradilocks.observe.torch_hooks import TorchHooks
         from gradilocks.step.events import EVENTS
@@ -153,8 +158,9 @@ class ScriptSession:
             self._after_failure,
         )
         self.steps = StepRecorder(self._recorder, self._say)
+        self.calls = ScriptCalls(keeps=self._keeps_calls, began=self.steps.data_wait.forward_begins)
         others = listeners() if self.records or self._every_rank else ()
-        every = (self.steps.losses, self.steps, *others)
+        every = (self.steps.losses, self.calls, self.steps, *others)
         self._listeners = [self.guard.around(each) for each in every]
         for listener in self._listeners:
             EVENTS.add(listener)
@@ -182,6 +188,7 @@ class ScriptSession:
             self.guard.closed = True
             self._hooks.remove()
             self.steps.data_wait.close()
+            self.calls.close()
             for listener in self._listeners:
                 EVENTS.discard(listener)
 
@@ -271,7 +278,8 @@ class Summary:
     findings: tuple[str, ...]
     """What tracing has found, in sentences."""
     unseen: bool
-    """Whether it was to find something, there was NaN or Inf, and it found nothing."""
+    """Whether a step with NaN or Inf was taken that nobody has looked at, as that would have been a
+    wait for a GPU."""
     taken: int
     """How many steps were taken though their gradients were NaN or Inf."""
     partly: int
@@ -314,13 +322,14 @@ def run_script(
         settings={
             "watched": True,
             "swap": options.swap,
-            "trace": options.trace is not None,
+            "trace": options.trace or False,
             **({"per_step": dict(options.per_step)} if options.per_step else {}),
         },
         ways="Choose another name, --append to go on in it, or --force to overwrite it.",
         warn=warn,
         note=note,
         failure="watching ended, the script goes on",
+        keeps_calls=options.trace is not None or options.guard is not None,
     )
     tracers: list[Any] = []
     guards: list[Any] = []
@@ -341,6 +350,7 @@ def run_script(
 
             tracers.append(
                 ScriptTracer(
+                    session.calls,
                     session.steps.recorder_now,
                     waits=options.trace == "always" or options.guard == "stop",
                     replays=options.trace is not None,
@@ -355,6 +365,8 @@ def run_script(
         return [*tracers, *guards]
 
     def conclude(ending: Ending) -> None:
+        for tracer in tracers:
+            session.guard(tracer.finish)
         session.stop_listening()
         for each in (*tracers, *guards):
             each.close()
@@ -373,8 +385,8 @@ def run_script(
                 torch=session.imported_torch,
                 watched=session.records,
                 findings=findings,
-                unseen=options.trace is not None
-                and not findings
+                unseen=not findings
+                and any(tracer.passed_by for tracer in tracers)
                 and any(b.seen for b in bad.values()),
                 partly=0 if recorder is None else recorder.partly,
                 untold=recorder is not None and recorder.untold,

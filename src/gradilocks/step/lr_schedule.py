@@ -55,9 +55,9 @@ class Flag:
             (self._known,) = self._copy.read()
         return None if self._known is None else self._known > 0
 
-    def overflowed(self) -> bool | None:
+    def overflowed(self, *, wait: bool = False) -> bool | None:
         """Whether it was skipped for NaN or Inf, not by a clip policy; None if not known yet."""
-        skipped = self.skipped()
+        skipped = self.skipped(wait=wait)
         return skipped if skipped is None else skipped and self._known != 2
 
 

@@ -6,7 +6,15 @@ down, `tracer.py` brings them together.
 """
 
 from gradilocks.lab.trace.bad_step_file import write_bad_step
-from gradilocks.lab.trace.kept_calls import KeptStep
-from gradilocks.lab.trace.tracer import Tracer, called_modules, trace
+from gradilocks.lab.trace.kept_calls import KeptCalls, KeptStep
+from gradilocks.lab.trace.tracer import Tracer, called_modules, skipped_for_nonfinite, trace
 
-__all__ = ["KeptStep", "Tracer", "called_modules", "trace", "write_bad_step"]
+__all__ = [
+    "KeptCalls",
+    "KeptStep",
+    "Tracer",
+    "called_modules",
+    "skipped_for_nonfinite",
+    "trace",
+    "write_bad_step",
+]

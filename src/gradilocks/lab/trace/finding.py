@@ -26,6 +26,8 @@ __all__ = [
     "Magnitude",
     "damaged_among",
     "damaged_gradients",
+    "in_loss",
+    "lost",
     "magnitude",
     "nan_buffers",
 ]
@@ -249,6 +251,36 @@ def damaged_gradients(models: Sequence[nn.Module]) -> Trace | None:
             "ranks or written by the script"
         ),
         where="gradients",
+    )
+
+
+def in_loss(models: Sequence[nn.Module]) -> Trace:
+    """The loss was not finite, and all that the models computed was."""
+    return _TRACE(
+        phase="forward",
+        module="",
+        kind=type(unwrapped(models[0])).__name__,
+        what="NaN or Inf",
+        inputs=(),
+        text=(
+            "NaN or Inf in the loss alone: all that the model computed was finite, and the "
+            "gradients are"
+        ),
+        where="after",
+    )
+
+
+def lost(why: str) -> Trace:
+    """Where it arose is not known, for this reason."""
+    return _TRACE(
+        phase="forward",
+        module="",
+        kind="",
+        what="NaN or Inf",
+        inputs=(),
+        text=f"where it arose is not known: {why}",
+        where="unknown",
+        certainty="unknown",
     )
 
 

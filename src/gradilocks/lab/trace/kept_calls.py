@@ -3,31 +3,32 @@
 Inputs and the gradients that outputs receive are kept by reference, where the random generators
 stood and what autocast did by value. That costs two hooks on the model itself and one on its
 output, and no wait: a few microseconds a call, and the memory of the inputs until the step is over.
-Before it is known which modules a script trains, every module has the hooks, and the outermost of
-those that are called are kept.
+Of modules that call each other the outermost is kept. Whatever goes wrong here ends the keeping,
+and not the training.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
+import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
-from gradilocks._torch import in_backward
+from gradilocks._torch import are_transforms_active, compiled_call, in_backward, set_compiled_call
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.unchanged import Generators, version_of
 
 __all__ = ["KeptCall", "KeptCalls", "KeptStep"]
 
+is_jit_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing")  # noqa: B009 # untyped
+_logger = logging.getLogger("gradilocks")
 _MOST_BYTES = 256 << 20
 """Of inputs and gradients that are kept; what goes beyond is not."""
 _MOST_CALLS = 64
@@ -124,63 +125,89 @@ class KeptStep:
         self.calls, self.missing = (), "what it was called with had to be let go of"
 
 
+class _Open(threading.local):
+    """The module that is being called in this thread, and what is kept of that."""
+
+    module: Callable[[], nn.Module | None] | None = None
+    call: KeptCall | None = None
+
+
 class KeptCalls:
     """The calls of some modules since a step.
 
     Args:
         most_bytes: of inputs and gradients that are kept.
+        keeps: whether anything is kept at all, or calls are only told of.
+        began: told whenever one begins.
 
     Attributes:
+        called: the outermost modules that were called since it was emptied.
+        count: how many calls there were.
         calls: oldest first.
         missing: why calls of this step are not there, in half a sentence; "" if all are.
     """
 
-    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(
+        self,
+        most_bytes: int = _MOST_BYTES,
+        *,
+        keeps: bool = True,
+        began: Callable[[], None] | None = None,
+    ) -> None:
+        self._most_bytes, self._keeps, self._began = most_bytes, keeps, began
+        self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.count = 0
         self.calls: list[KeptCall] = []
         self.missing = ""
         self.paused = False
         """Whether calls are not looked at, as while they are run once more."""
-        self._open: tuple[weakref.ref[nn.Module], KeptCall | None] | None = None
+        self._open = _Open()
         self._clock = itertools.count(1)
         self._bytes = 0
-        self._followed: dict[int, tuple[weakref.ref[nn.Module], list[Any]]] = {}
-        self._everywhere: list[Any] = []
+        self._followed: dict[int, tuple[weakref.ref[nn.Module], list[Callable[[], None]]]] = {}
         self._habits: dict[int, _Habits] = {}
 
     # --- whom it follows -----------------------------------------------------------------------
 
-    def follow_all(self) -> None:
-        """Keeps the outermost calls of all modules, until `follow` says of which."""
-        if not self._everywhere:
-            self._everywhere = [
-                register_module_forward_pre_hook(self._before),
-                register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
-            ]
+    @property
+    def followed(self) -> list[nn.Module]:
+        """Whose calls are kept."""
+        return [module for find, _ in self._followed.values() if (module := find()) is not None]
 
     def follow(self, modules: Iterable[nn.Module]) -> None:
         """Keeps the calls of these, and of no others."""
         wanted = {id(module): module for module in modules}
-        for handle in self._everywhere:
-            handle.remove()
-        self._everywhere = []
-        for key, (find, handles) in list(self._followed.items()):
+        for key, (find, leave) in list(self._followed.items()):
             if wanted.get(key) is not find():
-                for handle in handles:
-                    handle.remove()
+                for act in leave:
+                    act()
                 del self._followed[key]
         for key, module in wanted.items():
-            if key not in self._followed and not isinstance(module, torch.jit.ScriptModule):
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            _, leave = self._followed.setdefault(key, (weakref.ref(module), []))
+            compiled = compiled_call(module)
+            if compiled is not None and not isinstance(compiled, _AroundCompiled):
+                # By `module.compile()`: its hooks, if it has some, are compiled with it.
+                around = _AroundCompiled(compiled, weakref.ref(module), self._before, self._after)
+                set_compiled_call(module, around)
+                leave.append(around.leave)
+            elif not leave:
                 before = module.register_forward_pre_hook(Hook(self._before))
                 after = module.register_forward_hook(
                     Hook(self._after), with_kwargs=True, always_call=True
                 )
-                self._followed[key] = weakref.ref(module), [before, after]
+                leave += before.remove, after.remove
 
-    @property
-    def follows_all(self) -> bool:
-        """Whether it is not known yet whom to follow."""
-        return bool(self._everywhere)
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, no module has a hook of this."""
+        modules = self.followed
+        self.follow(())
+        try:
+            yield
+        finally:
+            self.follow(modules)
 
     def close(self) -> None:
         """Takes the hooks away and forgets everything."""
@@ -201,24 +228,48 @@ class KeptCalls:
     # --- calls ---------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if self.paused or torch.compiler.is_compiling() or in_backward():
+        if torch.compiler.is_compiling() or self.paused or not _is_trained_here():
             return
-        if self._open is not None:
+        opened = self._open
+        if opened.module is not None:
             return  # A part of the module that is being called.
         call = None
-        if torch.is_grad_enabled():
-            habits = self._habits.get(id(module))
-            if habits is None or habits.module() is not module:
-                habits = self._habits[id(module)] = _Habits(module)
-            call = KeptCall(module, args, began=next(self._clock), habits=habits)
-        self._open = weakref.ref(module), call
+        try:
+            if self._began is not None:
+                self._began()
+            if torch.is_grad_enabled():
+                self.called.add(module)
+                self.count += 1
+                call = self._begin(module, args) if self._keeps else None
+        except Exception as error:
+            self._give_up(error)
+        else:
+            opened.module, opened.call = weakref.ref(module), call
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        if self._open is None or self._open[0]() is not module or in_backward():
+    def _begin(self, module: nn.Module, args: Any) -> KeptCall:
+        habits = self._habits.get(id(module))
+        if habits is None or habits.module() is not module:
+            habits = self._habits[id(module)] = _Habits(module)
+        return KeptCall(module, args, began=next(self._clock), habits=habits)
+
+    def _after(
+        self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any = None
+    ) -> None:
+        if torch.compiler.is_compiling():
             return
-        call, self._open = self._open[1], None
-        if call is None:
+        opened = self._open
+        if opened.module is None or opened.module() is not module or in_backward():
             return
+        call, opened.module, opened.call = opened.call, None, None
+        if call is not None:
+            try:
+                self._end(module, call, kwargs, output)
+            except Exception as error:
+                self._give_up(error)
+
+    def _end(
+        self, module: nn.Module, call: KeptCall, kwargs: Mapping[str, Any], output: Any
+    ) -> None:
         self._habits[id(module)].note(call)
         call.take(kwargs)
         for place, tensor in tensors_in(output, "output"):
@@ -227,6 +278,12 @@ class KeptCalls:
                 tensor.register_hook(Hook(self._received, call, place))  # type: ignore[no-untyped-call]
         if call.outputs:
             self._keep(call)
+
+    def _give_up(self, error: Exception) -> None:
+        """Calls cannot be kept: training goes on without."""
+        self.close()
+        self.missing = f"the calls of the model could not be kept ({type(error).__name__}: {error})"
+        _logger.warning("bad steps will not be run once more: %s", self.missing)
 
     def _keep(self, call: KeptCall) -> None:
         if len(self.calls) >= _MOST_CALLS or self._bytes + call.bytes > self._most_bytes:
@@ -256,6 +313,43 @@ class KeptCalls:
             self._bytes += size
             call.bytes += size
             call.received[place] = gradient.detach()
+
+
+def _is_trained_here() -> bool:
+    """Whether a call is one that trains, and not one that is recorded, transformed or repeated."""
+    return not (in_backward() or are_transforms_active() or is_jit_tracing() or capturing())
+
+
+class _AroundCompiled:
+    """Stands around what `module.compile()` has made, and tells of its calls."""
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        module: weakref.ref[nn.Module],
+        before: Callable[..., None],
+        after: Callable[..., None],
+    ) -> None:
+        self._compiled, self._module = compiled, module
+        self._before, self._after = before, after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None or torch.compiler.is_compiling():
+            return self._compiled(*args, **kwargs)
+        self._before(module, args)
+        output = None
+        try:
+            output = self._compiled(*args, **kwargs)
+        finally:
+            self._after(module, args, kwargs, output)
+        return output
+
+    def leave(self) -> None:
+        """Puts back what was there, unless somebody has put something else there."""
+        module = self._module()
+        if module is not None and compiled_call(module) is self:
+            set_compiled_call(module, self._compiled)
 
 
 class _Habits:

@@ -23,8 +23,13 @@ from gradilocks.lab.trace.step_trace import StepTrace
 from gradilocks.lab.unchanged import unchanged
 from gradilocks.names import is_compiled
 from gradilocks.runfile import Trace
+from gradilocks.step.table import measurable
 
 __all__ = ["Replayed", "replay"]
+
+_NO_CALL = "no call of the model was seen in it, which compiled code that makes the call would hide"
+_ALIKE = 1e-3
+"""Of gradients that were added up in another order or format: the part in which they differ."""
 
 
 class Replayed(NamedTuple):
@@ -34,6 +39,9 @@ class Replayed(NamedTuple):
     """None if nothing was NaN or Inf this time, or nothing could be run."""
     doubt: str
     """Why it was not just the same, in half a sentence; "" if it was."""
+    same_gradients: bool = False
+    """Whether the gradients that came of it are those that there are, but for what is not finite
+    there and a common factor: then nothing is missing of what went into them."""
 
 
 class _Seen(NamedTuple):
@@ -63,11 +71,12 @@ def replay(
     if damaged is not None:
         return Replayed(damaged, doubt)
     if not kept.calls:
-        return Replayed(None, kept.missing or "no call of the model was seen in it")
+        return Replayed(None, kept.missing or _NO_CALL)
     doubts = [doubt, kept.missing]
-    if any(map(is_compiled, models)):
+    if any(is_compiled(part) for model in models for part in model.modules()):
         doubts.append("the model is compiled, and was run as it is written")
     seen: list[_Seen] = []
+    gradients = _Gradients(models)
     with unchanged(models, doing="traced"), UNCOMPILED, torch.enable_grad():
         for call in kept.calls:
             doubts.append(call.incomplete)
@@ -75,7 +84,7 @@ def replay(
                 if call.inputs_changed:
                     doubts.append("what the model was given has been changed in place since")
                 unknown = call.generators.unknown()
-                seen += _run(call, models, loss_is_bad)
+                seen += _run(call, models, loss_is_bad, gradients)
                 if any(unknown.moved()):
                     doubts.append(
                         "the model draws from Python's or NumPy's random numbers, and where those "
@@ -83,10 +92,51 @@ def replay(
                     )
     first = min(seen, key=lambda each: each.when, default=None)
     found = None if first is None else first.finding.trace()
-    return Replayed(found, next(filter(None, doubts), ""))
+    same = first is None and gradients.are_same()
+    return Replayed(found, next(filter(None, doubts), ""), same)
 
 
-def _run(call: KeptCall, models: Sequence[nn.Module], loss_is_bad: bool | None) -> list[_Seen]:
+class _Gradients:
+    """Those of a step that hold NaN or Inf, and what comes of running it once more."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._held = {
+            id(param): param.grad
+            for model in models
+            for param in model.parameters()
+            if param.grad is not None
+            and measurable(param.grad) is param.grad
+            and not bool(param.grad.isfinite().all())
+        }
+        self._sums: dict[int, Tensor] = {}
+
+    def add(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """One call was run backward."""
+        for param, gradient in zip(params, gradients, strict=True):
+            if id(param) in self._held and gradient is not None:
+                before = self._sums.get(id(param))
+                self._sums[id(param)] = gradient if before is None else before + gradient
+
+    def are_same(self) -> bool:
+        """Whether they are the same where they are finite, but for a factor that all have, as of a
+        scale or a clip."""
+        if not self._held or self._sums.keys() != self._held.keys():
+            return False
+        pairs = []
+        for key, held in self._held.items():
+            finite = held.isfinite()
+            pairs.append((held[finite].double(), self._sums[key][finite].double()))
+        there, again = (torch.cat([each[i] for each in pairs]) for i in (0, 1))
+        size = float(again.dot(again))
+        if not size > 0.0:
+            return False
+        factor = float(again.dot(there)) / size
+        return factor > 0.0 and bool((there - factor * again).norm() <= _ALIKE * there.norm())
+
+
+def _run(
+    call: KeptCall, models: Sequence[nn.Module], loss_is_bad: bool | None, gradients: _Gradients
+) -> list[_Seen]:
     """What one call shows."""
     module, args = call.module(), call.args
     assert module is not None
@@ -113,14 +163,16 @@ def _run(call: KeptCall, models: Sequence[nn.Module], loss_is_bad: bool | None) 
         ]
         if pairs:
             trace.watch_parameters()
-            _backward(pairs, module, (args, kwargs))
+            _backward(pairs, module, (args, kwargs), gradients)
         trace.settle()
     finally:
         trace.remove()
     return found
 
 
-def _backward(pairs: Sequence[tuple[Tensor, Tensor]], module: nn.Module, given: Any) -> None:
+def _backward(
+    pairs: Sequence[tuple[Tensor, Tensor]], module: nn.Module, given: Any, gradients: _Gradients
+) -> None:
     """Runs outputs backward, and adds nothing to anybody's gradients."""
     leaves = [tensor for _, tensor in tensors_in(given, "") if tensor.requires_grad]
     inputs = [*leaves, *(param for param in module.parameters() if param.requires_grad)]
@@ -128,7 +180,7 @@ def _backward(pairs: Sequence[tuple[Tensor, Tensor]], module: nn.Module, given: 
     outputs = [tensor for tensor, _ in pairs]
     fitting = [g.to(t.dtype) if g.dtype is not t.dtype else g for t, g in pairs]
     if inputs:
-        grad(outputs, inputs, fitting, allow_unused=True)
+        gradients.add(inputs, grad(outputs, inputs, fitting, allow_unused=True))
 
 
 def _again(thing: Any, origins: dict[int, Tensor]) -> Any:

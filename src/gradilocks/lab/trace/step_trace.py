@@ -351,7 +351,7 @@ class StepTrace:
             call.gradients.append(found._replace(name=f"gradient of {place}"))
         counts = seen.broken is not None and bool((gradient.detach()[seen.broken] != 0).any())
         if found.finite and not counts:
-            if seen.broken is not None:
+            if seen.broken is not None and not self._loss_is_bad:
                 self._suspect = None  # What is not finite in the output has no part in the loss.
             return
         if self._suspect is not None:

@@ -14,25 +14,28 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradilocks.dropin import GradScaler
 from gradilocks.eager import UNCOMPILED
-from gradilocks.lab.trace.finding import Finding, damaged_among, damaged_gradients
+from gradilocks.lab.trace.finding import Finding, damaged_among, damaged_gradients, in_loss, lost
 from gradilocks.lab.trace.kept_calls import KeptCalls, KeptStep
 from gradilocks.lab.trace.replay import Replayed, replay
 from gradilocks.lab.trace.step_trace import StepTrace
 from gradilocks.names import is_compiled, unwrapped
 from gradilocks.ranks.layout import flattened_among, is_distributed
 from gradilocks.runfile import Trace
-from gradilocks.step.events import Step, StepEvents, StepListener
+from gradilocks.step.events import EVENTS, Step, StepEvents, StepListener
 from gradilocks.step.lr_schedule import Flag
 from gradilocks.step.outcome import fetch
-from gradilocks.values import ROW
+from gradilocks.values import ROW, moved
 
-__all__ = ["Tracer", "called_modules", "trace"]
+__all__ = ["Tracer", "called_modules", "skipped_for_nonfinite", "trace"]
 
 _logger = logging.getLogger("gradilocks")
 _MOST_REPLAYS = 20
@@ -57,7 +60,14 @@ class Tracer(StepListener):
         findings: what was found, oldest first.
     """
 
-    def __init__(self, models: Sequence[nn.Module], *, recorder: Any = None, most: int = 5) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        *,
+        recorder: Any = None,
+        most: int = 5,
+        kept: KeptCalls | None = None,
+    ) -> None:
         if type(most) is not int or most < 1:
             raise ValueError(f"most must be a whole number of at least 1, got {most!r}.")
         self.findings: list[Trace] = []
@@ -74,7 +84,8 @@ class Tracer(StepListener):
         self._step_hook: Any = None
         self._closed = False
         self._began = time.perf_counter()
-        self.kept = KeptCalls()
+        self.kept = KeptCalls() if kept is None else kept
+        self.on_close: Callable[[], None] = _nothing
         self.replays = True
         """Whether bad steps are run once more."""
         self.looked: Callable[[int, KeptStep, str], None] | None = None
@@ -151,6 +162,10 @@ class Tracer(StepListener):
 
     # --- a bad step, run once more -------------------------------------------------------------
 
+    def step_begins(self, step: Step) -> None:
+        """For the control: one of its steps begins."""
+        self.catch_up()
+
     def step_ended(self, step: Step) -> None:
         """For the control: one of its steps is over."""
         if step.record is not None:
@@ -181,16 +196,25 @@ class Tracer(StepListener):
         if len(self._pending) >= _MOST_PENDING:
             self._pending[0].calls.forget()
         self._pending.append(_Pending(Flag(row), step, in_gradients, calls))
-        bad = False
-        while self._pending and (told := self._pending[0].flag.overflowed()) is not None:
+        self.catch_up(gradients_of=step)
+
+    def catch_up(self, *, gradients_of: int | Tensor | None = None, wait: bool = False) -> None:
+        """Looks at bad steps of which it has become known, before another changes the parameters.
+
+        `gradients_of` is the step whose gradients are there still. With `wait` all steps are
+        waited for.
+        """
+        bad = arrived = False
+        while self._pending and (told := self._pending[0].flag.overflowed(wait=wait)) is not None:
             pending = self._pending.pop(0)
-            bad = bad or told
+            arrived, bad = True, bad or told
             if told and pending.in_gradients is not None:
                 self._tell(pending.in_gradients, step=_number(pending.step))
             elif told:
                 doubt = "later steps had changed the parameters by then" if self._pending else ""
-                self.look(_number(pending.step), pending.calls, doubt=doubt)
-        if not bad:
+                same = pending.step is gradients_of
+                self.look(_number(pending.step), pending.calls, doubt=doubt, of_its_gradients=same)
+        if arrived and not bad:
             self.well()
 
     def look(
@@ -201,6 +225,7 @@ class Tracer(StepListener):
         loss_is_bad: bool | None = None,
         doubt: str = "",
         gone: bool = False,
+        of_its_gradients: bool = True,
     ) -> None:
         """A step was bad, and the parameters are still those that it began with: runs it again.
 
@@ -210,19 +235,34 @@ class Tracer(StepListener):
             loss_is_bad: whether its loss was NaN or Inf, if that is known.
             doubt: why the parameters may be others, in half a sentence.
             gone: whether the bad step is about to be taken: what follows comes from it.
+            of_its_gradients: whether the gradients that are there are still those of the step.
         """
         if self._is_late or self._closed:
             return
         told = len(self.findings)
         if self.replays and told < self._most and self._replays < _MOST_REPLAYS:
-            self._look(step, calls, loss_is_bad=loss_is_bad, doubt=doubt, gone=gone)
+            self._look(
+                step,
+                calls,
+                loss_is_bad=loss_is_bad,
+                doubt=doubt,
+                gone=gone,
+                of_its_gradients=of_its_gradients,
+            )
         if self.looked is not None:
             self.looked(step, calls, self.findings[-1].text if len(self.findings) > told else "")
         if gone:
             self._is_late = True
 
     def _look(
-        self, step: int, calls: KeptStep, *, loss_is_bad: bool | None, doubt: str, gone: bool
+        self,
+        step: int,
+        calls: KeptStep,
+        *,
+        loss_is_bad: bool | None,
+        doubt: str,
+        gone: bool,
+        of_its_gradients: bool,
     ) -> None:
         models = self.models
         self._replays += 1
@@ -235,17 +275,22 @@ class Tracer(StepListener):
                 found = replay(step, calls, models, loss_is_bad=loss_is_bad, doubt=doubt)
             finally:
                 self.kept.paused = False
-        trace = found.trace
-        if trace is None and not found.doubt:  # Run again just as it was, all of it was finite.
-            trace = damaged_gradients(models)
+        trace, doubt = found.trace, found.doubt
+        if trace is None and not doubt:  # Run again just as it was, all of it was finite.
+            trace = damaged_gradients(models) if of_its_gradients else None
+            if trace is not None and not found.same_gradients:
+                doubt = "what was run again does not make up these gradients"
+            elif trace is None and loss_is_bad:
+                trace = in_loss(models)
         if trace is not None:
-            certainty = "likely" if found.doubt else "certain"
-            text = trace.text
-            if found.doubt:
-                text += f". Likely, not certain: {found.doubt}"
+            if doubt:
+                text = f"{trace.text}. Likely, not certain: {doubt}"
+                trace = dataclasses.replace(trace, certainty="likely", text=text)
             self._is_late = trace.where == "parameters"
-            self._tell(dataclasses.replace(trace, certainty=certainty, text=text), step=step)
-        elif not gone:
+            self._tell(trace, step=step)
+        elif gone:
+            self._tell(lost(doubt or "run once more, all of it was finite"), step=step)
+        else:
             self.arm()
 
     def well(self) -> None:
@@ -270,6 +315,7 @@ class Tracer(StepListener):
         self._closed = True
         self._pending = []
         self.kept.close()
+        self.on_close()
         control = self._control() if self._control is not None else None
         if control is not None:
             control._events.discard(self)
@@ -300,8 +346,8 @@ def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: 
 
     Args:
         model: the model, in DDP or compiled too; compiled code runs eagerly while it is traced.
-        control: a GradientControl whose bad steps are looked at. On a GPU it learns of them without
-            waiting, a step or more later. Without one, call `arm()`.
+        control: a GradientControl, or a gradilocks.GradScaler, whose bad steps are looked at. On a
+            GPU it learns of them without waiting, a step or more later. Without one, call `arm()`.
         recorder: where findings are written too; by default the control's.
         most: after so many findings nothing is looked at any more, except by hand.
 
@@ -321,14 +367,54 @@ def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: 
         recorder = getattr(control, "recorder", None)
     tracer = Tracer([model], recorder=recorder, most=most)
     tracer.kept.follow(called_modules([model]))
-    if control is not None:
+    if isinstance(control, GradScaler):
+        steps = _StepsOfScaler(tracer, control)
+        EVENTS.add(steps)
+        tracer.on_close = partial(EVENTS.discard, steps)
+    elif control is not None:
         if not isinstance(getattr(control, "_events", None), StepEvents):
+            hint = (
+                ": use gradilocks.GradScaler in its place"
+                if isinstance(control, torch.amp.GradScaler)
+                else ""
+            )
             raise TypeError(
-                f"control must be a gradilocks.GradientControl, got {type(control).__name__}."
+                "control must be a gradilocks.GradientControl or a gradilocks.GradScaler, got "
+                f"{type(control).__module__}.{type(control).__qualname__}{hint}."
             )
         control._events.add(tracer)  # Which holds it, so that nobody needs a variable for it.
         tracer._control = weakref.ref(control)
     return tracer
+
+
+class _StepsOfScaler(StepListener):
+    """Tells a tracer of the steps of one scaler, among all those of the process."""
+
+    def __init__(self, tracer: Tracer, scaler: GradScaler) -> None:
+        self._tracer, self._scaler = tracer, weakref.ref(scaler, lambda _: EVENTS.discard(self))
+
+    def step_begins(self, step: Step) -> None:
+        if step.driver is self._scaler():
+            self._tracer.catch_up()
+
+    def step_ended(self, step: Step) -> None:
+        if step.driver is self._scaler():
+            self._tracer.note(skipped_for_nonfinite(step))
+
+
+def skipped_for_nonfinite(step: Step) -> Tensor:
+    """Whether a scaler has held a step back for NaN or Inf, as a row that `Tracer.note` takes."""
+    skip, rejected = (
+        each.detach().reshape(1).float()
+        if isinstance(each, Tensor)
+        else torch.tensor([float(each)])
+        for each in (step.skip, step.rejected)
+    )
+    return skip - moved(rejected, skip.device)
+
+
+def _nothing() -> None:
+    """By default, when a tracer is closed."""
 
 
 def called_modules(models: Iterable[nn.Module]) -> list[nn.Module]:

@@ -1,0 +1,163 @@
+"""A script's optimizers and steps enter; the calls of the models that they train leave.
+
+The hooks that see them are put on a model when its optimizer is made, before the first forward pass
+as a rule: code that is compiled with them there is not stale when they stay. Until a step has shown
+which modules the script calls itself, all parts of a model have hooks; from then on those alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+
+from gradilocks.lab.trace import KeptCalls, called_modules
+from gradilocks.names import is_compiled
+from gradilocks.observe.patches import Patches
+from gradilocks.observe.script_models import owners_of
+from gradilocks.step.events import PerDriver, Step, StepListener
+
+__all__ = ["ScriptCalls"]
+
+_MOST_SEARCHES = 4
+"""How often it is looked for which modules a script calls, if none of those that it called before
+was called again."""
+_MOST_OPTIMIZERS = 16
+"""For how many optimizers the models are looked for when they are made; for others at their first
+step. A script may make one for every task that it trains."""
+
+
+class ScriptCalls(StepListener):
+    """The models that a script trains, and their calls.
+
+    Args:
+        keeps: whether what it takes to run a call once more is kept.
+        began: told whenever a model is called.
+
+    Attributes:
+        kept: the calls since the last step.
+    """
+
+    def __init__(self, *, keeps: bool, began: Callable[[], None] | None = None) -> None:
+        self.kept = KeptCalls(keeps=keeps, began=began)
+        self._models: list[ref[nn.Module]] = []
+        self._drivers = PerDriver(_TrainedModels)
+        self._fresh: WeakSet[Any] = WeakSet()  # Optimizers that have not stepped yet.
+        self._made = self._searches = 0
+        self._searching = True
+        self._patches = Patches()
+        self._patches.everywhere(torch.jit.script, self._around_script(torch.jit.script))
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Those that are known and still there."""
+        return [model for find in self._models if (model := find()) is not None]
+
+    def models_of(self, step: Step) -> list[nn.Module]:
+        """Those that this step trains."""
+        return self._drivers.of(step).among(list(step.parameters()))
+
+    def close(self) -> None:
+        """Takes every hook away."""
+        self._patches.undo()
+        self.kept.close()
+
+    def _around_script(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """torch.jit.script would compile the hooks of a module with it."""
+
+        @functools.wraps(original)
+        def script(*args: Any, **kwargs: Any) -> Any:
+            with self.kept.aside():
+                return original(*args, **kwargs)
+
+        return script
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        self._fresh.add(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        known = {id(param) for model in self.models for param in model.parameters()}
+        if known.issuperset(map(id, params)):
+            return
+        self._made += 1
+        if self._made <= _MOST_OPTIMIZERS:
+            self._meet(owners_of(params))
+
+    def _meet(self, models: Sequence[nn.Module]) -> None:
+        known = {id(model) for model in self.models}
+        fresh = [model for model in models if id(model) not in known]
+        self._models = [find for find in self._models if find() is not None]
+        self._models += map(ref, fresh)
+        if fresh:
+            self._searching = True
+            self.kept.follow([*self.kept.followed, *_parts(fresh)])
+
+    def step_begins(self, step: Step) -> None:
+        for optimizer in step.optimizers:
+            self._fresh.discard(optimizer)
+        if not step.has_closure:
+            self._look(step)
+
+    def closure_ended(self, step: Step, loss: object, *, failed: bool) -> None:
+        self._look(step)
+
+    def _look(self, step: Step) -> None:
+        """The calls of this step have been made: finds out which modules the script calls."""
+        kept, driver = self.kept, self._drivers.of(step)
+        self._meet(self.models_of(step))
+        none_since, driver.calls = driver.calls == kept.count, kept.count
+        if none_since and self._searches < _MOST_SEARCHES:
+            self._searches += 1
+            self._searching = True
+            # It calls others, or has compiled them since.
+            kept.follow([*kept.followed, *_parts(self.models)])
+        elif self._searching and kept.called and not self._fresh:
+            self._searching = False
+            # Compiled code that has hooks in it would be compiled again without them.
+            compiled = {
+                id(part)
+                for model in self.models
+                if any(map(is_compiled, model.modules()))
+                for part in model.modules()
+            }
+            stay = [module for module in kept.followed if id(module) in compiled]
+            kept.follow([*called_modules(kept.called), *stay])
+        if not self._searching:
+            kept.called.clear()
+
+
+def _parts(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The models and the modules in them; nothing of what is compiled but the outermost."""
+    waiting = called_modules(models)
+    for module in waiting:  # Which grows meanwhile.
+        yield module
+        if not is_compiled(module):
+            waiting += module.children()
+
+
+class _TrainedModels:
+    """The models that a control or an optimizer trains."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        """How many of all models there had been at its last step."""
+        self._models: list[ref[nn.Module]] = []
+        self._params: tuple[int, int] | None = None  # How many, and the id of the first.
+
+    def among(self, params: Sequence[Tensor]) -> list[nn.Module]:
+        """The owners of its parameters, looked for again when it has others or a model is gone."""
+        if not params:
+            return []
+        models = [model for find in self._models if (model := find()) is not None]
+        same = self._params == (len(params), id(params[0])) and len(models) == len(self._models)
+        # A model may have been given other parameters, and left the id of this one to somebody's.
+        # Most often it is the first of all, so that this is a short look.
+        owned = (param is params[0] for model in models for param in model.parameters())
+        if not same or (models and not any(owned)):
+            models = owners_of(params)
+            self._models = [ref(model) for model in models]
+            self._params = len(params), id(params[0])
+        return models
