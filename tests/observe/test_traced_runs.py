@@ -1,4 +1,4 @@
-"""`gradilocks run --trace` finds the module, in a script that knows nothing of it."""
+"""`gradilocks run` finds the module, in a script that knows nothing of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from gradilocks import read_run
-from gradilocks.observe import script_models
+from gradilocks.observe import script_calls
+from gradilocks.observe.script_tracer import ScriptTracer
 from gradilocks.step import events
 from gradilocks.step.events import Step
 from tests.observe.sessions import forked, process, write
@@ -36,24 +37,26 @@ for number in range(12):
     scaler.step(optimizer)
     scaler.update()
 print([p.tolist() for p in model.parameters()], torch.rand(1).item())
-print(any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()))
+print(any(m._forward_hooks or m._forward_pre_hooks for m in model))
 """
 
 
 @pytest.mark.parametrize(
     "optimizer", ["SGD(model.parameters(), 0.1)", "Adam(model.parameters(), fused=True)"]
 )
-def test_the_step_after_a_skip_is_traced_and_no_number_changes(optimizer, tmp_path):
+@pytest.mark.parametrize("words", [(), ("--trace",)], ids=["light", "--trace"])
+def test_the_skipped_step_is_traced_and_no_number_changes(words, optimizer, tmp_path):
     write(tmp_path, "train.py", SCRIPT.format(optimizer=optimizer))
-    shown = forked("--trace", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked(*words, "-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0, shown.err
     assert shown.out == process("train.py", cwd=tmp_path).out
     assert shown.out.splitlines()[-1] == "False"
     run = read_run(tmp_path / "a.jsonl")
     assert [s.step for s in run.steps if s.skipped] == [5, 6, 10]
-    (found,) = run.traces  # Step 6; what follows 10 is well.
-    assert (found.step, found.phase, found.module, found.kind) == (6, "forward", "1", "Hot")
-    assert run.header.settings["trace"] is True
+    (found,) = run.traces  # What comes again at the same place is not told again.
+    assert (found.step, found.phase, found.module, found.kind) == (5, "forward", "1", "Hot")
+    assert found.certainty == "certain"
+    assert run.header.settings["trace"] == ("always" if words else "light")
     assert any("traced: Inf first in the output of 1 (Hot)" in line for line in shown.told)
 
 
@@ -68,45 +71,61 @@ class Bad(nn.Module):
 def ids(monkeypatch):
     """Ids that a test gives out itself: Python gives those of what is gone to new objects."""
     given = {}
-    for module in (script_models, events):
+    for module in (script_calls, events):
         told = lambda thing: given.get(id(thing), id(thing))  # noqa: E731
         monkeypatch.setattr(module, "id", told, raising=False)
     return given
 
 
-def taken(tracer, model, steps, ids, *, same):
-    """Takes steps of a model, whose first parameter or optimizer has the id that others had."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    ids.clear()
-    ids[id(optimizer if same == "optimizer" else model[0].weight)] = -1
-    for _ in range(steps):
-        model(torch.ones(2, 4)).sum().backward()
-        bad = sum(torch.logical_not(torch.isfinite(p.grad)).sum() for p in model.parameters())
+@pytest.fixture
+def traced():
+    """A function that takes a step of an optimizer under a tracer, and that tracer."""
+    calls = script_calls.ScriptCalls(keeps=True)
+    tracer = ScriptTracer(calls, lambda: None, waits=False)
+
+    def step(optimizer):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        bad = sum(torch.logical_not(torch.isfinite(p.grad)).sum() for p in params)
         found = SimpleNamespace(nan=bad.reshape(1), inf=torch.zeros(1))
-        tracer.step_ended(Step(optimizer, (optimizer,), statistics=found))
+        step = Step(optimizer, (optimizer,), statistics=found)
+        for act in (calls.step_begins, tracer.step_begins, tracer.step_ended):
+            act(step)
         optimizer.zero_grad()
+
+    yield step, tracer, calls
+    tracer.close()
+    calls.close()
 
 
 @pytest.mark.parametrize("same", ["parameter", "optimizer"])
-def test_a_model_after_another_is_traced_though_it_has_its_ids(same, ids):
-    tracer = script_models.ScriptTracer(lambda: None)
-    taken(tracer, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 4, ids, same=same)
+def test_a_model_after_another_is_traced_though_it_has_its_ids(same, ids, traced):
+    step, tracer, calls = traced
+
+    def train(model, steps):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ids.clear()
+        ids[id(optimizer if same == "optimizer" else model[0].weight)] = -1
+        calls.optimizer_made(optimizer)
+        for _ in range(steps):
+            model(torch.ones(2, 4)).sum().backward()
+            step(optimizer)
+
+    train(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 4)
     gc.collect()
     model = nn.Sequential(nn.Linear(4, 4), Bad())
-    taken(tracer, model, 2, ids, same=same)
-    ((found,),) = [each.findings for each in tracer._tracers if each.findings]
-    tracer.close()
-    assert (found.step, found.module, found.kind) == (2, "1", "Bad")
-    assert tracer.findings() == (found.text,)
+    train(model, 3)
+    assert calls.kept.followed == [model]
+    (text,) = tracer.findings()
+    assert text.startswith("Inf first in the output of 1 (Bad)")
 
 
-def test_an_optimizer_that_is_given_another_model_has_that_one_traced():
-    tracer = script_models.ScriptTracer(lambda: None)
+def test_an_optimizer_that_is_given_another_model_has_that_one_traced(traced):
+    step, _, calls = traced
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
-    found = SimpleNamespace(nan=torch.zeros(1), inf=torch.ones(1))
     for model in (first, second):
         optimizer.param_groups[0]["params"] = list(model.parameters())
-        tracer.step_ended(Step(optimizer, (optimizer,), statistics=found))
-        assert len(model._forward_hooks) == 1
-    tracer.close()
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            step(optimizer)
+        assert model in calls.kept.followed
