@@ -1,4 +1,4 @@
-"""On a GPU: where a bad step is looked at before it is taken, the module is named; else that is said."""
+"""On a GPU: a bad step that is looked at before it is taken is named; else that is said."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gradilocks._torch import buffers_of, post_accumulate_hooks, set_buffer, version
 from gradilocks.errors import GradilocksError
 
-__all__ = ["Generators", "unchanged", "version_of"]
+__all__ = ["Generators", "unchanged", "version_of", "waiting"]
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None))
 
@@ -86,6 +86,19 @@ def _numpy() -> Any:
 def version_of(tensor: Tensor) -> int:
     """torch's count of the writes into a tensor; -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else version(tensor)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Inside, a wait for a GPU is none that torch is to warn of, or to refuse, for the user."""
+    mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    if mode:
+        torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 @contextmanager

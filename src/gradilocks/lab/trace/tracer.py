@@ -27,6 +27,7 @@ from gradilocks.lab.trace.finding import Finding, damaged_among, damaged_gradien
 from gradilocks.lab.trace.kept_calls import KeptCalls, KeptStep
 from gradilocks.lab.trace.replay import Replayed, replay
 from gradilocks.lab.trace.step_trace import StepTrace
+from gradilocks.lab.unchanged import waiting
 from gradilocks.names import is_compiled, unwrapped
 from gradilocks.ranks.layout import flattened_among, is_distributed
 from gradilocks.runfile import Trace
@@ -240,17 +241,19 @@ class Tracer(StepListener):
         if self._is_late or self._closed:
             return
         told = len(self.findings)
-        if self.replays and told < self._most and self._replays < _MOST_REPLAYS:
-            self._look(
-                step,
-                calls,
-                loss_is_bad=loss_is_bad,
-                doubt=doubt,
-                gone=gone,
-                of_its_gradients=of_its_gradients,
-            )
-        if self.looked is not None:
-            self.looked(step, calls, self.findings[-1].text if len(self.findings) > told else "")
+        with waiting():
+            if self.replays and told < self._most and self._replays < _MOST_REPLAYS:
+                self._look(
+                    step,
+                    calls,
+                    loss_is_bad=loss_is_bad,
+                    doubt=doubt,
+                    gone=gone,
+                    of_its_gradients=of_its_gradients,
+                )
+            if self.looked is not None:
+                found = self.findings[-1].text if len(self.findings) > told else ""
+                self.looked(step, calls, found)
         if gone:
             self._is_late = True
 
