@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.tensors import tensors_in
-from gradilocks.lab.trace.finding import Finding, damaged_among
+from gradilocks.lab.trace.finding import Finding, damaged_among, if_grown
 from gradilocks.lab.trace.kept_calls import KeptCall, KeptStep
 from gradilocks.lab.trace.step_trace import StepTrace
 from gradilocks.lab.unchanged import unchanged
@@ -82,7 +82,7 @@ def replay(
                         "stood is not known"
                     )
     first = min(seen, key=lambda each: each.when, default=None)
-    found = None if first is None else first.finding.trace()
+    found = None if first is None else if_grown(first.finding.trace(), models)
     return Replayed(found, next(filter(None, doubts), ""))
 
 
