@@ -87,10 +87,8 @@ class GPT(nn.Module):
     def forward(self, words, targets):
         x = self.transformer.wte(words)
         for block in self.transformer.h:
-            if MODEL == "checkpointed":
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            again = MODEL == "checkpointed"
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
         logits = self.lm_head(self.transformer.ln_f(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -297,24 +295,24 @@ def train():
 def train_gan():
     """Two models and two optimizers, each with a step in every round."""
     global step
-    netG = nn.Sequential(nn.Linear(3, 8), Gate(), nn.Linear(8, 6)).to(DEVICE)
-    netD = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), Length(), nn.Linear(8, 1)).to(DEVICE)
-    optimizerG = torch.optim.Adam(netG.parameters(), lr=1e-3)
-    optimizerD = torch.optim.Adam(netD.parameters(), lr=1e-3)
+    generator = nn.Sequential(nn.Linear(3, 8), Gate(), nn.Linear(8, 6)).to(DEVICE)
+    critic = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), Length(), nn.Linear(8, 1)).to(DEVICE)
+    generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3)
+    critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3)
     bce = nn.BCEWithLogitsLoss()
     real, fake = torch.ones(4, 1, device=DEVICE), torch.zeros(4, 1, device=DEVICE)
     for step in range(1, STEPS + 1):
-        netD.zero_grad()
-        bce(netD(torch.randn(4, 6).to(DEVICE)), real).backward()
-        made = netG(torch.randn(4, 3).to(DEVICE))
-        lossD = bce(netD(made.detach()), fake)
-        lossD.backward()
-        optimizerD.step()
-        netG.zero_grad()
-        lossG = bce(netD(made), real)
-        lossG.backward()
-        optimizerG.step()
-        print(step, lossD.item(), lossG.item(), flush=True)
+        critic.zero_grad()
+        bce(critic(torch.randn(4, 6).to(DEVICE)), real).backward()
+        made = generator(torch.randn(4, 3).to(DEVICE))
+        critic_loss = bce(critic(made.detach()), fake)
+        critic_loss.backward()
+        critic_optimizer.step()
+        generator.zero_grad()
+        generator_loss = bce(critic(made), real)
+        generator_loss.backward()
+        generator_optimizer.step()
+        print(step, critic_loss.item(), generator_loss.item(), flush=True)
 
 
 def train_policy():

@@ -85,10 +85,10 @@ ZOO = (
     Case("labelled", "bf16", "plain", "backward", "once", 6, "module", "body.2"),
     Case("labelled", "fp32", "accumulated", "forward", "once", 6, "module", "body.1"),
     Case("tuned", "fp32", "plain", "forward", "lasting", 6, "module", "backbone.1"),
-    Case("gan", "fp32", "plain", "forward", "once", 6, "module", "netG.1"),
-    Case("gan", "fp32", "plain", "backward", "once", 6, "module", "netD.2"),
+    Case("gan", "fp32", "plain", "forward", "once", 6, "module", "generator.1"),
+    Case("gan", "fp32", "plain", "backward", "once", 6, "module", "critic.2"),
     Case("policy", "fp32", "plain", "rewards", "once", 6, "after"),
-    Case("focal", "fp32", "plain", "criterion", "once", 6, "module", "criterion"),
+    Case("focal", "fp32", "plain", "criterion", "once", 6, "after"),
     Case("mlp", "fp32", "plain", "target", "once", 6, "after"),
     Case("cnn", "fp32", "sgd", "class weights", "lasting", 6, "after"),
 )

@@ -8,7 +8,7 @@ waits for the device to know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import parameters_in
 from gradilocks.lab.trace import KeptStep, Tracer, called_modules, write_bad_step
 from gradilocks.observe.script_models import owners_of
 from gradilocks.record import Recorder
@@ -77,14 +78,15 @@ class ScriptTracer(StepListener):
     def optimizer_made(self, optimizer: Any) -> None:
         self._fresh.add(optimizer)
 
-    def _meet(self, step: Step) -> None:
+    def _meet(self, step: Step, driver: _Driver) -> None:
         """Finds out which models a step trains, and which modules the script calls for it."""
         tracer = self._tracer
         if tracer.recorder is None:
             tracer.recorder = self._make_recorder()
-        tracer.follow(self._drivers.of(step).models_of(list(step.parameters())))
-        for optimizer in step.optimizers:
-            self._fresh.discard(optimizer)
+        if not driver.knows_models_of(step):
+            tracer.follow(driver.find_models_of(step))
+        if self._fresh:
+            self._fresh.difference_update(step.optimizers)
         kept = tracer.kept
         if not kept.follows_all:
             if not kept.calls and self._searches < _MOST_SEARCHES:
@@ -104,24 +106,24 @@ class ScriptTracer(StepListener):
 
     def step_begins(self, step: Step) -> None:
         self._latest = step
-        self._meet(step)
+        driver = self._drivers.of(step)
+        self._meet(step, driver)
         if not step.is_of_control and not step.has_closure:
-            self._look_before(step)
+            self._look_before(step, driver)
 
     def closure_ended(self, step: Step, loss: object, *, failed: bool) -> None:
         if not failed and not step.is_of_control:
-            self._look_before(step)
+            self._look_before(step, self._drivers.of(step))
 
-    def _look_before(self, step: Step) -> None:
+    def _look_before(self, step: Step, driver: _Driver) -> None:
         """The gradients have been measured, and the parameters are as they were."""
         found = step.statistics
-        driver = self._drivers.of(step)
         if found is None or driver.looked is step:
             return
         if found.nan.device.type != "cpu" and not self._waits:
             return
         driver.looked = step
-        if not bool((found.nan + found.inf).sum() > 0):
+        if not (found.nan.count_nonzero() or found.inf.count_nonzero()):
             self._tracer.well()
             return
         self._tracer.look(
@@ -175,16 +177,39 @@ class _Driver:
         """The step that goes on, if it has been looked at."""
         self._models: list[ref[nn.Module]] = []
         self._params: tuple[int, int] | None = None  # How many, and the id of the first.
+        self._home: tuple[ref[nn.Module], str] | None = None  # Of the first: whose, and its name.
 
-    def models_of(self, params: Sequence[Tensor]) -> list[nn.Module]:
-        """The owners of its parameters, looked for again when it has others or a model is gone."""
-        models = [model for find in self._models if (model := find()) is not None]
-        same = self._params == (len(params), id(params[0])) and len(models) == len(self._models)
+    def knows_models_of(self, step: Step) -> bool:
+        """Whether a step is of the same parameters as before, and their models are still there."""
+        many = 0
+        for optimizer in step.optimizers:
+            for group in optimizer.param_groups:
+                many += len(group["params"])
+        first = next(iter(step.parameters()), None)
+        if self._params != (many, id(first)):
+            return False
+        for find in self._models:
+            if find() is None:
+                return False
+        if self._home is None:
+            return not self._models
         # A model may have been given other parameters, and left the id of this one to somebody's.
-        # Most often it is the first of all, so that this is a short look.
-        owned = (param is params[0] for model in models for param in model.parameters())
-        if not same or (models and not any(owned)):
-            models = owners_of(params)
-            self._models = [ref(model) for model in models]
-            self._params = len(params), id(params[0])
+        owner, name = self._home
+        module = owner()
+        return module is not None and parameters_in(module).get(name) is first
+
+    def find_models_of(self, step: Step) -> list[nn.Module]:
+        """The owners of its parameters."""
+        params = list(step.parameters())
+        models = owners_of(params)
+        self._models = [ref(model) for model in models]
+        self._params = len(params), id(params[0]) if params else id(None)
+        parts = (part for model in models for part in model.modules())
+        homes = (
+            (ref(part), name)
+            for part in parts
+            for name, param in parameters_in(part).items()
+            if param is params[0]
+        )
+        self._home = next(homes, None)
         return models

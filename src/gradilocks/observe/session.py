@@ -119,7 +119,7 @@ class ScriptSession:
         self.steps: Any = None
         self._hooks: Any = None
         self._patches: Any = None
-        self._listeners: Sequence[Any] = ()
+        self._listener: Any = None
 
     def run(
         self, listeners: Callable[[], Sequence[Any]], conclude: Callable[[Ending], None]
@@ -154,10 +154,8 @@ class ScriptSession:
         )
         self.steps = StepRecorder(self._recorder, self._say)
         others = listeners() if self.records or self._every_rank else ()
-        every = (self.steps.losses, self.steps, *others)
-        self._listeners = [self.guard.around(each) for each in every]
-        for listener in self._listeners:
-            EVENTS.add(listener)
+        self._listener = self.guard.around((self.steps.losses, self.steps, *others))
+        EVENTS.add(self._listener)
         self._hooks = TorchHooks()
         self._hooks.install()
         self.steps.data_wait.install()
@@ -182,8 +180,7 @@ class ScriptSession:
             self.guard.closed = True
             self._hooks.remove()
             self.steps.data_wait.close()
-            for listener in self._listeners:
-                EVENTS.discard(listener)
+            EVENTS.discard(self._listener)
 
     def close(self, ending: Ending) -> Any:
         """Closes the run file, if there is one, and returns its recorder."""

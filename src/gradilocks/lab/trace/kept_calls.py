@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from gradilocks._torch import in_backward
+from gradilocks._torch import in_backward, is_autocast_enabled
 from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.unchanged import Generators, version_of
 
@@ -66,26 +66,44 @@ class KeptCall:
         incomplete: why it cannot be run just as it was, in half a sentence; "" if it can.
     """
 
+    __slots__ = (
+        "_versions",
+        "args",
+        "began",
+        "bytes",
+        "came_back",
+        "generators",
+        "incomplete",
+        "kwargs",
+        "module",
+        "outputs",
+        "precision",
+        "received",
+        "training",
+    )
+
     def __init__(
         self, module: nn.Module, args: tuple[Any, ...], *, began: int, habits: _Habits
     ) -> None:
-        self.module = weakref.ref(module)
+        self.module = habits.module
         self.args: tuple[Any, ...] | None = args
         self.kwargs: Mapping[str, Any] = {}
         self.began, self.came_back = began, 0
-        self.generators, self.precision = habits.generators(), _Precision(habits.kinds)
+        self.generators, self.precision = habits.generators(), habits.precision()
         self.training = module.training
         self.received: dict[str, Tensor] = {}
         self.incomplete = ""
         self.bytes = 0
         self._versions: list[tuple[Tensor, int]] = []
         self.outputs: list[weakref.ref[Tensor]] = []
-        self._note(args)
+        for given in args:
+            self._note(given)
 
     def take(self, kwargs: Mapping[str, Any]) -> None:
         """It was also given these."""
         self.kwargs = kwargs
-        self._note(kwargs)
+        for given in kwargs.values():
+            self._note(given)
 
     def _note(self, given: Any) -> None:
         for _, tensor in tensors_in(given, ""):
@@ -201,10 +219,10 @@ class KeptCalls:
     # --- calls ---------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if self.paused or torch.compiler.is_compiling() or in_backward():
-            return
         if self._open is not None:
             return  # A part of the module that is being called.
+        if self.paused or in_backward() or torch.compiler.is_compiling():
+            return
         call = None
         if torch.is_grad_enabled():
             habits = self._habits.get(id(module))
@@ -270,7 +288,8 @@ class _Habits:
         devices = {param.device for param in module.parameters()}
         self._cuda = sorted(each.index for each in devices if each.type == "cuda")
         kinds = sorted({"cpu", *(each.type for each in devices)})
-        self.kinds = tuple(filter(torch.amp.is_autocast_available, kinds))
+        self._kinds = tuple(filter(torch.amp.is_autocast_available, kinds))
+        self._without_autocast: _Precision | None = None
         self._calls = 0
         self._python = self._numpy = False
 
@@ -278,6 +297,14 @@ class _Habits:
         """Where they stand."""
         looks = self._calls < _LOOKED_AT
         return Generators.now(self._cuda, python=looks or self._python, numpy=looks or self._numpy)
+
+    def precision(self) -> _Precision:
+        """What autocast does; read once for all calls without it."""
+        if is_autocast_enabled():
+            return _Precision(self._kinds)
+        if self._without_autocast is None:
+            self._without_autocast = _Precision(self._kinds)
+        return self._without_autocast
 
     def note(self, call: KeptCall) -> None:
         """It has returned."""
