@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import gradilocks
 from gradilocks import _torch
@@ -171,6 +172,27 @@ def autocast(torch_, lost):
         assert lost.is_autocast_enabled()
 
 
+class Seeing(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return "seen"
+
+
+def modes_counted(torch_, lost):
+    with Seeing():
+        assert torch_.function_modes() == 1
+        assert lost.function_modes() == 0  # Then nobody notices that one has gone.
+
+
+def modes_back(torch_, lost):
+    one = torch.ones(())
+    with Seeing(), torch_.unseen_by_modes():
+        assert one + one != "seen"
+        with torch_.seen_by_function_modes():
+            assert one + one == "seen"
+        with lost.seen_by_function_modes():
+            assert one + one != "seen"  # Then a replay is not emulated, say.
+
+
 def hidden(torch_, lost):
     """Nothing is hidden without the name, and what is done inside comes out the same."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -247,6 +269,8 @@ FOUND = {
     "torch._C._is_any_autocast_enabled": autocast,
     "torch._C.DisableTorchFunction": hidden,
     "torch._C._len_torch_dispatch_stack": hidden,
+    "torch._C._len_torch_function_stack": modes_counted,
+    "torch._C._EnableTorchFunction": modes_back,
     "torch.utils._python_dispatch._disable_current_modes": hidden,
     "torch._compile._disable_dynamo": disabled,
     "torch.optim.optimizer._global_optimizer_pre_hooks": hooks_of_all,

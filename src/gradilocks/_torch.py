@@ -52,6 +52,7 @@ __all__ = [
     "default_store",
     "device_kinds",
     "drop_empty_hooks",
+    "function_modes",
     "groups_joined",
     "has_foreach",
     "has_step_hooks",
@@ -74,6 +75,7 @@ __all__ = [
     "root_mesh",
     "scale_of",
     "scaler_state",
+    "seen_by_function_modes",
     "seen_by_launcher",
     "sees_steps",
     "set_buffer",
@@ -349,6 +351,12 @@ is_autocast_enabled: Callable[[], bool] = _find(
 
 _no_torch_function: Any = _find("torch._C.DisableTorchFunction", contextlib.nullcontext)
 _modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 0)
+function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 0)
+"""How many modes stand in the way of torch's functions, as those of `gradilocks.emulate` and of
+`torch.set_default_device`; without the name a replay does not notice that one is missing."""
+seen_by_function_modes: Any = _find("torch._C._EnableTorchFunction", contextlib.nullcontext)
+"""Inside, they do so also within `unseen_by_modes`; without the name a model that needs them cannot
+be run once more."""
 _without_modes: Any = _find(
     "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext
 )

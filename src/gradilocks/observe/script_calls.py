@@ -13,8 +13,9 @@ from typing import Any
 from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from gradilocks._torch import parameters_in
 from gradilocks.lab.trace import KeptCalls, called_modules
 from gradilocks.names import is_compiled
 from gradilocks.observe.patches import Patches
@@ -40,6 +41,7 @@ class ScriptCalls(StepListener):
 
     Attributes:
         kept: the calls since the last step.
+        met: how many models there were so far.
     """
 
     def __init__(self, *, keeps: bool, began: Callable[[], None] | None = None) -> None:
@@ -47,7 +49,7 @@ class ScriptCalls(StepListener):
         self._models: list[ref[nn.Module]] = []
         self._drivers = PerDriver(_TrainedModels)
         self._fresh: WeakSet[Any] = WeakSet()  # Optimizers that have not stepped yet.
-        self._made = self._searches = 0
+        self._made = self._searches = self.met = 0
         self._searching = True
         self._patches = Patches()
         self._patches.everywhere(torch.jit.script, self._around_script(torch.jit.script))
@@ -56,10 +58,6 @@ class ScriptCalls(StepListener):
     def models(self) -> list[nn.Module]:
         """Those that are known and still there."""
         return [model for find in self._models if (model := find()) is not None]
-
-    def models_of(self, step: Step) -> list[nn.Module]:
-        """Those that this step trains."""
-        return self._drivers.of(step).among(list(step.parameters()))
 
     def close(self) -> None:
         """Takes every hook away."""
@@ -91,13 +89,14 @@ class ScriptCalls(StepListener):
         fresh = [model for model in models if id(model) not in known]
         self._models = [find for find in self._models if find() is not None]
         self._models += map(ref, fresh)
+        self.met += len(fresh)
         if fresh:
             self._searching = True
             self.kept.follow([*self.kept.followed, *_parts(fresh)])
 
     def step_begins(self, step: Step) -> None:
-        for optimizer in step.optimizers:
-            self._fresh.discard(optimizer)
+        if self._fresh:
+            self._fresh.difference_update(step.optimizers)
         if not step.has_closure:
             self._look(step)
 
@@ -107,7 +106,8 @@ class ScriptCalls(StepListener):
     def _look(self, step: Step) -> None:
         """The calls of this step have been made: finds out which modules the script calls."""
         kept, driver = self.kept, self._drivers.of(step)
-        self._meet(self.models_of(step))
+        if not driver.know(step):
+            self._meet(driver.find(step))
         none_since, driver.calls = driver.calls == kept.count, kept.count
         if none_since and self._searches < _MOST_SEARCHES:
             self._searches += 1
@@ -146,18 +146,39 @@ class _TrainedModels:
         """How many of all models there had been at its last step."""
         self._models: list[ref[nn.Module]] = []
         self._params: tuple[int, int] | None = None  # How many, and the id of the first.
+        self._home: tuple[ref[nn.Module], str] | None = None  # Of the first: whose, and its name.
 
-    def among(self, params: Sequence[Tensor]) -> list[nn.Module]:
-        """The owners of its parameters, looked for again when it has others or a model is gone."""
-        if not params:
-            return []
-        models = [model for find in self._models if (model := find()) is not None]
-        same = self._params == (len(params), id(params[0])) and len(models) == len(self._models)
+    def know(self, step: Step) -> bool:
+        """Whether a step is of the same parameters as before, and their models are still there."""
+        many = 0
+        for optimizer in step.optimizers:
+            for group in optimizer.param_groups:
+                many += len(group["params"])
+        first = next(iter(step.parameters()), None)
+        if self._params != (many, id(first)):
+            return False
+        for find in self._models:
+            if find() is None:
+                return False
+        if self._home is None:
+            return not self._models
         # A model may have been given other parameters, and left the id of this one to somebody's.
-        # Most often it is the first of all, so that this is a short look.
-        owned = (param is params[0] for model in models for param in model.parameters())
-        if not same or (models and not any(owned)):
-            models = owners_of(params)
-            self._models = [ref(model) for model in models]
-            self._params = len(params), id(params[0])
+        owner, name = self._home
+        module = owner()
+        return module is not None and parameters_in(module).get(name) is first
+
+    def find(self, step: Step) -> list[nn.Module]:
+        """The owners of its parameters."""
+        params = list(step.parameters())
+        models = owners_of(params)
+        self._models = [ref(model) for model in models]
+        self._params = len(params), id(params[0]) if params else id(None)
+        parts = (part for model in models for part in model.modules())
+        homes = (
+            (ref(part), name)
+            for part in parts
+            for name, param in parameters_in(part).items()
+            if param is params[0]
+        )
+        self._home = next(homes, None)
         return models

@@ -47,7 +47,7 @@ class ScriptTracer(StepListener):
         guards: bool = False,
         snapshot: Path | None = None,
     ) -> None:
-        self._calls = calls
+        self._calls, self._met = calls, 0
         self._make_recorder, self._waits, self._guards = make_recorder, waits, guards
         self._drivers = PerDriver(_Driver)
         self.passed_by = False
@@ -76,32 +76,34 @@ class ScriptTracer(StepListener):
     def step_begins(self, step: Step) -> None:
         self._latest = step
         self._tracer.catch_up()
+        driver = self._drivers.of(step)
         if not step.has_closure:
             self._meet(step)
             if not step.is_of_control:
-                self._look_before(step)
+                self._look_before(step, driver)
 
     def _meet(self, step: Step) -> None:
         if self._tracer.recorder is None:
             self._tracer.recorder = self._make_recorder()
-        self._tracer.follow(self._calls.models_of(step))
+        if self._met != self._calls.met:
+            self._met = self._calls.met
+            self._tracer.follow(self._calls.models)
 
     def closure_ended(self, step: Step, loss: object, *, failed: bool) -> None:
         if not failed and not step.is_of_control:
             self._meet(step)
-            self._look_before(step)
+            self._look_before(step, self._drivers.of(step))
 
-    def _look_before(self, step: Step) -> None:
+    def _look_before(self, step: Step, driver: _Driver) -> None:
         """The gradients have been measured, and the parameters are as they were."""
         found = step.statistics
-        driver = self._drivers.of(step)
         if found is None or driver.looked is step:
             return
         if found.nan.device.type != "cpu" and not self._waits:
             self.passed_by = True
             return
         driver.looked = step
-        bad_gradients = bool((found.nan + found.inf).sum() > 0)
+        bad_gradients = bool(found.nan.count_nonzero() or found.inf.count_nonzero())
         loss_is_bad = None if step.loss is None else not bool(step.loss.isfinite().all())
         if not bad_gradients:
             self._tracer.well()

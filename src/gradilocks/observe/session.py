@@ -123,7 +123,7 @@ class ScriptSession:
         self.calls: Any = None
         self._hooks: Any = None
         self._patches: Any = None
-        self._listeners: Sequence[Any] = ()
+        self._listener: Any = None
 
     def run(
         self, listeners: Callable[[], Sequence[Any]], conclude: Callable[[Ending], None]
@@ -161,9 +161,8 @@ class ScriptSession:
         self.calls = ScriptCalls(keeps=self._keeps_calls, began=self.steps.data_wait.forward_begins)
         others = listeners() if self.records or self._every_rank else ()
         every = (self.steps.losses, self.calls, self.steps, *others)
-        self._listeners = [self.guard.around(each) for each in every]
-        for listener in self._listeners:
-            EVENTS.add(listener)
+        self._listener = self.guard.around(every)
+        EVENTS.add(self._listener)
         self._hooks = TorchHooks()
         self._hooks.install()
         self.steps.data_wait.install()
@@ -189,8 +188,7 @@ class ScriptSession:
             self._hooks.remove()
             self.steps.data_wait.close()
             self.calls.close()
-            for listener in self._listeners:
-                EVENTS.discard(listener)
+            EVENTS.discard(self._listener)
 
     def close(self, ending: Ending) -> Any:
         """Closes the run file, if there is one, and returns its recorder."""

@@ -78,13 +78,26 @@ class Guard:
         if self.failed and self._after_failure is not None:
             self._after_failure()
 
-    def around(self, listener: StepListener) -> StepListener:
-        """Hears what `listener` wants to hear, and hands it on."""
+    def around(self, listeners: Sequence[StepListener]) -> StepListener:
+        """Hears what any of `listeners` wants to hear, and hands it on to them, one after another.
+
+        Once for all of them: to begin and to end takes longer than what most of them do.
+        """
         guarded = StepListener()
         for name, unheard in vars(StepListener).items():
-            if callable(unheard) and getattr(type(listener), name) is not unheard:
-                setattr(guarded, name, functools.partial(self, getattr(listener, name)))
+            hear = [
+                getattr(each, name)
+                for each in listeners
+                if callable(unheard) and getattr(type(each), name) is not unheard
+            ]
+            if hear:
+                setattr(guarded, name, functools.partial(self, functools.partial(_each, hear)))
         return guarded
+
+
+def _each(acts: Sequence[Callable[..., object]], *args: Any, **kwargs: Any) -> None:
+    for act in acts:
+        act(*args, **kwargs)
 
 
 _PATIENCE = 15.0

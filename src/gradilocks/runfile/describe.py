@@ -110,6 +110,7 @@ _FOUND_BY_TRACE = {
     "outside": "{what} came into {who} from outside",
     "after": "{what} first appeared in the loss, or after {who}",
     "gradients": "{what} came back in gradients, but in no module",
+    "grown": "{what} came of weights that had grown too large, and was first seen in {who}",
 }
 
 

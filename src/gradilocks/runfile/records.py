@@ -219,7 +219,8 @@ class Trace:
     where: str = "module"
     """'module': in `module`. 'input': in the data that came into it. 'before': between modules, and
     it came into `module`. 'outside': it came into `module` from outside the model. 'after': in the
-    loss, or in what follows `module`. 'gradients': in gradients, but in no module. 'parameters' or
+    loss, or in what follows `module`. 'gradients': in gradients, but in no module. 'grown': in or
+    after `module`, which overflowed because the weights had grown too large. 'parameters' or
     'buffers': those in `damaged` held it themselves. 'unknown': nobody knows."""
     certainty: str = "certain"
     """'certain': seen as it happened, or when the step was run once more just as it was. 'likely':

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ __all__ = [
     "Magnitude",
     "damaged_among",
     "damaged_gradients",
+    "if_grown",
     "in_loss",
     "lost",
     "magnitude",
@@ -35,6 +36,9 @@ __all__ = [
 _MOST_INPUTS = 8
 _MOST_DAMAGED = 32
 _MOST_NAMES = 4
+# No weight of a model that learns is so large, and no number that is computed from such weights
+# overflows float32 or bfloat16 unless it comes near this itself: the square of the second is 1e18.
+_GROWN, _NEAR_OVERFLOW = 1e6, 1e9
 _TRACE = partial(Trace, step=0, time=0.0)  # Which the Tracer fills in.
 
 
@@ -191,6 +195,30 @@ def damaged_among(models: Sequence[nn.Module], when: str) -> Trace | None:
         found = [each for each in _magnitudes(trained) if not each.finite]
         damaged, kind = damaged + found, kind or (type(unwrapped(model)).__name__ if found else "")
     return _damaged_trace(damaged, kind, when) if damaged else None
+
+
+def if_grown(found: Trace, models: Sequence[nn.Module]) -> Trace:
+    """What was found, or that the weights had grown so large that something had to overflow.
+
+    Where it does then first says nothing of the cause. Waits for the device.
+    """
+    sizes = [float(str(each["largest"])) for each in found.inputs if each["largest"] is not None]
+    if found.where not in ("module", "after", "before") or max(sizes, default=0) < _NEAR_OVERFLOW:
+        return found
+    weights = [
+        each
+        for prefix, model in prefixed(models).items()
+        for each in _magnitudes(named_parameters(unwrapped(model), prefix))
+    ]
+    largest = max(weights, key=lambda each: each.largest or 0.0)
+    if (largest.largest or 0.0) < _GROWN:
+        return found
+    text = (
+        f"{found.text}. That is an overflow, and not where it began: the weights had grown too "
+        f"large before this step, {largest.name} to {largest.largest:.4g}. Lower the learning rate "
+        "first, and look at what it was in the steps before"
+    )
+    return replace(found, where="grown", text=text)
 
 
 def _damaged_trace(

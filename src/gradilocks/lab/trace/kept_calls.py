@@ -20,7 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import are_transforms_active, compiled_call, in_backward, set_compiled_call
+from gradilocks._torch import (
+    are_transforms_active,
+    compiled_call,
+    function_modes,
+    in_backward,
+    is_autocast_enabled,
+    set_compiled_call,
+)
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.unchanged import Generators, version_of
@@ -64,29 +71,49 @@ class KeptCall:
         args, kwargs: what it was given; None if that was too large to be kept.
         began: its place in time; `came_back` likewise, of the gradient of its output.
         received: by its name in the output, the gradient that a tensor there got.
+        modes: how many modes stood in the way of torch's functions.
         incomplete: why it cannot be run just as it was, in half a sentence; "" if it can.
     """
+
+    __slots__ = (
+        "_versions",
+        "args",
+        "began",
+        "bytes",
+        "came_back",
+        "generators",
+        "incomplete",
+        "kwargs",
+        "modes",
+        "module",
+        "outputs",
+        "precision",
+        "received",
+        "training",
+    )
 
     def __init__(
         self, module: nn.Module, args: tuple[Any, ...], *, began: int, habits: _Habits
     ) -> None:
-        self.module = weakref.ref(module)
+        self.module = habits.module
         self.args: tuple[Any, ...] | None = args
         self.kwargs: Mapping[str, Any] = {}
         self.began, self.came_back = began, 0
-        self.generators, self.precision = habits.generators(), _Precision(habits.kinds)
-        self.training = module.training
+        self.generators, self.precision = habits.generators(), habits.precision()
+        self.training, self.modes = module.training, function_modes()
         self.received: dict[str, Tensor] = {}
         self.incomplete = ""
         self.bytes = 0
         self._versions: list[tuple[Tensor, int]] = []
         self.outputs: list[weakref.ref[Tensor]] = []
-        self._note(args)
+        for given in args:
+            self._note(given)
 
     def take(self, kwargs: Mapping[str, Any]) -> None:
         """It was also given these."""
         self.kwargs = kwargs
-        self._note(kwargs)
+        for given in kwargs.values():
+            self._note(given)
 
     def _note(self, given: Any) -> None:
         for _, tensor in tensors_in(given, ""):
@@ -96,7 +123,7 @@ class KeptCall:
     @property
     def is_unused(self) -> bool:
         """Whether nobody can run its output backward any more, and nobody has."""
-        return not self.received and not any(find() is not None for find in self.outputs)
+        return not self.came_back and not any(find() is not None for find in self.outputs)
 
     @property
     def inputs_changed(self) -> bool:
@@ -228,11 +255,13 @@ class KeptCalls:
     # --- calls ---------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or self.paused or not _is_trained_here():
+        if torch.compiler.is_compiling():
             return
         opened = self._open
         if opened.module is not None:
             return  # A part of the module that is being called.
+        if self.paused or not _is_trained_here():
+            return
         call = None
         try:
             if self._began is not None:
@@ -298,9 +327,11 @@ class KeptCalls:
         self.calls.append(call)
 
     def _received(self, call: KeptCall, place: str, gradient: Tensor) -> None:
-        if self.paused or call.args is None:
+        if self.paused:
             return
         call.came_back = call.came_back or next(self._clock)
+        if call.args is None:
+            return
         size = gradient.nbytes if gradient.layout is torch.strided else 0
         if place in call.received:  # Run backward a second time.
             call.incomplete = "its output was run backward more than once"
@@ -364,7 +395,8 @@ class _Habits:
         devices = {param.device for param in module.parameters()}
         self._cuda = sorted(each.index for each in devices if each.type == "cuda")
         kinds = sorted({"cpu", *(each.type for each in devices)})
-        self.kinds = tuple(filter(torch.amp.is_autocast_available, kinds))
+        self._kinds = tuple(filter(torch.amp.is_autocast_available, kinds))
+        self._without_autocast: _Precision | None = None
         self._calls = 0
         self._python = self._numpy = False
 
@@ -372,6 +404,14 @@ class _Habits:
         """Where they stand."""
         looks = self._calls < _LOOKED_AT
         return Generators.now(self._cuda, python=looks or self._python, numpy=looks or self._numpy)
+
+    def precision(self) -> _Precision:
+        """What autocast does; read once for all calls without it."""
+        if is_autocast_enabled():
+            return _Precision(self._kinds)
+        if self._without_autocast is None:
+            self._without_autocast = _Precision(self._kinds)
+        return self._without_autocast
 
     def note(self, call: KeptCall) -> None:
         """It has returned."""

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradilocks._torch import function_modes, seen_by_function_modes
 from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.tensors import tensors_in
-from gradilocks.lab.trace.finding import Finding, damaged_among
+from gradilocks.lab.trace.finding import Finding, damaged_among, if_grown
 from gradilocks.lab.trace.kept_calls import KeptCall, KeptStep
 from gradilocks.lab.trace.step_trace import StepTrace
 from gradilocks.lab.unchanged import unchanged
 from gradilocks.names import is_compiled
-from gradilocks.runfile import Trace
-from gradilocks.step.table import measurable
+from gradilocks.runfile import Trace, describe_error
 
 __all__ = ["Replayed", "replay"]
 
@@ -77,21 +77,31 @@ def replay(
         doubts.append("the model is compiled, and was run as it is written")
     seen: list[_Seen] = []
     gradients = _Gradients(models)
-    with unchanged(models, doing="traced"), UNCOMPILED, torch.enable_grad():
+    with (
+        unchanged(models, doing="traced"),
+        UNCOMPILED,
+        torch.enable_grad(),
+        seen_by_function_modes(),
+    ):
         for call in kept.calls:
             doubts.append(call.incomplete)
             if call.args is not None and call.module() is not None:
                 if call.inputs_changed:
                     doubts.append("what the model was given has been changed in place since")
+                if call.modes != function_modes():
+                    doubts.append("the model was called under a mode that is not there any more")
                 unknown = call.generators.unknown()
-                seen += _run(call, models, loss_is_bad, gradients)
+                try:
+                    seen += _run(call, models, loss_is_bad, gradients)
+                except Exception as error:
+                    doubts.append(f"run once more, it raised {describe_error(error)}")
                 if any(unknown.moved()):
                     doubts.append(
                         "the model draws from Python's or NumPy's random numbers, and where those "
                         "stood is not known"
                     )
     first = min(seen, key=lambda each: each.when, default=None)
-    found = None if first is None else first.finding.trace()
+    found = None if first is None else if_grown(first.finding.trace(), models)
     same = first is None and gradients.are_same()
     return Replayed(found, next(filter(None, doubts), ""), same)
 
@@ -104,8 +114,8 @@ class _Gradients:
             id(param): param.grad
             for model in models
             for param in model.parameters()
-            if param.grad is not None
-            and measurable(param.grad) is param.grad
+            if type(param.grad) is Tensor
+            and param.grad.layout is torch.strided
             and not bool(param.grad.isfinite().all())
         }
         self._sums: dict[int, Tensor] = {}

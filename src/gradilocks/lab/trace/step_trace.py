@@ -61,6 +61,7 @@ class _Call:
     inputs: list[Magnitude] = field(default_factory=list)
     gradients: list[Magnitude] = field(default_factory=list)
     """Of its outputs, as they came in backward."""
+    outputs: list[Magnitude] = field(default_factory=list)
     buffers: list[Magnitude] = field(default_factory=list)
     """Its own that held NaN before it."""
     taken: list[_BadInput] = field(default_factory=list)
@@ -73,7 +74,8 @@ class _Call:
     ) -> Finding:
         """What is said if this call is where `seen` came up."""
         backward = where in ("backward", "inside", "parameter")
-        inputs = [*self.inputs, *self.gradients] if backward else self.inputs
+        after = self.gradients if backward else self.outputs if where == "loss" else ()
+        inputs = [*self.inputs, *after]
         return Finding(where, self.name, self.module, seen, inputs, near, self.buffers, loss_is_bad)
 
 
@@ -269,6 +271,7 @@ class StepTrace:
             if seen is None:
                 continue
             any_output = True
+            call.outputs.append(seen)
             if not seen.finite:
                 finite = False
                 if self._suspect is None:

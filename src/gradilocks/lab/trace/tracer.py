@@ -23,7 +23,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradilocks.dropin import GradScaler
 from gradilocks.eager import UNCOMPILED
-from gradilocks.lab.trace.finding import Finding, damaged_among, damaged_gradients, in_loss, lost
+from gradilocks.lab.trace.finding import (
+    Finding,
+    damaged_among,
+    damaged_gradients,
+    if_grown,
+    in_loss,
+    lost,
+)
 from gradilocks.lab.trace.kept_calls import KeptCalls, KeptStep
 from gradilocks.lab.trace.replay import Replayed, replay
 from gradilocks.lab.trace.step_trace import StepTrace
@@ -157,8 +164,10 @@ class Tracer(StepListener):
             self.disarm()
 
     def _found(self, finding: Finding) -> None:
-        damaged = damaged_among(self.models, "finite when the trace began")
-        self._tell(damaged or finding.trace(), step=_number(self._latest_step) + 1)
+        models = self.models
+        damaged = damaged_among(models, "finite when the trace began")
+        found = damaged or if_grown(finding.trace(), models)
+        self._tell(found, step=_number(self._latest_step) + 1)
         self.disarm()
 
     # --- a bad step, run once more -------------------------------------------------------------
