@@ -76,11 +76,31 @@ def test_the_page_says_what_ran() -> None:
     assert facts["command"] == "train.py --lr 1e-3"
     assert facts["hardware"] == "memory 16 GiB, GPU H200"
     assert facts["ended"] == "by itself"
-    assert facts["lasted"] == "1 min 0 s"
+    assert facts["lasted"] == "1 min 0 s, from the start of the recording to its end"
+    assert dict(what_ran(made_run(end=None)))["lasted"].endswith("to its last step")
     assert facts["rank"] == "2 of 4; the loss is that of rank 2"
     page = render([reported(run)])
     for value in facts.values():
         assert value in page
+
+
+def test_how_long_a_run_took_is_one_number_on_the_page() -> None:
+    one = reported(made_run(60, end=End(75.0, "finished", 0, None)))
+    assert dict(main_numbers(one, one.tracks[0]))["lasted"] == "1 min 15 s"
+    assert dict(what_ran(one.run))["lasted"].startswith("1 min 15 s, ")
+    assert "ran 1 min 15 s" in render([one])
+
+
+@pytest.mark.parametrize(
+    ("told", "whose"),
+    [(0, " (rank 0)"), (100, " (at some steps rank 0's)"), (300, "")],
+)
+def test_a_loss_that_other_ranks_have_not_told_of_is_the_ranks_own(told: int, whose: str) -> None:
+    ranked = made_run(header=header(ranks=2), always=lambda n: {"loss_ranks": n <= told or None})
+    one = reported(ranked)
+    loss = dict(main_numbers(one, one.tracks[0]))["loss"]
+    alone = reported(made_run())
+    assert loss == dict(main_numbers(alone, alone.tracks[0]))["loss"] + whose
 
 
 def test_main_numbers_are_counted_not_guessed() -> None:

@@ -333,7 +333,7 @@ def _by_gradients(track: Track, places: Sequence[int]) -> str:
             f"The loss was finite and none of the gradients was{each}: likely it arose before "
             "backward reached these parameters, in the loss or in a layer behind them. "
         )
-    if not any(kinds[where] for where in NAMED):
+    if kinds.keys().isdisjoint(NAMED):
         return "The gradients do not tell where it arose. "
     return _by_name(found)
 
