@@ -81,6 +81,8 @@ def replay(
                         "the model draws from Python's or NumPy's random numbers, and where those "
                         "stood is not known"
                     )
+    if loss_is_bad and not seen:  # Then what is in the gradients came from that loss.
+        doubts.append("its loss was NaN or Inf, and run once more all of it was finite")
     first = min(seen, key=lambda each: each.when, default=None)
     found = None if first is None else first.finding.trace()
     return Replayed(found, next(filter(None, doubts), ""))
