@@ -328,9 +328,10 @@ def test_a_run_without_anything_to_draw_has_no_plots_and_no_controls() -> None:
     assert 'class="controls"' in render([reported(made_run(3))])
 
 
-def test_where_no_gradient_has_a_zero_there_is_no_map_of_zeros() -> None:
-    none = {"zeros": dict.fromkeys(NAMES, 0.0)}
-    assert "s0-zeros-0" not in embedded(render([reported(made_run(details=none))]))
+@pytest.mark.parametrize(("share", "drawn"), [(0.0, False), (0.004, False), (0.02, True)])
+def test_where_hardly_a_gradient_has_a_zero_there_is_no_map_of_zeros(share, drawn) -> None:
+    zeros = {"zeros": dict.fromkeys(NAMES, share)}
+    assert ("s0-zeros-0" in embedded(render([reported(made_run(details=zeros))]))) is drawn
 
 
 def test_a_learning_rate_that_moves_is_drawn_and_one_that_does_not_is_a_number() -> None:
