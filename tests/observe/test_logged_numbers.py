@@ -51,7 +51,7 @@ def test_a_watched_script_logs_to_its_run_file_and_trains_as_before(tmp_path, wo
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     order = [kind for kind in kinds if kind in ("step", "log")]
     assert order == ["log", *["step"] * 3, "log", *["step"] * 3, "log"]
-    alone = process("train.py", *words, cwd=tmp_path)
+    alone = forked("train.py", *words, cwd=tmp_path, command="python")
     assert (alone.status, alone.out) == (0, done.out), alone.err
 
 
@@ -59,7 +59,7 @@ def test_a_bad_value_stops_a_script_alike_with_and_without_a_watch(tmp_path):
     write(tmp_path, "train.py", "import gradilocks\ngradilocks.log(loss='high')\n")
     for done in (
         forked("-o", "a.jsonl", "train.py", cwd=tmp_path),
-        process("train.py", cwd=tmp_path),
+        forked("train.py", cwd=tmp_path, command="python"),
     ):
         assert done.status == 1
         assert "TypeError: loss must be a number" in done.err
