@@ -17,7 +17,7 @@ def one_rank(exponent: int, *, largest: float = 2.0, precision: str = "float32")
         ModuleGradients("up", "Linear", seen, None, Outputs(largest, 1, ("down",))),
         ModuleGradients("down", "Linear", None, seen),
     )
-    return Counted(modules, precision, 4.0)
+    return Counted(modules, precision, 4.0, passes=5, lost_passes=1)
 
 
 def test_partners_add_up():
@@ -32,6 +32,7 @@ def test_partners_add_up():
     assert up.outputs == Outputs(9.0, 2, ("down",))
     assert down.parameters is None
     assert (both.precision, both.loss_scale) == ("float32", 4.0)
+    assert (both.passes, both.lost_passes) == (10, 2)
 
 
 def test_a_chain_of_partners_is_one_team():

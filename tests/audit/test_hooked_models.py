@@ -244,6 +244,7 @@ def test_gradients_that_are_not_finite_are_counted_and_named():
     assert found.parameters.nonfinite > 0
     first = found.recommendation.words[0]
     assert "were NaN or Inf, in module 0 and module 1" in first
+    assert "The loss itself was NaN or Inf in 1 of 1 backward passes" in first
 
 
 def test_a_parameter_that_a_module_returns_as_it_is_counts_as_a_parameter_alone():

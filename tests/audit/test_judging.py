@@ -161,6 +161,15 @@ def test_nothing_finite_is_said_too():
     assert "No gradient is finite" in found.recommendation.words[1]
 
 
+def test_a_loss_that_was_nan_itself_is_no_matter_of_the_scale():
+    bad = ModuleGradients("a", "Linear", seen(-20, -2, nonfinite=1), None)
+    found = audited(bad, loss_scale=65536.0, lost_passes=(2, 10))
+    said = found.recommendation.words[0]
+    assert "The loss itself was NaN or Inf in 2 of 10 backward passes" in said
+    assert "forward or in the loss" in said
+    assert "smaller scale" not in " ".join(found.recommendation.words)
+
+
 def test_under_a_loss_scale_the_way_out_of_infinities_is_a_smaller_one():
     seen_inf = ModuleGradients("a", "Linear", seen(-20, -2, nonfinite=1), None)
     found = audited(seen_inf, loss_scale=65536.0, precision="float16 autocast")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import functools
+import json
 import os
 import pty
+import select
 import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import gradilocks
+from tests.forks import fork_server
 
 COMMAND = [sys.executable, "-m", "gradilocks"]
 TIMEOUT = 120.0
@@ -31,12 +37,40 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(SOURCE), "PYTHONUTF8": "1", **more}
 
 
+# Commands that only read files. Python takes longer to import what they need than they take, so a
+# process that has imported it forks for each of them, with its own environment, folder and streams.
+READERS = ("compare", "explain", "export", "ls", "page", "report", "watch")
+SERVER = """
+import gc, json, os, sys
+import gradilocks.cli.app, gradilocks.report
+import rich.live, rich.progress, rich.table
+from gradilocks.cli import main
+gc.freeze()
+for line in sys.stdin:
+    words, folder, variables, streams = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(variables)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, name in enumerate(streams, 1):
+            os.dup2(os.open(name, os.O_WRONLY), number)
+        sys.argv[1:] = words
+        sys.exit(main(words))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
 def run(
     *arguments: object, cwd: Path | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """One command, with what it printed."""
+    words = list(map(str, arguments))
+    if words[:1] and words[0] in READERS and not any(name.startswith("PYTHON") for name in more):
+        return _forked(words, cwd or Path.cwd(), environment(**more))
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
+        [*COMMAND, *words],
         cwd=cwd,
         env=environment(**more),
         capture_output=True,
@@ -45,6 +79,32 @@ def run(
         timeout=TIMEOUT,
         check=False,
     )
+
+
+def _forked(
+    words: list[str], cwd: Path, variables: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder, name) for name in ("out", "err")]
+        for stream in streams:
+            stream.touch()
+        request = [words, str(cwd.absolute()), variables, list(map(str, streams))]
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        assert select.select([server.stdout], [], [], TIMEOUT)[0], f"{words} goes on"
+        status = int(server.stdout.readline())
+        out, err = (stream.read_text(encoding="utf-8") for stream in streams)
+    return subprocess.CompletedProcess([*COMMAND, *words], status, out, err)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    context = fork_server(SERVER, env=environment())
+    atexit.register(context.__exit__, None, None, None)
+    return context.__enter__()
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:

@@ -16,7 +16,7 @@ from tests.cli.cli_process import environment
 from tests.forks import fork_server, without_leaks
 
 SERVER = """
-import gc, json, os, sys
+import gc, json, os, runpy, sys
 import torch
 parameter = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.AdamW([parameter])
@@ -38,6 +38,11 @@ for line in sys.stdin:
         os.chdir(folder)
         for number, name in ((1, ".out"), (2, ".err")):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        if words[0] == "python":
+            sys.argv[:] = words[1:]
+            sys.path[0] = os.path.dirname(os.path.abspath(words[1]))
+            runpy.run_path(words[1], run_name="__main__")
+            sys.exit()
         sys.argv[1:] = words
         sys.exit(main(words))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -51,7 +56,7 @@ class Server:
         self._process = process
 
     def run(self, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """One command, with what it printed."""
+        """One command of gradilocks, or "python" and a script, with what it printed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([list(map(str, words)), str(cwd)]) + "\n")

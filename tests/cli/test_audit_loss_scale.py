@@ -138,3 +138,20 @@ print("to the end")
     done = audited(HEAD + source)
     assert (done.returncode, done.stderr.count("failed")) == (0, 0), done.stderr
     assert "to the end" in done.stdout
+
+
+@pytest.mark.parametrize("bad", ["loss / 0 * 0", "loss * torch.inf"])
+def test_a_loss_that_is_nan_or_inf_itself_is_no_matter_of_the_scale(audited, bad, tmp_path):
+    spoils = f"    loss = {bad} if number == 1 else loss\n    (scaler.scale"
+    done = audited(HEAD + SCALED.replace("    (scaler.scale", spoils), "-n", "3")
+    assert done.returncode == 0, done.stderr
+    words = " ".join(found_in(tmp_path).recommendation.words)
+    assert "The loss itself was NaN or Inf in 1 of 3 backward passes" in words
+    assert "smaller scale" not in words
+
+
+def test_gradients_that_overflow_behind_a_finite_loss_may_want_a_smaller_scale(audited, tmp_path):
+    spoils = "    loss.register_hook(lambda grad: grad * torch.inf)\n    (scaler.scale"
+    done = audited(HEAD + SCALED.replace("    (scaler.scale", spoils), "-n", "3")
+    assert done.returncode == 0, done.stderr
+    assert "a smaller scale may do" in " ".join(found_in(tmp_path).recommendation.words)

@@ -69,7 +69,7 @@ def test_json_tells_all_that_is_known_of_each(folder, capsys):
     assert new["logged"] == {"accuracy": 0.75, "bleu": None}
     assert (bad["verdict"], bad["last_loss"]) == ("in trouble", None)
     assert 0 < old["last_loss"] < 5
-    assert old["loss"].endswith(f"→ {old['last_loss']:g}")
+    assert old["loss"].endswith(f"→ {old['last_loss']:.3g}")
 
 
 def test_a_file_is_read_again_only_if_it_has_changed(folder, capsys, monkeypatch):

@@ -65,7 +65,10 @@ def watched(*words: str, cwd: Path, stdin: str = "", **more: str) -> Shown:
 
 
 def forked(*words: str, cwd: Path, command: str = "run") -> Shown:
-    """The same where only the run file counts: in a process that begins with torch imported."""
+    """The same where how torch is imported does not count: in a process that begins with it.
+
+    With `command="python"` the script runs without gradilocks.
+    """
     done = _server().run(command, *words, cwd=cwd)
     return Shown(done.returncode, done.stdout, done.stderr)
 

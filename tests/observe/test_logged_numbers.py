@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gradilocks import read_run
 from tests.integrations.wandb_file import history
-from tests.observe.sessions import forked, process, write
+from tests.observe.sessions import forked, write
 
 SCRIPT = """
 import sys
@@ -51,7 +51,7 @@ def test_a_watched_script_logs_to_its_run_file_and_trains_as_before(tmp_path, wo
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     order = [kind for kind in kinds if kind in ("step", "log")]
     assert order == ["log", *["step"] * 3, "log", *["step"] * 3, "log"]
-    alone = process("train.py", *words, cwd=tmp_path)
+    alone = forked("train.py", *words, cwd=tmp_path, command="python")
     assert (alone.status, alone.out) == (0, done.out), alone.err
 
 
@@ -59,7 +59,7 @@ def test_a_bad_value_stops_a_script_alike_with_and_without_a_watch(tmp_path):
     write(tmp_path, "train.py", "import gradilocks\ngradilocks.log(loss='high')\n")
     for done in (
         forked("-o", "a.jsonl", "train.py", cwd=tmp_path),
-        process("train.py", cwd=tmp_path),
+        forked("train.py", cwd=tmp_path, command="python"),
     ):
         assert done.status == 1
         assert "TypeError: loss must be a number" in done.err
@@ -110,10 +110,9 @@ def test_a_folder_with_somebody_elses_events_is_refused_before_the_script_runs(t
 def test_weights_and_biases_hears_of_every_step_before_it_ends_itself(tmp_path):
     """wandb takes its own service down as Python leaves, before a run file is closed."""
     pytest.importorskip("wandb", reason="wandb is not installed")
-    write(tmp_path, "train.py", SCRIPT)
-    words = ("-m", "gradilocks", "run", "-o", "a.jsonl", "--to", "wandb", "train.py")
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DISABLE_CODE": "true"}
-    done = process(*words, cwd=tmp_path, **quiet)
+    write(tmp_path, "train.py", f"import os\nos.environ.update({quiet})\n{SCRIPT}")
+    done = forked("-o", "a.jsonl", "--to", "wandb", "train.py", cwd=tmp_path)
     assert done.status == 0, done.err
     assert "hears nothing more" not in done.err
     rows = history(tmp_path)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from gradilocks import read_run
-from tests.observe.sessions import TRAIN, watched, write
+from tests.observe.sessions import TRAIN, forked, watched, write
 
 COPIES = """
 import builtins, copy, gc, io
@@ -66,7 +66,7 @@ for number in range(3):
 
 def test_a_traced_model_can_be_saved_and_copied_and_a_scaler_may_be_somebodys_own(tmp_path):
     write(tmp_path, "train.py", COPIES)
-    shown = watched("--trace", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked("--trace", "-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert (shown.out, shown.status) == ("ok\n", 0)
     run = read_run(tmp_path / "a.jsonl")
     assert [step.step for step in run.steps] == list(range(1, 11))
@@ -76,7 +76,7 @@ def test_a_traced_model_can_be_saved_and_copied_and_a_scaler_may_be_somebodys_ow
 
 def test_a_step_inside_another_counts_once_and_a_meta_parameter_harms_nobody(tmp_path):
     write(tmp_path, "train.py", WRAPPED)
-    shown = watched("--detail-every", "1", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked("--detail-every", "1", "-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0
     run = read_run(tmp_path / "a.jsonl")
     assert [(step.optimizer, step.step) for step in run.steps] == [
@@ -113,7 +113,7 @@ def test_steps_that_could_not_be_recorded_are_owned_up_to(tmp_path):
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
     quiet = "import signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     write(tmp_path, "train.py", limit + quiet + TRAIN.replace("range(6)", "range(60)"))
-    shown = watched("--flush-every", "5", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked("--flush-every", "5", "-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0
     steps = len(read_run(tmp_path / "a.jsonl").steps)
     assert 0 < steps < 60

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gradilocks import read_run
-from tests.observe.sessions import SCRIPTS, forked, process, watched, write
+from tests.observe.sessions import SCRIPTS, forked, write
 
 
 def said_and_recorded(shown, path):
@@ -24,9 +24,9 @@ def said_and_recorded(shown, path):
 def test_frameworks_that_divide_the_loss_record_what_their_users_see(framework, tmp_path):
     pytest.importorskip(framework, reason=f"{framework} is not installed here")
     script = str(SCRIPTS / f"{framework}_losses.py")
-    plain = process(script, cwd=tmp_path)
+    plain = forked(script, cwd=tmp_path, command="python")
     assert plain.status == 0, plain.err
-    shown = watched("-o", "a.jsonl", script, cwd=tmp_path)
+    shown = forked("-o", "a.jsonl", script, cwd=tmp_path)
     assert shown.out == plain.out
     cases = said_and_recorded(shown, tmp_path / "a.jsonl")
     assert len(cases) >= 3
@@ -362,9 +362,9 @@ sam(), closure_that_raised_once(), two_after_one_closure()
 
 def test_loops_of_every_make_record_each_loss_once(tmp_path):
     name = write(tmp_path, "train.py", LOOPS)
-    plain = process(name, cwd=tmp_path)
+    plain = forked(name, cwd=tmp_path, command="python")
     assert plain.status == 0, plain.err
-    shown = watched("-o", "a.jsonl", name, cwd=tmp_path)
+    shown = forked("-o", "a.jsonl", name, cwd=tmp_path)
     assert shown.out == plain.out
     cases = said_and_recorded(shown, tmp_path / "a.jsonl")
     assert len(cases) == 30

@@ -12,7 +12,7 @@ from torch import nn
 import gradilocks
 from gradilocks import GradientControl, Recorder, read_run
 from gradilocks.lab.audit import Audit
-from tests.observe.sessions import forked, process, write
+from tests.observe.sessions import forked, write
 
 MODEL = """
 import torch
@@ -81,7 +81,7 @@ def test_a_model_is_swapped_under_run_and_its_steps_keep_their_names(swap, tmp_p
     assert shown.status == 0, shown.err
     assert "watching ended" not in shown.err
     assert "not recorded" not in shown.err
-    assert shown.out == process("train.py", cwd=tmp_path).out
+    assert shown.out == forked("train.py", cwd=tmp_path, command="python").out
     run = read_run(tmp_path / "a.jsonl")
     count = 5 if "gradients" in swap else 4
     assert [(s.step, s.optimizer) for s in run.steps] == [(n + 1, 0) for n in range(count)]
@@ -146,7 +146,7 @@ print(len(seen))
 for _ in range(5): step()
 """
     write(tmp_path, "train.py", script)
-    assert process("train.py", cwd=tmp_path).out == "5\n"
+    assert forked("train.py", cwd=tmp_path, command="python").out == "5\n"
     done = forked("-n", "4", "-o", "a.jsonl", "train.py", cwd=tmp_path, command="audit")
     assert done.out.startswith("5\n"), done.err
 

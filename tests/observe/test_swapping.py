@@ -8,7 +8,7 @@ import torch
 
 from gradilocks import optim, read_run
 from gradilocks.observe.patches import Patches, swap
-from tests.observe.sessions import forked, process, write
+from tests.observe.sessions import forked, write
 
 ASKS = """
 import warnings
@@ -41,7 +41,7 @@ def test_the_script_gets_gradilocks_parts_wherever_it_imports_them_from(tmp_path
         "gradilocks torch",
         "gradilocks True",
     ]
-    plain = process("asks.py", cwd=tmp_path)
+    plain = forked("asks.py", cwd=tmp_path, command="python")
     assert plain.out.splitlines()[0] == "torch torch torch torch torch"
     assert forked("asks.py", cwd=tmp_path).out == plain.out
 

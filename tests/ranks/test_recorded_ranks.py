@@ -27,7 +27,7 @@ def _programs() -> list[Callable[[int], Any]]:
         sharded, sharded_by_policies, sharded_and_only_rank_0_records, gone_on_with, closed_early,
         rank_files, with_a_closure, two_optimizers, stages, stages_of_one_name, flat_shards,
         replicated, replicated_without_a_recorder, replicated_and_joined, several_losses,
-        collectives_of_a_step, added_later,
+        collectives_of_a_step, added_later, bad_in_backward,
     ]  # fmt: skip
 
 
@@ -85,7 +85,25 @@ def _train(
         control.zero_grad()
 
 
-def _sharded(record: Any, rank: int, bad: dict[Any, float] | None = None, **how: Any) -> Any:
+def _spoil_backward(layer: nn.Module) -> None:
+    """What comes back through a layer at the bad step is NaN; its loss is finite."""
+    calls = iter(range(1, STEPS + 1))
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if next(calls) == BAD:
+            output.register_hook(lambda grad: grad * NAN)
+
+    layer.register_forward_hook(hook)
+
+
+def _sharded(
+    record: Any,
+    rank: int,
+    bad: dict[Any, float] | None = None,
+    *,
+    spoils: bool = False,
+    **how: Any,
+) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     model = _model()
@@ -96,6 +114,8 @@ def _sharded(record: Any, rank: int, bad: dict[Any, float] | None = None, **how:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"scale": 2.0**10, "clip": 0.5, **how}
     control = gradilocks.GradientControl(optimizer, model=model, record=record, **settings)
+    if spoils:
+        _spoil_backward(model[1])
     _train(control, model, rank=rank, bad=bad or {})
     return control
 
@@ -165,6 +185,20 @@ def test_the_rank_whose_loss_was_bad_is_named(returned: Any) -> None:
     health = examine(run)
     assert health.verdict != "healthy"
     assert any("on rank 1" in finding.title for finding in health.findings)
+
+
+def bad_in_backward(rank: int) -> None:
+    with Recorder(_runs() / "backward.jsonl") as recorder:
+        _sharded(recorder, rank, spoils=rank == 1)
+
+
+def test_a_culprit_with_its_ranks_is_likely_if_all_losses_were_finite(returned: Any) -> None:
+    run = read_run(_runs() / "backward.jsonl")
+    (culprit,) = run.steps[BAD - 1].culprits
+    assert culprit.name.startswith("0.bias on ")
+    found = [each for each in examine(run).findings if each.culprit == culprit.name]
+    assert found, examine(run)
+    assert f"First in backward order came {culprit.name}: likely it arose" in found[0].sentence
 
 
 def sharded_by_policies(rank: int) -> None:

@@ -39,7 +39,7 @@ def real_page(tmp_path_factory: pytest.TempPathFactory, healthy_file: Path) -> P
 def test_a_real_run_is_drawn_without_a_complaint(chromium: Any, real_page: Path) -> None:
     with visit(chromium, real_page) as seen:
         assert seen.page.locator(".canvas .main-svg").count() >= 7
-        assert seen.page.locator(".verdict").inner_text().endswith("Nothing wrong in 240 steps.")
+        assert seen.page.locator(".verdict").inner_text().endswith("Nothing wrong in 120 steps.")
         assert seen.complaints == []
 
 

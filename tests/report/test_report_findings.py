@@ -365,8 +365,7 @@ TRACE = Trace(60, 6.0, "forward", "blocks.0", "Block", "Inf", (), "Block blocks.
 def test_a_trace_counts_more_than_what_gradients_show_and_says_how_sure_it_is(
     certainty: str, culprit: str | None
 ) -> None:
-    trace = replace(TRACE)
-    object.__setattr__(trace, "certainty", certainty)
+    trace = replace(TRACE, certainty=certainty)
     lost = {"loss": None, "loss_nonfinite": True, "nan": 2, "norm": None}
     run = made_run(plant=dict.fromkeys(range(60, 301), lost), traces=(trace,))
     (finding,) = examine(run).findings
@@ -395,7 +394,9 @@ def test_a_trace_is_told_in_its_own_words() -> None:
     finding = only(made_run(traces=(trace,)))
     assert (finding.step, finding.culprit) == (9, "blocks.0")
     assert finding.sentence == "Block blocks.0 gave Inf."
-    assert finding.title == "At step 9 Inf first appeared in blocks.0"
+    assert finding.title == "At step 9 Inf first appeared in blocks.0 (certain)"
+    likely = only(made_run(traces=(replace(trace, certainty="likely"),)))
+    assert likely.title == "At step 9 Inf first appeared in blocks.0 (likely)"
     many = found(made_run(traces=(trace,) * 5))["traced"]
     assert many.sentence == "Block blocks.0 gave Inf. Found 5 times, up to step 9."
 

@@ -76,11 +76,31 @@ def test_the_page_says_what_ran() -> None:
     assert facts["command"] == "train.py --lr 1e-3"
     assert facts["hardware"] == "memory 16 GiB, GPU H200"
     assert facts["ended"] == "by itself"
-    assert facts["lasted"] == "1 min 0 s"
+    assert facts["lasted"] == "1 min 0 s, from the start of the recording to its end"
+    assert dict(what_ran(made_run(end=None)))["lasted"].endswith("to its last step")
     assert facts["rank"] == "2 of 4; the loss is that of rank 2"
     page = render([reported(run)])
     for value in facts.values():
         assert value in page
+
+
+def test_how_long_a_run_took_is_one_number_on_the_page() -> None:
+    one = reported(made_run(60, end=End(75.0, "finished", 0, None)))
+    assert dict(main_numbers(one, one.tracks[0]))["lasted"] == "1 min 15 s"
+    assert dict(what_ran(one.run))["lasted"].startswith("1 min 15 s, ")
+    assert "ran 1 min 15 s" in render([one])
+
+
+@pytest.mark.parametrize(
+    ("told", "whose"),
+    [(0, " (rank 0)"), (100, " (at some steps rank 0's)"), (300, "")],
+)
+def test_a_loss_that_other_ranks_have_not_told_of_is_the_ranks_own(told: int, whose: str) -> None:
+    ranked = made_run(header=header(ranks=2), always=lambda n: {"loss_ranks": n <= told or None})
+    one = reported(ranked)
+    loss = dict(main_numbers(one, one.tracks[0]))["loss"]
+    alone = reported(made_run())
+    assert loss == dict(main_numbers(alone, alone.tracks[0]))["loss"] + whose
 
 
 def test_main_numbers_are_counted_not_guessed() -> None:
@@ -308,9 +328,10 @@ def test_a_run_without_anything_to_draw_has_no_plots_and_no_controls() -> None:
     assert 'class="controls"' in render([reported(made_run(3))])
 
 
-def test_where_no_gradient_has_a_zero_there_is_no_map_of_zeros() -> None:
-    none = {"zeros": dict.fromkeys(NAMES, 0.0)}
-    assert "s0-zeros-0" not in embedded(render([reported(made_run(details=none))]))
+@pytest.mark.parametrize(("share", "drawn"), [(0.0, False), (0.004, False), (0.02, True)])
+def test_where_hardly_a_gradient_has_a_zero_there_is_no_map_of_zeros(share, drawn) -> None:
+    zeros = {"zeros": dict.fromkeys(NAMES, share)}
+    assert ("s0-zeros-0" in embedded(render([reported(made_run(details=zeros))]))) is drawn
 
 
 def test_a_learning_rate_that_moves_is_drawn_and_one_that_does_not_is_a_number() -> None:

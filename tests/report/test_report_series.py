@@ -15,6 +15,7 @@ from gradilocks.report.formatting import (
     percent,
     power,
     short_name,
+    short_names,
     size,
 )
 from gradilocks.report.series import (
@@ -247,6 +248,17 @@ def test_names_are_cut_so_that_the_number_of_the_block_stays() -> None:
     assert short_name("x" * 90, 10) == "xxxx…xxxxx"
     assert len(short_name("1.2.3.4.5.6.7.8.9.10.11.12", 9)) == 9
     assert len(short_name("a." * 90 + "b", 10)) <= 10
+
+
+def test_names_that_stand_together_stay_apart_when_they_are_cut() -> None:
+    parts = ("ln_1", "attn", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    names = ["transformer.wte", "transformer.wpe"]
+    names += [f"transformer.h.{number}.{part}" for number in (0, 11) for part in parts]
+    for most in (12, 14, 18):
+        short = short_names(names, most)
+        assert len({*short}) == len(names), short
+        assert max(map(len, short)) <= most
+    assert short_names(names, 14)[2:5] == ["t.h.0.ln_1", "t.h.0.attn", "t.h.0.ln_2"]
 
 
 def test_words_are_short_and_true() -> None:

@@ -25,6 +25,7 @@ def watched(train: Callable[[], object], path: Path, *, detail_every: int = 5) -
         return ScriptRecorder(
             path,
             all_ranks=False,
+            git=None,
             detail_every=detail_every,
             log=False,
             command=(getattr(train, "__name__", "train"),),

@@ -13,6 +13,7 @@ from gradilocks import read_run
 from gradilocks.report.comparison import summarize
 from gradilocks.report.tracks import tracks
 from gradilocks.runfile import (
+    FORWARD_OR_LOSS,
     BadSteps,
     Origin,
     Run,
@@ -44,6 +45,31 @@ BAD = skipped_step(3, "b", "a", loss_nonfinite=False)
 )
 def test_a_step_tells_no_more_than_its_loss_and_gradients_know(step: Step, origin: Origin) -> None:
     assert origin_of(step) == origin
+
+
+RANKS = skipped_step(3, "b on rank 1", loss_nonfinite=False)._replace(loss_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("step", "origin"),
+    [
+        (RANKS, Origin("ranks", "b on rank 1")),
+        (RANKS._replace(loss_ranks=None), Origin("unknown")),  # Another's loss may have been bad.
+        (RANKS._replace(of_rank=True), Origin("unknown")),  # Another's gradients may have been.
+        (RANKS._replace(culprits=RANKS.culprits * 2), Origin("unknown")),
+        (RANKS._replace(loss=None, loss_nonfinite=True), Origin("forward")),
+    ],
+)
+def test_ranks_that_name_one_culprit_and_all_losses_tell_where(step: Step, origin: Origin) -> None:
+    assert origin_of(step) == origin
+
+
+def test_the_rank_whose_loss_was_bad_is_in_how_the_run_ended() -> None:
+    bad = BadSteps()
+    for number in range(1, 7):
+        lost = skipped_step(number, "b on rank 1", loss=None, loss_nonfinite=True)
+        bad.take(lost._replace(bad_loss_ranks=(1,), loss_ranks=2))
+    assert str(describe_ending(bad)).endswith("; the loss on rank 1: " + FORWARD_OR_LOSS)
 
 
 def test_an_older_file_tells_less() -> None:

@@ -192,6 +192,23 @@ def test_a_bad_step_of_a_control_is_run_once_more_and_told_once():
     assert not model._forward_pre_hooks
 
 
+def test_a_bad_loss_that_does_not_come_again_names_nobody_and_no_gradients():
+    class Once(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * float("inf") if self.calls == 1 else x
+
+    model = model_with(Once())
+    with gradilocks.trace(model) as tracer:
+        loss = model(torch.ones(1, 4)).sum()
+        loss.backward()
+        assert not all(param.grad.isfinite().all() for param in model.parameters())
+        tracer.look(1, tracer.kept.take(), loss_is_bad=True, gone=True)
+        assert tracer.findings == []
+
+
 def test_a_tracer_needs_no_variable_and_writes_to_the_controls_recorder(tmp_path):
     model = model_with(Bad())
     control = control_on(model, record=tmp_path / "a.jsonl")

@@ -40,6 +40,8 @@ MOST_LABELS = 45
 TICKS = 7
 # A value so many times the median leaves a twentieth of the height for half of the others.
 WIDE_APART = 20.0
+# Less than this share of zeros is as faint on a heat map as none.
+LEAST_SHARE = 0.005
 STEPS = {"shape": "hv"}
 TO_ZERO = {"rangemode": "tozero"}
 PERCENT: dict[str, Any] = {"tickformat": ".0%", "range": [-0.03, 1.03]}
@@ -514,8 +516,11 @@ def _heats(prefix: str, curves: Sequence[Curve], maps: int) -> Iterator[Figure]:
     for key, (column, title, reading, scale, hover) in _MEASURES.items():
         for curve in curves:
             made = heat(curve.track, column, maps=maps)
-            # A map on which nothing stands out is none: not a single zero, say.
-            if made is None or not any(value for row in made.z for value in row):
+            # A map on which nothing stands out is none: hardly a zero, say.
+            least = LEAST_SHARE if scale == "share" else 0.0
+            if made is None or not any(
+                value and abs(value) > least for row in made.z for value in row
+            ):
                 continue
             remark = []
             if made.thinned:

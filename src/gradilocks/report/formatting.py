@@ -57,14 +57,18 @@ def short_name(name: str, most: int) -> str:
 
 
 def short_names(names: Sequence[str], most: int) -> list[str]:
-    """Returns names that stand below each other, all of them cut alike."""
+    """Returns names that stand below each other, all of them cut alike, and no two to the same."""
     depth = max((name.count(".") for name in names), default=0)
     cut = list(names)
     for place in range(depth + 1):
-        if all(len(name) <= most for name in cut):
-            return cut
+        # Those of one or two words have no letters to spare, and are cut by themselves.
+        if all(len(name) <= most for name in cut if name.count(".") > 1):
+            break
         # The last word gives way as well, where there are others.
-        cut = [_first_letters(name, place + 1) for name in names]
+        shorter = [_first_letters(name, place + 1) for name in names]
+        if len({*shorter}) < len({*names}):
+            break
+        cut = shorter
     return [name if len(name) <= most else _without_first(name, most) for name in cut]
 
 

@@ -20,7 +20,6 @@ from gradilocks.runfile import (
     Run,
     Spoilt,
     Trace,
-    certainty_of,
     describe_trace,
     has_bad_gradients,
     is_bad,
@@ -29,6 +28,7 @@ from gradilocks.runfile import (
 
 # Of a checkpoint, where a step before the first that is known to be bad may have spoilt it.
 SOUND = " whose weights are finite"
+NAMED = ("parameter", "ranks")  # Origins that name a parameter.
 MOST_TRACES = 3  # More of them tell less and less.
 GUARDED = "`gradilocks run --guard skip`, or a GradientControl, would have skipped it."
 
@@ -243,7 +243,7 @@ def likely_culprit(track: Track, places: Sequence[int]) -> str | None:
         known = len(modules) == 1 and _seen_from_the_first(track, places)
         return modules.pop() if known else None
     found = track.origins(places)
-    names = Counter(origin.name for origin in found if origin.where == "parameter")
+    names = Counter(origin.name for origin in found if origin.where in NAMED)
     name, times = names.most_common(1)[0] if names else ("", 0)
     return name if 2 * times > len(found) else None
 
@@ -253,7 +253,7 @@ def where_it_arose(track: Track, places: Sequence[int]) -> str:
     if not places:
         return ""
     traces = _traces_at(track, places)
-    if any(certainty_of(trace) != "unknown" for trace in traces):
+    if any(trace.certainty != "unknown" for trace in traces):
         return _by_traces(track, places, traces)
     lost_to_trace = "".join(f"{_sentence(trace)} " for trace in traces[:1])
     return lost_to_trace + _by_gradients(track, places)
@@ -265,13 +265,13 @@ def _traces_at(track: Track, places: Sequence[int]) -> list[Trace]:
         for place in places
         if place in track.traces
         and not track.spoilt[place]
-        and (describe_trace(track.traces[place]) or certainty_of(track.traces[place]) == "unknown")
+        and (describe_trace(track.traces[place]) or track.traces[place].certainty == "unknown")
     ]
 
 
 def _names_a_module(trace: Trace) -> bool:
     named = trace.where == "module" and bool(trace.module)
-    return named and certainty_of(trace) != "unknown"
+    return named and trace.certainty != "unknown"
 
 
 def _by_traces(track: Track, places: Sequence[int], traces: Sequence[Trace]) -> str:
@@ -284,7 +284,7 @@ def _by_traces(track: Track, places: Sequence[int], traces: Sequence[Trace]) -> 
         first = found[0]
         again = f" Found {count(len(found), 'time')}, up to step {found[-1].step:,}."
         told += (
-            f"At step {first.step:,} {_title(first)} ({certainty_of(first)}). {_sentence(first)}"
+            f"At step {first.step:,} {_title(first)} ({first.certainty}). {_sentence(first)}"
             f"{again if found[1:] else ''} "
         )
     step = track.steps[min(places)].step
@@ -324,8 +324,8 @@ def _by_gradients(track: Track, places: Sequence[int]) -> str:
     kinds = Counter(origin.where for origin in found)
     if kinds["forward"] == len(found):
         return (
-            "The loss itself was NaN or Inf, so the gradients do not tell where that arose: "
-            f"{FORWARD_OR_LOSS}. "
+            f"The loss itself was NaN or Inf{_ranks_at(track, places)}, so the gradients do not "
+            f"tell where that arose: {FORWARD_OR_LOSS}. "
         )
     each = " each time" if len(found) > 1 else ""
     if kinds["backward"] == len(found):
@@ -333,13 +333,13 @@ def _by_gradients(track: Track, places: Sequence[int]) -> str:
             f"The loss was finite and none of the gradients was{each}: likely it arose before "
             "backward reached these parameters, in the loss or in a layer behind them. "
         )
-    if not kinds["parameter"]:
+    if kinds.keys().isdisjoint(NAMED):
         return "The gradients do not tell where it arose. "
     return _by_name(found)
 
 
 def _by_name(found: Sequence[Origin]) -> str:
-    named = [origin for origin in found if origin.where == "parameter"]
+    named = [origin for origin in found if origin.where in NAMED]
     names = Counter(origin.name for origin in named).most_common()
     first, times = names[0]
     rest = len(found) - len(named)
@@ -349,6 +349,11 @@ def _by_name(found: Sequence[Origin]) -> str:
             f"Likely it arose in backward at {clean(first)}, or between it and "
             f"{clean(named[0].after)}, the next whose gradient is finite, if layers run in the "
             f"order in which they are defined.{unclear} "
+        )
+    if len(names) == 1 and named[0].where == "ranks":
+        return (
+            f"First in backward order came {clean(first)}: likely it arose there or in what lies "
+            f"behind it, if layers run in the order in which they are defined.{unclear} "
         )
     if len(names) == 1:
         each = " each time" if len(named) > 1 and not rest else ""
@@ -404,7 +409,7 @@ def traced(run: Run, tracks: Sequence[Track]) -> Iterator[Finding]:
         yield Finding(
             "traced",
             "warning",
-            f"At step {first.step:,} {_title(first)}",
+            f"At step {first.step:,} {_title(first)} ({first.certainty})",
             f"{_again(traces)}{_what_came_before(run, first)}",
             {"phase": clean(first.phase), "class": clean(first.kind), "times": len(traces)},
             step=first.step,

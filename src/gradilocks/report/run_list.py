@@ -124,9 +124,10 @@ def _examined(path: Path) -> ListedRun:
     except BadRunFile as error:
         header = read_start(path)
         return replace(_begun(path, header), verdict=UNREADABLE, sentence=str(error))
-    loss = ""
+    loss, last = "", math.nan
     if reported.tracks:
-        loss = dict(main_numbers(reported, reported.tracks[0])).get("loss", "")
+        loss = dict(main_numbers(reported, reported.tracks[0]))["loss"]
+        last = reported.tracks[0].loss_ends.last
     return replace(
         _begun(path, run.header),
         state="no end" if run.end is None else run.end.status,
@@ -135,7 +136,7 @@ def _examined(path: Path) -> ListedRun:
         steps=len(run.steps),
         seconds=seconds_of(run),
         loss=loss,
-        last_loss=_last_of(loss),
+        last_loss=None if math.isnan(last) else last,
         logged=_last_logged(run),
         process=(run.resumed or (run.header,))[-1].process,
     )
@@ -155,15 +156,6 @@ def _begun(path: Path, header: Header) -> ListedRun:
         dirty=git.get("dirty"),
         process=header.process,
     )
-
-
-def _last_of(loss: str) -> float | None:
-    """The number at the end of '2.31 → 0.302', as the report words it."""
-    try:
-        value = float(loss.rpartition("→")[2].replace(",", ""))
-    except ValueError:
-        return None
-    return None if math.isnan(value) else value
 
 
 def _last_logged(run: Run) -> dict[str, float | None]:

@@ -18,7 +18,7 @@ import gradilocks.report.ending_findings as ending_findings
 import gradilocks.report.nonfinite_findings as nonfinite_findings
 import gradilocks.report.skip_findings as skip_findings
 import gradilocks.report.tensor_findings as tensor_findings
-from gradilocks.report.comparison import own_numbers
+from gradilocks.report.comparison import own_numbers, seconds_of
 from gradilocks.report.formatting import clean, count, duration, number, percent, power
 from gradilocks.report.health import Finding, Health, Verdict
 from gradilocks.report.resources import Resources, resources
@@ -147,10 +147,11 @@ def examine(run: Run) -> Health:
 def what_ran(run: Run) -> Pairs:
     """Command, time, versions, hardware, settings: what a header knows, and how the run ended."""
     header = run.header
+    lasted, until = _lasted(run), "end" if run.end else "last step"
     pairs = [
         ("command", clean(shlex.join(map(str, header.command))) or "not known"),
         ("started", _moment(header.started)),
-        ("lasted", _lasted(run)),
+        ("lasted", f"{lasted}, from the start of the recording to its {until}" if lasted else ""),
         ("ended", _ended(run)),
     ]
     for info in run.optimizers:
@@ -206,11 +207,11 @@ def main_numbers(reported: Reported, track: Track | None) -> Pairs:
         ("steps", f"{steps:,}"),
         ("skipped", _share_of(skipped, steps)),
         ("clipped", _share_of(clipped, max(1, steps - skipped)) if limited else "no limit"),
-        ("loss", _loss(track)),
+        ("loss", _loss(track) + _whose_loss(reported.run, track)),
         ("median norm", unknown if math.isnan(norm) else number(norm) + _whose(reported.run)),
         ("learning rate", _rate(track)),
         ("last scale", "–" if scale is None else power(scale) if track.scaled else "none"),
-        ("lasted", duration(track.time[-1]) if track.time[-1] > 0 else "–"),
+        ("lasted", _lasted(reported.run) or "–"),
         ("steps/s", number((steps - 1) / seconds) if steps > 1 and seconds > 0 else "–"),
         ("verdict", reported.health.verdict),
     ]
@@ -255,6 +256,17 @@ def _loss(track: Track) -> str:
     return f"{number(first)} → {'NaN' if math.isnan(last) else number(last)}"
 
 
+def _whose_loss(run: Run, track: Track) -> str:
+    """Of which rank alone the first and the last loss are; "" if of all, or if there is one."""
+    if run.header.ranks < 2 or math.isnan(track.loss_ends.first):
+        return ""
+    first, *last = [track.steps[place].loss_ranks is None for place in track.loss_places]
+    if not first and not any(last):
+        return ""
+    whose = f"rank {run.header.rank}"
+    return f" ({whose})" if first and all(last) else f" (at some steps {whose}'s)"
+
+
 def _rate(track: Track) -> str:
     """The learning rate: the only one, or where it began and where it ended."""
     known = [value for value in track.lr if not math.isnan(value)]
@@ -277,8 +289,9 @@ def _moment(seconds: float) -> str:
 
 
 def _lasted(run: Run) -> str:
-    times = [step.time for step in run.steps[-1:]] + ([run.end.time] if run.end else [])
-    return duration(max(times)) if times else ""
+    """How long the run took, whichever optimizer a number is of; '' if that is not known."""
+    seconds = seconds_of(run)
+    return duration(seconds) if seconds > 0 else ""
 
 
 def _ended(run: Run) -> str:

@@ -245,14 +245,21 @@ class Track:
     @cached_property
     def loss_ends(self) -> LossEnds:
         """Where the loss began and ended."""
-        known = [(loss, i) for i, loss in enumerate(self.loss) if not math.isnan(loss)]
-        if not known:
+        if not self.loss_places:
             return LossEnds(NAN, NAN, 0)
-        # A step that was skipped taught nothing, and its loss may be why it was.
-        taken = [loss for loss, i in known if not self.steps[i].skipped] or [x for x, _ in known]
-        over = max(1, min(LAST, len(taken) // 10))
+        first, *last = [self.loss[place] for place in self.loss_places]
         lost = self.bad.lost_from is not None
-        return LossEnds(known[0][0], NAN if lost else median(taken[-over:]), over)
+        return LossEnds(first, NAN if lost else median(last), len(last))
+
+    @cached_property
+    def loss_places(self) -> Sequence[int]:
+        """Places of the steps that `loss_ends` is of: the first, then those of the last loss; none
+        if no loss was finite."""
+        known = [place for place, loss in enumerate(self.loss) if not math.isnan(loss)]
+        # A step that was skipped taught nothing, and its loss may be why it was.
+        taken = [place for place in known if not self.steps[place].skipped] or known
+        over = max(1, min(LAST, len(taken) // 10))
+        return [*known[:1], *taken[-over:]]
 
     @cached_property
     def scaled(self) -> bool:

@@ -19,7 +19,6 @@ from gradilocks.runfile.bad_steps import (
     origin_of,
 )
 from gradilocks.runfile.describe import (
-    certainty_of,
     describe_bad,
     describe_damage,
     describe_ending,
@@ -91,7 +90,6 @@ __all__ = [
     "Trace",
     "audit_line",
     "backward_groups",
-    "certainty_of",
     "describe_bad",
     "describe_damage",
     "describe_ending",

@@ -68,10 +68,11 @@ def is_sound(step: Step) -> bool:
 class Origin(NamedTuple):
     """Where the NaN or Inf of one step arose, as far as it is known; never certain."""
 
-    where: Literal["forward", "backward", "parameter", "unknown"]
+    where: Literal["forward", "backward", "parameter", "ranks", "unknown"]
     """'forward': before backward began, in forward or the loss. 'parameter': likely in backward, at
-    `name` or between it and `after`. 'backward': likely in backward, before it reached any
-    parameter of the optimizer. 'unknown': nothing tells."""
+    `name` or between it and `after`. 'ranks': likely in backward, at `name`, which says on which
+    ranks, or in what lies behind it in the model. 'backward': likely in backward, before it reached
+    any parameter of the optimizer. 'unknown': nothing tells."""
     name: str = ""
     after: str = ""
     """The next parameter whose gradient is finite; '' if there is none, or it is not known."""
@@ -88,8 +89,13 @@ def origin_of(step: Step, *, lost: bool = False, others: Iterable[Step] = ()) ->
     """
     if step.loss_nonfinite or (lost and step.loss is None):
         return Origin("forward")
-    if step.loss is None or not step.culprits or step.finite_gradients is None:
+    if step.loss is None or not step.culprits:
         return Origin("unknown")
+    if step.finite_gradients is None:
+        # Several ranks: each tells of its first culprit, and of its loss if `loss` is their mean.
+        one = bool(step.loss_ranks) and not step.of_rank and len(step.culprits) == 1
+        told = one and not any(map(has_bad_gradients, others))
+        return Origin("ranks", step.culprits[0].name) if told else Origin("unknown")
     if step.finite_gradients == 0:
         # In the order of layers, those of another optimizer may lie behind.
         every = all(other.culprits and other.finite_gradients == 0 for other in others)

@@ -19,7 +19,6 @@ from gradilocks.runfile.lines import MOST_CULPRITS
 from gradilocks.runfile.records import Culprit, OptimizerInfo, Step, Trace
 
 __all__ = [
-    "certainty_of",
     "describe_bad",
     "describe_damage",
     "describe_ending",
@@ -125,14 +124,6 @@ def describe_trace(trace: Trace, *, what: str = "") -> str:
     return found.format(what=what or trace.what, who=trace.module or "the model")
 
 
-def certainty_of(trace: Trace) -> str:
-    """How sure a trace is of what it found: 'certain', 'likely' or 'unknown'.
-
-    One that does not say has watched the step itself.
-    """
-    return str(getattr(trace, "certainty", None) or "certain")
-
-
 def describe_ending(
     bad: BadSteps,
     traces: Sequence[Trace] = (),
@@ -158,13 +149,14 @@ def describe_ending(
         return f"{bad.ending}; {spoilt_before}"
     for trace in traces:
         seen = trace.step == first.step or (first.skipped and trace.step > first.step)
-        found, certainty = describe_trace(trace, what="it"), certainty_of(trace)
-        if seen and found and not trace.damaged and certainty != "unknown":
-            return f"{bad.ending}; {found} ({certainty})"
+        found = describe_trace(trace, what="it")
+        if seen and found and not trace.damaged and trace.certainty != "unknown":
+            return f"{bad.ending}; {found} ({trace.certainty})"
     origin = origin_of(first, lost=bad.guesses_lost, others=others or ())
     if origin.where == "forward":
-        return f"{bad.ending}; {FORWARD_OR_LOSS}"
-    if others is not None and origin.where == "parameter":
+        ranks = on_ranks(first)
+        return f"{bad.ending}; {f'the loss{ranks}: ' if ranks else ''}{FORWARD_OR_LOSS}"
+    if others is not None and origin.where in ("parameter", "ranks"):
         return f"{bad.ending}; likely it arose in backward at {origin.name} or just after it"
     return f"{bad.ending}; where it arose is not known"
 

@@ -100,6 +100,7 @@ def audit(
                 listener.hook_parameters()
                 loss = loss_fn(model, batch)
                 check_scalar_loss(loss)
+                listener.count_losses(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
                 del loss
                 reached = reached or any(p.grad is not None for p in model.parameters())

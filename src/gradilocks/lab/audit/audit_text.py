@@ -63,6 +63,7 @@ def explain(
     *,
     precision: str,
     loss_scale: float,
+    lost_passes: tuple[int, int] = (0, 0),
 ) -> list[str]:
     """Why this format, in sentences."""
     total = Histogram.total(module.together for module in modules)
@@ -77,14 +78,20 @@ def explain(
         ]
     else:
         words = ["No gradient is finite, so there is nothing to judge a format by."]
-    before = _on_nonfinite(modules, loss_scale) if total.nonfinite else []
+    before = _on_nonfinite(modules, loss_scale, *lost_passes) if total.nonfinite else []
     return [*before, *words, *_on_half_precision(total, precision, loss_scale)]
 
 
-def _on_nonfinite(modules: Sequence[ModuleGradients], loss_scale: float) -> list[str]:
+def _on_nonfinite(
+    modules: Sequence[ModuleGradients], loss_scale: float, lost: int, passes: int
+) -> list[str]:
     counts = {m.name: m.together.nonfinite for m in modules if m.together.nonfinite}
     why = (
-        f" The loss was multiplied by {_scale(loss_scale)}: a smaller scale may do."
+        f" The loss itself was NaN or Inf in {lost:,} of {passes:,} backward passes: that arose in "
+        "forward or in the loss, and a loss scale has nothing to do with it. "
+        "`gradilocks run --trace` names the module."
+        if lost
+        else f" The loss was multiplied by {_scale(loss_scale)}: a smaller scale may do."
         if loss_scale > 1.0
         else " `gradilocks.trace` finds where they are born."
     )

@@ -19,6 +19,7 @@ from gradilocks.ranks.all_parameters import on_ranks
 
 __all__ = ["Counted", "counted_together"]
 
+_COUNTS = ("passes", "lost_passes")  # What ranks add up.
 _LARGEST = float.fromhex("0x1.fffffep+127")
 
 
@@ -31,6 +32,10 @@ class Counted:
     """What the gradients were computed in."""
     loss_scale: float
     """What was divided out of them; 1 without."""
+    passes: int = 0
+    """How many backward passes made them."""
+    lost_passes: int = 0
+    """How many of these began from a loss that was NaN or Inf itself."""
 
     def judged(self, *, steps: int, formats: Sequence[Format]) -> Audit:
         """An audit of them, after so many steps.
@@ -51,18 +56,26 @@ class Counted:
             formats=formats,
             precision=self.precision,
             loss_scale=self.loss_scale,
+            lost_passes=(self.lost_passes, self.passes),
         )
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON has it."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
         modules = [module.to_plain() for module in self.modules]
-        return {"modules": modules, "precision": self.precision, "loss_scale": self.loss_scale}
+        return {
+            "modules": modules,
+            "precision": self.precision,
+            "loss_scale": self.loss_scale,
+            **counts,
+        }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Counted:
         """The inverse of `to_plain`."""
         modules = tuple(map(ModuleGradients.from_plain, plain["modules"]))
-        return cls(modules, plain["precision"], plain["loss_scale"])
+        counts = {name: plain[name] for name in _COUNTS}
+        return cls(modules, plain["precision"], plain["loss_scale"], **counts)
 
 
 def counted_together(
@@ -82,7 +95,8 @@ def counted_together(
         modules += found if len(teams) == 1 else _named(found, on_ranks(team, ranks))
     precisions = dict.fromkeys(each.precision for _, each in sorted(counted.items()))
     first = counted[min(counted)]
-    return Counted(tuple(modules), " and ".join(precisions), first.loss_scale)
+    counts = {name: sum(getattr(each, name) for each in counted.values()) for name in _COUNTS}
+    return Counted(tuple(modules), " and ".join(precisions), first.loss_scale, **counts)
 
 
 def _teams(ranks: Iterable[int], partners: Mapping[int, Iterable[int]]) -> list[list[int]]:

@@ -89,6 +89,10 @@ class Listener:
         """What torch.autocast computed in, if it was on in a forward pass."""
         self.emulated: set[str] = set()
         """The same of `gradilocks.emulate`."""
+        self.passes = 0
+        """How many backward passes were begun from something."""
+        self._finite_passes: dict[torch.device, Tensor] = {}
+        """By device: how many of these began from losses that were finite."""
         self.dtypes: set[torch.dtype] = set()
         """Of the gradients that came."""
         self.guard: Callable[[Callable[[], None]], None] = lambda act: act()
@@ -113,6 +117,21 @@ class Listener:
         """Counts the gradients of a module's own parameters from here on; False if it does so."""
         fresh: dict[str, Tally] = {}
         return self._owned.setdefault(module, fresh) is fresh
+
+    def count_losses(self, losses: Any) -> None:
+        """What a backward pass begins from; no scale makes a loss NaN or Inf in float32."""
+        found = [each.detach() for _, each in tensors_in(losses, "")]
+        if not found or any(is_distributed(each) or is_functorch_tensor(each) for each in found):
+            return
+        self.passes += 1
+        home = found[0].device
+        finite = torch.stack([torch.isfinite(each).all().to(home) for each in found]).all().long()
+        self._finite_passes[home] = self._finite_passes.get(home, 0) + finite
+
+    @property
+    def lost_passes(self) -> int:
+        """How many backward passes began from a loss that was NaN or Inf. Waits for the device."""
+        return self.passes - sum(int(each) for each in self._finite_passes.values())
 
     def hook_parameters(self) -> None:
         """A backward pass begins: puts hooks on the parameters of every module that was added."""
@@ -380,7 +399,13 @@ def gather(
         )
         for key in dict.fromkeys([*outputs, *owned, *units])
     ]
-    return Counted(tuple(modules), listener.precision, float(listener.divided))
+    return Counted(
+        tuple(modules),
+        listener.precision,
+        float(listener.divided),
+        passes=listener.passes,
+        lost_passes=listener.lost_passes,
+    )
 
 
 def _names(models: Sequence[nn.Module], *, reachable: bool) -> dict[int, str]:

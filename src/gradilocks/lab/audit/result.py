@@ -47,11 +47,23 @@ class Audit(AuditRecord):
         formats: Sequence[Format],
         precision: str = "float32",
         loss_scale: float = 1.0,
+        lost_passes: tuple[int, int] = (0, 0),
     ) -> Audit:
-        """Judges histograms."""
+        """Judges histograms.
+
+        `lost_passes` says how many backward passes began from a loss that was NaN or Inf itself,
+        and of how many.
+        """
         judged = [judge(format, modules) for format in formats]
         chosen = prefer(judged)
-        words = explain(judged, chosen, modules, precision=precision, loss_scale=loss_scale)
+        words = explain(
+            judged,
+            chosen,
+            modules,
+            precision=precision,
+            loss_scale=loss_scale,
+            lost_passes=lost_passes,
+        )
         fates = [
             {
                 each.format.name: Fate(

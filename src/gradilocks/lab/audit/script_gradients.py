@@ -119,6 +119,7 @@ class ScriptGradients(StepListener):
         """A backward pass within another, as of a checkpoint, changes nothing."""
         if not in_backward():
             self._listener.scale = 1.0
+            self._guard(self._listener.count_losses, outputs)
             self._listener.hook_parameters()
 
     def backward_ended(self) -> None:

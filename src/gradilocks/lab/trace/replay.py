@@ -100,6 +100,8 @@ def replay(
                         "the model draws from Python's or NumPy's random numbers, and where those "
                         "stood is not known"
                     )
+    if loss_is_bad and not seen:  # Then what is in the gradients came from that loss.
+        doubts.append("its loss was NaN or Inf, and run once more all of it was finite")
     first = min(seen, key=lambda each: each.when, default=None)
     found = None if first is None else if_grown(first.finding.trace(), models)
     same = first is None and gradients.are_same()
