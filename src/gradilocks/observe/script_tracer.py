@@ -8,6 +8,7 @@ waits for the device to know.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradilocks.lab.trace import KeptStep, Tracer, called_modules, write_bad_step
+from gradilocks.names import prefixed
 from gradilocks.observe.script_models import owners_of
 from gradilocks.record import Recorder
 from gradilocks.step.events import PerDriver, Step, StepListener
@@ -37,6 +39,7 @@ class ScriptTracer(StepListener):
         replays: whether a bad step is run once more.
         guards: whether bad steps are held back, whoever was to take them.
         snapshot: a file for the first bad step that is held back; None for none.
+        warn: told if that cannot be written.
 
     Attributes:
         snapshot: the file and its size in bytes, once it is there.
@@ -50,6 +53,7 @@ class ScriptTracer(StepListener):
         replays: bool = True,
         guards: bool = False,
         snapshot: Path | None = None,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._make_recorder, self._waits, self._guards = make_recorder, waits, guards
         self._drivers = PerDriver(_Driver)
@@ -57,6 +61,7 @@ class ScriptTracer(StepListener):
         self._searches = 0
         self._called: dict[int, ref[nn.Module]] = {}
         self.snapshot: tuple[Path, int] | None = None
+        self._warn = warn
         self._latest: Step | None = None
         self._tracer = Tracer([])
         self._tracer.replays = replays
@@ -108,7 +113,12 @@ class ScriptTracer(StepListener):
         if not step.is_of_control and not step.has_closure:
             self._look_before(step)
 
+    def closure_begins(self, step: Step) -> None:
+        if self._drivers.of(step).evaluated is step:
+            self._tracer.kept.take()  # Those of an evaluation before it, which was not bad.
+
     def closure_ended(self, step: Step, loss: object, *, failed: bool) -> None:
+        self._drivers.of(step).evaluated = step
         if not failed and not step.is_of_control:
             self._look_before(step)
 
@@ -121,9 +131,20 @@ class ScriptTracer(StepListener):
         if found.nan.device.type != "cpu" and not self._waits:
             return
         driver.looked = step
-        if not bool((found.nan + found.inf).sum() > 0):
+        if bool((found.nan + found.inf).sum() > 0):
+            self._look(step, driver)
+        else:
             self._tracer.well()
-            return
+
+    def step_held(self, step: Step) -> None:
+        """A step is held back, and the parameters are those that its gradients were made with."""
+        driver = self._drivers.of(step)
+        if driver.told is not step:
+            driver.looked = step
+            self._look(step, driver)
+
+    def _look(self, step: Step, driver: _Driver) -> None:
+        driver.told = step
         self._tracer.look(
             driver.steps + 1,
             self._tracer.kept.take(),
@@ -131,21 +152,33 @@ class ScriptTracer(StepListener):
             gone=step.driver is step.optimizers[0] and not self._guards,
         )
 
-    def _write(self, path: Path, number: int, kept: KeptStep, found: str) -> None:
-        """The first bad step has been looked at: writes it down."""
+    def _write(self, path: Path, number: int, kept: KeptStep, found: str, doubt: str) -> None:
+        """The first bad step has been looked at: writes it down.
+
+        A scaler skips steps until it has found its scale: there a bad loss makes a bad step.
+        """
         step = self._latest
-        if self.snapshot is not None or step is None:
+        if step is None or step.is_of_control:
             return
-        models = self._tracer.models
-        size = write_bad_step(
-            path,
-            step=number,
-            models=models,
-            optimizers=step.optimizers,
-            kept=kept,
-            loss=None if step.loss is None else float(step.loss),
-            found=found,
-        )
+        loss = None if step.loss is None else float(step.loss)
+        if step.driver is not step.optimizers[0] and (loss is None or math.isfinite(loss)):
+            return
+        self._tracer.looked = None
+        try:
+            size = write_bad_step(
+                path,
+                step=number,
+                models=prefixed(self._tracer.models),
+                optimizers=step.optimizers,
+                kept=kept,
+                loss=None if doubt else loss,
+                found=found,
+                doubt=doubt,
+            )
+        except Exception as error:  # A full disk, or whatever people keep in a model.
+            why = f"{type(error).__name__}: {error}"
+            self._warn(f"the first bad step could not be written to {path}: {why}")
+            return
         self.snapshot = path, size
 
     def step_ended(self, step: Step) -> None:
@@ -163,7 +196,7 @@ class ScriptTracer(StepListener):
             tracer.note(step.skip.reshape(1).to(torch.float32), step=driver.steps)
         else:
             tracer.kept.take()
-        driver.looked = None
+        driver.looked = driver.told = driver.evaluated = None
 
 
 class _Driver:
@@ -173,6 +206,10 @@ class _Driver:
         self.steps = 0
         self.looked: Step | None = None
         """The step that goes on, if it has been looked at."""
+        self.told: Step | None = None
+        """Likewise, if it was bad."""
+        self.evaluated: Step | None = None
+        """Likewise, if its closure has been evaluated."""
         self._models: list[ref[nn.Module]] = []
         self._params: tuple[int, int] | None = None  # How many, and the id of the first.
 

@@ -5,8 +5,8 @@ follows what runs by hooks, `finding.py` says what was found, `bad_step_file.py`
 down, `tracer.py` brings them together.
 """
 
-from gradilocks.lab.trace.bad_step_file import write_bad_step
+from gradilocks.lab.trace.bad_step_file import BadStep, write_bad_step
 from gradilocks.lab.trace.kept_calls import KeptStep
 from gradilocks.lab.trace.tracer import Tracer, called_modules, trace
 
-__all__ = ["KeptStep", "Tracer", "called_modules", "trace", "write_bad_step"]
+__all__ = ["BadStep", "KeptStep", "Tracer", "called_modules", "trace", "write_bad_step"]

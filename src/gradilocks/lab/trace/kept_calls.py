@@ -26,7 +26,7 @@ from gradilocks._torch import in_backward
 from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.unchanged import Generators, version_of
 
-__all__ = ["KeptCall", "KeptCalls", "KeptStep"]
+__all__ = ["KeptCall", "KeptCalls", "KeptStep", "Precision"]
 
 _MOST_BYTES = 256 << 20
 """Of inputs and gradients that are kept; what goes beyond is not."""
@@ -35,22 +35,32 @@ _LOOKED_AT = 3
 """Calls of a module after which it is known which generators its forward draws from."""
 
 
-class _Precision:
-    """What autocast did when a model was called."""
+class Precision:
+    """What autocast did when a model was called.
 
-    def __init__(self, kinds: Iterable[str]) -> None:
-        self.states = [
+    Args:
+        states: by device: its name, whether autocast was on, and to which dtype.
+        caches: whether it kept what it had cast.
+    """
+
+    def __init__(self, states: Sequence[tuple[str, bool, torch.dtype]], *, caches: bool) -> None:
+        self.states, self.caches = states, caches
+
+    @classmethod
+    def now(cls, kinds: Iterable[str]) -> Precision:
+        """What it does at this moment on these kinds of devices."""
+        states = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         ]
-        self._cached = torch.is_autocast_cache_enabled()
+        return cls(states, caches=torch.is_autocast_cache_enabled())
 
     def again(self) -> ExitStack:
         """A context in which it does the same."""
         stack = ExitStack()
         for kind, enabled, dtype in self.states:
             stack.enter_context(
-                torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cached)
+                torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.caches)
             )
         return stack
 
@@ -67,14 +77,19 @@ class KeptCall:
     """
 
     def __init__(
-        self, module: nn.Module, args: tuple[Any, ...], *, began: int, habits: _Habits
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        *,
+        began: int,
+        generators: Generators,
+        precision: Precision,
     ) -> None:
         self.module = weakref.ref(module)
         self.args: tuple[Any, ...] | None = args
         self.kwargs: Mapping[str, Any] = {}
         self.began, self.came_back = began, 0
-        self.generators, self.precision = habits.generators(), _Precision(habits.kinds)
-        self.training = module.training
+        self.generators, self.precision = generators, precision
         self.received: dict[str, Tensor] = {}
         self.incomplete = ""
         self.bytes = 0
@@ -210,7 +225,13 @@ class KeptCalls:
             habits = self._habits.get(id(module))
             if habits is None or habits.module() is not module:
                 habits = self._habits[id(module)] = _Habits(module)
-            call = KeptCall(module, args, began=next(self._clock), habits=habits)
+            call = KeptCall(
+                module,
+                args,
+                began=next(self._clock),
+                generators=habits.generators(),
+                precision=Precision.now(habits.kinds),
+            )
         self._open = weakref.ref(module), call
 
     def _after(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:

@@ -77,9 +77,9 @@ class Tracer(StepListener):
         self.kept = KeptCalls()
         self.replays = True
         """Whether bad steps are run once more."""
-        self.looked: Callable[[int, KeptStep, str], None] | None = None
-        """Told of each bad step that is looked at: its number, what was kept of it, what was found.
-        """
+        self.looked: Callable[[int, KeptStep, str, str], None] | None = None
+        """Told of each bad step that is looked at: its number, what was kept of it, what was found,
+        and why its parameters may be others by now, which is "" if they are not."""
         self.follow(models)
 
     @property
@@ -217,7 +217,8 @@ class Tracer(StepListener):
         if self.replays and told < self._most and self._replays < _MOST_REPLAYS:
             self._look(step, calls, loss_is_bad=loss_is_bad, doubt=doubt, gone=gone)
         if self.looked is not None:
-            self.looked(step, calls, self.findings[-1].text if len(self.findings) > told else "")
+            text = self.findings[-1].text if len(self.findings) > told else ""
+            self.looked(step, calls, text, doubt)
         if gone:
             self._is_late = True
 

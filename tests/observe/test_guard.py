@@ -1,0 +1,240 @@
+"""`gradilocks run --guard`: no optimizer of the script takes a step with NaN or Inf."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradilocks import read_run
+from gradilocks.report import examine
+from tests.observe.sessions import SCRIPTS, forked, process, write
+
+BASE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+def one(number, bad=(3,)):
+    optimizer.zero_grad()
+    x = torch.randn(2, 4)
+    if number in bad:
+        x[0, 0] = float("nan")
+    model(x).square().mean().backward()
+    optimizer.step()
+
+def good():
+    return all(p.isfinite().all() for p in model.parameters())
+"""
+
+
+def both(script: str, folder: Path) -> tuple[dict[str, object], dict[str, object], str]:
+    """What the script leaves that skips by itself; what `--guard skip` leaves, and what it says."""
+    name = str(SCRIPTS / script)
+    alone = forked("--no-trace", "-o", "alone.jsonl", name, "reference", cwd=folder)
+    assert alone.status == 0, alone.err
+    held = forked("--guard", "skip", "-o", "held.jsonl", name, cwd=folder)
+    assert held.status == 0, held.err
+    left = [dict(map(json.loads, each.out.splitlines())) for each in (alone, held)]
+    return left[0], left[1], held.err
+
+
+def test_a_step_that_is_held_back_leaves_no_trace_whichever_optimizer_it_is(tmp_path):
+    alone, held, said = both("guarded_optimizers.py", tmp_path)
+    assert len(alone) == 21
+    assert {name for name in alone if alone[name] != held[name]} == set()
+    run = read_run(tmp_path / "held.jsonl")
+    skipped = [step for step in run.steps if step.skipped]
+    assert all(step.reason == "nonfinite" for step in skipped)
+    assert "taken with NaN or Inf" not in said
+    assert "--guard skip held back 66 steps with NaN or Inf" in said
+
+
+def test_lightning_and_accelerate_are_held_back_too(tmp_path):
+    alone, held, said = both("guarded_frameworks.py", tmp_path)
+    assert set(alone) == {"lightning", "accelerate"}
+    assert alone == held
+    assert "held back 2 steps with NaN or Inf" in said
+
+
+def test_a_healthy_script_trains_as_without_a_guard(tmp_path):
+    write(tmp_path, "train.py", BASE + "for n in range(5): one(n, ())\nprint(model.state_dict())")
+    shown = forked("--guard", "stop", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert shown.out == forked("--no-trace", "-o", "b.jsonl", "train.py", cwd=tmp_path).out
+    assert not list(tmp_path.glob("*.pt"))
+    assert "guard" not in shown.err
+
+
+STOPPED = {
+    "plainly": "for n in range(9): one(n)\nprint('never')",
+    "under except Exception": """
+for n in range(9):
+    try:
+        one(n)
+    except Exception:
+        print("never")
+""",
+    "under a bare except": """
+for n in range(9):
+    try:
+        one(n)
+    except:
+        pass
+print("never")
+""",
+    "under a bare except, in its last step": """
+for n in range(4):
+    try:
+        one(n)
+    except:
+        pass
+""",
+    "in a thread": """
+import threading
+thread = threading.Thread(target=lambda: [one(n) for n in range(9)])
+thread.start()
+thread.join()
+""",
+    "with workers": """
+from torch.utils.data import DataLoader
+data = [torch.full((4,), float("nan") if n == 6 else 1.0) for n in range(40)]
+for x in DataLoader(data, batch_size=2, num_workers=1):
+    optimizer.zero_grad()
+    model(x).mean().backward()
+    optimizer.step()
+""",
+    "in backward": """
+def step(p):
+    every[p].step()
+    every[p].zero_grad()
+every = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(step)
+for n in range(9):
+    (model(torch.randn(2, 4)).mean() * (float("nan") if n == 3 else 1.0)).backward()
+print("never")
+""",
+}
+
+
+@pytest.mark.parametrize("how", STOPPED)
+def test_stop_ends_the_script_with_70_before_the_step_is_taken(how, tmp_path):
+    script = BASE + "import atexit\natexit.register(lambda: print(bool(good())))\n" + STOPPED[how]
+    write(tmp_path, "train.py", script)
+    shown = forked("--guard", "stop", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert shown.status == 70, shown.err
+    # The exit by force, after a bare `except`, runs no farewell.
+    assert shown.out == ("" if how == "under a bare except" else "True\n")
+    assert any("stopped by --guard stop" in line for line in shown.told)
+    assert any("the first bad step is in a-first-bad-step.pt (" in line for line in shown.told)
+    assert shown.told[-1].startswith("gradilocks: in trouble. ")
+    run = read_run(tmp_path / "a.jsonl")
+    assert run.end is not None
+    assert (run.end.exit, run.end.error is None) == (70, False)
+    assert [s.skipped for s in run.steps if s.optimizer == run.steps[-1].optimizer][-1]
+    (found,) = [each for each in examine(run).findings if each.rule == "stopped-by-guard"]
+    assert "was not taken" in found.sentence
+
+
+def test_every_later_step_may_be_bad_too_and_the_last_line_says_so(tmp_path):
+    write(tmp_path, "train.py", BASE + "for n in range(12): one(n, range(3, 99))\nprint(good())")
+    shown = forked("--guard", "skip", "--no-snapshot", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert shown.status == 0
+    assert shown.out == "True\n"
+    assert (
+        "since step 4 of 12; the steps since then were skipped and changed no weight"
+        in (shown.told[-1])
+    )
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_a_compiled_step_cannot_be_held_back_which_is_said(tmp_path):
+    script = """
+step = torch.compile(lambda: optimizer.step(), backend="eager")
+for n in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).square().mean().backward()
+    step()
+"""
+    write(tmp_path, "train.py", BASE + script)
+    shown = forked("--guard", "skip", "train.py", cwd=tmp_path)
+    assert shown.status == 0, shown.err
+    assert [line for line in shown.told if "--guard" in line] == [
+        "gradilocks: --guard: a step of AdamW is compiled, and compiled steps cannot be held back"
+    ]
+
+
+def test_a_loss_of_nan_with_finite_gradients_is_no_bad_step(tmp_path):
+    script = """
+for n in range(6):
+    optimizer.zero_grad()
+    (model(torch.randn(2, 4)).mean() + torch.tensor(float("nan"))).backward()
+    optimizer.step()
+print(good())
+"""
+    write(tmp_path, "train.py", BASE + script)
+    shown = forked("--guard", "stop", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert (shown.status, shown.out) == (0, "True\n")
+    assert "since step 1 of 6; the gradients stayed finite" in shown.told[-1]
+
+
+def test_the_guard_goes_on_where_watching_has_failed(tmp_path):
+    """Its own listeners are not those of the recorder."""
+    script = """
+from gradilocks.observe.step_recorder import StepRecorder
+def broken(*_):
+    raise OSError("no more")
+StepRecorder._read = broken
+for n in range(6):
+    one(n)
+print(good())
+"""
+    write(tmp_path, "train.py", BASE + script)
+    shown = forked("--guard", "skip", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert (shown.status, shown.out) == (0, "True\n"), shown.err
+    assert any("watching ended" in line for line in shown.told)
+
+
+RANKS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+trained = DistributedDataParallel(model) if "ddp" in sys.argv else model
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for n in range(5):
+    optimizer.zero_grad()
+    x = torch.randn(2, 4)
+    if n == 2 and rank == 1:
+        x[0, 0] = float("nan")
+    trained(x).square().mean().backward()
+    optimizer.step()
+sums = [None, None]
+dist.all_gather_object(sums, [p.tolist() for p in model.parameters()])
+if rank == 0:
+    print(sums[0] == sums[1], all(p.isfinite().all() for p in model.parameters()))
+dist.destroy_process_group()
+"""
+
+
+def test_data_parallel_ranks_hold_the_same_steps_back_and_others_say_that_they_do_not(tmp_path):
+    write(tmp_path, "train.py", RANKS)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ours = [*torchrun, "-m", "gradilocks", "run", "--guard", "skip"]
+    shown = process(*ours, "-o", "a.jsonl", "train.py", "ddp", cwd=tmp_path)
+    assert shown.out == "True True\n", shown.err
+    assert [step.skipped for step in read_run(tmp_path / "a.jsonl").steps][2]
+    assert len(list(tmp_path.glob("*.pt"))) == 1
+    shown = process(*ours, "-o", "b.jsonl", "train.py", cwd=tmp_path)
+    assert shown.status == 0
+    assert shown.err.count("--guard: steps of AdamW are not held back") == 1
