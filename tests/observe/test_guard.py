@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from gradilocks import read_run
+from gradilocks import BadStep, read_run
 from gradilocks.report import examine
 from tests.observe.sessions import SCRIPTS, forked, process, write
 
@@ -238,3 +239,89 @@ def test_data_parallel_ranks_hold_the_same_steps_back_and_others_say_that_they_d
     shown = process(*ours, "-o", "b.jsonl", "train.py", cwd=tmp_path)
     assert shown.status == 0
     assert shown.err.count("--guard: steps of AdamW are not held back") == 1
+
+
+# --- the file of the first bad step ---------------------------------------------------------------
+
+
+def test_the_file_holds_the_first_bad_step_and_runs_again(tmp_path):
+    script = """
+import os
+os.mkdir("elsewhere")
+os.chdir("elsewhere")
+class Hot(nn.Module):
+    def forward(self, x):
+        return x * (float("inf") if (x.detach() > 1.5).any() else 1.0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Dropout(0.5), Hot(), nn.Linear(4, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for n in range(40):
+    one(n, ())
+"""
+    write(tmp_path, "train.py", BASE + script)
+    shown = forked("--guard", "stop", "-o", "runs/a.jsonl", "train.py", cwd=tmp_path)
+    assert shown.status == 70, shown.err
+    bad = BadStep.load(tmp_path / "runs" / "a-first-bad-step.pt")
+    run = read_run(tmp_path / "runs" / "a.jsonl")
+    assert bad.step == run.steps[-1].step == run.traces[0].step > 1
+    assert bad.found == run.traces[0].text
+    assert bad.loss == float("inf") or bad.loss != bad.loss
+    assert bad.gradients["0.weight"]["nan"] > 0
+    assert bad.optimizers[0]["state"][0]["step"] == bad.step - 1
+
+    class Hot(nn.Module):
+        def forward(self, x):
+            return x * (float("inf") if (x.detach() > 1.5).any() else 1.0)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Dropout(0.5), Hot(), nn.Linear(4, 1))
+    bad.load_into(model)
+    found = bad.run(model)
+    assert (found.module, found.kind, found.text) == ("3", "Hot", bad.found)
+
+
+def test_the_file_of_an_earlier_run_is_lost_only_with_its_run_file(tmp_path):
+    write(tmp_path, "train.py", BASE + "for n in range(5): one(n)")
+    command = ("--guard", "skip", "--no-trace", "-o", "a.jsonl")
+    for more, names in (
+        ((), ["a-first-bad-step.pt"]),
+        (("--append",), ["a-first-bad-step-2.pt", "a-first-bad-step.pt"]),
+        (("--force",), ["a-first-bad-step-2.pt", "a-first-bad-step.pt"]),
+    ):
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.pt")}
+        shown = forked(*command, *more, "train.py", cwd=tmp_path)
+        assert sorted(path.name for path in tmp_path.glob("*.pt")) == names
+        changed = [p.name for p in tmp_path.glob("*.pt") if before.get(p) != p.stat().st_mtime_ns]
+        assert len(changed) == 1
+        assert f"the first bad step is in {changed[0]} (" in shown.err
+
+
+@pytest.mark.parametrize("guard", ["skip", "stop"])
+def test_a_file_that_cannot_be_written_is_a_warning(guard, tmp_path):
+    (tmp_path / "a-first-bad-step.pt.partial").mkdir()
+    write(tmp_path, "train.py", BASE + "for n in range(6): one(n, (2, 3))\nprint(good())")
+    shown = forked("--guard", guard, "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert (shown.status, shown.out) == ((0, "True\n") if guard == "skip" else (70, ""))
+    assert sum("could not be written to" in line for line in shown.told) == 1
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_what_a_scaler_skips_to_find_its_scale_is_no_bad_step(tmp_path):
+    script = """
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 120)
+for n in range(8):
+    optimizer.zero_grad()
+    x = torch.randn(2, 4) * (float("nan") if n == 5 else 1.0)
+    scaler.scale(model(x).square().mean() * 1e6).backward()
+    scaler.step(optimizer)
+    scaler.update(2.0 ** 10)
+"""
+    write(tmp_path, "train.py", BASE + script)
+    shown = forked("--guard", "stop", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert shown.status == 0, shown.err
+    assert [s.step for s in read_run(tmp_path / "a.jsonl").steps if s.skipped] == [1, 6]
+    assert BadStep.load(tmp_path / "a-first-bad-step.pt").step == 6
+
+
+def test_no_snapshot_without_a_guard_is_refused(tmp_path):
+    shown = forked("--no-snapshot", "train.py", cwd=tmp_path)
+    assert shown.status == 2
+    assert "--no-snapshot needs --guard" in shown.err

@@ -431,12 +431,10 @@ def _snapshot(run_file: Path, options: Options) -> Path | None:
     """Where the first bad step is written. That of another run goes only if its run file does."""
     if options.guard is None or not options.snapshot:
         return None
-    name, number = f"{run_file.stem}-first-bad-step", 1
-    path = run_file.with_name(f"{name}.pt")
-    while path.exists() and options.exists != "replace":
-        number += 1
-        path = run_file.with_name(f"{name}-{number}.pt")
-    return path
+    from gradilocks.lab.trace import fresh_place
+
+    path = run_file.with_name(f"{run_file.stem}-first-bad-step.pt")
+    return path if options.exists == "replace" else fresh_place(path)
 
 
 def _fresh_name(stem: str) -> Path:

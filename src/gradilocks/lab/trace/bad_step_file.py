@@ -397,6 +397,10 @@ class BadStep:
             GradilocksError: a call that cannot be made again. Its `args` may be replaced.
         """
         models = self._matched(model)
+        if len(models) > 1:  # Under the names that they have here.
+            whole: nn.Module = nn.ModuleDict({k.replace(".", "/"): m for k, m in models.items()})
+        else:
+            (whole,) = models.values()
         places: dict[str | None, nn.Module] = {
             name: module
             for prefix, each in models.items()
@@ -409,7 +413,7 @@ class BadStep:
             found = replay(
                 self.step,
                 given,
-                list(models.values()),
+                [whole],
                 loss_is_bad=None if self.loss is None else bad,
                 doubt=self.doubt,
             )
@@ -443,12 +447,12 @@ class BadStep:
         module = places[call.module]
         kept = KeptCall(
             module,
-            () if call.args is None else call.args,
+            () if call.args is None else _computed(call.args),
             began=call.began,
             generators=call.generators,
             precision=Precision(states, caches=call.autocast_caches),
         )
-        kept.take(call.kwargs)
+        kept.take(_computed(call.kwargs))
         kept.came_back, kept.received, kept.incomplete = (
             call.came_back,
             call.received,
@@ -458,6 +462,17 @@ class BadStep:
         if call.args is None:
             kept.drop(call.incomplete)
         return kept
+
+
+def _computed(thing: Any) -> Any:
+    """Tensors that were computed from others look so again: what came into them is not known."""
+    if isinstance(thing, Tensor):
+        return thing.view_as(thing) if thing.requires_grad else thing
+    if isinstance(thing, (list, tuple)) and type(thing) in (list, tuple):
+        return type(thing)(map(_computed, thing))
+    if type(thing) is dict:
+        return {key: _computed(value) for key, value in thing.items()}
+    return thing
 
 
 def _generators_of(saved: Mapping[str, Any]) -> Generators:
