@@ -10,7 +10,7 @@ from torch import nn
 
 from gradilocks import BadStep, read_run
 from gradilocks.report import examine
-from tests.observe.sessions import SCRIPTS, forked, process, write
+from tests.observe.sessions import SCRIPTS, forked, write
 
 BASE = """
 import torch
@@ -198,47 +198,6 @@ print(good())
     shown = forked("--guard", "skip", "-o", "a.jsonl", "train.py", cwd=tmp_path)
     assert (shown.status, shown.out) == (0, "True\n"), shown.err
     assert any("watching ended" in line for line in shown.told)
-
-
-RANKS = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-trained = DistributedDataParallel(model) if "ddp" in sys.argv else model
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-for n in range(5):
-    optimizer.zero_grad()
-    x = torch.randn(2, 4)
-    if n == 2 and rank == 1:
-        x[0, 0] = float("nan")
-    trained(x).square().mean().backward()
-    optimizer.step()
-sums = [None, None]
-dist.all_gather_object(sums, [p.tolist() for p in model.parameters()])
-if rank == 0:
-    print(sums[0] == sums[1], all(p.isfinite().all() for p in model.parameters()))
-dist.destroy_process_group()
-"""
-
-
-def test_data_parallel_ranks_hold_the_same_steps_back_and_others_say_that_they_do_not(tmp_path):
-    write(tmp_path, "train.py", RANKS)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ours = [*torchrun, "-m", "gradilocks", "run", "--guard", "skip"]
-    shown = process(*ours, "-o", "a.jsonl", "train.py", "ddp", cwd=tmp_path)
-    assert shown.out == "True True\n", shown.err
-    assert [step.skipped for step in read_run(tmp_path / "a.jsonl").steps][2]
-    assert len(list(tmp_path.glob("*.pt"))) == 1
-    shown = process(*ours, "-o", "b.jsonl", "train.py", cwd=tmp_path)
-    assert shown.status == 0
-    assert shown.err.count("--guard: steps of AdamW are not held back") == 1
 
 
 # --- the file of the first bad step ---------------------------------------------------------------
