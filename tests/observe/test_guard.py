@@ -46,13 +46,13 @@ def both(script: str, folder: Path) -> tuple[dict[str, object], dict[str, object
 
 def test_a_step_that_is_held_back_leaves_no_trace_whichever_optimizer_it_is(tmp_path):
     alone, held, said = both("guarded_optimizers.py", tmp_path)
-    assert len(alone) == 21
+    assert len(alone) == 23
     assert {name for name in alone if alone[name] != held[name]} == set()
     run = read_run(tmp_path / "held.jsonl")
     skipped = [step for step in run.steps if step.skipped]
     assert all(step.reason == "nonfinite" for step in skipped)
     assert "taken with NaN or Inf" not in said
-    assert "--guard skip held back 66 steps with NaN or Inf" in said
+    assert "--guard skip held back 72 steps with NaN or Inf" in said
 
 
 def test_lightning_and_accelerate_are_held_back_too(tmp_path):
@@ -167,6 +167,25 @@ for n in range(3):
     assert [line for line in shown.told if "--guard" in line] == [
         "gradilocks: --guard: a step of AdamW is compiled, and compiled steps cannot be held back"
     ]
+
+
+def test_an_optimizer_that_nobody_has_made_is_held_back_from_its_second_step_on(tmp_path):
+    script = """
+made = torch.optim.Optimizer.__new__(torch.optim.Adadelta)  # As one that comes out of a file.
+made.__setstate__({"defaults": {}, "state": {}, "param_groups": [
+    {"params": list(model.parameters()), "lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0,
+     "foreach": None, "maximize": False, "capturable": False, "differentiable": False}]})
+from collections import defaultdict
+made.state = defaultdict(dict)
+optimizer = made
+for n in range(5):
+    one(n)
+print(good())
+"""
+    write(tmp_path, "train.py", BASE + script)
+    shown = forked("--guard", "skip", "--no-snapshot", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert (shown.status, shown.out) == (0, "True\n"), shown.err
+    assert sum("the first step of Adadelta could not be held" in line for line in shown.told) == 1
 
 
 def test_a_loss_of_nan_with_finite_gradients_is_no_bad_step(tmp_path):

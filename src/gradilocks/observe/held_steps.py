@@ -1,10 +1,10 @@
 """A script's optimizers enter; steps with NaN or Inf leave no trace: `gradilocks run --guard`.
 
-An optimizer that is called by itself, by no scaler and no control, takes whatever gradients it
-finds. Here its own step is left out if they are not finite: parameters and state stay bit for bit
-as they were, whichever optimizer it is. Where torch's fused optimizers can leave it out on their
-device, they do; else the device is waited for. A closure is evaluated by the optimizer as ever; an
-evaluation with NaN or Inf undoes the step.
+An optimizer that is called by itself takes whatever gradients it finds, and one that a scaler calls
+whatever became of them after the scaler has looked. Here its own step is left out if they are not
+finite: parameters and state stay bit for bit as they were, whichever optimizer it is. Where torch's
+fused optimizers can leave it out on their device, they do; else the device is waited for. A closure
+is evaluated by the optimizer as ever; an evaluation with NaN or Inf undoes the step.
 
 What cannot be held back is said: steps inside compiled code or a CUDA graph, and those of a model
 that is spread over ranks, which would have to decide together.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradilocks._torch import unhooked
+from gradilocks._torch import AMP_FLAG, unhooked
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.observe.patches import Patches
 from gradilocks.observe.script_models import are_whole, owners_of
@@ -51,7 +51,7 @@ class HeldSteps(StepListener):
         self._bad, self._waits, self._warn = bad, waits, warn
         self._patches = Patches()
         self._guarded: set[Any] = set()
-        self._steps: dict[int, Step] = {}  # Those that go on, of optimizers by themselves.
+        self._steps: dict[int, Step] = {}  # Those that go on, by optimizer; no control's.
         self._homes = PerDriver(_Home)
         self._told: set[str] = set()
         self._is_over = False
@@ -71,9 +71,8 @@ class HeldSteps(StepListener):
 
     def optimizer_made(self, optimizer: Any) -> None:
         """From here on its class asks before it steps; or that above it whose step it has."""
-        owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
-        own = vars(owner)["step"]
-        if own in self._guarded or not callable(own):
+        owner, own = _step_of(optimizer)
+        if own in self._guarded:
             return
         inner = unhooked(own)  # torch's hooks, which tell of the step, are put around it again.
 
@@ -98,21 +97,38 @@ class HeldSteps(StepListener):
         self._patches.attribute(owner, "step", guarded)
 
     def step_begins(self, step: Step) -> None:
-        if step.driver is step.optimizers[0]:
-            self._steps[id(step.driver)] = step
+        if step.is_of_control:
+            return
+        optimizer = step.optimizers[0]
+        self._steps[id(optimizer)] = step
+        if isinstance(optimizer, torch.optim.Optimizer):
+            if _step_of(optimizer)[1] not in self._guarded and step.driver is optimizer:
+                kind = type(optimizer).__name__
+                self._tell(
+                    f"the first step of {kind} could not be held back: one that was unpickled is "
+                    "not known before"
+                )
+            self.optimizer_made(optimizer)
 
     def step_ended(self, step: Step) -> None:
-        self._steps.pop(id(step.driver), None)
+        self._steps.pop(id(step.optimizers[0]), None)
 
     def step_failed(self, step: Step) -> None:
-        self._steps.pop(id(step.driver), None)
+        self._steps.pop(id(step.optimizers[0]), None)
 
     # --- in the place of an optimizer's own step -------------------------------------------------
 
     def _take(self, inner: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
         step = self._steps.get(id(optimizer))
-        if step is None or step.driver is not optimizer or not self._can_hold(step):
-            # A control or a scaler drives it, a wrapper around it has been asked, or nobody can.
+        alone = step is not None and step.driver is optimizer
+        if (
+            step is None
+            or step.optimizers[0] is not optimizer
+            or (not alone and getattr(optimizer, AMP_FLAG, False))
+            or not self._can_hold(step)
+        ):
+            # A control drives it, a wrapper around it has been asked, a scaler has told it what to
+            # leave out, or ranks cannot decide.
             if capturing():
                 self._tell(
                     f"a step of {type(optimizer).__name__} is captured in a CUDA graph, and such "
@@ -126,7 +142,8 @@ class HeldSteps(StepListener):
         flag = self._flag(step, fresh=False)
         if flag is None:
             return inner(optimizer, *args, **kwargs)
-        if flag.device.type != "cpu" and not self._waits and takes_decision(optimizer):
+        on_device = alone and flag.device.type != "cpu" and not self._waits
+        if on_device and takes_decision(optimizer):
             skip = flag.to(torch.float32).reshape(())
             if not must_skip_on_host(optimizer, skip, torch.ones_like(skip)):
                 step.held = skip
@@ -225,6 +242,12 @@ class _Home:
     """Of an optimizer: whether this process holds all of what it trains; None if not looked."""
 
     is_whole: bool | None = None
+
+
+def _step_of(optimizer: Any) -> tuple[type, Any]:
+    """The class whose step it has, and that step."""
+    owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    return owner, vars(owner)["step"]
 
 
 def _bad_elements(found: Statistics) -> Tensor:

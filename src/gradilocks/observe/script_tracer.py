@@ -161,7 +161,8 @@ class ScriptTracer(StepListener):
         if step is None or step.is_of_control:
             return
         loss = None if step.loss is None else float(step.loss)
-        if step.driver is not step.optimizers[0] and (loss is None or math.isfinite(loss)):
+        by_scaler = step.driver is not step.optimizers[0] and step.held is not True
+        if by_scaler and (loss is None or math.isfinite(loss)):
             return
         self._tracer.looked = None
         try:

@@ -323,6 +323,33 @@ def scaler():
 
 
 @case
+def spoilt_after_the_scaler_has_looked():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu")
+    for number in range(11):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(100 + number)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        if number in BAD:
+            model[0].weight.grad[0, 0] = float("nan")
+        if not (REFERENCE and number in BAD):
+            scaler.step(optimizer)
+        scaler.update()
+    return left(model, optimizer, scaler)
+
+
+@case
+def copied():
+    import copy
+
+    model = net()
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
+    (model, optimizer) = copy.deepcopy((model, optimizer))
+    return train(model, optimizer)
+
+
+@case
 def control():
     import gradilocks
 
