@@ -197,7 +197,7 @@ class ScriptTracer(StepListener):
             tracer.note(step.skip.reshape(1).to(torch.float32), step=driver.steps)
         else:
             tracer.kept.take()
-        driver.looked = driver.told = driver.evaluated = None
+        driver.looked = driver.told = driver.evaluated = self._latest = None
 
 
 class _Driver:
