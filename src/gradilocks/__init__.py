@@ -16,6 +16,7 @@ from gradilocks._version import __version__ as __version__
 _HOME = {
     "AdaGC": "clip",
     "AdaptiveClip": "clip",
+    "BadStep": "lab.trace",
     "ClipByNorm": "clip",
     "ClipByValue": "clip",
     "ClipPerGroup": "clip",
@@ -51,6 +52,7 @@ _HOME = {
 __all__ = [
     "AdaGC",
     "AdaptiveClip",
+    "BadStep",
     "ClipByNorm",
     "ClipByValue",
     "ClipPerGroup",
@@ -124,7 +126,7 @@ if TYPE_CHECKING:
     )
     from gradilocks.lab.audit import audit
     from gradilocks.lab.emulate import emulate
-    from gradilocks.lab.trace import trace
+    from gradilocks.lab.trace import BadStep, trace
     from gradilocks.ranks.copies import deepspeed_copies, megatron_copies
     from gradilocks.record import Recorder, log
     from gradilocks.runfile import read_run

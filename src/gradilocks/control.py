@@ -7,6 +7,7 @@ import copy
 import functools
 import logging
 import operator
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,6 +136,11 @@ class GradientControl:
             rank 0 writes, for all of them; give it on every rank or on rank 0.
         config: with a path as `record`, what its header is to tell of how the run was made, as
             `vars(args)`: a mapping of numbers, text, lists and mappings.
+        keep_bad_step: a path: the first step that is skipped for NaN or Inf is written there, with
+            parameters, buffers, optimizer state, the model's inputs and random states, to be run
+            again by `gradilocks.BadStep`. Needs `model`. A file that is there already stays, and a
+            number is added; so is the number of every rank but 0. On a GPU it is written one or
+            more steps later, without a wait, and says if the parameters have moved on by then.
 
     Example:
         >>> control = GradientControl(optimizer, model=model, clip=1.0)
@@ -160,6 +166,7 @@ class GradientControl:
         check_replicas_every: int | None = None,
         record: object = None,
         config: Mapping[str, Any] | None = None,
+        keep_bad_step: str | os.PathLike[str] | None = None,
     ) -> None:
         self._optimizers = checked_optimizers((optimizer, *more))
         self._names = Names(model, self._optimizers)
@@ -211,6 +218,8 @@ class GradientControl:
         # Of DistributedDataParallel, if a rank records: how its ranks hear of each other's losses.
         self._exchange: LossExchange | None = None
         config = checked_config(config)
+        if keep_bad_step is not None:
+            self._keep_bad_step(keep_bad_step)
         if record is not None:
             scale_policy, clip_policy = policies
             self._events.add(
@@ -224,6 +233,30 @@ class GradientControl:
                     clip=clip_policy,
                 )
             )
+
+    def _keep_bad_step(self, path: object) -> None:
+        from gradilocks.lab.trace import BadStepKeeper, checked_place
+
+        place, model = checked_place(path), self._names.model
+        if model is None:
+            raise ValueError(
+                "keep_bad_step= writes what the model was called with, and there is none: "
+                "GradientControl(optimizer, model=model, keep_bad_step=...)."
+            )
+        params = list(self._parameters())
+        if self._ranks is not None or any(map(is_distributed, params)):
+            raise ValueError(
+                "keep_bad_step= needs the whole model on this rank, and it is spread over several. "
+                "gradilocks.trace(model, control=control) names what was bad on each."
+            )
+        BadStepKeeper(
+            self,
+            model if isinstance(model, Mapping) else {"": model},  # type: ignore[dict-item]
+            self._optimizers,
+            place,
+            rank=my_rank() if has_other_ranks() else 0,
+            waits=self._on_nonfinite == "raise",
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is over other parameters, so it asks again who holds them. What was said of the

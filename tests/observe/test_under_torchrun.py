@@ -243,6 +243,30 @@ def test_replicas_are_told_as_the_whole(launcher, tmp_path):
     assert skipped.finite_gradients is None  # Another rank's loss may have made them bad.
 
 
+@pytest.mark.parametrize(("guard", "status"), [("skip", 0), ("stop", 70)])
+def test_data_parallel_ranks_hold_the_same_steps_back(guard, status, launcher, tmp_path):
+    words = ("gradilocks", "run", "--guard", guard, "-o", "a.jsonl")
+    shown = launcher.run(*words, SCRIPTS / "guarded_ranks.py", "ddp", cwd=tmp_path)
+    assert shown.statuses == [status, status], shown.err
+    assert shown.out == ["True True\n"] * 2
+    run = read_run(tmp_path / "a.jsonl")
+    assert [step.step for step in run.steps if step.skipped] == [3]
+    assert len(run.steps) == (5 if guard == "skip" else 3)
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["a-first-bad-step.pt"]
+    assert not any(line.startswith("gradilocks") for line in shown.err[1].splitlines())
+
+
+def test_ranks_of_which_nobody_knows_what_they_hold_hold_nothing_back_and_say_so(
+    launcher, tmp_path
+):
+    words = ("gradilocks", "run", "--guard", "skip", "-o", "a.jsonl")
+    shown = launcher.run(*words, SCRIPTS / "guarded_ranks.py", cwd=tmp_path)
+    assert shown.statuses == [0, 0], shown.err
+    assert [each.split()[1] for each in shown.out] == ["True", "False"]
+    assert shown.err[0].count("--guard: steps of AdamW are not held back") == 1
+    assert "--guard" not in shown.err[1]
+
+
 def test_ranks_that_step_differently_often_wait_for_nobody(launcher, tmp_path):
     run, _ = _watched(launcher, tmp_path, "local_sgd.py")
     assert len(run.steps) == 9

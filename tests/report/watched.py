@@ -30,7 +30,6 @@ def watched(train: Callable[[], object], path: Path, *, detail_every: int = 5) -
             log=False,
             command=(getattr(train, "__name__", "train"),),
             settings={"watched": True, "swap": False, "trace": False},
-            git=None,
         )
 
     steps = StepRecorder(recorder, lambda words: failures.append(RuntimeError(words)))

@@ -137,6 +137,8 @@ def run(
         raise typer.BadParameter("--force and --append cannot be given together.")
     if trace and no_trace:
         raise typer.BadParameter("--trace and --no-trace cannot be given together.")
+    if no_snapshot and guard is None:
+        raise typer.BadParameter("--no-snapshot needs --guard, which alone writes one.")
     if (force or append) and output is None:
         raise typer.BadParameter("--force and --append need -o FILE.")
     if all_ranks and output is None:
@@ -223,6 +225,8 @@ def made(sink: str, path: Path, shown: Callable[[Path], str], note: Callable[[st
 
 def describe(summary: Summary, chosen: Program, *, caller: str) -> list[str]:
     """What is said when the script has ended."""
+    from gradilocks.report import size
+
     script = chosen.name
     if not summary.watched:
         return []
@@ -253,9 +257,15 @@ def describe(summary: Summary, chosen: Program, *, caller: str) -> list[str]:
             "stopped by --guard stop: the last step had NaN or Inf and was not taken; parameters "
             "and optimizer state are as they were before it"
         )
+    elif summary.held:
+        held = f"{summary.held:,} step" + ("s" if summary.held != 1 else "")
+        lines.append(
+            f"--guard skip held back {held} with NaN or Inf: parameters and optimizer state are as "
+            "if there had been none"
+        )
     if summary.snapshot is not None:
-        path, size = summary.snapshot
-        lines.append(f"the first bad step is in {path} ({size / 1e6:,.1f} MB)")
+        path, written = summary.snapshot
+        lines.append(f"the first bad step is in {path} ({size(written)})")
     lines.append(f"to see it: {caller} report {shlex.quote(str(summary.path))}")
     if summary.partly:
         whose = "all" if summary.partly >= summary.steps else f"{summary.partly:,} of {count}"

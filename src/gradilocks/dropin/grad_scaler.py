@@ -283,13 +283,13 @@ class GradScaler(torch.amp.GradScaler):
         verdict = self._now.steps[id(optimizer)].verdict
         if verdict is not None:
             decision, row = verdict.decision, verdict.record.row
-            told.skip = decision.skip
+            told.skip = told.held or decision.skip
             if decision.overflow is not None:
                 told.rejected = decision.skip - decision.overflow
             if self._clips:
                 told.limit, told.clipped = row[ROW.index("limit")], row[ROW.index("clipped")]
         elif state["found_inf_per_device"]:
-            told.skip = _any_flag(list(state["found_inf_per_device"].values()))
+            told.skip = told.held or _any_flag(list(state["found_inf_per_device"].values()))
         EVENTS.end_step(told)
         return returned
 

@@ -58,6 +58,8 @@ class Reading:
     """Whether one of them is float64."""
     clip: dict[str, Any] = field(default_factory=dict)
     """`limit` and `clipped` of a Sample; empty if none of them was clipped."""
+    clipped: Statistics | None = None
+    """Of them as they are now, if `statistics` may be of before a clip."""
 
 
 @dataclass(eq=False)
@@ -142,11 +144,13 @@ class GradientReader:
                 effects[id(clipped.effect)] = clipped.effect
             if clipped.tells(detail=detail):
                 rows.setdefault(clipped, []).append((here, row))
+        now = found if rows else None
         for clipped, pairs in rows.items():
             found = _unclipped(found, clipped, pairs, detail=detail)
         sizes = [tensor.numel() for tensor in tensors]
         clip = _together(list(effects.values()))
-        return Reading(places, found, sizes, double=any_double(tensors), clip=clip)
+        double = any_double(tensors)
+        return Reading(places, found, sizes, double=double, clip=clip, clipped=now)
 
 
 def _gradients(params: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:

@@ -8,6 +8,7 @@ waits for the device to know.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from gradilocks.lab.trace import KeptStep, Tracer, skipped_for_nonfinite, write_bad_step
+from gradilocks.names import prefixed
 from gradilocks.observe.script_calls import ScriptCalls
 from gradilocks.record import Recorder
 from gradilocks.step.events import PerDriver, Step, StepListener
@@ -32,6 +34,7 @@ class ScriptTracer(StepListener):
         replays: whether a bad step is run once more.
         guards: whether bad steps are held back, whoever was to take them.
         snapshot: a file for the first bad step that is held back; None for none.
+        warn: told if that cannot be written.
 
     Attributes:
         snapshot: the file and its size in bytes, once it is there.
@@ -46,6 +49,7 @@ class ScriptTracer(StepListener):
         replays: bool = True,
         guards: bool = False,
         snapshot: Path | None = None,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._calls, self._met = calls, 0
         self._make_recorder, self._waits, self._guards = make_recorder, waits, guards
@@ -53,6 +57,7 @@ class ScriptTracer(StepListener):
         self.passed_by = False
         """Whether a step was taken that nobody has looked at, as that would have been a wait."""
         self.snapshot: tuple[Path, int] | None = None
+        self._warn = warn
         self._latest: Step | None = None
         self._tracer = Tracer([], kept=calls.kept)
         self._tracer.replays = replays
@@ -89,7 +94,12 @@ class ScriptTracer(StepListener):
             self._met = self._calls.met
             self._tracer.follow(self._calls.models)
 
+    def closure_begins(self, step: Step) -> None:
+        if self._drivers.of(step).evaluated is step:
+            self._tracer.kept.take()  # Those of an evaluation before it, which was not bad.
+
     def closure_ended(self, step: Step, loss: object, *, failed: bool) -> None:
+        self._drivers.of(step).evaluated = step
         if not failed and not step.is_of_control:
             self._meet(step)
             self._look_before(step, self._drivers.of(step))
@@ -104,32 +114,56 @@ class ScriptTracer(StepListener):
             return
         driver.looked = step
         bad_gradients = bool(found.nan.count_nonzero() or found.inf.count_nonzero())
-        loss_is_bad = None if step.loss is None else not bool(step.loss.isfinite().all())
+        loss_is_bad = step.loss is not None and not bool(step.loss.isfinite().all())
         if not bad_gradients:
             self._tracer.well()
         if bad_gradients or loss_is_bad:
-            self._tracer.look(
-                driver.steps + 1,
-                self._tracer.kept.take(),
-                loss_is_bad=loss_is_bad,
-                gone=bad_gradients and step.driver is step.optimizers[0] and not self._guards,
-            )
+            self._look(step, driver, bad_gradients=bad_gradients)
 
-    def _write(self, path: Path, number: int, kept: KeptStep, found: str) -> None:
-        """The first bad step has been looked at: writes it down."""
-        step = self._latest
-        if self.snapshot is not None or step is None:
-            return
-        models = self._tracer.models
-        size = write_bad_step(
-            path,
-            step=number,
-            models=models,
-            optimizers=step.optimizers,
-            kept=kept,
-            loss=None if step.loss is None else float(step.loss),
-            found=found,
+    def step_held(self, step: Step) -> None:
+        """A step is held back, and the parameters are those that its gradients were made with."""
+        driver = self._drivers.of(step)
+        if driver.told is not step:
+            driver.looked = step
+            self._look(step, driver, bad_gradients=True)
+
+    def _look(self, step: Step, driver: _Driver, *, bad_gradients: bool) -> None:
+        driver.told = step
+        self._tracer.look(
+            driver.steps + 1,
+            self._tracer.kept.take(),
+            loss_is_bad=None if step.loss is None else not bool(step.loss.isfinite().all()),
+            gone=bad_gradients and step.driver is step.optimizers[0] and not self._guards,
         )
+
+    def _write(self, path: Path, number: int, kept: KeptStep, found: str, doubt: str) -> None:
+        """The first bad step has been looked at: writes it down.
+
+        A scaler skips steps until it has found its scale: there a bad loss makes a bad step.
+        """
+        step = self._latest
+        if step is None or step.is_of_control:
+            return
+        loss = None if step.loss is None else float(step.loss)
+        by_scaler = step.driver is not step.optimizers[0] and step.held is not True
+        if by_scaler and (loss is None or math.isfinite(loss)):
+            return
+        self._tracer.looked = None
+        try:
+            size = write_bad_step(
+                path,
+                step=number,
+                models=prefixed(self._tracer.models),
+                optimizers=step.optimizers,
+                kept=kept,
+                loss=None if doubt else loss,
+                found=found,
+                doubt=doubt,
+            )
+        except Exception as error:  # A full disk, or whatever people keep in a model.
+            why = f"{type(error).__name__}: {error}"
+            self._warn(f"the first bad step could not be written to {path}: {why}")
+            return
         self.snapshot = path, size
 
     def step_ended(self, step: Step) -> None:
@@ -147,7 +181,7 @@ class ScriptTracer(StepListener):
             tracer.note(skipped_for_nonfinite(step), step=driver.steps)
         else:
             tracer.kept.take()
-        driver.looked = None
+        driver.looked = driver.told = driver.evaluated = self._latest = None
 
 
 class _Driver:
@@ -157,3 +191,7 @@ class _Driver:
         self.steps = 0
         self.looked: Step | None = None
         """The step that goes on, if it has been looked at."""
+        self.told: Step | None = None
+        """Likewise, if it was bad."""
+        self.evaluated: Step | None = None
+        """Likewise, if its closure has been evaluated."""

@@ -72,6 +72,7 @@ class ScriptSession:
 
     Attributes:
         shown: the run file, as it is to be typed from the folder in which the session began.
+        target: the same from anywhere.
         rank: of this process.
         records: whether this process has a run file. The others tell rank 0 of their steps.
         imported_torch: whether the script imported torch at all.
@@ -106,13 +107,13 @@ class ScriptSession:
         given = options.output or _fresh_name(program.stem)
         self._path = Path(os.path.abspath(given))
         self.shown = rank_file(given, self.rank if options.all_ranks else 0)
-        self._target = Path(os.path.abspath(self.shown))
+        self.target = Path(os.path.abspath(self.shown))
         self._made: list[Path] = []
         self._git: Mapping[str, Any] | None = None
         if records:
-            self._made = check_target(self._target, self.shown, options.exists, ways=ways)
+            self._made = check_target(self.target, self.shown, options.exists, ways=ways)
             if options.check is not None:
-                options.check(self._target)
+                options.check(self.target)
             # Now, and not at the first step: git may take a moment.
             script = Path(program.name).absolute().parent
             self._git = git_state(*(() if program.module else (script,)), Path.cwd())
@@ -123,10 +124,14 @@ class ScriptSession:
         self.calls: Any = None
         self._hooks: Any = None
         self._patches: Any = None
-        self._listener: Any = None
+        self._listeners: Sequence[Any] = ()
 
     def run(
-        self, listeners: Callable[[], Sequence[Any]], conclude: Callable[[Ending], None]
+        self,
+        listeners: Callable[[], Sequence[Any]],
+        conclude: Callable[[Ending], None],
+        *,
+        guards: Callable[[], Sequence[Any]] = tuple,
     ) -> None:
         """Runs the program to its end, and leaves as `run_script` does.
 
@@ -134,17 +139,21 @@ class ScriptSession:
             listeners: called when torch is there; what it returns hears of every step, after the
                 recorder.
             conclude: called last, with how the script ended; calls `close`.
+            guards: likewise on every rank; hear of every step before the recorder, and go on if
+                watching has failed.
         """
         self.end = ProcessEnd(conclude)
         self.end.prepare()
-        interpreter.when_imported("torch", lambda: self._begin(listeners))
+        interpreter.when_imported("torch", lambda: self._begin(listeners, guards))
         try:
             interpreter.execute(self._program, note=self.end.note)
         except BadScript:
             self.end.cancel()
             raise
 
-    def _begin(self, listeners: Callable[[], Sequence[Any]]) -> None:
+    def _begin(
+        self, listeners: Callable[[], Sequence[Any]], guards: Callable[[], Sequence[Any]]
+    ) -> None:
         """torch is there."""
         self.imported_torch = True
         options = self._options
@@ -161,8 +170,9 @@ class ScriptSession:
         self.calls = ScriptCalls(keeps=self._keeps_calls, began=self.steps.data_wait.forward_begins)
         others = listeners() if self.records or self._every_rank else ()
         every = (self.steps.losses, self.calls, self.steps, *others)
-        self._listener = self.guard.around(every)
-        EVENTS.add(self._listener)
+        self._listeners = [*guards(), self.guard.around(every)]
+        for listener in self._listeners:
+            EVENTS.add(listener)
         self._hooks = TorchHooks()
         self._hooks.install()
         self.steps.data_wait.install()
@@ -188,7 +198,8 @@ class ScriptSession:
             self._hooks.remove()
             self.steps.data_wait.close()
             self.calls.close()
-            EVENTS.discard(self._listener)
+            for listener in self._listeners:
+                EVENTS.discard(listener)
 
     def close(self, ending: Ending) -> Any:
         """Closes the run file, if there is one, and returns its recorder."""
@@ -238,7 +249,7 @@ class ScriptSession:
         if self._options.sinks is None or not self.records:
             return ()
         try:
-            return self._options.sinks(self._target)
+            return self._options.sinks(self.target)
         except Exception as error:  # The run file does not depend on them.
             self._say(f"nothing but the run file is fed: {type(error).__name__}: {error}")
             return ()
@@ -287,6 +298,8 @@ class Summary:
     rank: int
     stopped: bool
     """Whether `--guard stop` has ended the script."""
+    held: int
+    """How many steps `--guard` has held back."""
     snapshot: tuple[Path, int] | None
     """The file of the first bad step and its size in bytes, if there is one."""
     bad_endings: tuple[str, ...]
@@ -321,6 +334,7 @@ def run_script(
             "watched": True,
             "swap": options.swap,
             "trace": options.trace or False,
+            **({} if options.guard is None else {"guard": options.guard}),
             **({"per_step": dict(options.per_step)} if options.per_step else {}),
         },
         ways="Choose another name, --append to go on in it, or --force to overwrite it.",
@@ -334,6 +348,10 @@ def run_script(
     stop = Stopper(BAD_STEP)
 
     def held(step: Any) -> None:
+        if stop.calls:
+            stop()  # The script goes on all the same.
+        for tracer in tracers:
+            session.guard(tracer.step_held, step)
         if options.guard == "stop":
             from gradilocks.step.events import EVENTS
 
@@ -342,7 +360,6 @@ def run_script(
             stop()
 
     def listeners() -> Sequence[Any]:
-        snapshot = session.shown.with_name(f"{session.shown.stem}-first-bad-step.pt")
         if options.trace is not None or options.guard is not None:
             from gradilocks.observe.script_tracer import ScriptTracer
 
@@ -353,19 +370,26 @@ def run_script(
                     waits=options.trace == "always" or options.guard == "stop",
                     replays=options.trace is not None,
                     guards=options.guard is not None,
-                    snapshot=snapshot if options.guard is not None and options.snapshot else None,
+                    snapshot=_snapshot(session.target, options),
+                    warn=warn,
                 )
             )
+        return tracers
+
+    def guarding() -> Sequence[Any]:
         if options.guard is not None:
             from gradilocks.observe.held_steps import HeldSteps
 
-            guards.append(HeldSteps(held, waits=options.guard == "stop"))
-        return [*tracers, *guards]
+            quiet = (lambda message: None) if not session.records else warn
+            guards.append(HeldSteps(held, waits=options.guard == "stop", warn=quiet))
+        return guards
 
     def conclude(ending: Ending) -> None:
         for tracer in tracers:
             session.guard(tracer.finish)
         session.stop_listening()
+        if stop.calls:
+            ending = Ending("exit", BAD_STEP, "stopped by --guard stop at a step with NaN or Inf")
         for each in (*tracers, *guards):
             each.close()
         recorder = session.close(ending)
@@ -391,7 +415,14 @@ def run_script(
                 rank=session.rank,
                 taken=sum(each.taken for each in bad.values()),
                 stopped=stop.calls > 0,
-                snapshot=next((each.snapshot for each in tracers), None),
+                held=sum(each.count() for each in guards),
+                snapshot=next(
+                    (
+                        (session.shown.with_name(path.name), size)
+                        for path, size in (each.snapshot for each in tracers if each.snapshot)
+                    ),
+                    None,
+                ),
                 bad_endings=tuple(
                     f"optimizer {index}: {each.ending}" if len(bad) > 1 else each.ending
                     for index, each in sorted(bad.items())
@@ -401,7 +432,21 @@ def run_script(
             )
         )
 
-    session.run(listeners, conclude)
+    try:
+        session.run(listeners, conclude, guards=guarding)
+    finally:
+        if stop.calls:
+            stop()  # Also if the script has caught it and ended in its own way.
+
+
+def _snapshot(run_file: Path, options: Options) -> Path | None:
+    """Where the first bad step is written. That of another run goes only if its run file does."""
+    if options.guard is None or not options.snapshot:
+        return None
+    from gradilocks.lab.trace import fresh_place
+
+    path = run_file.with_name(f"{run_file.stem}-first-bad-step.pt")
+    return path if options.exists == "replace" else fresh_place(path)
 
 
 def _fresh_name(stem: str) -> Path:

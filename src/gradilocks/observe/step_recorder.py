@@ -377,6 +377,7 @@ class StepRecorder(StepListener):
         if attempt.parts is not None:
             attempt.counts = attempt.parts.counts(attempt.params, attempt.reading)
         step.statistics = attempt.reading.statistics
+        step.clipped_statistics = attempt.reading.clipped
         attempt.loss = self.losses.take()
         if self.recorder is not None and self.recorder.writes:
             self.recorder.precision(self.losses.formats)
@@ -439,6 +440,8 @@ class StepRecorder(StepListener):
         attempt = self._attempts.pop(step, None)
         if attempt is None:
             return
+        if step.has_closure and step.held is True:  # Perhaps by a later evaluation than the first.
+            self._read(step, attempt)
         self.losses.end()
         self.seen += 1
         reading = attempt.reading

@@ -174,7 +174,7 @@ class TorchHooks:
         except BaseException:
             EVENTS.fail_step(step)
             raise
-        step.skip = _overflowed(state)
+        step.skip = step.held or _overflowed(state)
         EVENTS.end_step(step)
         return returned
 

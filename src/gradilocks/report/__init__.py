@@ -38,7 +38,7 @@ _HOME = {
         "written_whole",
     ),
     "experiment": ("Drawn", "experiment_page"),
-    "formatting": ("clean", "number", "power", "short_name"),
+    "formatting": ("clean", "number", "power", "short_name", "size"),
     "health": ("Finding", "Health"),
     "report_page": ("identity", "identity_of_headers", "render"),
     "run_list": ("ListedRun", "find_runs", "list_runs"),
@@ -83,6 +83,7 @@ __all__ = [
     "runs_identity",
     "settled",
     "short_name",
+    "size",
     "write",
     "write_audit_page",
     "written_whole",
@@ -123,7 +124,7 @@ if TYPE_CHECKING:
         written_whole,
     )
     from gradilocks.report.experiment import Drawn, experiment_page
-    from gradilocks.report.formatting import clean, number, power, short_name
+    from gradilocks.report.formatting import clean, number, power, short_name, size
     from gradilocks.report.health import Finding, Health
     from gradilocks.report.report_page import identity, identity_of_headers, render
     from gradilocks.report.run_list import ListedRun, find_runs, list_runs

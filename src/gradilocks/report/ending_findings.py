@@ -23,6 +23,14 @@ def ending(run: Run) -> Iterator[Finding]:
     elif end.status == "interrupted":
         told = f"Somebody stopped it after {duration(end.time)}."
         yield Finding("interrupted", "note", "The run was interrupted", told)
+    elif end.status == "exit" and run.header.settings.get("guard") == "stop" and end.exit == 70:
+        title = "The run was stopped at a step with NaN or Inf"
+        told = (
+            f"`--guard stop` ended it after {duration(end.time)}. That step was not taken: "
+            "parameters and optimizer state are those before it, and a checkpoint of before it "
+            "goes on from there."
+        )
+        yield Finding("stopped-by-guard", "problem", title, told, {"exit": end.exit})
     elif end.status != "finished":
         title = f"The run exited with status {end.exit}"
         said = f": {clean(end.error)}" if end.error else " and said that something was wrong."

@@ -396,7 +396,7 @@ def traced(run: Run, tracks: Sequence[Track]) -> Iterator[Finding]:
     late: list[Trace] = []
     buffers: list[Trace] = []
     for trace in run.traces:
-        if certainty_of(trace) == "unknown":
+        if trace.certainty == "unknown":
             continue  # It stands in the finding about its step.
         if trace.where == "buffers":
             buffers.append(trace)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradilocks.step.own_step import inner_optimizers
 
-__all__ = ["step_with_closure"]
+__all__ = ["BeforeStep", "step_with_closure"]
 
 
 class _Skipped(Exception):
@@ -51,7 +51,7 @@ def step_with_closure(
         require_finite()
         return loss
 
-    before = _Snapshot(optimizer)
+    before = BeforeStep(optimizer)
     try:
         if gradients_are_waiting:
             require_finite()
@@ -63,7 +63,7 @@ def step_with_closure(
         raise
 
 
-class _Snapshot:
+class BeforeStep:
     """An optimizer's parameters and state, and that of those inside it, so that a step is undone.
 
     Only a step with a closure needs one: by the time a later evaluation turns out non-finite, the

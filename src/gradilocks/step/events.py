@@ -97,6 +97,9 @@ class Step:
     """At the end: whether they were left so by a clip policy, on finite gradients."""
     statistics: Statistics | None = None
     """For listeners: what one of them has measured, if the driver is no control."""
+    clipped_statistics: Statistics | None = None
+    """For listeners: the same of the gradients as they are now, if `statistics` are of before a
+    clip."""
     loss: Tensor | None = None
     """For listeners: the loss that one of them has found, likewise."""
     limit: Tensor | None = None

@@ -25,6 +25,7 @@ __all__ = [
     "inner_optimizers",
     "is_ours",
     "own_step",
+    "register_guard",
     "register_ours",
     "weakly",
     "why_not_inside",
@@ -104,6 +105,14 @@ def register_ours(step: Any) -> None:
     _ours.add(_undecorated(step))
 
 
+def register_guard(step: Any) -> None:
+    """For `gradilocks run --guard`: its steps call what they wrap, on the same object, or nothing.
+
+    They are looked through like torch's own decorators.
+    """
+    _guards.add(step)
+
+
 def has_own_amp_flag(optimizer: Any) -> bool:
     """Whether who steps has `_step_supports_amp_scaling` itself, and does not forward it."""
     owner = getattr(optimizer.step, "__self__", optimizer)
@@ -165,6 +174,7 @@ def weakly(optimizer: Any) -> Callable[[], Any]:
 _examined: weakref.WeakKeyDictionary[FunctionType, weakref.WeakKeyDictionary[type, OwnStep]]
 _examined = weakref.WeakKeyDictionary()
 _ours: weakref.WeakSet[FunctionType] = weakref.WeakSet()
+_guards: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 
 
 def _examine(step: FunctionType, kind: type) -> OwnStep:
@@ -196,7 +206,7 @@ def _may_step_another(optimizer: Any, attributes: dict[str, Any]) -> bool:
 
 def _undecorated(function: FunctionType) -> FunctionType:
     """The function inside torch's decorators; `functools.wraps` of others proves nothing."""
-    while _is_torchs(function):
+    while _is_torchs(function) or function in _guards:
         inner = function.__dict__.get("__wrapped__")
         if not isinstance(inner, FunctionType):
             break

@@ -32,7 +32,7 @@ from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.unchanged import Generators, version_of
 
-__all__ = ["KeptCall", "KeptCalls", "KeptStep"]
+__all__ = ["KeptCall", "KeptCalls", "KeptStep", "Precision"]
 
 is_jit_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing")  # noqa: B009 # untyped
 _logger = logging.getLogger("gradilocks")
@@ -43,22 +43,32 @@ _LOOKED_AT = 3
 """Calls of a module after which it is known which generators its forward draws from."""
 
 
-class _Precision:
-    """What autocast did when a model was called."""
+class Precision:
+    """What autocast did when a model was called.
 
-    def __init__(self, kinds: Iterable[str]) -> None:
-        self.states = [
+    Args:
+        states: by device: its name, whether autocast was on, and to which dtype.
+        caches: whether it kept what it had cast.
+    """
+
+    def __init__(self, states: Sequence[tuple[str, bool, torch.dtype]], *, caches: bool) -> None:
+        self.states, self.caches = states, caches
+
+    @classmethod
+    def now(cls, kinds: Iterable[str]) -> Precision:
+        """What it does at this moment on these kinds of devices."""
+        states = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         ]
-        self._cached = torch.is_autocast_cache_enabled()
+        return cls(states, caches=torch.is_autocast_cache_enabled())
 
     def again(self) -> ExitStack:
         """A context in which it does the same."""
         stack = ExitStack()
         for kind, enabled, dtype in self.states:
             stack.enter_context(
-                torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cached)
+                torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.caches)
             )
         return stack
 
@@ -93,13 +103,19 @@ class KeptCall:
     )
 
     def __init__(
-        self, module: nn.Module, args: tuple[Any, ...], *, began: int, habits: _Habits
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        *,
+        began: int,
+        generators: Generators,
+        precision: Precision,
     ) -> None:
-        self.module = habits.module
+        self.module = weakref.ref(module)
         self.args: tuple[Any, ...] | None = args
         self.kwargs: Mapping[str, Any] = {}
         self.began, self.came_back = began, 0
-        self.generators, self.precision = habits.generators(), habits.precision()
+        self.generators, self.precision = generators, precision
         self.training, self.modes = module.training, function_modes()
         self.received: dict[str, Tensor] = {}
         self.incomplete = ""
@@ -279,7 +295,13 @@ class KeptCalls:
         habits = self._habits.get(id(module))
         if habits is None or habits.module() is not module:
             habits = self._habits[id(module)] = _Habits(module)
-        return KeptCall(module, args, began=next(self._clock), habits=habits)
+        return KeptCall(
+            module,
+            args,
+            began=next(self._clock),
+            generators=habits.generators(),
+            precision=habits.precision(),
+        )
 
     def _after(
         self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any = None
@@ -396,7 +418,7 @@ class _Habits:
         self._cuda = sorted(each.index for each in devices if each.type == "cuda")
         kinds = sorted({"cpu", *(each.type for each in devices)})
         self._kinds = tuple(filter(torch.amp.is_autocast_available, kinds))
-        self._without_autocast: _Precision | None = None
+        self._without_autocast: Precision | None = None
         self._calls = 0
         self._python = self._numpy = False
 
@@ -405,12 +427,12 @@ class _Habits:
         looks = self._calls < _LOOKED_AT
         return Generators.now(self._cuda, python=looks or self._python, numpy=looks or self._numpy)
 
-    def precision(self) -> _Precision:
+    def precision(self) -> Precision:
         """What autocast does; read once for all calls without it."""
         if is_autocast_enabled():
-            return _Precision(self._kinds)
+            return Precision.now(self._kinds)
         if self._without_autocast is None:
-            self._without_autocast = _Precision(self._kinds)
+            self._without_autocast = Precision.now(self._kinds)
         return self._without_autocast
 
     def note(self, call: KeptCall) -> None:

@@ -85,9 +85,12 @@ def replay(
     ):
         for call in kept.calls:
             doubts.append(call.incomplete)
-            if call.args is not None and call.module() is not None:
+            module = call.module()
+            if call.args is not None and module is not None:
                 if call.inputs_changed:
                     doubts.append("what the model was given has been changed in place since")
+                if call.training != module.training:
+                    doubts.append("the model was switched between training and evaluation since")
                 if call.modes != function_modes():
                     doubts.append("the model was called under a mode that is not there any more")
                 unknown = call.generators.unknown()

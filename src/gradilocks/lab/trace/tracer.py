@@ -96,9 +96,9 @@ class Tracer(StepListener):
         self.on_close: Callable[[], None] = _nothing
         self.replays = True
         """Whether bad steps are run once more."""
-        self.looked: Callable[[int, KeptStep, str], None] | None = None
-        """Told of each bad step that is looked at: its number, what was kept of it, what was found.
-        """
+        self.looked: Callable[[int, KeptStep, str, str], None] | None = None
+        """Told of each bad step that is looked at: its number, what was kept of it, what was found,
+        and why its parameters may be others by now, which is "" if they are not."""
         self.follow(models)
 
     @property
@@ -262,7 +262,7 @@ class Tracer(StepListener):
                 )
             if self.looked is not None:
                 found = self.findings[-1].text if len(self.findings) > told else ""
-                self.looked(step, calls, found)
+                self.looked(step, calls, found, doubt)
         if gone:
             self._is_late = True
 
