@@ -3,11 +3,12 @@
 What it takes for that is kept at every step, and nothing waits for it. A bad step is run again if
 its parameters are still those that it began with when it is known to be bad: on a CPU before the
 optimizer takes it; on a GPU if a scaler has held it back, and at every step under `--trace`, which
-waits for the device to know.
+waits for the device to know. Every rank does so by itself, and rank 0 tells what they found.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,8 @@ class ScriptTracer(StepListener):
         snapshot: Path | None = None,
     ) -> None:
         self._make_recorder, self._waits, self._guards = make_recorder, waits, guards
-        self._drivers = PerDriver(_Driver)
+        numbers = itertools.count()
+        self._drivers = PerDriver(lambda: _Driver(next(numbers)))
         self._fresh: WeakSet[Any] = WeakSet()  # Optimizers that have not stepped yet.
         self._searches = 0
         self._called: dict[int, ref[nn.Module]] = {}
@@ -82,6 +84,7 @@ class ScriptTracer(StepListener):
         tracer = self._tracer
         if tracer.recorder is None:
             tracer.recorder = self._make_recorder()
+            tracer.meet_ranks()  # Now, while all of them train: a bad step may be one rank's alone.
         tracer.follow(self._drivers.of(step).models_of(list(step.parameters())))
         for optimizer in step.optimizers:
             self._fresh.discard(optimizer)
@@ -127,6 +130,7 @@ class ScriptTracer(StepListener):
         self._tracer.look(
             driver.steps + 1,
             self._tracer.kept.take(),
+            driver=driver.number,
             loss_is_bad=None if step.loss is None else not bool(step.loss.isfinite().all()),
             gone=step.driver is step.optimizers[0] and not self._guards,
         )
@@ -153,23 +157,30 @@ class ScriptTracer(StepListener):
         driver.steps += 1
         tracer = self._tracer
         if step.record is not None:
-            tracer.note(step.record.row, step=driver.steps)
+            tracer.note(step.record.row, step=driver.steps, driver=driver.number)
         elif driver.looked is step or step.statistics is None:
             tracer.kept.take()
         elif step.driver is not step.optimizers[0] and step.frame is None:
             # A scaler has held it back, and no optimizer was called: the host has waited for that.
-            tracer.look(driver.steps, tracer.kept.take())
+            tracer.look(driver.steps, tracer.kept.take(), driver=driver.number)
         elif isinstance(step.skip, Tensor):
-            tracer.note(step.skip.reshape(1).to(torch.float32), step=driver.steps)
+            flag = step.skip.reshape(1).to(torch.float32)
+            tracer.note(flag, step=driver.steps, driver=driver.number)
         else:
             tracer.kept.take()
         driver.looked = None
+        tracer.settle()
 
 
 class _Driver:
-    """A control or an optimizer: how many steps it has taken, and the models that it trains."""
+    """A control or an optimizer: how many steps it has taken, and the models that it trains.
 
-    def __init__(self) -> None:
+    Attributes:
+        number: which one of the script, counted from 0 by their first steps, alike on every rank.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.steps = 0
         self.looked: Step | None = None
         """The step that goes on, if it has been looked at."""

@@ -67,7 +67,7 @@ class ScriptSession:
         warn, note: told if something had to end early; at the first step, where it is recorded.
         failure: what a failure of ours means, in words.
         after_failure: called whenever we would do something and have failed; may raise.
-        every_rank: whether ranks that do not record have all listeners too.
+        every_rank: whether ranks that do not record speak too.
 
     Attributes:
         shown: the run file, as it is to be typed from the folder in which the session began.
@@ -127,8 +127,8 @@ class ScriptSession:
         """Runs the program to its end, and leaves as `run_script` does.
 
         Args:
-            listeners: called when torch is there; what it returns hears of every step, after the
-                recorder.
+            listeners: called on every rank when torch is there; what it returns hears of every
+                step, after the recorder.
             conclude: called last, with how the script ended; calls `close`.
         """
         self.end = ProcessEnd(conclude)
@@ -153,8 +153,7 @@ class ScriptSession:
             self._after_failure,
         )
         self.steps = StepRecorder(self._recorder, self._say)
-        others = listeners() if self.records or self._every_rank else ()
-        every = (self.steps.losses, self.steps, *others)
+        every = (self.steps.losses, self.steps, *listeners())
         self._listeners = [self.guard.around(each) for each in every]
         for listener in self._listeners:
             EVENTS.add(listener)
@@ -336,7 +335,9 @@ def run_script(
 
     def listeners() -> Sequence[Any]:
         snapshot = session.shown.with_name(f"{session.shown.stem}-first-bad-step.pt")
+        snapshots = options.guard is not None and options.snapshot and session.records
         if options.trace is not None or options.guard is not None:
+            session.steps.measures = True
             from gradilocks.observe.script_tracer import ScriptTracer
 
             tracers.append(
@@ -345,7 +346,7 @@ def run_script(
                     waits=options.trace == "always" or options.guard == "stop",
                     replays=options.trace is not None,
                     guards=options.guard is not None,
-                    snapshot=snapshot if options.guard is not None and options.snapshot else None,
+                    snapshot=snapshot if snapshots else None,
                 )
             )
         if options.guard is not None:

@@ -19,12 +19,15 @@ from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.tensors import tensors_in
 from gradilocks.lab.trace.finding import Finding, damaged_among
 from gradilocks.lab.trace.kept_calls import KeptCall, KeptStep
+from gradilocks.lab.trace.no_collectives import MeetsOthers, NoCollectives
 from gradilocks.lab.trace.step_trace import StepTrace
 from gradilocks.lab.unchanged import unchanged
 from gradilocks.names import is_compiled
 from gradilocks.runfile import Trace
 
 __all__ = ["Replayed", "replay"]
+
+_MEETS = "the model meets other ranks as it runs, and they would have to run it together"
 
 
 class Replayed(NamedTuple):
@@ -68,7 +71,8 @@ def replay(
     if any(map(is_compiled, models)):
         doubts.append("the model is compiled, and was run as it is written")
     seen: list[_Seen] = []
-    with unchanged(models, doing="traced"), UNCOMPILED, torch.enable_grad():
+    alone = NoCollectives()
+    with unchanged(models, doing="traced"), UNCOMPILED, torch.enable_grad(), alone:
         for call in kept.calls:
             doubts.append(call.incomplete)
             if call.args is not None and call.module() is not None:
@@ -81,6 +85,8 @@ def replay(
                         "the model draws from Python's or NumPy's random numbers, and where those "
                         "stood is not known"
                     )
+    if alone.met:  # What came before that was run as it was; of Inf, a mask may have been next.
+        doubts, seen = [_MEETS], [each for each in seen if each.finding.seen.nan]
     first = min(seen, key=lambda each: each.when, default=None)
     found = None if first is None else first.finding.trace()
     return Replayed(found, next(filter(None, doubts), ""))
@@ -114,6 +120,8 @@ def _run(call: KeptCall, models: Sequence[nn.Module], loss_is_bad: bool | None) 
         if pairs:
             trace.watch_parameters()
             _backward(pairs, module, (args, kwargs))
+        trace.settle()
+    except MeetsOthers:
         trace.settle()
     finally:
         trace.remove()

@@ -9,6 +9,7 @@ from them.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import time
@@ -22,10 +23,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.trace.finding import Finding, damaged_among, damaged_gradients
 from gradilocks.lab.trace.kept_calls import KeptCalls, KeptStep
+from gradilocks.lab.trace.rank_answers import Answer, RankAnswers, concluded
 from gradilocks.lab.trace.replay import Replayed, replay
 from gradilocks.lab.trace.step_trace import StepTrace
 from gradilocks.names import is_compiled, unwrapped
-from gradilocks.ranks.layout import flattened_among, is_distributed
+from gradilocks.ranks.layout import (
+    flattened_among,
+    has_other_ranks,
+    is_distributed,
+    ranks_in,
+    replicas_of,
+)
 from gradilocks.runfile import Trace
 from gradilocks.step.events import Step, StepEvents, StepListener
 from gradilocks.step.lr_schedule import Flag
@@ -38,6 +46,7 @@ _logger = logging.getLogger("gradilocks")
 _MOST_REPLAYS = 20
 _MOST_PENDING = 3  # Steps whose calls are kept until it is known whether they were bad.
 _SPREAD = "the model is spread over ranks, which would have to run it together"
+_ENOUGH = "no more bad steps are looked at"
 
 
 class _Pending(NamedTuple):
@@ -45,6 +54,7 @@ class _Pending(NamedTuple):
 
     flag: Flag
     step: int | Tensor
+    driver: int
     in_gradients: Trace | None
     """What its gradients tell, if it was followed and nothing was found."""
     calls: KeptStep
@@ -54,7 +64,8 @@ class Tracer(StepListener):
     """Finds the module in which NaN or Inf is born; made by `gradilocks.trace`.
 
     Attributes:
-        findings: what was found, oldest first.
+        findings: what was found, oldest first. Where several ranks train, rank 0's are those of all
+            ranks, once they have answered, and each other rank's are its own.
     """
 
     def __init__(self, models: Sequence[nn.Module], *, recorder: Any = None, most: int = 5) -> None:
@@ -70,7 +81,9 @@ class Tracer(StepListener):
         self._found_nothing = False  # In the step that goes on, though it was followed.
         self._pending: list[_Pending] = []
         self._latest_step: int | Tensor = 0
+        self._driver = 0
         self._replays = 0
+        self._ranks: RankAnswers | None = None
         self._step_hook: Any = None
         self._closed = False
         self._began = time.perf_counter()
@@ -116,7 +129,7 @@ class Tracer(StepListener):
         if damaged is not None:
             if not self._is_late:  # Once, until a step was well again.
                 self._is_late = True
-                self._tell(damaged, step=max(done, 1))
+                self._answer(Answer(max(done, 1), damaged, driver=self._driver, is_last=False))
             return
         self._is_late = False
         self._trace = StepTrace(models, self._found)
@@ -146,7 +159,8 @@ class Tracer(StepListener):
 
     def _found(self, finding: Finding) -> None:
         damaged = damaged_among(self.models, "finite when the trace began")
-        self._tell(damaged or finding.trace(), step=_number(self._latest_step) + 1)
+        step, found = _number(self._latest_step) + 1, damaged or finding.trace()
+        self._answer(Answer(step, found, driver=self._driver, is_last=False))
         self.disarm()
 
     # --- a bad step, run once more -------------------------------------------------------------
@@ -157,7 +171,7 @@ class Tracer(StepListener):
             row = step.record.row
             self.note(row, step=row[ROW.index("step")].clone())
 
-    def note(self, row: Tensor, *, step: int | Tensor | None = None) -> None:
+    def note(self, row: Tensor, *, step: int | Tensor | None = None, driver: int = 0) -> None:
         """A step is over that changed no parameter if it was bad.
 
         On a GPU the numbers travel without a wait and are looked at when they have arrived, one or
@@ -167,6 +181,7 @@ class Tracer(StepListener):
             row: begins with 1 if it had NaN or Inf, else with 0.
             step: its number, by default the one after the last. A tensor is read only if there is
                 something to tell.
+            driver: whose step: optimizers that count their steps by themselves have each a number.
         """
         if self.armed:
             self.disarm()
@@ -180,16 +195,18 @@ class Tracer(StepListener):
         in_gradients = damaged_gradients(self.models) if found_nothing else None
         if len(self._pending) >= _MOST_PENDING:
             self._pending[0].calls.forget()
-        self._pending.append(_Pending(Flag(row), step, in_gradients, calls))
+        self._pending.append(_Pending(Flag(row), step, driver, in_gradients, calls))
         bad = False
         while self._pending and (told := self._pending[0].flag.overflowed()) is not None:
             pending = self._pending.pop(0)
             bad = bad or told
             if told and pending.in_gradients is not None:
-                self._tell(pending.in_gradients, step=_number(pending.step))
+                number, gradients = _number(pending.step), pending.in_gradients
+                self._answer(Answer(number, gradients=gradients, driver=pending.driver))
             elif told:
                 doubt = "later steps had changed the parameters by then" if self._pending else ""
-                self.look(_number(pending.step), pending.calls, doubt=doubt)
+                number = _number(pending.step)
+                self.look(number, pending.calls, driver=pending.driver, doubt=doubt)
         if not bad:
             self.well()
 
@@ -198,6 +215,7 @@ class Tracer(StepListener):
         step: int,
         calls: KeptStep,
         *,
+        driver: int = 0,
         loss_is_bad: bool | None = None,
         doubt: str = "",
         gone: bool = False,
@@ -207,23 +225,29 @@ class Tracer(StepListener):
         Args:
             step: its number.
             calls: what was kept of it.
+            driver: whose step, as `note` has it.
             loss_is_bad: whether its loss was NaN or Inf, if that is known.
             doubt: why the parameters may be others, in half a sentence.
             gone: whether the bad step is about to be taken: what follows comes from it.
         """
         if self._is_late or self._closed:
             return
-        told = len(self.findings)
-        if self.replays and told < self._most and self._replays < _MOST_REPLAYS:
-            self._look(step, calls, loss_is_bad=loss_is_bad, doubt=doubt, gone=gone)
+        self._driver = driver
+        if isinstance(self._latest_step, int):  # Of which whatever is followed next comes after.
+            self._latest_step = max(self._latest_step, step)
+        found = None
+        if self.replays and len(self.findings) < self._most and self._replays < _MOST_REPLAYS:
+            found = self._look(step, calls, loss_is_bad=loss_is_bad, doubt=doubt, gone=gone)
+        elif self.replays and has_other_ranks():
+            self._answer(Answer(step, doubt=_ENOUGH, driver=driver))
         if self.looked is not None:
-            self.looked(step, calls, self.findings[-1].text if len(self.findings) > told else "")
+            self.looked(step, calls, "" if found is None else found.text)
         if gone:
             self._is_late = True
 
     def _look(
         self, step: int, calls: KeptStep, *, loss_is_bad: bool | None, doubt: str, gone: bool
-    ) -> None:
+    ) -> Trace | None:
         models = self.models
         self._replays += 1
         params = [param for model in models for param in model.parameters()]
@@ -235,31 +259,69 @@ class Tracer(StepListener):
                 found = replay(step, calls, models, loss_is_bad=loss_is_bad, doubt=doubt)
             finally:
                 self.kept.paused = False
-        trace = found.trace
-        if trace is None and not found.doubt:  # Run again just as it was, all of it was finite.
-            trace = damaged_gradients(models)
+        trace, gradients = found.trace, None
+        if trace is None:
+            gradients = damaged_gradients(models)
+        elif found.doubt:
+            text = f"{trace.text}. Likely, not certain: {found.doubt}"
+            trace = dataclasses.replace(trace, certainty="likely", text=text)
         if trace is not None:
-            certainty = "likely" if found.doubt else "certain"
-            text = trace.text
-            if found.doubt:
-                text += f". Likely, not certain: {found.doubt}"
             self._is_late = trace.where == "parameters"
-            self._tell(dataclasses.replace(trace, certainty=certainty, text=text), step=step)
-        elif not gone:
+        self._answer(Answer(step, trace, gradients, found.doubt, self._driver))
+        if trace is None and (found.doubt or gradients is None) and not gone:
             self.arm()
+        return trace
 
     def well(self) -> None:
         """A step was good, so that its parameters are."""
         self._is_late = False
+        self.settle()
 
-    def _tell(self, found: Trace, *, step: int) -> None:
-        known = (found.where, found.module, found.phase, found.what)
-        if any((f.where, f.module, f.phase, f.what) == known for f in self.findings):
-            return  # The same place again: it has been told.
+    # --- what is told --------------------------------------------------------------------------
+
+    def meet_ranks(self) -> None:
+        """Opens the post by which ranks answer each other, if there are others."""
+        if self._ranks is None and has_other_ranks():
+            self._ranks = RankAnswers(self._tell)
+
+    def settle(self) -> None:
+        """Tells what other ranks have found meanwhile; does not wait."""
+        if self._ranks is not None:
+            self._ranks.settle()
+
+    def finish(self) -> None:
+        """Waits a few seconds for what other ranks tell of steps that were bad on this one."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+    def _answer(self, answer: Answer) -> None:
+        """This rank has found this of a step: it is told once the other ranks have answered."""
         now = time.perf_counter() - self._began
         if self.recorder is not None:
             now = self.recorder.elapsed()
-        found = dataclasses.replace(found, step=step, time=now)
+        found, gradients = (
+            None if trace is None else dataclasses.replace(trace, step=answer.step, time=now)
+            for trace in (answer.found, answer.gradients)
+        )
+        answer = answer._replace(found=found, gradients=gradients)
+        self.meet_ranks()
+        ranks = self._ranks
+        if ranks is None:
+            told = concluded({0: [answer]}, (0,))
+        else:
+            groups = (replicas_of(part) for model in self.models for part in model.modules())
+            partners = {rank for group in groups if group is not None for rank in ranks_in(group)}
+            ranks.give(answer, sorted(partners) or ranks.ranks)
+            writes = self.recorder is not None and self.recorder.recording
+            told = ranks.alone(answer) if ranks.rank and (found or writes) else []
+        for trace in told:
+            self._tell(trace)
+
+    def _tell(self, found: Trace) -> None:
+        known = (found.where, found.module, found.phase, found.what, found.ranks)
+        if any((f.where, f.module, f.phase, f.what, f.ranks) == known for f in self.findings):
+            return  # The same place again: it has been told.
         self.findings.append(found)
         if self.recorder is None or not self.recorder.trace(found):
             _logger.warning("step %d traced: %s", found.step, found.text)
@@ -267,6 +329,7 @@ class Tracer(StepListener):
     def close(self) -> None:
         """Takes the hooks away for good."""
         self.disarm()
+        self.finish()
         self._closed = True
         self._pending = []
         self.kept.close()
@@ -298,6 +361,9 @@ def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: 
     parameters or buffers that are NaN or Inf already, input data, the loss, and what arises between
     modules or gets into gradients after backward are told apart.
 
+    With several ranks make one on each: every rank runs its own batch again, so that the guilty one
+    finds it, logs it, and tells rank 0, which writes it down with the rank. Nobody waits for that.
+
     Args:
         model: the model, in DDP or compiled too; compiled code runs eagerly while it is traced.
         control: a GradientControl whose bad steps are looked at. On a GPU it learns of them without
@@ -328,7 +394,14 @@ def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: 
             )
         control._events.add(tracer)  # Which holds it, so that nobody needs a variable for it.
         tracer._control = weakref.ref(control)
+    atexit.register(_finish, weakref.ref(tracer))
     return tracer
+
+
+def _finish(find: Callable[[], Tracer | None]) -> None:
+    tracer = find()
+    if tracer is not None:
+        tracer.finish()
 
 
 def called_modules(models: Iterable[nn.Module]) -> list[nn.Module]:
