@@ -183,7 +183,7 @@ def hidden(torch_, lost):
 
 
 def modes(torch_, lost):
-    """Without the name nothing is seen; a process group's own methods refuse to meet all the same."""
+    """Without the name nothing is seen; process groups refuse to meet all the same."""
     for way, expected in ((torch_, 1), (lost, 0)):
         seen = []
 

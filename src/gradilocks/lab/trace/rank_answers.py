@@ -99,9 +99,9 @@ def concluded(answers: Mapping[int, Sequence[Answer]], ranks: Sequence[int]) -> 
         f"{doubt} ({on_ranks(whose, len(ranks))})" if len(whose) < len(ranks) else doubt
         for doubt, whose in doubts.items()
     ]
-    if silent:
-        whose = on_ranks(silent, len(ranks))
-        why.append(f"what was found {whose} has not been told, and it may have been made there")
+    if not why:
+        where = on_ranks(silent, len(ranks))
+        why = [f"what was found {where} has not been told, and it may have been made there"]
     text = f"{first.text}; where it arose is not known: {'; '.join(why)}"
     return [dataclasses.replace(first, text=text, certainty="unknown")]
 
