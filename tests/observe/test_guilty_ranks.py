@@ -91,8 +91,13 @@ def test_a_guard_stops_all_ranks_at_the_same_step(launcher, tmp_path):
     shown = _run(launcher, tmp_path, "--guard", "stop", GUILTY, "backward:4", "plain")
     assert shown.statuses == [70, 70], shown.err
     assert [len(out.splitlines()) for out in shown.out] == [3, 3]
-    assert _places(_traces(tmp_path)) == [(4, "module", "backward", "length", (1,), "certain")]
-    assert (tmp_path / "a-first-bad-step.pt").exists()
+    (found,) = _traces(tmp_path)
+    assert _places([found]) == [(4, "module", "backward", "length", (1,), "certain")]
+    assert found.text.endswith(". That rank's step is in a.rank1-first-bad-step.pt")
+    names = ("a-first-bad-step.pt", "a.rank1-first-bad-step.pt")
+    kept = [torch.load(tmp_path / name, weights_only=True) for name in names]
+    assert [each["step"] for each in kept] == [4, 4]
+    assert [bool(each["found"]) for each in kept] == [False, True]
 
 
 def test_a_guard_skips_on_all_ranks_and_an_innocent_one_blames_nobody(launcher, tmp_path):

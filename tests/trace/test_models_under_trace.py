@@ -277,3 +277,23 @@ def test_a_finding_has_the_number_of_the_controls_step_after_a_checkpoint():
             after.zero_grad()
     assert outcome.step == 5
     assert [found.step for found in tracer.findings] == [4]
+
+
+def test_a_forward_that_cannot_run_twice_ends_neither_the_training_nor_the_trace():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.noise = iter([1.0, float("inf")])
+
+        def forward(self, x):
+            return x * next(self.noise)
+
+    model = nn.Sequential(nn.Linear(4, 4), Noisy())
+    control = gradilocks.GradientControl(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    with gradilocks.trace(model, control=control) as tracer:
+        for _ in range(2):
+            control.backward(model(torch.ones(2, 4)).square().mean())
+            control.step()
+            control.zero_grad()
+        assert tracer.findings == []
+        assert tracer.armed  # The next step is followed as it trains.

@@ -38,6 +38,7 @@ class ScriptTracer(StepListener):
         replays: whether a bad step is run once more.
         guards: whether bad steps are held back, whoever was to take them.
         snapshot: a file for the first bad step that is held back; None for none.
+        innocent: whether it is written too if this rank has found nothing.
 
     Attributes:
         snapshot: the file and its size in bytes, once it is there.
@@ -51,6 +52,7 @@ class ScriptTracer(StepListener):
         replays: bool = True,
         guards: bool = False,
         snapshot: Path | None = None,
+        innocent: bool = True,
     ) -> None:
         self._make_recorder, self._waits, self._guards = make_recorder, waits, guards
         numbers = itertools.count()
@@ -63,7 +65,7 @@ class ScriptTracer(StepListener):
         self._tracer = Tracer([])
         self._tracer.replays = replays
         if snapshot is not None:
-            self._tracer.looked = partial(self._write, snapshot)
+            self._tracer.looked = partial(self._write, snapshot, innocent=innocent)
         self._tracer.kept.follow_all()
 
     def findings(self) -> tuple[str, ...]:
@@ -135,11 +137,11 @@ class ScriptTracer(StepListener):
             gone=step.driver is step.optimizers[0] and not self._guards,
         )
 
-    def _write(self, path: Path, number: int, kept: KeptStep, found: str) -> None:
-        """The first bad step has been looked at: writes it down."""
+    def _write(self, path: Path, number: int, kept: KeptStep, found: str, *, innocent: bool) -> str:
+        """The first bad step has been looked at: writes it down; what to add to what was found."""
         step = self._latest
-        if self.snapshot is not None or step is None:
-            return
+        if self.snapshot is not None or step is None or not (found or innocent):
+            return ""
         models = self._tracer.models
         size = write_bad_step(
             path,
@@ -151,6 +153,7 @@ class ScriptTracer(StepListener):
             found=found,
         )
         self.snapshot = path, size
+        return "" if innocent else f". That rank's step is in {path}"
 
     def step_ended(self, step: Step) -> None:
         driver = self._drivers.of(step)

@@ -334,8 +334,10 @@ def run_script(
             stop()
 
     def listeners() -> Sequence[Any]:
-        snapshot = session.shown.with_name(f"{session.shown.stem}-first-bad-step.pt")
-        snapshots = options.guard is not None and options.snapshot and session.records
+        # Rank 0 writes its own; others, whose inputs are others, if they have made it.
+        shown = session.shown if session.records else rank_file(session.shown, session.rank)
+        snapshot = shown.with_name(f"{shown.stem}-first-bad-step.pt")
+        snapshots = options.guard is not None and options.snapshot
         if options.trace is not None or options.guard is not None:
             session.steps.measures = True
             from gradilocks.observe.script_tracer import ScriptTracer
@@ -347,6 +349,7 @@ def run_script(
                     replays=options.trace is not None,
                     guards=options.guard is not None,
                     snapshot=snapshot if snapshots else None,
+                    innocent=session.records,
                 )
             )
         if options.guard is not None:

@@ -23,7 +23,7 @@ from gradilocks.lab.trace.no_collectives import MeetsOthers, NoCollectives
 from gradilocks.lab.trace.step_trace import StepTrace
 from gradilocks.lab.unchanged import unchanged
 from gradilocks.names import is_compiled
-from gradilocks.runfile import Trace
+from gradilocks.runfile import Trace, describe_error
 
 __all__ = ["Replayed", "replay"]
 
@@ -79,7 +79,10 @@ def replay(
                 if call.inputs_changed:
                     doubts.append("what the model was given has been changed in place since")
                 unknown = call.generators.unknown()
-                seen += _run(call, models, loss_is_bad)
+                try:
+                    seen += _run(call, models, loss_is_bad)
+                except Exception as error:  # Short of memory, or a forward that cannot run twice.
+                    doubts.append(f"running it once more failed ({describe_error(error)})")
                 if any(unknown.moved()):
                     doubts.append(
                         "the model draws from Python's or NumPy's random numbers, and where those "

@@ -90,8 +90,9 @@ class Tracer(StepListener):
         self.kept = KeptCalls()
         self.replays = True
         """Whether bad steps are run once more."""
-        self.looked: Callable[[int, KeptStep, str], None] | None = None
-        """Told of each bad step that is looked at: its number, what was kept of it, what was found.
+        self.looked: Callable[[int, KeptStep, str], str] | None = None
+        """Told of each bad step that is looked at: its number, what was kept of it, what was found
+        on this rank; what it returns is added to that.
         """
         self.follow(models)
 
@@ -235,19 +236,23 @@ class Tracer(StepListener):
         self._driver = driver
         if isinstance(self._latest_step, int):  # Of which whatever is followed next comes after.
             self._latest_step = max(self._latest_step, step)
-        found = None
-        if self.replays and len(self.findings) < self._most and self._replays < _MOST_REPLAYS:
-            found = self._look(step, calls, loss_is_bad=loss_is_bad, doubt=doubt, gone=gone)
-        elif self.replays and has_other_ranks():
-            self._answer(Answer(step, doubt=_ENOUGH, driver=driver))
+        answer = Answer(step, doubt=_ENOUGH, driver=driver)
+        looks = len(self.findings) < self._most and self._replays < _MOST_REPLAYS
+        if self.replays and looks:
+            answer = self._look(step, calls, loss_is_bad=loss_is_bad, doubt=doubt)
+        found = answer.found
         if self.looked is not None:
-            self.looked(step, calls, "" if found is None else found.text)
+            more = self.looked(step, calls, "" if found is None else found.text)
+            if found is not None and more:
+                found = dataclasses.replace(found, text=f"{found.text}{more}")
+        if self.replays:
+            self._answer(answer._replace(found=found))
+            if looks and found is None and (answer.doubt or not answer.gradients) and not gone:
+                self.arm()
         if gone:
             self._is_late = True
 
-    def _look(
-        self, step: int, calls: KeptStep, *, loss_is_bad: bool | None, doubt: str, gone: bool
-    ) -> Trace | None:
+    def _look(self, step: int, calls: KeptStep, *, loss_is_bad: bool | None, doubt: str) -> Answer:
         models = self.models
         self._replays += 1
         params = [param for model in models for param in model.parameters()]
@@ -267,10 +272,7 @@ class Tracer(StepListener):
             trace = dataclasses.replace(trace, certainty="likely", text=text)
         if trace is not None:
             self._is_late = trace.where == "parameters"
-        self._answer(Answer(step, trace, gradients, found.doubt, self._driver))
-        if trace is None and (found.doubt or gradients is None) and not gone:
-            self.arm()
-        return trace
+        return Answer(step, trace, gradients, found.doubt, self._driver)
 
     def well(self) -> None:
         """A step was good, so that its parameters are."""
