@@ -194,6 +194,56 @@ def test_a_model_in_which_ranks_meet_is_run_up_to_there(launcher, tmp_path):
     assert f"Likely, not certain: {met}" in likely.text
 
 
+STAGES = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+
+class Fault(nn.Module):
+    step = 0
+
+    def forward(self, x):
+        if self.step == 3 and rank == 0:
+            return x / 0.0
+        if self.step == 5 and rank == 1:
+            return (x * 0.0).sqrt() + x
+        return x
+
+stage = nn.Sequential(nn.Linear(4, 4), Fault(), nn.Linear(4, 4))
+optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+for step in range(1, 7):
+    optimizer.zero_grad()
+    stage[1].step = step
+    if rank == 0:
+        out = stage(torch.randn(2, 4))
+        dist.send(out.detach(), 1)
+        grad = torch.empty_like(out)
+        dist.recv(grad, 1)
+        out.backward(grad)
+    else:
+        came = torch.empty(2, 4)
+        dist.recv(came, 0)
+        came.requires_grad_()
+        stage(came).square().mean().backward()
+        dist.send(came.grad, 0)
+    optimizer.step()
+"""
+
+
+def test_a_pipelines_stage_is_not_blamed_for_what_another_sent(launcher, tmp_path):
+    script = write(tmp_path, "stages.py", STAGES)
+    shown = _run(launcher, tmp_path, "--guard", "skip", script)
+    assert shown.statuses == [0, 0], shown.err
+    assert _places(_traces(tmp_path)) == [
+        (3, "module", "forward", "1", (0,), "certain"),
+        (5, "module", "backward", "1", (1,), "certain"),
+    ]
+
+
 MEETINGS = """
 import threading
 import torch

@@ -27,6 +27,8 @@ _PATIENCE = 15.0
 """Seconds that an answer is waited for, on the host and beside the training."""
 _FAREWELL = 5.0
 """Seconds likewise at the end of a run, which waits so long."""
+_FOLLOWS = ("after", "outside")
+"""Where NaN is found that another rank may have made."""
 _AFTER_BACKWARD = (
     ", but in no module: likely it gets there after backward, where gradients are added up, "
     "reduced over ranks or written by the script"
@@ -75,9 +77,9 @@ def concluded(answers: Mapping[int, Sequence[Answer]], ranks: Sequence[int]) -> 
         if answer.found is not None:
             _, whose = places.setdefault(_place(answer.found), (answer.found, []))
             whose.extend({rank}.difference(whose))
-    # A loss that ranks compute together, or a later stage of a pipeline, is NaN because of what
-    # another rank's module has made.
-    named = {place: each for place, each in places.items() if each[0].where != "after"}
+    # A loss that ranks compute together, and what a pipeline's stages hand each other, are NaN
+    # because of what another rank's module has made.
+    named = {place: each for place, each in places.items() if each[0].where not in _FOLLOWS}
     found = sorted((named or places).values(), key=lambda each: each[0].where != "module")
     if found:
         return [_told(trace, whose, ranks) for trace, whose in found]
