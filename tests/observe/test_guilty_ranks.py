@@ -170,9 +170,12 @@ for step in range(1, 6):
 def test_ranks_that_hold_a_model_together_run_nothing_again_and_say_so(launcher, tmp_path, kind):
     script = write(tmp_path, "sharded.py", SHARDED)
     plain = launcher.run(script, kind, cwd=tmp_path)
-    shown = _run(launcher, tmp_path, script, kind)
+    guard = ("--guard", "skip") if kind == "fsdp2" else ()
+    shown = _run(launcher, tmp_path, *guard, script, kind)
     assert shown.statuses == [0, 0], shown.err
     assert shown.out == plain.out
+    assert shown.err[0].count("one may skip a step that others take") == len(guard) // 2
+    assert "--guard" not in shown.err[1]
     (found,) = _traces(tmp_path)
     assert (found.step, found.where, found.certainty) == (3, "gradients", "unknown")
     assert "where it arose is not known: the model is spread over ranks" in found.text

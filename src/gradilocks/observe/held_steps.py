@@ -3,7 +3,7 @@
 An optimizer that is called by itself, by no scaler and no control, takes whatever gradients it
 finds. Here its own step is left out if they are not finite: parameters and state stay bit for bit
 as they were, whichever optimizer it is. Where torch's fused optimizers can leave it out on their
-device, they do; else the device is waited for.
+device, they do; else the device is waited for. Each rank decides by the gradients that it holds.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from torch import Tensor
 
 from gradilocks._torch import AMP_FLAG
 from gradilocks.observe.patches import Patches
+from gradilocks.ranks.layout import any_distributed, flattened_among
 from gradilocks.step.events import Step, StepListener
 
 __all__ = ["HeldSteps"]
+
+# They cannot ask each other: a collective of ours would hang where one of them does not step.
+_SPREAD = (
+    "--guard: the model is spread over ranks, and each of them holds back what is NaN or Inf in "
+    "its own shards: one may skip a step that others take. A GradientControl decides for all"
+)
 
 
 class HeldSteps(StepListener):
@@ -28,10 +35,14 @@ class HeldSteps(StepListener):
     Args:
         bad: called, before it is held back, with a step that is known to be bad; may raise.
         waits: whether every step is waited for, also where a device can leave it out by itself.
+        warn: told if ranks may decide differently.
     """
 
-    def __init__(self, bad: Callable[[Step], None], *, waits: bool) -> None:
-        self._bad, self._waits = bad, waits
+    def __init__(
+        self, bad: Callable[[Step], None], *, waits: bool, warn: Callable[[str], None]
+    ) -> None:
+        self._bad, self._waits, self._warn = bad, waits, warn
+        self._is_new = True
         self._patches = Patches()
         self._guarded: set[type] = set()
         self._step: Step | None = None  # That goes on, of an optimizer by itself.
@@ -62,6 +73,11 @@ class HeldSteps(StepListener):
     def step_begins(self, step: Step) -> None:
         if step.driver is step.optimizers[0]:
             self._step = step
+            if self._is_new:
+                self._is_new = False
+                params = list(step.parameters())
+                if flattened_among(params) or any_distributed(params):
+                    self._warn(_SPREAD)
 
     def step_ended(self, step: Step) -> None:
         if step is self._step:

@@ -149,10 +149,10 @@ class ScriptSession:
         from gradilocks.step.events import EVENTS
 
         self.guard = Guard(
-            lambda error: self._say(f"{self._failure}: {type(error).__name__}: {error}"),
+            lambda error: self.warn(f"{self._failure}: {type(error).__name__}: {error}"),
             self._after_failure,
         )
-        self.steps = StepRecorder(self._recorder, self._say)
+        self.steps = StepRecorder(self._recorder, self.warn)
         every = (self.steps.losses, self.steps, *listeners())
         self._listeners = [self.guard.around(each) for each in every]
         for listener in self._listeners:
@@ -166,7 +166,7 @@ class ScriptSession:
             self._patches = Patches()
             swap(self._patches, parts=options.swap, optimizers=options.swap_optimizers)
 
-    def _say(self, message: str) -> None:
+    def warn(self, message: str) -> None:
         """A warning; only ranks that record speak, as they share a terminal."""
         if self.records or self._every_rank:
             self._warn(message)
@@ -191,7 +191,7 @@ class ScriptSession:
             try:
                 recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
             except Exception as error:  # The script has ended; nothing must keep it from leaving.
-                self._say(f"{self.shown} could not be closed: {type(error).__name__}: {error}")
+                self.warn(f"{self.shown} could not be closed: {type(error).__name__}: {error}")
         for folder in self._made:  # That nothing was put into.
             with suppress(OSError):
                 folder.rmdir()
@@ -234,7 +234,7 @@ class ScriptSession:
         try:
             return self._options.sinks(self._target)
         except Exception as error:  # The run file does not depend on them.
-            self._say(f"nothing but the run file is fed: {type(error).__name__}: {error}")
+            self.warn(f"nothing but the run file is fed: {type(error).__name__}: {error}")
             return ()
 
     def _end_sinks(self) -> None:
@@ -355,7 +355,7 @@ def run_script(
         if options.guard is not None:
             from gradilocks.observe.held_steps import HeldSteps
 
-            guards.append(HeldSteps(held, waits=options.guard == "stop"))
+            guards.append(HeldSteps(held, waits=options.guard == "stop", warn=session.warn))
         return [*tracers, *guards]
 
     def conclude(ending: Ending) -> None:
