@@ -205,6 +205,21 @@ def hidden(torch_, lost):
     assert counter.get_total_flops() == 0
 
 
+def modes(torch_, lost):
+    """Without the name nothing is seen; process groups refuse to meet all the same."""
+    for way, expected in ((torch_, 1), (lost, 0)):
+        seen = []
+
+        class Mode(way.DispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None, seen=seen):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        with Mode():
+            torch.ones(2)
+        assert len(seen) == expected
+
+
 def disabled(torch_, lost):
     """The public function does the same, and imports the compiler at once, which takes seconds."""
 
@@ -272,6 +287,7 @@ FOUND = {
     "torch._C._len_torch_function_stack": modes_counted,
     "torch._C._EnableTorchFunction": modes_back,
     "torch.utils._python_dispatch._disable_current_modes": hidden,
+    "torch.utils._python_dispatch.TorchDispatchMode": modes,
     "torch._compile._disable_dynamo": disabled,
     "torch.optim.optimizer._global_optimizer_pre_hooks": hooks_of_all,
     "torch.optim.optimizer._global_optimizer_post_hooks": hooks_of_all,

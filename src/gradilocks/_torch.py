@@ -37,6 +37,7 @@ __all__ = [
     "NORMS_WITH_STATISTICS",
     "SCALER_ATTRIBUTES",
     "TRITON_NAMES",
+    "DispatchMode",
     "OptState",
     "TensorBase",
     "are_transforms_active",
@@ -360,6 +361,10 @@ be run once more."""
 _without_modes: Any = _find(
     "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext
 )
+
+DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode", contextlib.nullcontext)
+"""The class of modes that see every operation of torch. Without it, a collective that a model
+begins by an operation, and not by a process group, is not seen when one rank runs it once more."""
 
 
 @contextlib.contextmanager

@@ -206,7 +206,9 @@ def test_a_bad_loss_that_does_not_come_again_names_nobody_and_no_gradients():
         loss.backward()
         assert not all(param.grad.isfinite().all() for param in model.parameters())
         tracer.look(1, tracer.kept.take(), loss_is_bad=True, gone=True)
-        assert tracer.findings == []
+        (found,) = tracer.findings
+        assert (found.where, found.module, found.certainty) == ("unknown", "", "unknown")
+        assert "its loss was NaN or Inf, and run once more all of it was finite" in found.text
 
 
 def test_a_tracer_needs_no_variable_and_writes_to_the_controls_recorder(tmp_path):
@@ -294,3 +296,23 @@ def test_a_finding_has_the_number_of_the_controls_step_after_a_checkpoint():
             after.zero_grad()
     assert outcome.step == 5
     assert [found.step for found in tracer.findings] == [4]
+
+
+def test_a_forward_that_cannot_run_twice_ends_neither_the_training_nor_the_trace():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.noise = iter([1.0, float("inf")])
+
+        def forward(self, x):
+            return x * next(self.noise)
+
+    model = nn.Sequential(nn.Linear(4, 4), Noisy())
+    control = gradilocks.GradientControl(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    with gradilocks.trace(model, control=control) as tracer:
+        for _ in range(2):
+            control.backward(model(torch.ones(2, 4)).square().mean())
+            control.step()
+            control.zero_grad()
+        assert tracer.findings == []
+        assert tracer.armed  # The next step is followed as it trains.

@@ -196,7 +196,7 @@ def test_a_loss_that_is_bad_by_itself_is_told_as_that():
     net = nn.Linear(2, 1)
     shifted = lambda out: out.sum() + float("inf")  # noqa: E731 # Its gradients are finite.
     (found,) = look(net, [torch.ones(1, 2)], loss=shifted, loss_is_bad=True)
-    assert (found.where, found.certainty) == ("after", "certain")
+    assert (found.where, found.certainty) == ("after", "likely")
     assert found.text.startswith("NaN or Inf in the loss alone")
 
 

@@ -34,6 +34,12 @@ from gradilocks.values import Statistics, moved
 
 __all__ = ["HeldSteps"]
 
+# They cannot ask each other: a collective of ours would hang where one of them does not step.
+_SPREAD = (
+    "--guard: the model is spread over ranks, and each of them holds back what is NaN or Inf in "
+    "its own shards: one may skip a step that others take. A GradientControl decides for all"
+)
+
 
 class HeldSteps(StepListener):
     """Holds bad steps back.

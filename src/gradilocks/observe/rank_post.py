@@ -35,10 +35,11 @@ class RankPost:
         rank: this one.
         ranks: how many there are.
         name: tells it from others of these ranks.
+        often: seconds between two looks of rank 0 at what has come.
     """
 
-    def __init__(self, rank: int, ranks: int, name: str) -> None:
-        self._rank, self._ranks = rank, ranks
+    def __init__(self, rank: int, ranks: int, name: str, *, often: float = _OFTEN) -> None:
+        self._rank, self._ranks, self._often = rank, ranks, often
         self._address = f"gradilocks/{name}"
         self._letters: deque[str] = deque(maxlen=_MOST_LETTERS)
         self._came: deque[Any] = deque()
@@ -111,7 +112,7 @@ class RankPost:
                     missing.remove(number)
             if self._script_store is not None and store.add("here", 0) >= self._ranks - 1:
                 self._script_store = None
-            self._wake.wait(_OFTEN)
+            self._wake.wait(self._often)
 
     def _deliver(self) -> None:
         store = self._reached()

@@ -3,11 +3,12 @@
 What it takes for that is kept at every step, and nothing waits for it. A bad step is run again if
 its parameters are still those that it began with when it is known to be bad: on a CPU before the
 optimizer takes it; on a GPU if a scaler has held it back, and at every step under `--trace`, which
-waits for the device to know.
+waits for the device to know. Every rank does so by itself, and rank 0 tells what they found.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +36,7 @@ class ScriptTracer(StepListener):
         guards: whether bad steps are held back, whoever was to take them.
         snapshot: a file for the first bad step that is held back; None for none.
         warn: told if that cannot be written.
+        innocent: whether it is written too if this rank has found nothing.
 
     Attributes:
         snapshot: the file and its size in bytes, once it is there.
@@ -50,10 +52,12 @@ class ScriptTracer(StepListener):
         guards: bool = False,
         snapshot: Path | None = None,
         warn: Callable[[str], None] = lambda message: None,
+        innocent: bool = True,
     ) -> None:
         self._calls, self._met = calls, 0
         self._make_recorder, self._waits, self._guards = make_recorder, waits, guards
-        self._drivers = PerDriver(_Driver)
+        numbers = itertools.count()
+        self._drivers = PerDriver(lambda: _Driver(next(numbers)))
         self.passed_by = False
         """Whether a step was taken that nobody has looked at, as that would have been a wait."""
         self.snapshot: tuple[Path, int] | None = None
@@ -62,7 +66,7 @@ class ScriptTracer(StepListener):
         self._tracer = Tracer([], kept=calls.kept)
         self._tracer.replays = replays
         if snapshot is not None:
-            self._tracer.looked = partial(self._write, snapshot)
+            self._tracer.looked = partial(self._write, snapshot, innocent=innocent)
 
     def findings(self) -> tuple[str, ...]:
         """What was found, in sentences, each of them once."""
@@ -90,6 +94,8 @@ class ScriptTracer(StepListener):
     def _meet(self, step: Step) -> None:
         if self._tracer.recorder is None:
             self._tracer.recorder = self._make_recorder()
+            # Now, while all of them train: a bad step may be one rank's alone.
+            self._tracer.meet_ranks()
         if self._met != self._calls.met:
             self._met = self._calls.met
             self._tracer.follow(self._calls.models)
@@ -132,22 +138,25 @@ class ScriptTracer(StepListener):
         self._tracer.look(
             driver.steps + 1,
             self._tracer.kept.take(),
+            driver=driver.number,
             loss_is_bad=None if step.loss is None else not bool(step.loss.isfinite().all()),
             gone=bad_gradients and step.driver is step.optimizers[0] and not self._guards,
         )
 
-    def _write(self, path: Path, number: int, kept: KeptStep, found: str, doubt: str) -> None:
-        """The first bad step has been looked at: writes it down.
+    def _write(
+        self, path: Path, number: int, kept: KeptStep, found: str, doubt: str, *, innocent: bool
+    ) -> str:
+        """The first bad step has been looked at: writes it down; what to add to what was found.
 
         A scaler skips steps until it has found its scale: there a bad loss makes a bad step.
         """
         step = self._latest
-        if step is None or step.is_of_control:
-            return
+        if step is None or step.is_of_control or not (found or innocent):
+            return ""
         loss = None if step.loss is None else float(step.loss)
         by_scaler = step.driver is not step.optimizers[0] and step.held is not True
         if by_scaler and (loss is None or math.isfinite(loss)):
-            return
+            return ""
         self._tracer.looked = None
         try:
             size = write_bad_step(
@@ -163,31 +172,38 @@ class ScriptTracer(StepListener):
         except Exception as error:  # A full disk, or whatever people keep in a model.
             why = f"{type(error).__name__}: {error}"
             self._warn(f"the first bad step could not be written to {path}: {why}")
-            return
+            return ""
         self.snapshot = path, size
+        return "" if innocent else f". That rank's step is in {path}"
 
     def step_ended(self, step: Step) -> None:
         driver = self._drivers.of(step)
         driver.steps += 1
         tracer = self._tracer
         if step.record is not None:
-            tracer.note(step.record.row, step=driver.steps)
+            tracer.note(step.record.row, step=driver.steps, driver=driver.number)
         elif driver.looked is step or step.statistics is None:
             tracer.kept.take()
         elif step.driver is not step.optimizers[0] and step.frame is None:
             # A scaler has held it back, and no optimizer was called: the host has waited for that.
-            tracer.look(driver.steps, tracer.kept.take())
+            tracer.look(driver.steps, tracer.kept.take(), driver=driver.number)
         elif isinstance(step.skip, Tensor):
-            tracer.note(skipped_for_nonfinite(step), step=driver.steps)
+            tracer.note(skipped_for_nonfinite(step), step=driver.steps, driver=driver.number)
         else:
             tracer.kept.take()
         driver.looked = driver.told = driver.evaluated = self._latest = None
+        tracer.settle()
 
 
 class _Driver:
-    """A control or an optimizer: how many steps it has taken."""
+    """A control or an optimizer: how many steps it has taken.
 
-    def __init__(self) -> None:
+    Attributes:
+        number: which one of the script, counted from 0 by their first steps, alike on every rank.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.steps = 0
         self.looked: Step | None = None
         """The step that goes on, if it has been looked at."""

@@ -67,7 +67,7 @@ class ScriptSession:
         warn, note: told if something had to end early; at the first step, where it is recorded.
         failure: what a failure of ours means, in words.
         after_failure: called whenever we would do something and have failed; may raise.
-        every_rank: whether ranks that do not record have all listeners too.
+        every_rank: whether ranks that do not record speak too.
         keeps_calls: whether what it takes to run a model's calls once more is kept.
 
     Attributes:
@@ -136,8 +136,8 @@ class ScriptSession:
         """Runs the program to its end, and leaves as `run_script` does.
 
         Args:
-            listeners: called when torch is there; what it returns hears of every step, after the
-                recorder.
+            listeners: called on every rank when torch is there; what it returns hears of every
+                step, after the recorder.
             conclude: called last, with how the script ended; calls `close`.
             guards: likewise on every rank; hear of every step before the recorder, and go on if
                 watching has failed.
@@ -163,13 +163,12 @@ class ScriptSession:
         from gradilocks.step.events import EVENTS
 
         self.guard = Guard(
-            lambda error: self._say(f"{self._failure}: {type(error).__name__}: {error}"),
+            lambda error: self.warn(f"{self._failure}: {type(error).__name__}: {error}"),
             self._after_failure,
         )
-        self.steps = StepRecorder(self._recorder, self._say)
+        self.steps = StepRecorder(self._recorder, self.warn)
         self.calls = ScriptCalls(keeps=self._keeps_calls, began=self.steps.data_wait.forward_begins)
-        others = listeners() if self.records or self._every_rank else ()
-        every = (self.steps.losses, self.calls, self.steps, *others)
+        every = (self.steps.losses, self.calls, self.steps, *listeners())
         self._listeners = [*guards(), self.guard.around(every)]
         for listener in self._listeners:
             EVENTS.add(listener)
@@ -182,7 +181,7 @@ class ScriptSession:
             self._patches = Patches()
             swap(self._patches, parts=options.swap, optimizers=options.swap_optimizers)
 
-    def _say(self, message: str) -> None:
+    def warn(self, message: str) -> None:
         """A warning; only ranks that record speak, as they share a terminal."""
         if self.records or self._every_rank:
             self._warn(message)
@@ -208,7 +207,7 @@ class ScriptSession:
             try:
                 recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
             except Exception as error:  # The script has ended; nothing must keep it from leaving.
-                self._say(f"{self.shown} could not be closed: {type(error).__name__}: {error}")
+                self.warn(f"{self.shown} could not be closed: {type(error).__name__}: {error}")
         for folder in self._made:  # That nothing was put into.
             with suppress(OSError):
                 folder.rmdir()
@@ -251,7 +250,7 @@ class ScriptSession:
         try:
             return self._options.sinks(self.target)
         except Exception as error:  # The run file does not depend on them.
-            self._say(f"nothing but the run file is fed: {type(error).__name__}: {error}")
+            self.warn(f"nothing but the run file is fed: {type(error).__name__}: {error}")
             return ()
 
     def _end_sinks(self) -> None:
@@ -360,7 +359,10 @@ def run_script(
             stop()
 
     def listeners() -> Sequence[Any]:
+        # Rank 0 writes its own; others, whose inputs are others, if they have made it.
+        target = session.target if session.records else rank_file(session.target, session.rank)
         if options.trace is not None or options.guard is not None:
+            session.steps.measures = True
             from gradilocks.observe.script_tracer import ScriptTracer
 
             tracers.append(
@@ -370,8 +372,9 @@ def run_script(
                     waits=options.trace == "always" or options.guard == "stop",
                     replays=options.trace is not None,
                     guards=options.guard is not None,
-                    snapshot=_snapshot(session.target, options),
+                    snapshot=_snapshot(target, options),
                     warn=warn,
+                    innocent=session.records,
                 )
             )
         return tracers
@@ -380,8 +383,7 @@ def run_script(
         if options.guard is not None:
             from gradilocks.observe.held_steps import HeldSteps
 
-            quiet = (lambda message: None) if not session.records else warn
-            guards.append(HeldSteps(held, waits=options.guard == "stop", warn=quiet))
+            guards.append(HeldSteps(held, waits=options.guard == "stop", warn=session.warn))
         return guards
 
     def conclude(ending: Ending) -> None:

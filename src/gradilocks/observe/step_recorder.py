@@ -236,6 +236,13 @@ class ScriptRecorder(Recorder):
             self._waiting.popleft()
         return len(self._arrived)
 
+    def _awaits_ranks(self) -> bool:
+        return bool(self._waiting)
+
+    def trace(self, trace: runfile.Trace) -> bool:
+        """As the Recorder's; a rank without a file has told rank 0, which logs it."""
+        return super().trace(trace) if self.writes else True
+
     def close(self, *, status: str = "finished", exit: int = 0, error: str | None = None) -> None:
         """Leaves it open, whoever asks: `finish` closes it."""
 
@@ -317,6 +324,8 @@ class StepRecorder(StepListener):
     Attributes:
         losses: listens by itself to what is run backward.
         data_wait: what the script does between its steps and forward passes; to be closed.
+        measures: whether gradients are measured on every rank, for other listeners, also where
+            rank 0 records them.
         seen: how many steps of optimizers and scalers have come by.
     """
 
@@ -325,6 +334,7 @@ class StepRecorder(StepListener):
     ) -> None:
         self._make_recorder, self._warn = make_recorder, warn
         self._reads_weights = True
+        self.measures = False
         self.seen = 0
         self._introductions: dict[int, Callable[[], _Introduction | None]] = {}  # By optimizer.
         self._numbers: dict[int, int] = {}  # By index: among those of which ranks tell.
@@ -358,9 +368,9 @@ class StepRecorder(StepListener):
         known = self._introduced(optimizer, params)
         parts, detail = known.parts, recorder.wants_detail(known.index)
         if not recorder.writes:
-            if parts is None:
+            if parts is None and not self.measures:
                 return  # There is nobody to tell.
-            detail = detail and parts.has_detail
+            detail = detail and parts is not None and parts.has_detail
         attempt = _Attempt(known.index, params, detail, known.whole, parts)
         lr = optimizer.param_groups[0].get("lr")
         attempt.lr = lr if isinstance(lr, (int, float, Tensor)) else None
@@ -378,6 +388,8 @@ class StepRecorder(StepListener):
             attempt.counts = attempt.parts.counts(attempt.params, attempt.reading)
         step.statistics = attempt.reading.statistics
         step.clipped_statistics = attempt.reading.clipped
+        if self.measures and self._only_losses(attempt):
+            step.statistics = self._reader.read(attempt.params, detail=False).statistics
         attempt.loss = self.losses.take()
         if self.recorder is not None and self.recorder.writes:
             self.recorder.precision(self.losses.formats)
@@ -387,9 +399,10 @@ class StepRecorder(StepListener):
         attempt.clip = attempt.reading.clip
 
     def _only_losses(self, attempt: _Attempt) -> bool:
-        """Whether rank 0, which has the same gradients, needs nothing else of this rank."""
+        """Whether rank 0, which has the same gradients or asks for none, needs nothing else of this
+        rank."""
         silent = self.recorder is not None and not self.recorder.writes
-        return silent and attempt.parts is not None and not attempt.parts.spread
+        return silent and (attempt.parts is None or not attempt.parts.spread)
 
     def update_begins(self, step: Step) -> None:
         attempt = self._attempts.get(step)
@@ -446,6 +459,8 @@ class StepRecorder(StepListener):
         self.seen += 1
         reading = attempt.reading
         if reading is None or self.recorder is None:
+            return
+        if attempt.parts is None and not self.recorder.writes:
             return
         found = reading.statistics
         norm = weight = update = None

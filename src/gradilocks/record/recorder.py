@@ -428,7 +428,7 @@ class Recorder:
             try:
                 self._queue.send()
                 self._write_batches(wait=True)
-                if self._skips is not None:
+                if self._skips is not None and not self._awaits_ranks():
                     self._skips.settle()
             except Exception as error:
                 self._stop(error)
@@ -560,6 +560,10 @@ class Recorder:
     def _settled(self) -> int:
         """How many of the steps in `_arrived`, from the first, are as they are to be written."""
         return len(self._arrived)
+
+    def _awaits_ranks(self) -> bool:
+        """Whether steps wait for what other ranks tell; what was found of them is told after."""
+        return False
 
     def _write(self, lines: list[str], steps: Sequence[Step] = ()) -> None:
         """Adds lines to the file, and counts their steps; what cannot be written is a warning."""

@@ -121,7 +121,8 @@ def describe_trace(trace: Trace, *, what: str = "") -> str:
         what: in place of 'NaN' or 'Inf'.
     """
     found = _FOUND_BY_TRACE.get(trace.where, "")
-    return found.format(what=what or trace.what, who=trace.module or "the model")
+    told = found.format(what=what or trace.what, who=trace.module or "the model")
+    return f"{told}{_listed(trace.ranks)}" if told else ""
 
 
 def describe_ending(
@@ -163,7 +164,10 @@ def describe_ending(
 
 def on_ranks(*steps: Step) -> str:
     """Whose losses were NaN or Inf at these steps: " on rank 1", or "" where that is not known."""
-    ranks = sorted({rank for step in steps for rank in step.bad_loss_ranks})
+    return _listed(sorted({rank for step in steps for rank in step.bad_loss_ranks}))
+
+
+def _listed(ranks: Sequence[int]) -> str:
     if not ranks:
         return ""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

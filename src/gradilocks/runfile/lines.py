@@ -177,6 +177,8 @@ def trace_line(trace: Trace) -> str:
         del fields["damaged"]
     if trace.where == "module":
         del fields["where"]
+    if not trace.ranks:
+        del fields["ranks"]
     return _line(fields)
 
 
@@ -284,6 +286,7 @@ def trace_from(fields: Fields) -> Trace:
     trace = {"damaged": None, "where": None, **_attributes("trace", fields)}
     _check_all("an entry of 'inputs'", trace["inputs"], _OBJECT)
     _check_all("an entry of 'damaged'", trace["damaged"] or (), _STR)
+    _check_all("an entry of 'ranks'", trace.get("ranks", ()), _INT)
     if trace["where"] is None:  # An older file, in which only the sentence says it.
         text = trace["text"]
         after = "after" if " in the loss" in text else "module"

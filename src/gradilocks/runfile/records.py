@@ -224,7 +224,10 @@ class Trace:
     'buffers': those in `damaged` held it themselves. 'unknown': nobody knows."""
     certainty: str = "certain"
     """'certain': seen as it happened, or when the step was run once more just as it was. 'likely':
-    something may have been different, which `text` says. 'unknown': `text` says why."""
+    something may have been different, which `text` says. 'unknown': it was not seen where, and
+    `text` says why."""
+    ranks: tuple[int, ...] = ()
+    """The ranks on which it arose, where several train."""
 
 
 @dataclass(frozen=True)

@@ -409,22 +409,19 @@ class BadStep:
         kept = [self._kept(call, places) for call in self.calls if call.module in places]
         bad = self.loss is not None and self.loss - self.loss != 0
         given = KeptStep(kept, self.missing)
-        try:
-            found = replay(
-                self.step,
-                given,
-                [whole],
-                loss_is_bad=None if self.loss is None else bad,
-                doubt=self.doubt,
-            )
-        except GradilocksError:
-            raise
-        except Exception as error:
+        found = replay(
+            self.step,
+            given,
+            [whole],
+            loss_is_bad=None if self.loss is None else bad,
+            doubt=self.doubt,
+        )
+        if found.error is not None:
             others = "".join(f" {each}." for each in self.not_kept)
             raise GradilocksError(
-                f"the step cannot be run again: {type(error).__name__}: {error}.{others} What a "
-                "call is given may be replaced: bad.calls[0].args = (...)."
-            ) from error
+                f"the step cannot be run again: {type(found.error).__name__}: {found.error}."
+                f"{others} What a call is given may be replaced: bad.calls[0].args = (...)."
+            ) from found.error
         if found.trace is None:
             return None
         text = found.trace.text

@@ -65,7 +65,7 @@ class BadStepKeeper(Tracer):
             row = step.record.row.cpu() if self._waits else step.record.row
             self.note(row, step=row[ROW.index("step")].clone())
 
-    def _write(self, number: int, kept: KeptStep, found: str, doubt: str) -> None:
+    def _write(self, number: int, kept: KeptStep, found: str, doubt: str) -> str:
         self.close()  # Once is enough, whatever comes of it.
         path = fresh_place(self._path)
         try:
@@ -82,10 +82,11 @@ class BadStepKeeper(Tracer):
         except Exception as error:  # A full disk, say: training goes on.
             why = f"{type(error).__name__}: {error}"
             _logger.warning("step %d was bad, and could not be kept in %s: %s", number, path, why)
-            return
+            return ""
         where = f"{path} ({size / 2**20:,.3g} MiB)"
         later = f"; {doubt}" if doubt else ""
         _logger.warning("step %d was bad and is kept in %s%s", number, where, later)
+        return ""
 
 
 def checked_place(path: object) -> Path:

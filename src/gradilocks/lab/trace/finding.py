@@ -258,7 +258,7 @@ def _damaged_trace(
 def damaged_gradients(models: Sequence[nn.Module]) -> Trace | None:
     """The gradients of the models' parameters that hold NaN or Inf; None if all are finite.
 
-    For a step in which no module, and no backward, made any. Waits for the device.
+    For a step in which no module was seen to make any. Waits for the device.
     """
     params = name_parameters(models).items()
     named = ((name, param.grad) for param, name in params if param.grad is not None)
@@ -273,17 +273,13 @@ def damaged_gradients(models: Sequence[nn.Module]) -> Trace | None:
         kind=type(unwrapped(models[0])).__name__,
         what=what,
         inputs=_entries(damaged),
-        text=(
-            f"{what} in the gradient{'s' * (many > 1)} of {whose}, but in no module: "
-            "likely it gets there after backward, where gradients are added up, reduced over "
-            "ranks or written by the script"
-        ),
+        text=f"{what} in the gradient{'s' * (many > 1)} of {whose}",
         where="gradients",
     )
 
 
 def in_loss(models: Sequence[nn.Module]) -> Trace:
-    """The loss was not finite, and all that the models computed was."""
+    """The loss was not finite, and all that the models computed was, when they were run again."""
     return _TRACE(
         phase="forward",
         module="",
@@ -291,10 +287,11 @@ def in_loss(models: Sequence[nn.Module]) -> Trace:
         what="NaN or Inf",
         inputs=(),
         text=(
-            "NaN or Inf in the loss alone: all that the model computed was finite, and the "
-            "gradients are"
+            "NaN or Inf in the loss alone, likely: run once more, all that the model computed was "
+            "finite, and so are the gradients"
         ),
         where="after",
+        certainty="likely",
     )
 
 

@@ -20,6 +20,7 @@ from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.tensors import tensors_in
 from gradilocks.lab.trace.finding import Finding, damaged_among, if_grown
 from gradilocks.lab.trace.kept_calls import KeptCall, KeptStep
+from gradilocks.lab.trace.no_collectives import MeetsOthers, NoCollectives
 from gradilocks.lab.trace.step_trace import StepTrace
 from gradilocks.lab.unchanged import unchanged
 from gradilocks.names import is_compiled
@@ -30,6 +31,7 @@ __all__ = ["Replayed", "replay"]
 _NO_CALL = "no call of the model was seen in it, which compiled code that makes the call would hide"
 _ALIKE = 1e-3
 """Of gradients that were added up in another order or format: the part in which they differ."""
+_MEETS = "the model meets other ranks as it runs, and they would have to run it together"
 
 
 class Replayed(NamedTuple):
@@ -42,6 +44,8 @@ class Replayed(NamedTuple):
     same_gradients: bool = False
     """Whether the gradients that came of it are those that there are, but for what is not finite
     there and a common factor: then nothing is missing of what went into them."""
+    error: Exception | None = None
+    """What a call has raised; the others were run all the same."""
 
 
 class _Seen(NamedTuple):
@@ -76,12 +80,14 @@ def replay(
     if any(is_compiled(part) for model in models for part in model.modules()):
         doubts.append("the model is compiled, and was run as it is written")
     seen: list[_Seen] = []
-    gradients = _Gradients(models)
+    raised: Exception | None = None
+    gradients, alone = _Gradients(models), NoCollectives()
     with (
         unchanged(models, doing="traced"),
         UNCOMPILED,
         torch.enable_grad(),
         seen_by_function_modes(),
+        alone,
     ):
         for call in kept.calls:
             doubts.append(call.incomplete)
@@ -96,19 +102,22 @@ def replay(
                 unknown = call.generators.unknown()
                 try:
                     seen += _run(call, models, loss_is_bad, gradients)
-                except Exception as error:
-                    doubts.append(f"run once more, it raised {describe_error(error)}")
+                except Exception as error:  # Short of memory, or a forward that cannot run twice.
+                    raised = raised or error
+                    doubts.append(f"running it once more failed ({describe_error(error)})")
                 if any(unknown.moved()):
                     doubts.append(
                         "the model draws from Python's or NumPy's random numbers, and where those "
                         "stood is not known"
                     )
-    if loss_is_bad and not seen:  # Then what is in the gradients came from that loss.
+    if alone.met:  # What came before that was run as it was; of Inf, a mask may have been next.
+        doubts, seen = [_MEETS], [each for each in seen if each.finding.seen.nan]
+    if loss_is_bad and gradients.are_bad and not seen:  # Then they came from that loss.
         doubts.append("its loss was NaN or Inf, and run once more all of it was finite")
     first = min(seen, key=lambda each: each.when, default=None)
     found = None if first is None else if_grown(first.finding.trace(), models)
     same = first is None and gradients.are_same()
-    return Replayed(found, next(filter(None, doubts), ""), same)
+    return Replayed(found, next(filter(None, doubts), ""), same, raised)
 
 
 class _Gradients:
@@ -124,6 +133,11 @@ class _Gradients:
             and not bool(param.grad.isfinite().all())
         }
         self._sums: dict[int, Tensor] = {}
+
+    @property
+    def are_bad(self) -> bool:
+        """Whether there are any."""
+        return bool(self._held)
 
     def add(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """One call was run backward."""
@@ -179,6 +193,8 @@ def _run(
         if pairs:
             trace.watch_parameters()
             _backward(pairs, module, (args, kwargs), gradients)
+        trace.settle()
+    except MeetsOthers:
         trace.settle()
     finally:
         trace.remove()

@@ -23,6 +23,7 @@ from gradilocks._torch import drop_empty_hooks, in_backward
 from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.trace.finding import Finding, Magnitude, magnitude, nan_buffers
 from gradilocks.names import is_wrapper, named_modules, prefixed, unwrapped
+from gradilocks.ranks.layout import has_other_ranks
 
 __all__ = ["StepTrace"]
 
@@ -250,7 +251,8 @@ class StepTrace:
         """What is known of where a tensor comes from that no module of the model was given."""
         tensor = (self._replays or {}).get(id(tensor), tensor)
         if tensor.grad_fn is None:  # After a module has run, it may be what that made, detached.
-            return "input" if self.forwards == 1 else "outside"
+            received = tensor.requires_grad and has_other_ranks()  # As by a pipeline's later stage.
+            return "input" if self.forwards == 1 and not received else "outside"
         # In which operation of another model it arose, if one had a part in it, is not known.
         return "before" if _leaves(tensor) <= self._params else "outside"
 

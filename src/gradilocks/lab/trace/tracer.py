@@ -9,6 +9,7 @@ from them.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import time
@@ -29,14 +30,20 @@ from gradilocks.lab.trace.finding import (
     damaged_gradients,
     if_grown,
     in_loss,
-    lost,
 )
 from gradilocks.lab.trace.kept_calls import KeptCalls, KeptStep
+from gradilocks.lab.trace.rank_answers import Answer, RankAnswers, concluded
 from gradilocks.lab.trace.replay import Replayed, replay
 from gradilocks.lab.trace.step_trace import StepTrace
 from gradilocks.lab.unchanged import waiting
 from gradilocks.names import is_compiled, unwrapped
-from gradilocks.ranks.layout import flattened_among, is_distributed
+from gradilocks.ranks.layout import (
+    flattened_among,
+    has_other_ranks,
+    is_distributed,
+    ranks_in,
+    replicas_of,
+)
 from gradilocks.runfile import Trace
 from gradilocks.step.events import EVENTS, Step, StepEvents, StepListener
 from gradilocks.step.lr_schedule import Flag
@@ -49,6 +56,7 @@ _logger = logging.getLogger("gradilocks")
 _MOST_REPLAYS = 20
 _MOST_PENDING = 3  # Steps whose calls are kept until it is known whether they were bad.
 _SPREAD = "the model is spread over ranks, which would have to run it together"
+_ENOUGH = "no more bad steps are looked at"
 
 
 class _Pending(NamedTuple):
@@ -56,6 +64,7 @@ class _Pending(NamedTuple):
 
     flag: Flag
     step: int | Tensor
+    driver: int
     in_gradients: Trace | None
     """What its gradients tell, if it was followed and nothing was found."""
     calls: KeptStep
@@ -65,7 +74,8 @@ class Tracer(StepListener):
     """Finds the module in which NaN or Inf is born; made by `gradilocks.trace`.
 
     Attributes:
-        findings: what was found, oldest first.
+        findings: what was found, oldest first. Where several ranks train, rank 0's are those of all
+            ranks, once they have answered, and each other rank's are its own.
     """
 
     def __init__(
@@ -88,7 +98,9 @@ class Tracer(StepListener):
         self._found_nothing = False  # In the step that goes on, though it was followed.
         self._pending: list[_Pending] = []
         self._latest_step: int | Tensor = 0
+        self._driver = 0
         self._replays = 0
+        self._ranks: RankAnswers | None = None
         self._step_hook: Any = None
         self._closed = False
         self._began = time.perf_counter()
@@ -96,9 +108,10 @@ class Tracer(StepListener):
         self.on_close: Callable[[], None] = _nothing
         self.replays = True
         """Whether bad steps are run once more."""
-        self.looked: Callable[[int, KeptStep, str, str], None] | None = None
-        """Told of each bad step that is looked at: its number, what was kept of it, what was found,
-        and why its parameters may be others by now, which is "" if they are not."""
+        self.looked: Callable[[int, KeptStep, str, str], str] | None = None
+        """Told of each bad step that is looked at: its number, what was kept of it, what was found
+        on this rank, and why its parameters may be others by now, which is "" if they are not. What
+        it returns is added to what was found."""
         self.follow(models)
 
     @property
@@ -135,7 +148,7 @@ class Tracer(StepListener):
         if damaged is not None:
             if not self._is_late:  # Once, until a step was well again.
                 self._is_late = True
-                self._tell(damaged, step=max(done, 1))
+                self._answer(Answer(max(done, 1), damaged, driver=self._driver, is_last=False))
             return
         self._is_late = False
         self._trace = StepTrace(models, self._found)
@@ -166,8 +179,9 @@ class Tracer(StepListener):
     def _found(self, finding: Finding) -> None:
         models = self.models
         damaged = damaged_among(models, "finite when the trace began")
+        step = _number(self._latest_step) + 1
         found = damaged or if_grown(finding.trace(), models)
-        self._tell(found, step=_number(self._latest_step) + 1)
+        self._answer(Answer(step, found, driver=self._driver, is_last=False))
         self.disarm()
 
     # --- a bad step, run once more -------------------------------------------------------------
@@ -182,7 +196,7 @@ class Tracer(StepListener):
             row = step.record.row
             self.note(row, step=row[ROW.index("step")].clone())
 
-    def note(self, row: Tensor, *, step: int | Tensor | None = None) -> None:
+    def note(self, row: Tensor, *, step: int | Tensor | None = None, driver: int = 0) -> None:
         """A step is over that changed no parameter if it was bad.
 
         On a GPU the numbers travel without a wait and are looked at when they have arrived, one or
@@ -192,6 +206,7 @@ class Tracer(StepListener):
             row: begins with 1 if it had NaN or Inf, else with 0.
             step: its number, by default the one after the last. A tensor is read only if there is
                 something to tell.
+            driver: whose step: optimizers that count their steps by themselves have each a number.
         """
         if self.armed:
             self.disarm()
@@ -205,7 +220,7 @@ class Tracer(StepListener):
         in_gradients = damaged_gradients(self.models) if found_nothing else None
         if len(self._pending) >= _MOST_PENDING:
             self._pending[0].calls.forget()
-        self._pending.append(_Pending(Flag(row), step, in_gradients, calls))
+        self._pending.append(_Pending(Flag(row), step, driver, in_gradients, calls))
         self.catch_up(gradients_of=step)
 
     def catch_up(self, *, gradients_of: int | Tensor | None = None, wait: bool = False) -> None:
@@ -219,11 +234,17 @@ class Tracer(StepListener):
             pending = self._pending.pop(0)
             arrived, bad = True, bad or told
             if told and pending.in_gradients is not None:
-                self._tell(pending.in_gradients, step=_number(pending.step))
+                number, gradients = _number(pending.step), pending.in_gradients
+                self._answer(Answer(number, gradients=gradients, driver=pending.driver))
             elif told:
                 doubt = "later steps had changed the parameters by then" if self._pending else ""
-                same = pending.step is gradients_of
-                self.look(_number(pending.step), pending.calls, doubt=doubt, of_its_gradients=same)
+                self.look(
+                    _number(pending.step),
+                    pending.calls,
+                    driver=pending.driver,
+                    doubt=doubt,
+                    of_its_gradients=pending.step is gradients_of,
+                )
         if arrived and not bad:
             self.well()
 
@@ -232,6 +253,7 @@ class Tracer(StepListener):
         step: int,
         calls: KeptStep,
         *,
+        driver: int = 0,
         loss_is_bad: bool | None = None,
         doubt: str = "",
         gone: bool = False,
@@ -242,6 +264,7 @@ class Tracer(StepListener):
         Args:
             step: its number.
             calls: what was kept of it.
+            driver: whose step, as `note` has it.
             loss_is_bad: whether its loss was NaN or Inf, if that is known.
             doubt: why the parameters may be others, in half a sentence.
             gone: whether the bad step is about to be taken: what follows comes from it.
@@ -249,20 +272,29 @@ class Tracer(StepListener):
         """
         if self._is_late or self._closed:
             return
-        told = len(self.findings)
+        self._driver = driver
+        if isinstance(self._latest_step, int):  # Of which whatever is followed next comes after.
+            self._latest_step = max(self._latest_step, step)
+        answer = Answer(step, doubt=_ENOUGH, driver=driver)
+        looks = len(self.findings) < self._most and self._replays < _MOST_REPLAYS
         with waiting():
-            if self.replays and told < self._most and self._replays < _MOST_REPLAYS:
-                self._look(
+            if self.replays and looks:
+                answer = self._look(
                     step,
                     calls,
                     loss_is_bad=loss_is_bad,
                     doubt=doubt,
-                    gone=gone,
                     of_its_gradients=of_its_gradients,
                 )
+            found = answer.found
             if self.looked is not None:
-                found = self.findings[-1].text if len(self.findings) > told else ""
-                self.looked(step, calls, found, doubt)
+                more = self.looked(step, calls, "" if found is None else found.text, doubt)
+                if found is not None and more:
+                    found = dataclasses.replace(found, text=f"{found.text}{more}")
+            if self.replays:
+                self._answer(answer._replace(found=found, is_gone=gone and looks))
+                if looks and found is None and (answer.doubt or not answer.gradients) and not gone:
+                    self.arm()
         if gone:
             self._is_late = True
 
@@ -273,9 +305,8 @@ class Tracer(StepListener):
         *,
         loss_is_bad: bool | None,
         doubt: str,
-        gone: bool,
         of_its_gradients: bool,
-    ) -> None:
+    ) -> Answer:
         models = self.models
         self._replays += 1
         params = [param for model in models for param in model.parameters()]
@@ -287,36 +318,71 @@ class Tracer(StepListener):
                 found = replay(step, calls, models, loss_is_bad=loss_is_bad, doubt=doubt)
             finally:
                 self.kept.paused = False
-        trace, doubt = found.trace, found.doubt
-        if trace is None and not doubt:  # Run again just as it was, all of it was finite.
-            trace = damaged_gradients(models) if of_its_gradients else None
-            if trace is not None and not found.same_gradients:
-                doubt = "what was run again does not make up these gradients"
-            elif trace is None and loss_is_bad:
-                trace = in_loss(models)
+        trace, doubt, gradients = found.trace, found.doubt, None
+        if trace is not None and doubt:
+            text = f"{trace.text}. Likely, not certain: {doubt}"
+            trace = dataclasses.replace(trace, certainty="likely", text=text)
+        if trace is None and of_its_gradients:
+            gradients = damaged_gradients(models)
+            # Those of several ranks are averaged, and not what one of them has made.
+            if gradients is not None and not (found.same_gradients or has_other_ranks()):
+                gradients = dataclasses.replace(gradients, certainty="likely")
+        if trace is None and gradients is None and loss_is_bad and not doubt:
+            trace = in_loss(models)
         if trace is not None:
-            if doubt:
-                text = f"{trace.text}. Likely, not certain: {doubt}"
-                trace = dataclasses.replace(trace, certainty="likely", text=text)
             self._is_late = trace.where == "parameters"
-            self._tell(trace, step=step)
-        elif gone:
-            self._tell(lost(doubt or "run once more, all of it was finite"), step=step)
-        else:
-            self.arm()
+        return Answer(step, trace, gradients, doubt, self._driver)
 
     def well(self) -> None:
         """A step was good, so that its parameters are."""
         self._is_late = False
+        self.settle()
 
-    def _tell(self, found: Trace, *, step: int) -> None:
-        known = (found.where, found.module, found.phase, found.what)
-        if any((f.where, f.module, f.phase, f.what) == known for f in self.findings):
-            return  # The same place again: it has been told.
+    # --- what is told --------------------------------------------------------------------------
+
+    def meet_ranks(self) -> None:
+        """Opens the post by which ranks answer each other, if there are others."""
+        if self._ranks is None and has_other_ranks():
+            self._ranks = RankAnswers(self._tell)
+
+    def settle(self) -> None:
+        """Tells what other ranks have found meanwhile; does not wait."""
+        if self._ranks is not None:
+            self._ranks.settle()
+
+    def finish(self) -> None:
+        """Waits a few seconds for what other ranks tell of steps that were bad on this one."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+    def _answer(self, answer: Answer) -> None:
+        """This rank has found this of a step: it is told once the other ranks have answered."""
         now = time.perf_counter() - self._began
         if self.recorder is not None:
             now = self.recorder.elapsed()
-        found = dataclasses.replace(found, step=step, time=now)
+        found, gradients = (
+            None if trace is None else dataclasses.replace(trace, step=answer.step, time=now)
+            for trace in (answer.found, answer.gradients)
+        )
+        answer = answer._replace(found=found, gradients=gradients, time=now)
+        self.meet_ranks()
+        ranks = self._ranks
+        if ranks is None:
+            told = concluded({0: [answer]}, (0,))
+        else:
+            groups = (replicas_of(part) for model in self.models for part in model.modules())
+            partners = {rank for group in groups if group is not None for rank in ranks_in(group)}
+            ranks.give(answer, sorted(partners) or ranks.ranks)
+            writes = self.recorder is not None and self.recorder.recording
+            told = ranks.alone(answer) if ranks.rank and (found or writes) else []
+        for trace in told:
+            self._tell(trace)
+
+    def _tell(self, found: Trace) -> None:
+        known = (found.where, found.module, found.phase, found.what, found.ranks)
+        if any((f.where, f.module, f.phase, f.what, f.ranks) == known for f in self.findings):
+            return  # The same place again: it has been told.
         self.findings.append(found)
         if self.recorder is None or not self.recorder.trace(found):
             _logger.warning("step %d traced: %s", found.step, found.text)
@@ -324,6 +390,7 @@ class Tracer(StepListener):
     def close(self) -> None:
         """Takes the hooks away for good."""
         self.disarm()
+        self.finish()
         self._closed = True
         self._pending = []
         self.kept.close()
@@ -355,6 +422,9 @@ def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: 
     next step is followed as it trains. Only a finding whose `where` is 'module' names the origin:
     parameters or buffers that are NaN or Inf already, input data, the loss, and what arises between
     modules or gets into gradients after backward are told apart.
+
+    With several ranks make one on each: every rank runs its own batch again, so that the guilty one
+    finds it, logs it, and tells rank 0, which writes it down with the rank. Nobody waits for that.
 
     Args:
         model: the model, in DDP or compiled too; compiled code runs eagerly while it is traced.
@@ -396,6 +466,7 @@ def trace(model: nn.Module, *, control: Any = None, recorder: Any = None, most: 
             )
         control._events.add(tracer)  # Which holds it, so that nobody needs a variable for it.
         tracer._control = weakref.ref(control)
+    atexit.register(_finish, weakref.ref(tracer))
     return tracer
 
 
@@ -416,17 +487,23 @@ class _StepsOfScaler(StepListener):
 
 def skipped_for_nonfinite(step: Step) -> Tensor:
     """Whether a scaler has held a step back for NaN or Inf, as a row that `Tracer.note` takes."""
-    skip, rejected = (
-        each.detach().reshape(1).float()
-        if isinstance(each, Tensor)
-        else torch.tensor([float(each)])
-        for each in (step.skip, step.rejected)
-    )
+    skip, rejected = map(_row, (step.skip, step.rejected))
     return skip - moved(rejected, skip.device)
+
+
+def _row(flag: Tensor | bool) -> Tensor:
+    flag = flag.detach() if isinstance(flag, Tensor) else torch.tensor(flag)
+    return flag.reshape(1).to(torch.float32)
 
 
 def _nothing() -> None:
     """By default, when a tracer is closed."""
+
+
+def _finish(find: Callable[[], Tracer | None]) -> None:
+    tracer = find()
+    if tracer is not None:
+        tracer.finish()
 
 
 def called_modules(models: Iterable[nn.Module]) -> list[nn.Module]:
