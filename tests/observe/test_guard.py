@@ -94,6 +94,22 @@ for n in range(4):
     except:
         pass
 """,
+    "in a line search": """
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+evaluations = 0
+def closure():
+    global evaluations
+    evaluations += 1
+    optimizer.zero_grad()
+    loss = (model(torch.ones(2, 4)) - 1).square().mean() * (float("nan") if evaluations == 9 else 1)
+    loss.backward()
+    return loss
+atexit.register(lambda: None if before == [p.tolist() for p in model.parameters()] else print("no"))
+for _ in range(9):
+    before = [p.tolist() for p in model.parameters()]
+    optimizer.step(closure)
+print("never")
+""",
     "in a thread": """
 import threading
 thread = threading.Thread(target=lambda: [one(n) for n in range(9)])
@@ -132,7 +148,7 @@ def test_stop_ends_the_script_with_70_before_the_step_is_taken(how, tmp_path):
     assert shown.out == ("" if how == "under a bare except" else "True\n")
     assert any("stopped by --guard stop" in line for line in shown.told)
     assert any("the first bad step is in a-first-bad-step.pt (" in line for line in shown.told)
-    assert shown.told[-1].startswith("gradilocks: in trouble. ")
+    assert shown.told[-1].startswith("gradilocks: in trouble. The run was stopped at step ")
     run = read_run(tmp_path / "a.jsonl")
     assert run.end is not None
     assert (run.end.exit, run.end.error is None) == (70, False)

@@ -24,11 +24,12 @@ def ending(run: Run) -> Iterator[Finding]:
         told = f"Somebody stopped it after {duration(end.time)}."
         yield Finding("interrupted", "note", "The run was interrupted", told)
     elif end.status == "exit" and run.header.settings.get("guard") == "stop" and end.exit == 70:
-        title = "The run was stopped at a step with NaN or Inf"
+        last = run.steps[-1].step if run.steps else 0
+        title = f"The run was stopped at step {last:,}, which had NaN or Inf"
         told = (
             f"`--guard stop` ended it after {duration(end.time)}. That step was not taken: "
-            "parameters and optimizer state are those before it, and a checkpoint of before it "
-            "goes on from there."
+            "parameters and optimizer state were those before it, and a checkpoint of before it "
+            "is good."
         )
         yield Finding("stopped-by-guard", "problem", title, told, {"exit": end.exit})
     elif end.status != "finished":
