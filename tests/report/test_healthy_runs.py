@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gradilocks.report.run_report import examine
 from tests.report.healthy_runs import HEALTHY
-from tests.report.watched import watched
+from tests.report.watched import hooks_kept, watched
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hooks() -> Iterator[None]:
+    with hooks_kept():
+        yield
 
 
 def test_there_are_twenty_of_them() -> None:

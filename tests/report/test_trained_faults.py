@@ -7,7 +7,7 @@ one would write by hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,15 @@ from gradilocks import GradientControl, Recorder, emulate, read_run
 from gradilocks.report.health import Finding
 from gradilocks.report.run_report import Reported, main_numbers, report_on
 from tests.report.healthy_runs import TiedGPT, classes, mlp, next_token, sentences
-from tests.report.watched import watched
+from tests.report.watched import hooks_kept, watched
 
 Poke = Callable[[int, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hooks() -> Iterator[None]:
+    with hooks_kept():
+        yield
 
 
 def train(

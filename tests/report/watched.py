@@ -5,7 +5,9 @@ In this process: importing torch for each of many tiny runs would take longer th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -14,6 +16,26 @@ from gradilocks.observe.step_recorder import Guard, ScriptRecorder, StepRecorder
 from gradilocks.observe.torch_hooks import TorchHooks
 from gradilocks.runfile import Run, read_run
 from gradilocks.step.events import EVENTS
+
+_hooks: list[TorchHooks] = []
+
+
+@contextmanager
+def hooks_kept() -> Iterator[None]:
+    """Several runs within it share torch's hooks: putting them everywhere takes a quarter second.
+
+    What the process holds already is left out where the models of a run are looked for.
+    """
+    hooks = TorchHooks()
+    gc.freeze()
+    hooks.install()
+    _hooks.append(hooks)
+    try:
+        yield
+    finally:
+        _hooks.remove(hooks)
+        hooks.remove()
+        gc.unfreeze()
 
 
 def watched(train: Callable[[], object], path: Path, *, detail_every: int = 5) -> Run:
@@ -34,17 +56,15 @@ def watched(train: Callable[[], object], path: Path, *, detail_every: int = 5) -
 
     steps = StepRecorder(recorder, lambda words: failures.append(RuntimeError(words)))
     listeners = [guard.around(each) for each in (steps.losses, steps)]
-    hooks, threads = TorchHooks(), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for listener in listeners:
         EVENTS.add(listener)
-    hooks.install()
     try:
-        with torch.random.fork_rng():
+        with nullcontext() if _hooks else hooks_kept(), torch.random.fork_rng():
             torch.manual_seed(0)
             train()
     finally:
-        hooks.remove()
         for listener in listeners:
             EVENTS.discard(listener)
         torch.set_num_threads(threads)
