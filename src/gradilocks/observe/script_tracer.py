@@ -97,6 +97,10 @@ class ScriptTracer(StepListener):
             module = call.module()
             if module is not None and id(module) in trained:
                 self._called[id(module)] = ref(module)
+        silent = (find() for find in kept.silent.values())
+        kept.others = kept.others or any(
+            each is not None and id(each) not in trained for each in silent
+        )
         if not self._fresh and kept.calls:
             self._searches += 1
             called = (find() for find in self._called.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -82,8 +83,13 @@ def replay(
                         "stood is not known"
                     )
     first = min(seen, key=lambda each: each.when, default=None)
-    found = None if first is None else if_grown(first.finding.trace(), models)
-    return Replayed(found, next(filter(None, doubts), ""))
+    doubt = next(filter(None, doubts), "")
+    if first is None:
+        return Replayed(None, doubt)
+    finding = first.finding
+    if kept.others and finding.where == "input":  # A frozen model may have made what came in.
+        finding = replace(finding, where="outside")
+    return Replayed(if_grown(finding.trace(), models), doubt)
 
 
 def _run(call: KeptCall, models: Sequence[nn.Module], loss_is_bad: bool | None) -> list[_Seen]:
