@@ -4,7 +4,7 @@
     python benchmarks/bench_culprits.py -k gpt                # some of them
     python benchmarks/bench_culprits.py --device cuda         # and --trace, to be certain there
     python benchmarks/bench_culprits.py -o benchmarks/results/culprits_cpu.json --docs
-    python benchmarks/bench_culprits.py --cost -o benchmarks/results/culprits_cost_cpu.json
+    python benchmarks/bench_culprits.py --cost -o benchmarks/results/culprits_cost_cpu.json --docs
 
 Every training is run by `gradilocks run`, under torch's anomaly mode and, where Transformers is
 installed, under its DebugUnderflowOverflow (`culprit_rivals.py` says how they are judged). `--docs`
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # The zoo lies among the tests.
 DOCUMENT = ROOT / "docs/finding-the-culprit.md"
-BEGIN, END = "<!-- made by benchmarks/bench_culprits.py -->", "<!-- until here -->"
+BEGIN, END = "<!-- made by benchmarks/bench_culprits.py{} -->", "<!-- until here -->"
 TOLD = {
     "gradilocks": "gradilocks run",
     "anomaly": "anomaly mode",
@@ -64,7 +64,7 @@ def main() -> None:
     save(found, options)
     print(shown)
     if options.docs:
-        insert(shown)
+        insert(shown, BEGIN.format(" --cost" if options.cost else ""))
 
 
 def zoo(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,11 +154,11 @@ def _cell(judged: dict[str, str]) -> str:
     return f"{'**right**' if judged['verdict'] == 'right' else 'no'}: {judged['said']}{sure}"
 
 
-def insert(shown: str) -> None:
-    """Writes the tables into the document, between its two marks."""
-    text = DOCUMENT.read_text()
-    before, rest = text.split(f"{BEGIN}\n")
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.split(END)[1]}")
+def insert(shown: str, mark: str) -> None:
+    """Writes what is shown into the document, between a mark and the next end."""
+    before, rest = DOCUMENT.read_text().split(f"{mark}\n")
+    after = rest[rest.index(END) :]
+    DOCUMENT.write_text(f"{before}{mark}\n{shown}\n{after}")
 
 
 if __name__ == "__main__":

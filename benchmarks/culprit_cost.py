@@ -1,10 +1,10 @@
 """What finding culprits costs while nothing is wrong, and how long a replay takes.
 
 Everybody trains a model of their own, alike, and takes turns: a block of steps each, in another
-order each round. What counts is the median, over the rounds, of the difference to the block of
-another in the same round. On a CPU the clock is the processor's time of the thread that trains, so
-that others on the machine matter less; on a GPU it is the wall's, from an idle device to an idle
-device.
+order each round; those who add much take part in every fifth. What counts is the median, over the
+rounds, of the difference to the block of another in the same round. On a CPU the clock is the
+processor's time of the thread that trains, so that others on the machine matter less; on a GPU it
+is the wall's, from an idle device to an idle device.
 
     nothing                   plain torch
     recording                 as `gradilocks run --no-trace` does it
@@ -39,7 +39,7 @@ from gradilocks.step.events import EVENTS
 
 VOCABULARY = 96
 BLOCK_SECONDS = 0.1
-REPLAYS = 5
+REPLAYS = SELDOM = 5
 WAYS = {"recording": None, "light trace": "light", "--trace": "always"}
 OVER = {"light trace": "recording", "--trace": "recording"}
 """Over whose steps a contender's are told; else over those of plain torch."""
@@ -56,10 +56,10 @@ class Work:
             self.model: nn.Module = nn.Sequential(*layers).to(device)
             self._inputs = torch.randn(16, 32, device=device)
         else:
-            width, self.length, rows = (1024, 512, 16) if on_gpu else (128, 64, 8)
+            width, length, rows = (1024, 512, 16) if on_gpu else (128, 32, 4)
             blocks = {"width": width, "layers": 12 if on_gpu else 4, "heads": 8}
-            self.model = GPT(vocabulary=VOCABULARY, length=self.length, **blocks).to(device)
-            self._inputs = torch.randint(VOCABULARY, (rows, self.length), device=device)
+            self.model = GPT(vocabulary=VOCABULARY, length=length, **blocks).to(device)
+            self._inputs = torch.randint(VOCABULARY, (rows, length), device=device)
         self._targets = torch.randint(VOCABULARY, (self._inputs.shape[0],), device=device)
         if name != "short":
             self._targets = self._inputs
@@ -131,20 +131,22 @@ def _compete(name: str, device: str, folder: Path, seconds: float) -> dict[str, 
     for work, around in contenders.values():
         _block(work, around, 4, device)
     many = max(1, int(BLOCK_SECONDS / _block(*contenders["nothing"], 4, device)))
-    taken: dict[str, list[float]] = {label: [] for label in contenders}
-    until, labels = time.monotonic() + seconds, list(contenders)
-    while time.monotonic() < until or len(taken["nothing"]) < 5:
+    taken: dict[str, dict[int, float]] = {label: {} for label in contenders}
+    until, labels, number = time.monotonic() + seconds, list(contenders), 0
+    while time.monotonic() < until or number < 5 * SELDOM:
         labels = labels[1:] + labels[:1]
         for label in labels:
-            taken[label].append(_block(*contenders[label], many, device))
+            if label in ("nothing", *WAYS) or number % SELDOM == 0:
+                taken[label][number] = _block(*contenders[label], many, device)
+        number += 1
     rows = [_row(label, taken) for label in contenders]
-    step = statistics.median(taken["--trace"])
+    step = statistics.median(taken["nothing"].values())
     replays = _replays(contenders["--trace"][0], watchers["--trace"], device)
     for watcher in watchers.values():
         if watcher.tracer is not None:
             watcher.tracer.close()
     return {
-        "rounds": len(taken["nothing"]),
+        "rounds": number,
         "steps_a_block": many,
         "parameters": sum(p.numel() for p in contenders["nothing"][0].model.parameters()),
         "replay_ms": 1e3 * statistics.median(replays),
@@ -155,7 +157,7 @@ def _compete(name: str, device: str, folder: Path, seconds: float) -> dict[str, 
 
 def _block(work: Work, around: Callable[[], Any], steps: int, device: str) -> float:
     """Seconds a step."""
-    clock = time.perf_counter if device == "cuda" else time.thread_time
+    clock = _clock(device)
     with around():
         work.step()  # After the change.
         _synchronize(device)
@@ -170,15 +172,16 @@ def _replays(work: Work, watcher: Watcher, device: str) -> list[float]:
     """Seconds that it takes to run a bad step once more, from a state that is put back."""
     assert watcher.tracer is not None
     tracer = watcher.tracer._tracer
-    look, taken = tracer.look, []
+    look, clock = tracer.look, _clock(device)
+    taken: list[float] = []
     good = {name: value.clone() for name, value in work.model.state_dict().items()}
 
     def timed(*args: Any, **kwargs: Any) -> None:
         _synchronize(device)
-        begin = time.perf_counter()
+        begin = clock()
         look(*args, **kwargs)
         _synchronize(device)
-        taken.append(time.perf_counter() - begin)
+        taken.append(clock() - begin)
 
     tracer.look = timed  # type: ignore[method-assign]
     with watcher:
@@ -194,11 +197,12 @@ def _replays(work: Work, watcher: Watcher, device: str) -> list[float]:
     return taken
 
 
-def _row(label: str, taken: dict[str, list[float]]) -> dict[str, Any]:
+def _row(label: str, taken: dict[str, dict[int, float]]) -> dict[str, Any]:
     """Microseconds a step, and what is added to whose."""
-    mine, over = taken[label], OVER.get(label, "nothing")
-    added = [1e6 * (a - b) for a, b in zip(mine, taken[over], strict=True)]
-    share = [100 * (a / b - 1) for a, b in zip(mine, taken[over], strict=True)]
+    over = OVER.get(label, "nothing")
+    mine, theirs = list(taken[label].values()), [taken[over][each] for each in taken[label]]
+    added = [1e6 * (a - b) for a, b in zip(mine, theirs, strict=True)]
+    share = [100 * (a / b - 1) for a, b in zip(mine, theirs, strict=True)]
     quarters = statistics.quantiles(added, n=4, method="inclusive")
     return {
         "contender": label,
@@ -207,13 +211,17 @@ def _row(label: str, taken: dict[str, list[float]]) -> dict[str, Any]:
         "over": over,
         "added_us": statistics.median(added),
         "added_us_quarters": [quarters[0], quarters[-1]],
-        "added_us_of_least": 1e6 * (min(mine) - min(taken[over])),
+        "added_us_of_least": 1e6 * (min(mine) - min(theirs)),
         "added_percent": statistics.median(share),
     }
 
 
 def _anomaly() -> Any:
     return torch.autograd.detect_anomaly(check_nan=True)
+
+
+def _clock(device: str) -> Callable[[], float]:
+    return time.perf_counter if device == "cuda" else time.thread_time
 
 
 def _synchronize(device: str) -> None:
@@ -228,7 +236,8 @@ def _raise(error: Exception) -> None:
 def table(found: dict[str, Any]) -> str:
     """As Markdown."""
     lines = [
-        "| step | contender | us a step | added to | us (half of the rounds) | % |",
+        "| step | contender | us a step | added to | us (half of the rounds) "
+        "| us, quickest blocks |",
         "|---|---|---|---|---|---|",
     ]
     for name, work in found["works"].items():
@@ -239,7 +248,7 @@ def table(found: dict[str, Any]) -> str:
             else:
                 low, high = row["added_us_quarters"]
                 spread = f"{row['added_us']:+,.0f} ({low:+,.0f} to {high:+,.0f})"
-                cells += [row["over"], spread, f"{row['added_percent']:+.1f}"]
+                cells += [row["over"], spread, f"{row['added_us_of_least']:+,.0f}"]
             lines.append("| " + " | ".join(cells) + " |")
     told = ", ".join(
         f"{work['replay_in_steps']:.1f} of the {name} ones ({work['replay_ms']:.1f} ms)"

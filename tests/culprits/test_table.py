@@ -1,4 +1,4 @@
-"""docs/finding-the-culprit.md shows what benchmarks/results/culprits_cpu.json has, of this zoo."""
+"""docs/finding-the-culprit.md shows what benchmarks/results has of this zoo and of the costs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,30 @@ def bench():
     return runpy.run_path(str(ROOT / "benchmarks/bench_culprits.py"))
 
 
+def results(name):
+    return json.loads((ROOT / "benchmarks/results" / name).read_text())
+
+
 @pytest.fixture(scope="module")
 def found():
-    return json.loads((ROOT / "benchmarks/results/culprits_cpu.json").read_text())
+    return results("culprits_cpu.json")
+
+
+def shown_after(mark, end):
+    text = (ROOT / "docs/finding-the-culprit.md").read_text()
+    return text.split(f"{mark}\n")[1].split(f"\n{end}")[0]
 
 
 def test_the_document_has_the_table_of_the_results(bench, found):
-    text = (ROOT / "docs/finding-the-culprit.md").read_text()
-    shown = text.split(f"{bench['BEGIN']}\n")[1].split(f"\n{bench['END']}")[0]
+    shown = shown_after(bench["BEGIN"].format(""), bench["END"])
     assert shown == f"{bench['summary'](found)}\n\n{bench['table'](found)}"
+
+
+def test_the_document_has_the_costs_of_the_results(bench, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    table = runpy.run_path(str(ROOT / "benchmarks/culprit_cost.py"))["table"]
+    shown = shown_after(bench["BEGIN"].format(" --cost"), bench["END"])
+    assert shown == table(results("culprits_cost_cpu.json"))
 
 
 def test_the_results_are_of_this_zoo(found):
