@@ -375,6 +375,17 @@ def test_a_trace_counts_more_than_what_gradients_show_and_says_how_sure_it_is(
     assert (f"first appeared in blocks.0 ({certainty})" in examine(run).sentence) is bool(culprit)
 
 
+def test_weights_that_had_grown_too_large_are_the_culprit_and_no_module_is() -> None:
+    trace = replace(TRACE, where="grown", text="NaN in blocks.0. Lower the learning rate first")
+    lost = {"loss": None, "loss_nonfinite": True, "nan": 2, "norm": None}
+    run = made_run(plant=dict.fromkeys(range(60, 301), lost), traces=(trace,))
+    (finding,) = examine(run).findings
+    assert finding.culprit is None
+    assert "weights that had grown too large" in finding.sentence
+    assert "Lower the learning rate first." in finding.sentence
+    assert "grown too large" in examine(run).sentence
+
+
 def test_two_optimizers_that_share_a_bad_backward_pass_are_told_once() -> None:
     bad = {n: {"nan": 2, "norm": None, "loss": None} for n in range(60, 301)}
     ours, theirs = (made_steps(plant=bad, optimizer=i) for i in (0, 1))

@@ -470,3 +470,40 @@ def test_data_that_are_not_finite_are_told_beside_a_mask_too(mask, bad):
     (found,) = followed(Masked(nn.Identity()), (data, mask))
     assert "in the input data" in found.text
     assert found.module == ""
+
+
+class Divides(nn.Module):
+    def forward(self, x):
+        return x / (x - x)
+
+
+def enlarged(model, by):
+    with torch.no_grad():
+        model[0].weight.fill_(by)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("weight", "inputs", "module", "where"),
+    [
+        (3e19, 1.0, Length(), "grown"),  # Overflows in Length, which is not at fault.
+        (1e15, 1.0, Length(), None),  # Large, but all of it is finite.
+        (0.5, 3e19, Length(), "module"),  # The weights are well: the data is large.
+        (2e6, 1e-4, Divides(), "module"),  # Large, but not what makes 0 / 0.
+    ],
+)
+def test_an_overflow_of_weights_that_have_grown_names_the_weights(weight, inputs, module, where):
+    model = enlarged(nn.Sequential(nn.Linear(3, 3, bias=False), module), weight)
+    found = followed(model, torch.full((2, 3), inputs), lambda out: out.square().sum())
+    assert [each.where for each in found] == ([where] if where else [])
+    for each in found:
+        assert (each.module, "0.weight to 3e+19" in each.text) == ("1", where == "grown")
+        assert ("Lower the learning rate" in each.text) is (where == "grown")
+
+
+def test_a_loss_that_overflows_on_what_grown_weights_made_names_them_too():
+    model = enlarged(nn.Sequential(nn.Linear(3, 3, bias=False)), 1e25)
+    (found,) = followed(model, torch.ones(2, 3), lambda out: out.pow(3).sum())
+    assert (found.where, found.phase) == ("grown", "forward")
+    (well,) = followed(nn.Sequential(nn.Linear(3, 3)), torch.ones(2, 3), lambda out: out.sum() / 0)
+    assert well.where == "after"

@@ -107,6 +107,7 @@ class HeldSteps(StepListener):
             return
         optimizer = step.optimizers[0]
         self._steps[id(optimizer)] = step
+        step.guarded = self._can_hold(step)
         if isinstance(optimizer, torch.optim.Optimizer):
             if _step_of(optimizer)[1] not in self._guarded and step.driver is optimizer:
                 kind = type(optimizer).__name__

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from gradilocks._torch import parameters_in
+from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.trace import KeptCalls, called_modules
 from gradilocks.names import is_compiled
 from gradilocks.observe.patches import Patches
-from gradilocks.observe.script_models import owners_of
+from gradilocks.observe.script_models import modules_besides, owners_of
 from gradilocks.step.events import PerDriver, Step, StepListener
 
 __all__ = ["ScriptCalls"]
@@ -30,6 +31,8 @@ was called again."""
 _MOST_OPTIMIZERS = 16
 """For how many optimizers the models are looked for when they are made; for others at their first
 step. A script may make one for every task that it trains."""
+_LOOKS_FOR_OTHERS = 2
+"""Steps in which it is looked for models that are called and not trained."""
 
 
 class ScriptCalls(StepListener):
@@ -51,6 +54,8 @@ class ScriptCalls(StepListener):
         self._fresh: WeakSet[Any] = WeakSet()  # Optimizers that have not stepped yet.
         self._made = self._searches = self.met = 0
         self._searching = True
+        self._looks = 0
+        self._others: list[Any] = []  # Hooks on models that are not trained.
         self._patches = Patches()
         self._patches.everywhere(torch.jit.script, self._around_script(torch.jit.script))
 
@@ -62,6 +67,8 @@ class ScriptCalls(StepListener):
     def close(self) -> None:
         """Takes every hook away."""
         self._patches.undo()
+        self._looks = _LOOKS_FOR_OTHERS + 1
+        self._watch_others()
         self.kept.close()
 
     def _around_script(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,6 +134,29 @@ class ScriptCalls(StepListener):
             kept.follow([*called_modules(kept.called), *stay])
         if not self._searching:
             kept.called.clear()
+        if self._looks <= _LOOKS_FOR_OTHERS:
+            self._looks += 1
+            self._watch_others()
+
+    def _watch_others(self) -> None:
+        """For the first few steps: whether other models are called, as a frozen one whose output a
+        trained one is given. What came from there is not in the data."""
+        for handle in self._others:
+            handle.remove()
+        self._others = []
+        if self._looks <= _LOOKS_FOR_OTHERS and not self.kept.others:
+            self._others = [
+                module.register_forward_hook(Hook(self._other_called))
+                for module in modules_besides(self.models)
+                if not is_compiled(module) and not isinstance(module, torch.jit.ScriptModule)
+            ]
+
+    def _other_called(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            made = [tensor for _, tensor in tensors_in(output, "")]
+            self.kept.others = self.kept.others or any(
+                tensor.is_floating_point() and not tensor.requires_grad for tensor in made
+            )
 
 
 def _parts(models: Iterable[nn.Module]) -> Iterator[nn.Module]:

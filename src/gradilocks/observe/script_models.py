@@ -21,7 +21,7 @@ from gradilocks.ranks.layout import (
     replicas_of,
 )
 
-__all__ = ["are_whole", "owners_of"]
+__all__ = ["are_whole", "modules_besides", "owners_of"]
 
 
 def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
@@ -42,6 +42,16 @@ def owners_of(params: Iterable[Tensor]) -> list[nn.Module]:
             for root in _climb(module, parents):
                 roots.setdefault(id(root), root)
     return list(roots.values())
+
+
+def modules_besides(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """All that are alive, have parameters and are no part of these models: a frozen one, say."""
+    known = {id(part) for model in models for part in model.modules()}
+    return [each for each in _modules() if id(each) not in known and _has_parameters(each)]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(parameters_in(part) for part in module.modules())
 
 
 def are_whole(params: Sequence[Tensor], models: Iterable[nn.Module]) -> bool:

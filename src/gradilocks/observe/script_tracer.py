@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -33,7 +34,6 @@ class ScriptTracer(StepListener):
         make_recorder: called when there is something to tell; findings are written there.
         waits: whether to wait for a GPU at each step, to know of a bad one before it is taken.
         replays: whether a bad step is run once more.
-        guards: whether bad steps are held back, whoever was to take them.
         snapshot: a file for the first bad step that is held back; None for none.
         warn: told if that cannot be written.
         innocent: whether it is written too if this rank has found nothing.
@@ -49,13 +49,12 @@ class ScriptTracer(StepListener):
         *,
         waits: bool,
         replays: bool = True,
-        guards: bool = False,
         snapshot: Path | None = None,
         warn: Callable[[str], None] = lambda message: None,
         innocent: bool = True,
     ) -> None:
         self._calls, self._met = calls, 0
-        self._make_recorder, self._waits, self._guards = make_recorder, waits, guards
+        self._make_recorder, self._waits = make_recorder, waits
         numbers = itertools.count()
         self._drivers = PerDriver(lambda: _Driver(next(numbers)))
         self.passed_by = False
@@ -81,6 +80,9 @@ class ScriptTracer(StepListener):
         self._tracer.close()
 
     # --- steps ---------------------------------------------------------------------------------
+
+    def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:
+        self._tracer.note_loss(loss)
 
     def step_begins(self, step: Step) -> None:
         self._latest = step
@@ -119,11 +121,11 @@ class ScriptTracer(StepListener):
             self.passed_by = True
             return
         driver.looked = step
-        bad_gradients = bool(found.nan.count_nonzero() or found.inf.count_nonzero())
-        loss_is_bad = step.loss is not None and not bool(step.loss.isfinite().all())
+        # A sum would take longer than to read them.
+        bad_gradients = any((found.nan + found.inf).tolist())
         if not bad_gradients:
             self._tracer.well()
-        if bad_gradients or loss_is_bad:
+        if bad_gradients or _is_bad(step):
             self._look(step, driver, bad_gradients=bad_gradients)
 
     def step_held(self, step: Step) -> None:
@@ -139,8 +141,8 @@ class ScriptTracer(StepListener):
             driver.steps + 1,
             self._tracer.kept.take(),
             driver=driver.number,
-            loss_is_bad=None if step.loss is None else not bool(step.loss.isfinite().all()),
-            gone=bad_gradients and step.driver is step.optimizers[0] and not self._guards,
+            loss_is_bad=_is_bad(step),
+            gone=bad_gradients and step.driver is step.optimizers[0] and not step.guarded,
         )
 
     def _write(
@@ -174,7 +176,7 @@ class ScriptTracer(StepListener):
             self._warn(f"the first bad step could not be written to {path}: {why}")
             return ""
         self.snapshot = path, size
-        return "" if innocent else f". That rank's step is in {path}"
+        return "" if innocent else f". That rank's step is in {path.name}"
 
     def step_ended(self, step: Step) -> None:
         driver = self._drivers.of(step)
@@ -186,13 +188,22 @@ class ScriptTracer(StepListener):
             tracer.kept.take()
         elif step.driver is not step.optimizers[0] and step.frame is None:
             # A scaler has held it back, and no optimizer was called: the host has waited for that.
-            tracer.look(driver.steps, tracer.kept.take(), driver=driver.number)
+            tracer.look(
+                driver.steps, tracer.kept.take(), driver=driver.number, loss_is_bad=_is_bad(step)
+            )
         elif isinstance(step.skip, Tensor):
+            if step.loss is not None:
+                tracer.note_loss(step.loss)
             tracer.note(skipped_for_nonfinite(step), step=driver.steps, driver=driver.number)
         else:
             tracer.kept.take()
         driver.looked = driver.told = driver.evaluated = self._latest = None
         tracer.settle()
+
+
+def _is_bad(step: Step) -> bool | None:
+    """Whether its loss is NaN or Inf; None if nobody knows. Waits for the device."""
+    return None if step.loss is None else not math.isfinite(step.loss.item())
 
 
 class _Driver:

@@ -371,7 +371,6 @@ def run_script(
                     session.steps.recorder_now,
                     waits=options.trace == "always" or options.guard == "stop",
                     replays=options.trace is not None,
-                    guards=options.guard is not None,
                     snapshot=_snapshot(target, options),
                     warn=warn,
                     innocent=session.records,

@@ -91,6 +91,8 @@ class Step:
     """At the end, likewise: what all of them found of each parameter, if they shared it."""
     skip: Tensor | bool = False
     """At the end: whether the parameters were left as they were."""
+    guarded: bool = False
+    """For listeners: whether one of them keeps an optimizer from taking it, should it be bad."""
     held: Tensor | bool = False
     """Whether somebody who listens has kept an optimizer from taking it."""
     rejected: Tensor | bool = False

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +133,9 @@ class KeptCall:
             self._note(given)
 
     def _note(self, given: Any) -> None:
-        for _, tensor in tensors_in(given, ""):
+        # Most often it is one tensor, and a search takes longer than all else here.
+        one = isinstance(given, Tensor)
+        for tensor in (given,) if one else [each for _, each in tensors_in(given, "")]:
             self._versions.append((tensor, version_of(tensor)))
             self.bytes += tensor.nbytes if tensor.layout is torch.strided else 0
 
@@ -158,10 +161,11 @@ class KeptStep:
     Attributes:
         calls: oldest first.
         missing: why calls of it are not there, in half a sentence; "" if all are.
+        others: whether other modules were called besides, whose calls nobody keeps.
     """
 
-    def __init__(self, calls: Sequence[KeptCall], missing: str) -> None:
-        self.calls, self.missing = calls, missing
+    def __init__(self, calls: Sequence[KeptCall], missing: str, *, others: bool = False) -> None:
+        self.calls, self.missing, self.others = calls, missing, others
 
     def forget(self) -> None:
         """Lets go of what it holds: it would take too long until it is needed."""
@@ -209,6 +213,8 @@ class KeptCalls:
         self._bytes = 0
         self._followed: dict[int, tuple[weakref.ref[nn.Module], list[Callable[[], None]]]] = {}
         self._habits: dict[int, _Habits] = {}
+        self.others = False
+        """Whether modules are called besides those that are followed, a frozen one, say."""
 
     # --- whom it follows -----------------------------------------------------------------------
 
@@ -263,7 +269,8 @@ class KeptCalls:
         With the calls whose output has not been run backward yet: the step of another optimizer may
         be of their gradients.
         """
-        step = KeptStep([call for call in self.calls if not call.is_unused], self.missing)
+        used = [call for call in self.calls if not call.is_unused]
+        step = KeptStep(used, self.missing, others=self.others)
         self.calls = [call for call in step.calls if not call.came_back]
         self._bytes, self.missing = sum(call.bytes for call in self.calls), ""
         return step
@@ -326,7 +333,7 @@ class KeptCalls:
         for place, tensor in tensors_in(output, "output"):
             if tensor.requires_grad and not tensor.is_leaf:
                 call.outputs.append(weakref.ref(tensor))
-                tensor.register_hook(Hook(self._received, call, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._received, call, place))  # type: ignore[no-untyped-call]
         if call.outputs:
             self._keep(call)
 
@@ -425,6 +432,8 @@ class _Habits:
     def generators(self) -> Generators:
         """Where they stand."""
         looks = self._calls < _LOOKED_AT
+        if not (looks or self._cuda or self._python or self._numpy):
+            return Generators(torch.get_rng_state(), {}, None, None)
         return Generators.now(self._cuda, python=looks or self._python, numpy=looks or self._numpy)
 
     def precision(self) -> Precision:

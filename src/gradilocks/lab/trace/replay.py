@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -115,9 +116,13 @@ def replay(
     if loss_is_bad and gradients.are_bad and not seen:  # Then they came from that loss.
         doubts.append("its loss was NaN or Inf, and run once more all of it was finite")
     first = min(seen, key=lambda each: each.when, default=None)
-    found = None if first is None else if_grown(first.finding.trace(), models)
-    same = first is None and gradients.are_same()
-    return Replayed(found, next(filter(None, doubts), ""), same, raised)
+    doubt = next(filter(None, doubts), "")
+    if first is None:
+        return Replayed(None, doubt, gradients.are_same(), raised)
+    finding = first.finding
+    if kept.others and finding.where == "input":  # A frozen model may have made what came in.
+        finding = replace(finding, where="outside")
+    return Replayed(if_grown(finding.trace(), models), doubt, error=raised)
 
 
 class _Gradients:

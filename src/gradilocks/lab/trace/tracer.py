@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradilocks.dropin import GradScaler
 from gradilocks.eager import UNCOMPILED
+from gradilocks.lab.tensors import tensors_in
 from gradilocks.lab.trace.finding import (
     Finding,
     damaged_among,
@@ -56,6 +57,7 @@ _logger = logging.getLogger("gradilocks")
 _MOST_REPLAYS = 20
 _MOST_PENDING = 3  # Steps whose calls are kept until it is known whether they were bad.
 _SPREAD = "the model is spread over ranks, which would have to run it together"
+_MOST_LOSSES = 256  # Of a step: references to them are kept.
 _ENOUGH = "no more bad steps are looked at"
 
 
@@ -68,6 +70,7 @@ class _Pending(NamedTuple):
     in_gradients: Trace | None
     """What its gradients tell, if it was followed and nothing was found."""
     calls: KeptStep
+    losses: Sequence[Tensor]
 
 
 class Tracer(StepListener):
@@ -97,6 +100,7 @@ class Tracer(StepListener):
         self._is_late = False
         self._found_nothing = False  # In the step that goes on, though it was followed.
         self._pending: list[_Pending] = []
+        self._losses: list[Tensor] = []  # Of the step that goes on, as far as they are known.
         self._latest_step: int | Tensor = 0
         self._driver = 0
         self._replays = 0
@@ -196,6 +200,15 @@ class Tracer(StepListener):
             row = step.record.row
             self.note(row, step=row[ROW.index("step")].clone())
 
+    def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:
+        """For the control: a loss of the step that goes on."""
+        self.note_loss(loss)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """The step that goes on has this loss, perhaps among others."""
+        if len(self._losses) < _MOST_LOSSES:
+            self._losses.append(loss.detach())
+
     def note(self, row: Tensor, *, step: int | Tensor | None = None, driver: int = 0) -> None:
         """A step is over that changed no parameter if it was bad.
 
@@ -220,7 +233,8 @@ class Tracer(StepListener):
         in_gradients = damaged_gradients(self.models) if found_nothing else None
         if len(self._pending) >= _MOST_PENDING:
             self._pending[0].calls.forget()
-        self._pending.append(_Pending(Flag(row), step, driver, in_gradients, calls))
+        losses, self._losses = self._losses, []
+        self._pending.append(_Pending(Flag(row), step, driver, in_gradients, calls, losses))
         self.catch_up(gradients_of=step)
 
     def catch_up(self, *, gradients_of: int | Tensor | None = None, wait: bool = False) -> None:
@@ -242,6 +256,7 @@ class Tracer(StepListener):
                     _number(pending.step),
                     pending.calls,
                     driver=pending.driver,
+                    loss_is_bad=_any_bad(pending.losses),
                     doubt=doubt,
                     of_its_gradients=pending.step is gradients_of,
                 )
@@ -476,6 +491,11 @@ class _StepsOfScaler(StepListener):
     def __init__(self, tracer: Tracer, scaler: GradScaler) -> None:
         self._tracer, self._scaler = tracer, weakref.ref(scaler, lambda _: EVENTS.discard(self))
 
+    def loss_scaled(self, driver: Any, loss: Any, scaled: Any, scale: Tensor) -> None:
+        if driver is self._scaler():
+            for _, each in tensors_in(loss, ""):
+                self._tracer.note_loss(each)
+
     def step_begins(self, step: Step) -> None:
         if step.driver is self._scaler():
             self._tracer.catch_up()
@@ -512,6 +532,12 @@ def called_modules(models: Iterable[nn.Module]) -> list[nn.Module]:
     Compiled code would have the hooks of what is compiled in it, and would be compiled again.
     """
     return [model if is_compiled(model) else unwrapped(model) for model in models]
+
+
+def _any_bad(losses: Sequence[Tensor]) -> bool | None:
+    """Whether one is NaN or Inf; None if there are none. Waits for the device."""
+    with waiting():
+        return not all(bool(each.isfinite().all()) for each in losses) if losses else None
 
 
 def _number(step: int | Tensor) -> int:
