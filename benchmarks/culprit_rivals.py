@@ -164,15 +164,15 @@ def _underflow_overflow() -> None:
 
 def warm_up() -> None:
     """Imports what all trainings need, so that their processes begin with it; uses no GPU."""
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.AdamW([parameter])
-    parameter.sum().backward()
-    optimizer.step()
-    for name in ("step_recorder", "torch_hooks", "patches", "script_tracer"):
+    if not torch.cuda.is_available():  # A step begins to use it, and a fork could not after that.
+        parameter = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.AdamW([parameter])
+        parameter.sum().backward()
+        optimizer.step()
+    for name in ("step_recorder", "torch_hooks", "patches", "script_calls", "script_tracer"):
         importlib.import_module(f"gradilocks.observe.{name}")
     for name in ("cli.app", "report"):
         importlib.import_module(f"gradilocks.{name}")
-    del parameter, optimizer
     gc.collect()
     gc.freeze()  # Else each child looks through a million objects of torch, more than once.
 
