@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradilocks.demo.small_gpt import GPT
+from gradilocks.observe.script_calls import ScriptCalls
 from gradilocks.observe.script_tracer import ScriptTracer
 from gradilocks.observe.step_recorder import Guard, ScriptRecorder, StepRecorder
 from gradilocks.observe.torch_hooks import TorchHooks
@@ -83,10 +84,12 @@ class Watcher:
         self.guard = Guard(_raise)
         self.steps = StepRecorder(lambda: ScriptRecorder(path, all_ranks=False, git=None), print)
         self.tracer = None
-        listeners: list[Any] = [self.steps.losses, self.steps]
+        began = self.steps.data_wait.forward_begins
+        self.calls = ScriptCalls(keeps=trace is not None, began=began)
+        listeners: list[Any] = [self.steps.losses, self.calls, self.steps]
         if trace is not None:
             waits = trace == "always"
-            self.tracer = ScriptTracer(self.steps.recorder_now, waits=waits)
+            self.tracer = ScriptTracer(self.calls, self.steps.recorder_now, waits=waits)
             listeners.append(self.tracer)
         self._listener = self.guard.around(listeners)
         self._hooks = TorchHooks()
