@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +84,25 @@ def zoo(options: argparse.Namespace) -> dict[str, Any]:
         versions["transformers"] = importlib.metadata.version("transformers")
     else:
         print("Transformers is not installed: DebugUnderflowOverflow is left out", file=sys.stderr)
-    rivals.warm_up()
     cases = [case for case in ZOO if options.only in case.name]
-    rows = []
-    for number, case in enumerate(cases, 1):
+
+    def judged(case: Any) -> dict[str, Any]:
         row: dict[str, Any] = {"planted": case._asdict()}
         for name, judge in everybody.items():
             with tempfile.TemporaryDirectory() as folder:
                 row[name] = judge(case, Path(folder))._asdict()
-        rows.append(row)
-        told = ", ".join(f"{TOLD[name]} {row[name]['verdict']}" for name in everybody)
-        print(f"{number}/{len(cases)} {case.name}: {told}", file=sys.stderr, flush=True)
+        return row
+
+    if options.device == "cpu":
+        rivals.warm_up()
+    at_once = 1 if options.device == "cpu" else 8  # Forks want one thread.
+    rows = []
+    with ThreadPoolExecutor(at_once) as pool:
+        made = pool.map(judged, cases) if at_once > 1 else map(judged, cases)
+        for number, (case, row) in enumerate(zip(cases, made, strict=True), 1):
+            rows.append(row)
+            told = ", ".join(f"{TOLD[name]} {row[name]['verdict']}" for name in everybody)
+            print(f"{number}/{len(cases)} {case.name}: {told}", file=sys.stderr, flush=True)
     return {"device": options.device, "trace": options.trace, "versions": versions, "rows": rows}
 
 

@@ -1,7 +1,7 @@
 """What tells of NaN in a script that nobody touched: `gradilocks run`, and two others beside it.
 
-Each of them runs the script of the zoo in a process of its own (a fork of one that has imported
-torch), and what it printed is read for what it says and judged by the planted truth:
+Each of them runs the script of the zoo in a process of its own (on a CPU a fork of one that has
+imported torch), and what it printed is read for what it says and judged by the planted truth:
 
     anomaly mode              `torch.autograd.set_detect_anomaly(True)`: an error in backward, with
                               the function and the lines of the forward call that it belongs to
@@ -21,14 +21,17 @@ import importlib
 import os
 import re
 import runpy
+import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # The zoo lies among the tests.
 from tests.culprits.zoo import SCRIPT, Case, said_of, verdict
 from torch import nn
 
@@ -51,7 +54,7 @@ class Judged(NamedTuple):
 def by_gradilocks(case: Case, folder: Path, *, options: tuple[str, ...]) -> Judged:
     """`gradilocks run`."""
     words = ["run", "-o", "a.jsonl", *options, str(SCRIPT), *case.words]
-    _, err = _forked(lambda: main(words), folder)
+    _, err = _run("gradilocks", words, folder)
     if not (folder / "a.jsonl").exists():
         raise RuntimeError(f"{case.name} was not recorded: {err[-500:]}")
     said = said_of(read_run(folder / "a.jsonl"))
@@ -65,7 +68,7 @@ def by_gradilocks(case: Case, folder: Path, *, options: tuple[str, ...]) -> Judg
 
 def by_anomaly_mode(case: Case, folder: Path) -> Judged:
     """torch's own."""
-    _, err = _forked(lambda: _script(case, _anomaly), folder)
+    _, err = _run("anomaly", case.words, folder)
     error = re.search(r"Function '(\w+)' returned nan values", err)
     if error is None:
         return Judged(NOTHING, "no error" if "Error" not in err else err.strip().splitlines()[-1])
@@ -120,7 +123,7 @@ def has_underflow_overflow() -> bool:
 
 def by_underflow_overflow(case: Case, folder: Path) -> Judged:
     """Transformers'."""
-    out, err = _forked(lambda: _script(case, _underflow_overflow), folder)
+    out, err = _run("underflow_overflow", case.words, folder)
     if "Detected inf/nan" not in out:
         return Judged(NOTHING, "no error" if "Error" not in err else err.strip().splitlines()[-1])
     what = re.findall(r"^(\S+) has (?:nans|infs)$", out, re.MULTILINE)
@@ -164,25 +167,37 @@ def _underflow_overflow() -> None:
 
 def warm_up() -> None:
     """Imports what all trainings need, so that their processes begin with it; uses no GPU."""
-    if not torch.cuda.is_available():  # A step begins to use it, and a fork could not after that.
-        parameter = nn.Parameter(torch.ones(1))
-        optimizer = torch.optim.AdamW([parameter])
-        parameter.sum().backward()
-        optimizer.step()
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.sum().backward()
+    optimizer.step()
     for name in ("step_recorder", "torch_hooks", "patches", "script_calls", "script_tracer"):
         importlib.import_module(f"gradilocks.observe.{name}")
     for name in ("cli.app", "report"):
         importlib.import_module(f"gradilocks.{name}")
+    del parameter, optimizer
     gc.collect()
     gc.freeze()  # Else each child looks through a million objects of torch, more than once.
 
 
-def _script(case: Case, prepare: Callable[[], None]) -> int:
-    """Runs the script as Python would, after `prepare`."""
-    prepare()
-    sys.argv = [str(SCRIPT), *case.words]
+def _act(who: str, words: Sequence[str]) -> None:
+    """Does what one of them does with the script, in this process."""
+    if who == "gradilocks":
+        main(list(words))
+        return
+    {"anomaly": _anomaly, "underflow_overflow": _underflow_overflow}[who]()
+    sys.argv = [str(SCRIPT), *words]
     runpy.run_path(str(SCRIPT), run_name="__main__")
-    return 0
+
+
+def _run(who: str, words: Sequence[str], folder: Path) -> tuple[str, str]:
+    """What it prints, on both streams."""
+    if os.environ.get("DEVICE", "cpu") == "cpu":
+        return _forked(lambda: _act(who, words), folder)
+    done = subprocess.run(  # What is forked cannot use a GPU.
+        [sys.executable, __file__, who, *words], cwd=folder, capture_output=True, text=True
+    )
+    return done.stdout, done.stderr
 
 
 def _forked(run: Callable[[], object], folder: Path) -> tuple[str, str]:
@@ -208,3 +223,7 @@ def _forked(run: Callable[[], object], folder: Path) -> tuple[str, str]:
             os._exit(status)
     os.waitpid(child, 0)
     return (folder / "out").read_text(), (folder / "err").read_text()
+
+
+if __name__ == "__main__":
+    _act(sys.argv[1], sys.argv[2:])
