@@ -167,7 +167,7 @@ step(scaler=scaler, clip=False)
     run = read_run(tmp_path / "a.jsonl")
     assert [s.skipped for s in run.steps] == [False, True, True, False]
     (found,) = run.traces
-    assert (found.step, found.where) == (3, "after")
+    assert (found.step, found.where) == (2, "after")
 
 
 # --- the same by the functions --------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_the_lines_stand_between_the_steps_they_came_between(tmp_path):
     train(control, model, steps=1, start=3)
     recorder.close()
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "a").read_text().splitlines()]
-    assert kinds == ["header", "optimizer", "step", "step", "log", "step", "end"]
+    assert kinds == ["header", "optimizer", "precision", "step", "step", "log", "step", "end"]
 
 
 def test_numbers_that_are_not_finite_are_nan_when_they_are_read(tmp_path):

@@ -55,7 +55,7 @@ def watched(train: Callable[[], object], path: Path, *, detail_every: int = 5) -
         )
 
     steps = StepRecorder(recorder, lambda words: failures.append(RuntimeError(words)))
-    listeners = [guard.around(each) for each in (steps.losses, steps)]
+    listeners = [guard.around((steps.losses, steps))]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for listener in listeners:

@@ -7,6 +7,7 @@ recording and not the script: whatever listens to it has a Guard around it.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import time
 import weakref
@@ -529,7 +530,13 @@ class StepRecorder(StepListener):
         Two networks with an optimizer each may name their parts alike. All of them together are
         told apart by what the script calls them, whichever of the optimizers is met first.
         """
-        return owners_of({id(p): p for p in (*self.losses.parameters(), *params)}.values())
+        every = {id(p): p for p in (*self.losses.parameters(), *params)}
+        models = owners_of(every.values())
+        if len(models) > 1:  # One that the script is done with may wait for the collector.
+            del every, models
+            gc.collect()
+            models = owners_of({id(p): p for p in (*self.losses.parameters(), *params)}.values())
+        return models
 
     # --- a script's own GradientControls -------------------------------------------------------
 

@@ -27,8 +27,9 @@ from gradilocks.lab.unchanged import unchanged
 from gradilocks.names import is_compiled
 from gradilocks.runfile import Trace, describe_error
 
-__all__ = ["Replayed", "replay"]
+__all__ = ["NOT_AGAIN", "Replayed", "replay"]
 
+NOT_AGAIN = "its loss was NaN or Inf, and run once more all of it was finite"
 _NO_CALL = "no call of the model was seen in it, which compiled code that makes the call would hide"
 _ALIKE = 1e-3
 """Of gradients that were added up in another order or format: the part in which they differ."""
@@ -114,7 +115,7 @@ def replay(
     if alone.met:  # What came before that was run as it was; of Inf, a mask may have been next.
         doubts, seen = [_MEETS], [each for each in seen if each.finding.seen.nan]
     if loss_is_bad and gradients.are_bad and not seen:  # Then they came from that loss.
-        doubts.append("its loss was NaN or Inf, and run once more all of it was finite")
+        doubts.append(NOT_AGAIN)
     first = min(seen, key=lambda each: each.when, default=None)
     doubt = next(filter(None, doubts), "")
     if first is None:

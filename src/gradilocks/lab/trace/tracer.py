@@ -34,7 +34,7 @@ from gradilocks.lab.trace.finding import (
 )
 from gradilocks.lab.trace.kept_calls import KeptCalls, KeptStep
 from gradilocks.lab.trace.rank_answers import Answer, RankAnswers, concluded
-from gradilocks.lab.trace.replay import Replayed, replay
+from gradilocks.lab.trace.replay import NOT_AGAIN, Replayed, replay
 from gradilocks.lab.trace.step_trace import StepTrace
 from gradilocks.lab.unchanged import waiting
 from gradilocks.names import is_compiled, unwrapped
@@ -343,7 +343,10 @@ class Tracer(StepListener):
             if gradients is not None and not (found.same_gradients or has_other_ranks()):
                 gradients = dataclasses.replace(gradients, certainty="likely")
         if trace is None and gradients is None and loss_is_bad and not doubt:
-            trace = in_loss(models)
+            if of_its_gradients:  # Which are finite.
+                trace = in_loss(models)
+            else:
+                doubt = NOT_AGAIN
         if trace is not None:
             self._is_late = trace.where == "parameters"
         return Answer(step, trace, gradients, doubt, self._driver)
