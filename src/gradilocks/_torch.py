@@ -17,7 +17,7 @@ import contextlib
 import operator
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -74,6 +74,7 @@ __all__ = [
     "parameters_in",
     "post_accumulate_hooks",
     "root_mesh",
+    "same_version",
     "scale_of",
     "scaler_state",
     "seen_by_function_modes",
@@ -91,6 +92,7 @@ __all__ = [
     "unscale_and_check_",
     "unseen_by_modes",
     "version",
+    "without_gradient_hooks",
 ]
 
 FOUND_NAMES: list[str] = []
@@ -137,6 +139,27 @@ def post_accumulate_hooks(param: Tensor) -> dict[int, Any]:
     """
     hooks: dict[int, Any] | None = getattr(param, "_post_accumulate_grad_hooks", None)
     return {} if hooks is None else hooks
+
+
+@contextlib.contextmanager
+def without_gradient_hooks(tensor: Tensor) -> Iterator[None]:
+    """Inside, the hooks on a tensor's gradient are out of the way; without the name they run."""
+    hooks = getattr(tensor, "_backward_hooks", None)
+    if not hooks:
+        yield
+        return
+    tensor._backward_hooks = None
+    try:
+        yield
+    finally:
+        tensor._backward_hooks = hooks
+
+
+same_version: Any = _find(
+    "torch.autograd._unsafe_preserve_version_counter", lambda tensor: contextlib.nullcontext()
+)
+"""Writes into a tensor are not counted when it has been left; without the name they are, and a
+backward pass that is still to come may refuse what has been put back."""
 
 
 def drop_empty_hooks(tensor: Tensor) -> None:

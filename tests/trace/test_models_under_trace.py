@@ -208,7 +208,7 @@ def test_a_bad_loss_that_does_not_come_again_names_nobody_and_no_gradients():
         tracer.look(1, tracer.kept.take(), loss_is_bad=True, gone=True)
         (found,) = tracer.findings
         assert (found.where, found.module, found.certainty) == ("unknown", "", "unknown")
-        assert "its loss was NaN or Inf, and run once more all of it was finite" in found.text
+        assert "what it returned was NaN or Inf, and run once more it was finite" in found.text
 
 
 def test_a_tracer_needs_no_variable_and_writes_to_the_controls_recorder(tmp_path):

@@ -6,21 +6,33 @@ anything behind: training goes on bit for bit as if nobody had looked.
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import buffers_of, post_accumulate_hooks, set_buffer, version
+from gradilocks._torch import (
+    buffers_of,
+    post_accumulate_hooks,
+    same_version,
+    set_buffer,
+    version,
+    without_gradient_hooks,
+)
 from gradilocks.errors import GradilocksError
 
 __all__ = ["Generators", "unchanged", "version_of", "waiting"]
 
-_PLAIN = (int, float, bool, str, bytes, complex, type(None))
+_MOST_BYTES = 256 << 20
+"""Of what is copied while a model is run for a look at it."""
+_INTERNAL = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
 class Generators(NamedTuple):
@@ -102,62 +114,111 @@ def waiting() -> Iterator[None]:
 
 
 @contextmanager
-def unchanged(models: Iterable[nn.Module], *, doing: str) -> Iterator[None]:
+def unchanged(models: Iterable[nn.Module], *, doing: str = "") -> Iterator[None]:
     """Inside, gradients are None, and hooks that would step an optimizer are out of the way.
 
-    What modules count in attributes of their own is put back too, if it is a plain number or text.
-    `doing` says what is done to the models, for the error.
+    What modules hold beside their trained parameters is lent to what runs inside as a copy: their
+    buffers, frozen parameters and tensors in attributes, up to 256 MiB, and on a CPU trained
+    parameters too if they fit. What they count or collect in numbers, texts, lists and dicts is put
+    back, and so are generators of their own. No version of a tensor moves on: a backward pass that
+    is still to come finds what it has saved.
+
+    Args:
+        models: that are run.
+        doing: what is done to them, if it is an error that a parameter is changed. Else hooks on
+            parameters, which are for training, are out of the way as well.
 
     Raises:
-        GradilocksError: a parameter was changed inside, which is beyond repair.
+        GradilocksError: a parameter was changed inside.
     """
     whole = nn.ModuleList(models)
-    generators = Generators.now()
-    parts = list(whole.modules())[1:]
-    training = [(module, module.training) for module in parts]
-    counted = [
-        (module, {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN)})
-        for module in parts
-    ]
-    # BatchNorm's statistics and the like, by object and by value.
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in parts
-        for name, buffer in buffers_of(module).items()
-    ]
-    named = {
-        f"{at}.{name}": p for at, model in enumerate(whole) for name, p in model.named_parameters()
-    }
-    gradients = [(param, param.grad) for param in whole.parameters()]
-    # An optimizer that steps inside backward does so by a hook after a gradient is added up.
-    late_hooks = [post_accumulate_hooks(param) for param in whole.parameters()]
-    held = [dict(hooks) for hooks in late_hooks]
-    before = {name: version_of(param) for name, param in named.items()}
-    try:
-        for param, _ in gradients:
+    params = list(whole.parameters())
+    names = {id(p): name.partition(".")[2] for name, p in whole.named_parameters()}
+    before = {id(param): version_of(param) for param in params}
+    with ExitStack() as stack:
+        stack.callback(Generators.now().restore)
+        lent = _lend(whole, stack)
+        _keep_attributes(whole, stack)
+        for param in params:
+            stack.callback(setattr, param, "grad", param.grad)
+            # An optimizer that steps inside backward does so by a hook after a gradient is added.
+            late = post_accumulate_hooks(param)
+            stack.callback(late.update, dict(late))
+            late.clear()
+            if not doing:
+                stack.enter_context(without_gradient_hooks(param))
             param.grad = None
-        for hooks in late_hooks:
-            hooks.clear()
         yield
-        after = {name: version_of(param) for name, param in named.items()}
-    finally:
-        for hooks, were in zip(late_hooks, held, strict=True):
-            hooks.update(were)
-        for param, gradient in gradients:
-            param.grad = gradient
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                set_buffer(module, name, buffer)
-                if buffer is not None and value is not None and not torch.equal(buffer, value):
-                    buffer.copy_(value)
-        for module, was in training:
-            module.training = was
-        for module, values in counted:
-            vars(module).update(values)
-        generators.restore()
-    for name, number in after.items():
-        if before.get(name) != number:
-            raise GradilocksError(
-                f"{name.partition('.')[2]} was changed while the model was {doing}. What computes "
-                "the loss must leave parameters and optimizers alone: nothing is trained here."
-            )
+        changed = [
+            names[id(param)]
+            for param in params
+            if before[id(param)] != version_of(param) and (doing or id(param) not in lent)
+        ]
+    if changed:
+        raise GradilocksError(
+            f"{changed[0]} was changed while the model was {doing or 'run'}. What computes "
+            "the loss must leave parameters and optimizers alone: nothing is trained here."
+        )
+
+
+def _lend(whole: nn.Module, stack: ExitStack) -> set[int]:
+    """Copies what a forward pass may write to; at the end of the stack the originals are back.
+
+    Returns the ids of the tensors that were copied.
+    """
+    held: dict[int, Tensor] = {}
+    trained: dict[int, Tensor] = {}
+    for module in whole.modules():
+        written = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm
+        for param in module.parameters(recurse=False):
+            frozen = not param.requires_grad or written
+            (held if frozen else trained)[id(param)] = param
+        for value in (*buffers_of(module).values(), *vars(module).values()):
+            if isinstance(value, Tensor):
+                held[id(value)] = value
+        for name, buffer in buffers_of(module).items():
+            stack.callback(set_buffer, module, name, buffer)
+    left = _MOST_BYTES
+    for tensor in sorted(held.values(), key=_size):
+        left -= _size(tensor)
+        if left < 0:
+            del held[id(tensor)]
+    on_host = all(each.device.type == "cpu" for each in trained.values())
+    if on_host and sum(map(_size, trained.values())) <= max(left, 0):
+        held |= trained
+    lent = set()
+    for tensor in held.values():
+        try:
+            original, copied = tensor.data, tensor.data.clone()
+            stack.enter_context(same_version(tensor))
+            stack.callback(setattr, tensor, "data", original)
+            tensor.data = copied
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            continue  # As a parameter that has no shape yet: nothing can be written to it either.
+        lent.add(id(tensor))
+    return lent
+
+
+def _size(tensor: Tensor) -> int:
+    try:
+        return tensor.numel() * tensor.element_size()
+    except (RuntimeError, ValueError, TypeError):
+        return 0
+
+
+def _keep_attributes(whole: nn.Module, stack: ExitStack) -> None:
+    """Puts back, at the end of the stack, what modules keep in attributes of their own."""
+    for module in whole.modules():
+        own = {name: value for name, value in vars(module).items() if name not in _INTERNAL}
+        stack.callback(vars(module).update, own)
+        stack.callback(setattr, module, "training", module.training)
+        for value in own.values():
+            if isinstance(value, torch.Generator):
+                stack.callback(value.set_state, value.get_state())
+            elif type(value) in _CONTAINERS:
+                stack.callback(_refill, value, copy.copy(value))
+
+
+def _refill(container: Any, held: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(held)

@@ -32,7 +32,7 @@ _MOST_OPTIMIZERS = 16
 """For how many optimizers the models are looked for when they are made; for others at their first
 step. A script may make one for every task that it trains."""
 _LOOKS_FOR_OTHERS = 2
-"""Steps in which it is looked for models that are called and not trained."""
+"""Steps at which it is looked for models that are there and not trained."""
 
 
 class ScriptCalls(StepListener):
@@ -56,6 +56,7 @@ class ScriptCalls(StepListener):
         self._searching = True
         self._looks = 0
         self._others: list[Any] = []  # Hooks on models that are not trained.
+        self._known_others: set[int] = set()
         self._patches = Patches()
         self._patches.everywhere(torch.jit.script, self._around_script(torch.jit.script))
 
@@ -67,8 +68,8 @@ class ScriptCalls(StepListener):
     def close(self) -> None:
         """Takes every hook away."""
         self._patches.undo()
-        self._looks = _LOOKS_FOR_OTHERS + 1
-        self._watch_others()
+        for handle in self._others:
+            handle.remove()
         self.kept.close()
 
     def _around_script(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,6 +101,15 @@ class ScriptCalls(StepListener):
         if fresh:
             self._searching = True
             self.kept.follow([*self.kept.followed, *_parts(fresh)])
+
+    def gradients_clear(self, owner: Any) -> None:
+        if self.kept.calls:
+            params = (
+                owner.parameters()
+                if isinstance(owner, nn.Module)
+                else (param for group in owner.param_groups for param in group["params"])
+            )
+            self.kept.forget({id(param) for param in params})
 
     def step_begins(self, step: Step) -> None:
         if self._fresh:
@@ -139,17 +149,16 @@ class ScriptCalls(StepListener):
             self._watch_others()
 
     def _watch_others(self) -> None:
-        """For the first few steps: whether other models are called, as a frozen one whose output a
-        trained one is given. What came from there is not in the data."""
-        for handle in self._others:
-            handle.remove()
-        self._others = []
-        if self._looks <= _LOOKS_FOR_OTHERS and not self.kept.others:
-            self._others = [
-                module.register_forward_hook(Hook(self._other_called))
-                for module in modules_besides(self.models)
-                if not is_compiled(module) and not isinstance(module, torch.jit.ScriptModule)
-            ]
+        """Sees whether other models are called, as a frozen one that makes what a trained one is
+        given. What came from there is not in the data."""
+        for module in modules_besides(self.models):
+            if id(module) in self._known_others:
+                continue
+            self._known_others.add(id(module))
+            if is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
+                self.kept.others = True  # Nobody sees whether these are called.
+            else:
+                self._others.append(module.register_forward_hook(Hook(self._other_called)))
 
     def _other_called(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():

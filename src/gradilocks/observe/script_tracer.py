@@ -139,7 +139,7 @@ class ScriptTracer(StepListener):
         driver.told = step
         self._tracer.look(
             driver.steps + 1,
-            self._tracer.kept.take(),
+            self._tracer.kept.take(driver.number),
             driver=driver.number,
             loss_is_bad=_is_bad(step),
             gone=bad_gradients and step.driver is step.optimizers[0] and not step.guarded,
@@ -185,18 +185,21 @@ class ScriptTracer(StepListener):
         if step.record is not None:
             tracer.note(step.record.row, step=driver.steps, driver=driver.number)
         elif driver.looked is step or step.statistics is None:
-            tracer.kept.take()
+            tracer.kept.take(driver.number)
         elif step.driver is not step.optimizers[0] and step.frame is None:
             # A scaler has held it back, and no optimizer was called: the host has waited for that.
             tracer.look(
-                driver.steps, tracer.kept.take(), driver=driver.number, loss_is_bad=_is_bad(step)
+                driver.steps,
+                tracer.kept.take(driver.number),
+                driver=driver.number,
+                loss_is_bad=_is_bad(step),
             )
         elif isinstance(step.skip, Tensor):
             if step.loss is not None:
                 tracer.note_loss(step.loss)
             tracer.note(skipped_for_nonfinite(step), step=driver.steps, driver=driver.number)
         else:
-            tracer.kept.take()
+            tracer.kept.take(driver.number)
         driver.looked = driver.told = driver.evaluated = self._latest = None
         tracer.settle()
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gradilocks._torch import buffers_of
 from gradilocks.errors import GradilocksError
-from gradilocks.lab.trace.kept_calls import KeptCall, KeptStep, Precision
+from gradilocks.lab.trace.kept_calls import KeptCall, KeptInput, KeptStep, Precision
 from gradilocks.lab.trace.replay import replay
 from gradilocks.lab.unchanged import Generators
 from gradilocks.names import named_modules, named_parameters, unwrapped
@@ -150,7 +150,7 @@ def _call(at: int, call: KeptCall, names: Mapping[int, str], plain: _Plain) -> d
     where = f"calls[{at}]"
     return {
         "module": None if module is None else names.get(id(unwrapped(module))),
-        "args": None if call.args is None else plain(tuple(call.args), f"{where}.args"),
+        "args": None if call.args is None else plain(call.args, f"{where}.args"),
         "kwargs": plain(dict(call.kwargs), f"{where}.kwargs"),
         "incomplete": call.incomplete
         or ("what it was given has been changed in place since" if call.inputs_changed else ""),
@@ -186,8 +186,10 @@ class _Plain:
 
     def __call__(self, thing: Any, where: str, depth: int = 0) -> Any:
         """`thing` with tensors, numbers and texts as they are; `where` names it."""
+        if isinstance(thing, KeptInput):
+            return self._tensor(thing.values, where, computed=thing.requires_grad)
         if isinstance(thing, Tensor):
-            return self._tensor(thing, where)
+            return self._tensor(thing, where, computed=thing.requires_grad)
         if type(thing) in _NUMBERS or isinstance(thing, _TORCHS):
             return thing
         kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
@@ -230,7 +232,7 @@ class _Plain:
     def _note(self, where: str, kind: str, instead: str) -> None:
         self.not_kept.append(f"{where}, a {kind}, is kept as {instead}")
 
-    def _tensor(self, tensor: Tensor, where: str) -> Any:
+    def _tensor(self, tensor: Tensor, where: str, *, computed: bool) -> Any:
         """The tensor by itself: torch writes all of the memory that one is a view of."""
         try:
             made = tensor.detach()
@@ -244,7 +246,7 @@ class _Plain:
             elif made.layout is not torch.sparse_coo:
                 raise NotImplementedError(str(made.layout))
             differentiable = made.is_floating_point() or made.is_complex()
-            if tensor.requires_grad and differentiable and not isinstance(tensor, nn.Parameter):
+            if computed and differentiable and not isinstance(tensor, nn.Parameter):
                 made = made.detach().requires_grad_()
         except Exception as error:  # Of a kind that has no memory of its own.
             kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"

@@ -9,14 +9,16 @@ and not the training.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.unchanged import Generators, version_of
 
-__all__ = ["KeptCall", "KeptCalls", "KeptStep", "Precision"]
+__all__ = ["KeptCall", "KeptCalls", "KeptInput", "KeptStep", "Precision"]
 
 is_jit_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing")  # noqa: B009 # untyped
 _logger = logging.getLogger("gradilocks")
@@ -74,32 +76,73 @@ class Precision:
         return stack
 
 
+class KeptInput(NamedTuple):
+    """A tensor that a module was given, without what it was computed from."""
+
+    values: Tensor
+    version: int
+    original: Callable[[], Tensor | None]
+    """Finds the tensor itself, if it is still there: its graph may not be kept alive for us."""
+    has_graph: bool
+    """Whether it was computed from something that is trained."""
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> KeptInput:
+        has_graph = tensor.grad_fn is not None
+        if isinstance(tensor, nn.Parameter):  # torch.utils.swap_tensors refuses weak references.
+            return cls(tensor, version_of(tensor), lambda: tensor, has_graph, tensor.requires_grad)
+        values = tensor.detach() if has_graph or tensor.requires_grad else tensor
+        found = weakref.ref(tensor)
+        return cls(values, version_of(tensor), found, has_graph, tensor.requires_grad)
+
+    @property
+    def changed(self) -> bool:
+        """Whether it has been written to since."""
+        return version_of(self.values) != self.version
+
+
+class KeptOutput(NamedTuple):
+    """A tensor that a module has returned, without its graph."""
+
+    values: Tensor
+    version: int
+
+
+class _Graph:
+    """Lives as long as the graph of an output: held by a hook in it, and by nobody else."""
+
+    __slots__ = ("__weakref__",)
+
+
 class KeptCall:
     """One call of a module, with what it takes to run it once more.
 
     Attributes:
         module: finds it; None once it is gone.
-        args, kwargs: what it was given; None if that was too large to be kept.
+        args, kwargs: what it was given, each tensor as a KeptInput; None if that was too large.
         began: its place in time; `came_back` likewise, of the gradient of its output.
-        received: by its name in the output, the gradient that a tensor there got.
+        returned: by its name in the output, each tensor there that fits into memory.
+        received: likewise the gradient that it got.
         modes: how many modes stood in the way of torch's functions.
         incomplete: why it cannot be run just as it was, in half a sentence; "" if it can.
     """
 
     __slots__ = (
-        "_versions",
         "args",
         "began",
         "bytes",
         "came_back",
         "generators",
+        "graphs",
         "incomplete",
+        "inputs",
         "kwargs",
         "modes",
         "module",
-        "outputs",
         "precision",
         "received",
+        "returned",
         "training",
     )
 
@@ -113,46 +156,74 @@ class KeptCall:
         precision: Precision,
     ) -> None:
         self.module = weakref.ref(module)
-        self.args: tuple[Any, ...] | None = args
-        self.kwargs: Mapping[str, Any] = {}
         self.began, self.came_back = began, 0
         self.generators, self.precision = generators, precision
         self.training, self.modes = module.training, function_modes()
         self.received: dict[str, Tensor] = {}
+        self.returned: dict[str, KeptOutput] = {}
         self.incomplete = ""
         self.bytes = 0
-        self._versions: list[tuple[Tensor, int]] = []
-        self.outputs: list[weakref.ref[Tensor]] = []
-        for given in args:
-            self._note(given)
+        self.inputs: list[KeptInput] = []
+        self.graphs: list[weakref.ref[_Graph]] = []
+        self.args: tuple[Any, ...] | None = tuple(map(self._kept, args))
+        self.kwargs: Mapping[str, Any] = {}
 
     def take(self, kwargs: Mapping[str, Any]) -> None:
         """It was also given these."""
-        self.kwargs = kwargs
-        for given in kwargs.values():
-            self._note(given)
+        self.kwargs = {name: self._kept(value) for name, value in kwargs.items()}
 
-    def _note(self, given: Any) -> None:
-        # Most often it is one tensor, and a search takes longer than all else here.
-        one = isinstance(given, Tensor)
-        for tensor in (given,) if one else [each for _, each in tensors_in(given, "")]:
-            self._versions.append((tensor, version_of(tensor)))
-            self.bytes += tensor.nbytes if tensor.layout is torch.strided else 0
+    def _kept(self, given: Any) -> Any:
+        """What was given, with its tensors as KeptInputs. Lists and dicts are copied: forward may
+        write into them."""
+        if isinstance(given, Tensor):
+            kept = KeptInput.of(given)
+            self.inputs.append(kept)
+            self.bytes += _bytes_of(given)
+            return kept
+        return _mapped(given, self._kept)
 
     @property
     def is_unused(self) -> bool:
         """Whether nobody can run its output backward any more, and nobody has."""
-        return not self.came_back and not any(find() is not None for find in self.outputs)
+        return not self.came_back and not any(find() is not None for find in self.graphs)
 
     @property
     def inputs_changed(self) -> bool:
         """Whether what it was given has been written to since."""
-        return any(version_of(tensor) != number for tensor, number in self._versions)
+        return any(each.changed for each in self.inputs)
+
+    def again(self, make: Callable[[KeptInput], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What it was given, with each tensor as `make` makes it."""
+
+        def made(kept: Any) -> Any:
+            return make(kept) if isinstance(kept, KeptInput) else _mapped(kept, made)
+
+        assert self.args is not None
+        return tuple(map(made, self.args)), {name: made(v) for name, v in self.kwargs.items()}
 
     def drop(self, why: str) -> None:
         """Lets go of what is large."""
-        self.args, self.kwargs, self._versions, self.bytes = None, {}, [], 0
+        self.args, self.kwargs, self.inputs, self.returned, self.bytes = None, {}, [], {}, 0
         self.incomplete = why
+
+
+def _mapped(thing: Any, act: Callable[[Any], Any]) -> Any:
+    """A tuple, list or dict with `act` done to what is in it; anything else as it is."""
+    kind = type(thing)
+    if kind is tuple or kind is list:
+        return kind(map(act, thing))
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return kind(*map(act, thing))
+    if isinstance(thing, dict):
+        copied = copy.copy(thing)
+        for name, value in thing.items():
+            copied[name] = act(value)
+        return copied
+    return thing
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 class KeptStep:
@@ -208,6 +279,9 @@ class KeptCalls:
         self.missing = ""
         self.paused = False
         """Whether calls are not looked at, as while they are run once more."""
+        self._latest: KeptStep | None = None
+        self._taken_by: set[int] = set()
+        self._in_passing = False  # Whether something was computed that is not run backward.
         self._open = _Open()
         self._clock = itertools.count(1)
         self._bytes = 0
@@ -242,7 +316,8 @@ class KeptCalls:
                 set_compiled_call(module, around)
                 leave.append(around.leave)
             elif not leave:
-                before = module.register_forward_pre_hook(Hook(self._before))
+                # Before hooks of the user's, which run again when it is called again.
+                before = module.register_forward_pre_hook(Hook(self._before), prepend=True)
                 after = module.register_forward_hook(
                     Hook(self._after), with_kwargs=True, always_call=True
                 )
@@ -261,19 +336,32 @@ class KeptCalls:
     def close(self) -> None:
         """Takes the hooks away and forgets everything."""
         self.follow(())
-        self.calls = []
+        self.calls, self._latest = [], None
 
-    def take(self) -> KeptStep:
+    def take(self, by: int = 0) -> KeptStep:
         """A step is over: what was kept of it. Another begins.
 
         With the calls whose output has not been run backward yet: the step of another optimizer may
-        be of their gradients.
+        be of their gradients. If no model was called since another optimizer's step, both are of
+        the same backward pass, and so are its calls. `by` tells optimizers apart.
         """
+        if self._latest is not None and by not in self._taken_by:
+            self._taken_by.add(by)
+            return self._latest
+        self._taken_by = {by}
         used = [call for call in self.calls if not call.is_unused]
-        step = KeptStep(used, self.missing, others=self.others)
+        others = self.others or self._in_passing
+        step = self._latest = KeptStep(used, self.missing, others=others)
         self.calls = [call for call in step.calls if not call.came_back]
         self._bytes, self.missing = sum(call.bytes for call in self.calls), ""
+        self._in_passing = False
         return step
+
+    def forget(self, params: Container[int]) -> None:
+        """The gradients of these parameters, by their ids, are cleared: so is what made them."""
+        self._latest = None
+        self.calls = [call for call in self.calls if not _made_only(call, params)]
+        self._bytes = sum(call.bytes for call in self.calls)
 
     # --- calls ---------------------------------------------------------------------------------
 
@@ -292,7 +380,10 @@ class KeptCalls:
             if torch.is_grad_enabled():
                 self.called.add(module)
                 self.count += 1
+                self._latest = None  # Which holds a batch until here.
                 call = self._begin(module, args) if self._keeps else None
+            else:
+                self._in_passing = True  # What it makes may be given to a model.
         except Exception as error:
             self._give_up(error)
         else:
@@ -329,13 +420,30 @@ class KeptCalls:
         self, module: nn.Module, call: KeptCall, kwargs: Mapping[str, Any], output: Any
     ) -> None:
         self._habits[id(module)].note(call)
-        call.take(kwargs)
-        for place, tensor in tensors_in(output, "output"):
-            if tensor.requires_grad and not tensor.is_leaf:
-                call.outputs.append(weakref.ref(tensor))
-                tensor.register_hook(partial(self._received, call, place))  # type: ignore[no-untyped-call]
-        if call.outputs:
+        if kwargs:
+            call.take(kwargs)
+        if isinstance(output, Tensor):
+            self._watch(call, "output", output)
+        else:
+            for place, tensor in tensors_in(output, "output"):
+                self._watch(call, place, tensor)
+            if not call.incomplete and _hides_tensors(output):
+                call.incomplete = "it returned objects whose tensors cannot be seen"
+        if call.graphs:
             self._keep(call)
+        else:
+            self._in_passing = True
+
+    def _watch(self, call: KeptCall, place: str, tensor: Tensor) -> None:
+        """Keeps what a module has returned, and the gradient that it will get."""
+        if tensor.requires_grad and not tensor.is_leaf:
+            graph = _Graph()
+            call.graphs.append(weakref.ref(graph))
+            tensor.register_hook(partial(self._received, call, place, graph))  # type: ignore[no-untyped-call]
+        size = _bytes_of(tensor)
+        if self._bytes + call.bytes + size <= self._most_bytes:
+            call.bytes += size
+            call.returned[place] = KeptOutput(tensor.detach(), version_of(tensor))
 
     def _give_up(self, error: Exception) -> None:
         """Calls cannot be kept: training goes on without."""
@@ -345,6 +453,7 @@ class KeptCalls:
 
     def _keep(self, call: KeptCall) -> None:
         if len(self.calls) >= _MOST_CALLS or self._bytes + call.bytes > self._most_bytes:
+            self._in_passing = self._in_passing or any(each.is_unused for each in self.calls)
             self.calls = [each for each in self.calls if not each.is_unused]
             self._bytes = sum(each.bytes for each in self.calls)
         if len(self.calls) >= _MOST_CALLS:
@@ -355,7 +464,7 @@ class KeptCalls:
         self._bytes += call.bytes
         self.calls.append(call)
 
-    def _received(self, call: KeptCall, place: str, gradient: Tensor) -> None:
+    def _received(self, call: KeptCall, place: str, graph: _Graph, gradient: Tensor) -> None:
         if self.paused:
             return
         call.came_back = call.came_back or next(self._clock)
@@ -373,6 +482,25 @@ class KeptCalls:
             self._bytes += size
             call.bytes += size
             call.received[place] = gradient.detach()
+
+
+def _made_only(call: KeptCall, params: Container[int]) -> bool:
+    """Whether a call was run backward, into these parameters alone."""
+    module = call.module()
+    if not call.came_back or module is None:
+        return bool(call.came_back)
+    return all(id(param) in params for param in module.parameters() if param.requires_grad)
+
+
+def _hides_tensors(thing: Any) -> bool:
+    """Whether there may be tensors in what a module has returned that nobody finds."""
+    if isinstance(thing, (Tensor, int, float, bool, str, bytes, type(None), torch.dtype)):
+        return False
+    if isinstance(thing, Mapping):
+        return any(map(_hides_tensors, thing.values()))
+    if isinstance(thing, (list, tuple)):
+        return any(map(_hides_tensors, thing))
+    return not (dataclasses.is_dataclass(thing) or isinstance(thing, (torch.device, torch.Size)))
 
 
 def _is_trained_here() -> bool:

@@ -9,9 +9,10 @@ Nothing is left behind: gradients, buffers and generators are put back.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,10 @@ from gradilocks._torch import function_modes, seen_by_function_modes
 from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.tensors import tensors_in
 from gradilocks.lab.trace.finding import Finding, damaged_among, if_grown
-from gradilocks.lab.trace.kept_calls import KeptCall, KeptStep
+from gradilocks.lab.trace.kept_calls import KeptCall, KeptInput, KeptStep
 from gradilocks.lab.trace.no_collectives import MeetsOthers, NoCollectives
 from gradilocks.lab.trace.step_trace import StepTrace
-from gradilocks.lab.unchanged import unchanged
+from gradilocks.lab.unchanged import unchanged, version_of
 from gradilocks.names import is_compiled
 from gradilocks.runfile import Trace, describe_error
 
@@ -31,8 +32,8 @@ __all__ = ["NOT_AGAIN", "Replayed", "replay"]
 
 NOT_AGAIN = "its loss was NaN or Inf, and run once more all of it was finite"
 _NO_CALL = "no call of the model was seen in it, which compiled code that makes the call would hide"
-_ALIKE = 1e-3
-"""Of gradients that were added up in another order or format: the part in which they differ."""
+_ALIKE, _ALIKE_IN_HALF = 1e-4, 1e-2
+"""Of what was computed twice, by kernels that add up in any order: the part in which it differs."""
 _MEETS = "the model meets other ranks as it runs, and they would have to run it together"
 
 
@@ -84,13 +85,7 @@ def replay(
     seen: list[_Seen] = []
     raised: Exception | None = None
     gradients, alone = _Gradients(models), NoCollectives()
-    with (
-        unchanged(models, doing="traced"),
-        UNCOMPILED,
-        torch.enable_grad(),
-        seen_by_function_modes(),
-        alone,
-    ):
+    with unchanged(models), UNCOMPILED, torch.enable_grad(), seen_by_function_modes(), alone:
         for call in kept.calls:
             doubts.append(call.incomplete)
             module = call.module()
@@ -102,11 +97,15 @@ def replay(
                 if call.modes != function_modes():
                     doubts.append("the model was called under a mode that is not there any more")
                 unknown = call.generators.unknown()
+                run = _Run(call, models, loss_is_bad, gradients)
                 try:
-                    seen += _run(call, models, loss_is_bad, gradients)
+                    run()
                 except Exception as error:  # Short of memory, or a forward that cannot run twice.
                     raised = raised or error
                     doubts.append(f"running it once more failed ({describe_error(error)})")
+                doubts.append(run.doubt)
+                if call.came_back or _goes_on_in(call, kept.calls):
+                    seen += run.found
                 if any(unknown.moved()):
                     doubts.append(
                         "the model draws from Python's or NumPy's random numbers, and where those "
@@ -121,9 +120,22 @@ def replay(
     if first is None:
         return Replayed(None, doubt, gradients.are_same(), raised)
     finding = first.finding
-    if kept.others and finding.where == "input":  # A frozen model may have made what came in.
+    if kept.others and finding.where == "input":  # Another model may have made what came in.
         finding = replace(finding, where="outside")
+    doubt = doubt or getattr(finding, "doubt", "")
     return Replayed(if_grown(finding.trace(), models), doubt, error=raised)
+
+
+def _goes_on_in(call: KeptCall, calls: Sequence[KeptCall]) -> bool:
+    """Whether what a call returned, and what was not run backward, was given to one that was."""
+    made = {each.values.untyped_storage().data_ptr() for each in call.returned.values()} - {0}
+    return any(
+        given.values.untyped_storage().data_ptr() in made
+        for other in calls
+        if other.came_back
+        for given in other.inputs
+        if given.values.layout is torch.strided
+    )
 
 
 class _Gradients:
@@ -153,8 +165,8 @@ class _Gradients:
                 self._sums[id(param)] = gradient if before is None else before + gradient
 
     def are_same(self) -> bool:
-        """Whether they are the same where they are finite, but for a factor that all have, as of a
-        scale or a clip."""
+        """Whether they are the same to the bit where they are finite, but for a factor that all
+        have and that is a power of two, as a scale is: then nothing else went into them."""
         if not self._held or self._sums.keys() != self._held.keys():
             return False
         pairs = []
@@ -162,79 +174,117 @@ class _Gradients:
             finite = held.isfinite()
             pairs.append((held[finite].double(), self._sums[key][finite].double()))
         there, again = (torch.cat([each[i] for each in pairs]) for i in (0, 1))
-        size = float(again.dot(again))
-        if not size > 0.0:
+        size, shared = float(again.abs().sum()), float(there.abs().sum())
+        if not (0.0 < size < math.inf and 0.0 < shared < math.inf):
             return False
-        factor = float(again.dot(there)) / size
-        return factor > 0.0 and bool((there - factor * again).norm() <= _ALIKE * there.norm())
+        return torch.equal(there, again * 2.0 ** round(math.log2(shared / size)))
 
 
-def _run(
-    call: KeptCall, models: Sequence[nn.Module], loss_is_bad: bool | None, gradients: _Gradients
-) -> list[_Seen]:
-    """What one call shows."""
-    module, args = call.module(), call.args
-    assert module is not None
-    assert args is not None
-    found: list[_Seen] = []
-    in_backward = False
+class _Run:
+    """One call, run once more.
 
-    def note(finding: Finding) -> None:
-        when = call.came_back if in_backward and finding.is_of_backward else call.began
-        found.append(_Seen(when, finding))
-
-    call.generators.restore()
-    origins: dict[int, Tensor] = {}
-    args, kwargs = _again(args, origins), _again(dict(call.kwargs), origins)
-    trace = StepTrace(models, note, root=module, replays=origins, loss_is_bad=loss_is_bad)
-    try:
-        with call.precision.again():
-            output = module(*args, **kwargs)
-        in_backward = True
-        pairs = [
-            (tensor, call.received[place])
-            for place, tensor in tensors_in(output, "output")
-            if place in call.received and tensor.requires_grad
-        ]
-        if pairs:
-            trace.watch_parameters()
-            _backward(pairs, module, (args, kwargs), gradients)
-        trace.settle()
-    except MeetsOthers:
-        trace.settle()
-    finally:
-        trace.remove()
-    return found
-
-
-def _backward(
-    pairs: Sequence[tuple[Tensor, Tensor]], module: nn.Module, given: Any, gradients: _Gradients
-) -> None:
-    """Runs outputs backward, and adds nothing to anybody's gradients."""
-    leaves = [tensor for _, tensor in tensors_in(given, "") if tensor.requires_grad]
-    inputs = [*leaves, *(param for param in module.parameters() if param.requires_grad)]
-    grad = inspect.unwrap(torch.autograd.grad)  # What others have put around it is for training.
-    outputs = [tensor for tensor, _ in pairs]
-    fitting = [g.to(t.dtype) if g.dtype is not t.dtype else g for t, g in pairs]
-    if inputs:
-        gradients.add(inputs, grad(outputs, inputs, fitting, allow_unused=True))
-
-
-def _again(thing: Any, origins: dict[int, Tensor]) -> Any:
-    """What was given, cut off from what it was computed from: backward ends here.
-
-    `origins` gets, by the id of what stands for a tensor, that tensor.
+    Attributes:
+        found: what it shows.
+        doubt: why it was not the same, in half a sentence; "" if it was, or nobody can say.
     """
-    if isinstance(thing, Tensor):
-        if thing.is_leaf and not thing.requires_grad:
-            return thing
-        fresh = thing.detach().requires_grad_(thing.requires_grad)
-        origins[id(fresh)] = thing
+
+    def __init__(
+        self,
+        call: KeptCall,
+        models: Sequence[nn.Module],
+        loss_is_bad: bool | None,
+        gradients: _Gradients,
+    ) -> None:
+        self._call, self._gradients = call, gradients
+        self.found: list[_Seen] = []
+        self.doubt = ""
+        self._in_backward = False
+        self._leaves: list[Tensor] = []
+        self._origins: dict[int, KeptInput] = {}
+        self._args, self._kwargs = call.again(self._input)
+        module = call.module()
+        assert module is not None
+        self._module = module
+        self._trace = StepTrace(
+            models, self._note, root=module, replays=self._origins, loss_is_bad=loss_is_bad
+        )
+
+    def _input(self, kept: KeptInput) -> Tensor:
+        """A copy of what was given, cut off from what it was computed from: backward ends here."""
+        if isinstance(kept.values, nn.Parameter):
+            return kept.values
+        fresh = kept.values.detach()
+        if kept.requires_grad:
+            leaf = (fresh if kept.has_graph else fresh.clone()).requires_grad_()
+            self._leaves.append(leaf)
+            fresh = leaf.clone() if kept.has_graph else leaf
+        else:
+            fresh = fresh.clone()
+        self._origins[id(fresh)] = kept
         return fresh
-    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return type(thing)(*(_again(each, origins) for each in thing))
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(_again(each, origins) for each in thing)
-    if type(thing) is dict:
-        return {name: _again(value, origins) for name, value in thing.items()}
-    return thing
+
+    def _note(self, finding: Finding) -> None:
+        late = self._in_backward and finding.is_of_backward
+        self.found.append(_Seen(self._call.came_back if late else self._call.began, finding))
+
+    def __call__(self) -> None:
+        call, trace = self._call, self._trace
+        call.generators.restore()
+        try:
+            with call.precision.again():
+                output = self._module(*self._args, **self._kwargs)
+            self._in_backward = True
+            outputs = dict(tensors_in(output, "output"))
+            again = self._compare(outputs)
+            pairs = [
+                (tensor, call.received[place])
+                for place, tensor in outputs.items()
+                if place in call.received and tensor.requires_grad
+            ]
+            if pairs and again:
+                trace.watch_parameters()
+                self._backward(pairs)
+            trace.settle()
+        except MeetsOthers:
+            trace.settle()
+        finally:
+            trace.remove()
+
+    def _compare(self, outputs: Mapping[str, Tensor]) -> bool:
+        """Whether what came out is what came out then; False if it was not finite then and is."""
+        for place, kept in self._call.returned.items():
+            now = outputs.get(place)
+            if now is None or now.shape != kept.values.shape:
+                self.doubt = self.doubt or "run once more it returned something else"
+            elif version_of(kept.values) != kept.version:
+                self.doubt = self.doubt or "what it returned has been changed in place since"
+            elif not _alike(kept.values, now.detach()):
+                if bool(now.isfinite().all()) and not bool(kept.values.isfinite().all()):
+                    self.doubt = "what it returned was NaN or Inf, and run once more it was finite"
+                    return False
+                self.doubt = self.doubt or "run once more it gave other numbers"
+        return True
+
+    def _backward(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Runs outputs backward, and adds nothing to anybody's gradients."""
+        trained = (param for param in self._module.parameters() if param.requires_grad)
+        inputs = [*self._leaves, *trained]
+        grad = inspect.unwrap(torch.autograd.grad)  # What others put around it is for training.
+        outputs = [tensor for tensor, _ in pairs]
+        fitting = [g.to(t.dtype) if g.dtype is not t.dtype else g for t, g in pairs]
+        if inputs:
+            self._gradients.add(inputs, grad(outputs, inputs, fitting, allow_unused=True))
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same but for rounding, and not finite at the same places."""
+    if not (one.is_floating_point() or one.is_complex()) or one.layout is not torch.strided:
+        return True
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()):
+        return False
+    left, right = one[finite], other[finite].to(one.dtype)
+    if torch.equal(left, right):
+        return True
+    rounding = _ALIKE if one.dtype in (torch.float32, torch.float64) else _ALIKE_IN_HALF
+    return bool((left.float() - right.float()).norm() <= rounding * left.float().norm())

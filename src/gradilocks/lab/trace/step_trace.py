@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from gradilocks._torch import drop_empty_hooks, in_backward
 from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.trace.finding import Finding, Magnitude, magnitude, nan_buffers
+from gradilocks.lab.trace.kept_calls import KeptInput
 from gradilocks.names import is_wrapper, named_modules, prefixed, unwrapped
-from gradilocks.ranks.layout import has_other_ranks
 
 __all__ = ["StepTrace"]
 
@@ -162,7 +162,7 @@ class StepTrace:
         found: Callable[[Finding], None],
         *,
         root: nn.Module | None = None,
-        replays: Mapping[int, Tensor] | None = None,
+        replays: Mapping[int, KeptInput] | None = None,
         loss_is_bad: bool | None = None,
     ) -> None:
         self._found = found
@@ -249,12 +249,14 @@ class StepTrace:
 
     def _outside(self, tensor: Tensor) -> str:
         """What is known of where a tensor comes from that no module of the model was given."""
-        tensor = (self._replays or {}).get(id(tensor), tensor)
-        if tensor.grad_fn is None:  # After a module has run, it may be what that made, detached.
-            received = tensor.requires_grad and has_other_ranks()  # As by a pipeline's later stage.
-            return "input" if self.forwards == 1 and not received else "outside"
+        kept = (self._replays or {}).get(id(tensor))
+        has_graph = tensor.grad_fn is not None if kept is None else kept.has_graph
+        if not has_graph:  # After a module has run, it may be what that made, detached.
+            return "input" if self.forwards == 1 else "outside"
+        original = tensor if kept is None else kept.original()
         # In which operation of another model it arose, if one had a part in it, is not known.
-        return "before" if _leaves(tensor) <= self._params else "outside"
+        known = original is not None and _leaves(original) <= self._params
+        return "before" if known else "outside"
 
     def _after(
         self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any

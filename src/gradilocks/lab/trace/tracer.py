@@ -45,7 +45,7 @@ from gradilocks.ranks.layout import (
     ranks_in,
     replicas_of,
 )
-from gradilocks.runfile import Trace
+from gradilocks.runfile import Trace, describe_error
 from gradilocks.step.events import EVENTS, Step, StepEvents, StepListener
 from gradilocks.step.lr_schedule import Flag
 from gradilocks.step.outcome import fetch
@@ -225,7 +225,7 @@ class Tracer(StepListener):
             self.disarm()
         step = self._latest_step + 1 if step is None else step
         self._latest_step = step
-        calls = self.kept.take()
+        calls = self.kept.take(driver)
         if self._closed:
             return
         # What the gradients hold after a step in which nothing was found, if it was followed.
@@ -331,6 +331,8 @@ class Tracer(StepListener):
             self.kept.paused = True
             try:
                 found = replay(step, calls, models, loss_is_bad=loss_is_bad, doubt=doubt)
+            except Exception as error:  # Whatever people keep in a model.
+                found = Replayed(None, f"it could not be run once more ({describe_error(error)})")
             finally:
                 self.kept.paused = False
         trace, doubt, gradients = found.trace, found.doubt, None
