@@ -21,9 +21,15 @@ from torch import Tensor, nn
 
 from gradilocks._torch import buffers_of
 from gradilocks.errors import GradilocksError
-from gradilocks.lab.trace.kept_calls import KeptCall, KeptInput, KeptStep, Precision
+from gradilocks.lab.trace.kept_calls import (
+    KeptCall,
+    KeptInput,
+    KeptOutput,
+    KeptStep,
+    Precision,
+)
 from gradilocks.lab.trace.replay import replay
-from gradilocks.lab.unchanged import Generators
+from gradilocks.lab.unchanged import Generators, version_of
 from gradilocks.names import named_modules, named_parameters, unwrapped
 from gradilocks.ranks.layout import any_distributed, flattened_among
 from gradilocks.runfile import Trace
@@ -36,6 +42,7 @@ VERSION = 1
 _NUMBERS = (int, float, bool, complex, str, bytes, type(None))
 _TORCHS = (torch.dtype, torch.device, torch.Size)
 _DEPTH = 8
+_MOST_RETURNED = 16 << 20
 
 
 def write_bad_step(
@@ -161,6 +168,11 @@ def _call(at: int, call: KeptCall, names: Mapping[int, str], plain: _Plain) -> d
         "autocast_caches": call.precision.caches,
         "generators": _generators(call.generators),
         "received": plain(call.received, f"{where}.received"),
+        "returned": {
+            place: plain(each.values, f"{where}.returned[{place!r}]")
+            for place, each in call.returned.items()
+            if each.values.nbytes <= _MOST_RETURNED and version_of(each.values) == each.version
+        },
         "began": call.began,
         "came_back": call.came_back,
     }
@@ -269,6 +281,8 @@ class BadCall:
     kwargs: dict[str, Any]
     received: dict[str, Tensor]
     """By its place in the output, the gradient that a tensor there got from the loss."""
+    returned: dict[str, Tensor]
+    """Likewise what the tensor held, if that is up to 16 MiB: a replay is compared with it."""
     autocast: list[dict[str, Any]]
     generators: Generators
     incomplete: str
@@ -457,6 +471,9 @@ class BadStep:
             call.received,
             call.incomplete,
         )
+        kept.returned = {
+            place: KeptOutput(values, version_of(values)) for place, values in call.returned.items()
+        }
         kept.module = weakref.ref(unwrapped(module))
         if call.args is None:
             kept.drop(call.incomplete)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradilocks._torch import NORMS_WITH_STATISTICS
 from gradilocks.names import name_parameters, named_parameters, prefixed, unwrapped
@@ -67,7 +68,7 @@ class Magnitude(NamedTuple):
 @torch.no_grad()
 def magnitude(tensor: Tensor, name: str) -> Magnitude | None:
     """Reads a tensor, and waits for its device; None if it holds no floating-point numbers."""
-    inner = measurable(tensor, any_subclass=True)
+    inner = None if is_lazy(tensor) else measurable(tensor, any_subclass=True)
     if inner is None:
         return None
     nan = inf = 0

@@ -35,7 +35,7 @@ from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.unchanged import Generators, version_of
 
-__all__ = ["KeptCall", "KeptCalls", "KeptInput", "KeptStep", "Precision"]
+__all__ = ["KeptCall", "KeptCalls", "KeptInput", "KeptOutput", "KeptStep", "Precision"]
 
 is_jit_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing")  # noqa: B009 # untyped
 _logger = logging.getLogger("gradilocks")
@@ -350,7 +350,7 @@ class KeptCalls:
             return self._latest
         self._taken_by = {by}
         used = [call for call in self.calls if not call.is_unused]
-        others = self.others or self._in_passing
+        others = self.others or self._in_passing or len(used) < len(self.calls)
         step = self._latest = KeptStep(used, self.missing, others=others)
         self.calls = [call for call in step.calls if not call.came_back]
         self._bytes, self.missing = sum(call.bytes for call in self.calls), ""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradilocks._torch import function_modes, seen_by_function_modes
 from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.tensors import tensors_in
-from gradilocks.lab.trace.finding import Finding, damaged_among, if_grown
+from gradilocks.lab.trace.finding import Finding, damaged_among, if_grown, magnitude
 from gradilocks.lab.trace.kept_calls import KeptCall, KeptInput, KeptStep
 from gradilocks.lab.trace.no_collectives import MeetsOthers, NoCollectives
 from gradilocks.lab.trace.step_trace import StepTrace
@@ -82,6 +82,8 @@ def replay(
     doubts = [doubt, kept.missing]
     if any(is_compiled(part) for model in models for part in model.modules()):
         doubts.append("the model is compiled, and was run as it is written")
+    if _holds_bad_tensors(models):
+        doubts.append("tensors that the model keeps in attributes are NaN or Inf by now")
     seen: list[_Seen] = []
     raised: Exception | None = None
     gradients, alone = _Gradients(models), NoCollectives()
@@ -124,6 +126,18 @@ def replay(
         finding = replace(finding, where="outside")
     doubt = doubt or getattr(finding, "doubt", "")
     return Replayed(if_grown(finding.trace(), models), doubt, error=raised)
+
+
+def _holds_bad_tensors(models: Sequence[nn.Module]) -> bool:
+    """Whether modules keep what is not finite, and may not have been so when they were called.
+
+    A hidden state, say. Buffers are looked at by themselves, before their module runs.
+    """
+    attributes = (
+        each for model in models for part in model.modules() for each in vars(part).values()
+    )
+    held = (magnitude(each, "") for each in attributes if isinstance(each, Tensor))
+    return any(seen is not None and not seen.finite for seen in held)
 
 
 def _goes_on_in(call: KeptCall, calls: Sequence[KeptCall]) -> bool:

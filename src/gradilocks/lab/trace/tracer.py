@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -103,7 +104,8 @@ class Tracer(StepListener):
         self._losses: list[Tensor] = []  # Of the step that goes on, as far as they are known.
         self._latest_step: int | Tensor = 0
         self._driver = 0
-        self._replays = 0
+        self._replays = Counter[str]()  # Of steps with a bad loss, and of others.
+        self._found_of = Counter[str]()
         self._ranks: RankAnswers | None = None
         self._step_hook: Any = None
         self._closed = False
@@ -291,9 +293,13 @@ class Tracer(StepListener):
         if isinstance(self._latest_step, int):  # Of which whatever is followed next comes after.
             self._latest_step = max(self._latest_step, step)
         answer = Answer(step, doubt=_ENOUGH, driver=driver)
-        looks = len(self.findings) < self._most and self._replays < _MOST_REPLAYS
+        # Skips of a scale that looks for its place are many, and must not use up the looks that a
+        # bad loss needs.
+        kind = "overflow" if loss_is_bad is False and not gone else "fault"
+        looks = self._found_of[kind] < self._most and self._replays[kind] < _MOST_REPLAYS
         with waiting():
             if self.replays and looks:
+                self._replays[kind] += 1
                 answer = self._look(
                     step,
                     calls,
@@ -302,6 +308,10 @@ class Tracer(StepListener):
                     of_its_gradients=of_its_gradients,
                 )
             found = answer.found
+            if found is not None and kind == "overflow" and _is_overflow(found):
+                self.well()  # Of the scale alone.
+                return
+            self._found_of[kind] += found is not None
             if self.looked is not None:
                 more = self.looked(step, calls, "" if found is None else found.text, doubt)
                 if found is not None and more:
@@ -323,7 +333,6 @@ class Tracer(StepListener):
         of_its_gradients: bool,
     ) -> Answer:
         models = self.models
-        self._replays += 1
         params = [param for model in models for param in model.parameters()]
         if flattened_among(params) or any(map(is_distributed, params)):
             found = Replayed(damaged_among(models, f"before step {step:,}"), _SPREAD)
@@ -519,6 +528,12 @@ def skipped_for_nonfinite(step: Step) -> Tensor:
 def _row(flag: Tensor | bool) -> Tensor:
     flag = flag.detach() if isinstance(flag, Tensor) else torch.tensor(flag)
     return flag.reshape(1).to(torch.float32)
+
+
+def _is_overflow(found: Trace) -> bool:
+    """Whether the gradient that the loss gives was Inf, and the loss was not: its scale was too
+    large for the format, as it is until it has found its place."""
+    return found.where == "after" and found.what == "Inf" and found.phase == "backward"
 
 
 def _nothing() -> None:
