@@ -99,6 +99,8 @@ class Finding:
     """The module's own that held NaN before it ran."""
     loss_is_bad: bool | None = None
     """Whether what was run backward was itself NaN or Inf; None if that is not known."""
+    doubt: str = ""
+    """Why it may have been something else, in half a sentence; "" if what was seen leaves none."""
 
     @property
     def is_of_backward(self) -> bool:

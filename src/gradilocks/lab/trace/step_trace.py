@@ -1,9 +1,14 @@
 """A model that runs with hooks enters; the first value that was NaN or Inf leaves, as a Finding.
 
-For the length of a step, or of a call that is run once more. What is seen first in time counts, and
-every look waits for the device. Gradients are seen by hooks on the tensors that go in and out of
-modules, not on the modules: torch's module hooks put views around tensors, and an in-place module
-behind one would raise.
+For the length of a step, or of a call that is run once more. Every look waits for the device.
+
+Not all that is not finite is a fault: data mark what is missing with NaN, and masks are -inf. So
+all that came up is suspected until a module, or the model, has made something finite of it. Of what
+is left a module that has made NaN or +Inf of finite values comes first, then what the model was
+given, then a mask; of its kind the first in time.
+
+Gradients are seen by hooks on the tensors that go in and out of modules, not on the modules:
+torch's module hooks put views around tensors, and an in-place module behind one would raise.
 """
 
 from __future__ import annotations
@@ -12,8 +17,8 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +33,13 @@ from gradilocks.ranks.layout import has_other_ranks
 __all__ = ["StepTrace"]
 
 _MANY = 10_000
-
+_LIKE_A_MASK = "-inf is all that came of it, as of a mask, and what made NaN of that was not seen"
+_MASK_OR_LOSS = "the output of {name} held -inf, as a mask does, and NaN may have been made of that"
+_REPLACED = "modules ran on finite values after it was given, so that it may have been replaced"
+_GIVEN_TOO = "it was given NaN or Inf too, of which a module in it had made something finite"
+_MASK_GIVEN = "it was given -inf too, as a mask holds it"
+_NOT_TRAINED = "no gradient came to the output that it spoilt"
+_LATER_TOO = "{name} made {what} of finite values as well, later"
 
 _Reference = Callable[[], "Tensor | None"]
 
@@ -59,6 +70,8 @@ class _Call:
 
     name: str
     module: nn.Module
+    number: int = 0
+    """Its place in time."""
     inputs: list[Magnitude] = field(default_factory=list)
     gradients: list[Magnitude] = field(default_factory=list)
     """Of its outputs, as they came in backward."""
@@ -67,8 +80,10 @@ class _Call:
     """Its own that held NaN before it."""
     taken: list[_BadInput] = field(default_factory=list)
     """What it was given that was not finite."""
-    suspected: bool = False
-    """Whether something was suspicious before it was called."""
+    main_is_bad: bool = False
+    """Whether the first of what it was given was not finite: data, where others may be masks."""
+    has_parts: bool = False
+    """Whether other modules ran in it."""
 
     def finding(
         self, where: str, seen: Magnitude, *, near: str = "", loss_is_bad: bool | None = None
@@ -78,6 +93,50 @@ class _Call:
         after = self.gradients if backward else self.outputs if where == "loss" else ()
         inputs = [*self.inputs, *after]
         return Finding(where, self.name, self.module, seen, inputs, near, self.buffers, loss_is_bad)
+
+
+@dataclass
+class _Suspect:
+    """Something that was not finite, and of which nothing finite was seen to be made so far."""
+
+    finding: Finding
+    number: int
+    """Its place in time, among those of calls."""
+    given: bool
+    """Whether the model was given it."""
+    mask: bool
+    """Whether -inf is all that it was, and was seen to become."""
+    carriers: dict[int, _Reference] = field(default_factory=dict)
+    """The tensors in which it was seen."""
+    carried: bool = False
+    """Whether a module was given it, and passed on what is not finite."""
+    overtaken: bool = False
+    """Whether modules ran on finite values before any was given it."""
+
+    @property
+    def order(self) -> tuple[bool, bool, int]:
+        """The smallest is the one to blame."""
+        return self.mask, self.given, self.number
+
+    def is_in(self, taken: Sequence[_BadInput]) -> bool:
+        """Whether one of these is a tensor in which it was seen."""
+        tensors = [bad.tensor() for bad in taken]
+        return any(
+            tensor is not None and id(tensor) in self.carriers
+            and self.carriers[id(tensor)]() is tensor
+            for tensor in tensors
+        )  # fmt: skip
+
+    def carry(self, bad: _BadInput) -> None:
+        """It was seen in this tensor as well."""
+        tensor = bad.tensor()
+        if tensor is not None:
+            self.carriers[id(tensor)] = bad.tensor
+
+    def told(self) -> Finding:
+        """The finding, with its doubt."""
+        doubt = _LIKE_A_MASK if self.mask else _REPLACED if self.given and self.overtaken else ""
+        return replace(self.finding, doubt=self.finding.doubt or doubt)
 
 
 @dataclass
@@ -154,6 +213,8 @@ class StepTrace:
         replays: for a call that is run once more, by the id of what it is given now what it was
             given then; None to follow a step that is trained.
         loss_is_bad: whether what is run backward is not finite, if that is known before.
+        received: the names of those tensors in the root's output to which a gradient comes; None if
+            that is not known before.
     """
 
     def __init__(
@@ -164,20 +225,23 @@ class StepTrace:
         root: nn.Module | None = None,
         replays: Mapping[int, Tensor] | None = None,
         loss_is_bad: bool | None = None,
+        received: Container[str] | None = None,
     ) -> None:
         self._found = found
         self._stack: list[_Call] = []
         self._passed: dict[int, _Passed] = {}
-        self._suspect: Finding | None = None
-        self._source: _BadInput | None = None  # What a module was given that makes the suspect.
-        self._harmless: dict[
-            int, Callable[[], Tensor | None]
-        ] = {}  # What modules have made nothing of.
+        self._suspects: list[_Suspect] = []
+        self._unused: Finding | None = None  # In an output to which no gradient comes.
+        self._broken: set[int] = set()  # Outputs that are not finite, whose gradients will come.
+        self._last: tuple[_Call, Magnitude] | None = None  # An output with -inf, all others finite.
+        self._harmless: dict[int, _Reference] = {}  # What modules have made nothing of.
+        self._numbers = 0
         self.is_done = False
         """Whether something was found."""
         self.forwards = 0
         self._replays = replays
         self._loss_is_bad = loss_is_bad
+        self._received = received
         roots = [unwrapped(model) for model in models] if root is None else [root]
         self._roots = {id(each) for each in roots}
         self._params = {id(param) for model in models for param in model.parameters()}
@@ -211,41 +275,78 @@ class StepTrace:
 
     def settle(self) -> None:
         """The step is over: what looked suspicious in forward is all there is."""
-        if self._suspect is not None:
-            self._answer(self._suspect)
+        suspect = self._suspect
+        if suspect is not None and suspect.mask and self._loss_is_bad and self._last is not None:
+            call, seen = self._last
+            self._answer_loss(call, seen, near=seen.name)
+        elif suspect is not None:
+            self._answer(suspect.told())
+        elif self._unused is not None and self._loss_is_bad:
+            self._answer(self._unused)
+
+    @property
+    def _suspect(self) -> _Suspect | None:
+        return min(self._suspects, key=lambda each: each.order, default=None)
 
     # --- forward -------------------------------------------------------------------------------
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if self.is_done or torch.compiler.is_compiling():
             return
-        call = _Call(name, module, buffers=nan_buffers(module))
         if id(module) in self._roots and not in_backward():
-            self.settle()
+            if self._suspects and not all(each.mask for each in self._suspects):
+                self.settle()
             self._stack, self._passed, self._harmless = [], {}, {}
+            self._last = None
+        call = _Call(name, module, self._number(), buffers=nan_buffers(module))
         if not self._stack and not in_backward():
             self.forwards += 1
             if len(self._passed) > _MANY:  # The model itself is never called, only its parts.
                 self._passed = {k: s for k, s in self._passed.items() if s.tensor() is not None}
         above = self._stack[-1] if self._stack else None
-        call.suspected = self._suspect is not None
+        if above is not None:
+            above.has_parts = True
         for place, tensor in _arguments(args, kwargs):
             seen = magnitude(tensor, place)
             if seen is None:
                 continue
             call.inputs.append(seen)
             known = self._harmless.get(id(tensor))
+            passed = self._watch(tensor)
             if not seen.finite and (known is None or known() is not tensor):
+                call.main_is_bad = call.main_is_bad or len(call.inputs) == 1
                 bad = _BadInput.of(tensor)
                 call.taken.append(bad)
-                if self._suspect is None:
-                    self._source = bad
-                    if above is None:
-                        self._suspect = call.finding(self._outside(tensor), seen)
-                    else:
-                        self._suspect = above.finding("between", seen, near=name)
-            self._watch(tensor).used_by.append((call, place))
+                if above is None:
+                    if not self._suspects or not passed.made_by:
+                        where = self._outside(tensor)
+                        self._add(call.finding(where, seen), bad, given=True)
+                elif not self._suspects or (not passed.made_by and self._is_origin(above, bad)):
+                    doubt = _GIVEN_TOO if above.taken else ""
+                    finding = above.finding("between", seen, near=name)
+                    self._add(replace(finding, doubt=doubt), bad, given=False)
+            passed.used_by.append((call, place))
         self._stack.append(call)
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _add(self, finding: Finding, bad: _BadInput, *, given: bool) -> None:
+        if in_backward():  # A checkpoint's forward is run again: all in it has been seen.
+            return
+        suspect = _Suspect(finding, self._number(), given, bad.mask)
+        suspect.carry(bad)
+        self._suspects.append(suspect)
+
+    def _is_origin(self, call: _Call, bad: _BadInput) -> bool:
+        """Whether a call has made this of finite values, and nothing that ran in it explains it."""
+        inside = any(each.number > call.number for each in self._suspects)
+        if call.taken or inside:
+            return False
+        weights = [*call.module.parameters(recurse=False)]
+        held = [magnitude(weight, "") for weight in ([] if bad.mask else weights)]
+        return all(each is None or each.finite for each in held)
 
     def _outside(self, tensor: Tensor) -> str:
         """What is known of where a tensor comes from that no module of the model was given."""
@@ -267,25 +368,75 @@ class StepTrace:
             return
         call = self._stack.pop()
         above = self._stack[-1] if self._stack else None
-        finite, any_output = True, False
+        is_root = above is None and id(module) in self._roots
+        any_output = False
+        counted: list[tuple[_BadInput, Magnitude]] = []
         for place, tensor in tensors_in(output, "output"):
             seen = magnitude(tensor, place)
             if seen is None:
                 continue
             any_output = True
             call.outputs.append(seen)
-            if not seen.finite:
-                finite = False
-                if self._suspect is None:
-                    self._suspect, self._source = call.finding("forward", seen), None
             watched = self._watch(tensor)
             watched.made_by.append((call, place))
             watched.inside = above
-            if not seen.finite and id(module) in self._roots:
+            if seen.finite:
+                continue
+            counted.append((_BadInput.of(tensor), seen))
+            if is_root:
                 watched.broken = torch.logical_not(torch.isfinite(tensor.detach()))
-        # Not in a checkpoint's forward that is run again for the gradients.
-        if finite and any_output and not in_backward():
+                if self._received is not None and place in self._received:
+                    self._broken.add(id(watched))
+        if in_backward():  # A checkpoint's forward that is run again for the gradients.
+            return
+        if counted:
+            self._suspect_outputs(call, counted, args, kwargs)
+        if is_root and self._received is not None:
+            received = [each for each in counted if each[1].name in self._received]
+            if counted and not received and self._suspect is not None:
+                self._unused = replace(self._suspect.told(), doubt=_NOT_TRAINED)
+            counted = received
+        if counted and is_root and all(bad.mask for bad, _ in counted):
+            self._last = call, counted[0][1]
+        if any_output and not counted:
             self._clear(call)
+
+    def _suspect_outputs(
+        self,
+        call: _Call,
+        bad_outputs: Sequence[tuple[_BadInput, Magnitude]],
+        args: Any,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """A call has returned these, which are not finite."""
+        bad, seen = min(bad_outputs, key=lambda each: each[0].mask)  # The first that is no mask.
+        first = self._suspect
+        finding = call.finding("forward", seen)
+        if first is None:
+            doubt = _GIVEN_TOO if call.taken else ""
+            self._add(replace(finding, doubt=doubt), bad, given=False)
+        elif self._is_origin(call, bad):
+            if not bad.mask and not (first.mask or first.given or first.finding.doubt):
+                given = [self._passed.get(id(t)) for _, t in _arguments(args, kwargs)]
+                makers = [each.made_by[0][0] for each in given if each and each.made_by]
+                if any(maker.number > first.number for maker in makers):
+                    doubt = _LATER_TOO.format(name=call.name, what=seen.what)
+                    first.finding = replace(first.finding, doubt=doubt)
+            self._add(finding, bad, given=False)
+        for suspect in [each for each in self._suspects if each.number < call.number]:
+            is_in = suspect.is_in(call.taken)
+            if not call.has_parts and call.taken and (is_in or not suspect.overtaken):
+                suspect.carried, suspect.overtaken = True, False
+            if not is_in:
+                continue
+            if suspect.mask and not bad.mask:
+                if call.main_is_bad:
+                    suspect.mask = False
+                elif not any(each.number > call.number for each in self._suspects):
+                    self._suspects.remove(suspect)
+                    self._add(replace(finding, doubt=_MASK_GIVEN), bad, given=False)
+            for each, _ in bad_outputs:
+                suspect.carry(each)
 
     def _clear(self, call: _Call) -> None:
         """A module has made finite outputs of what it was given: nothing of it has come out.
@@ -296,12 +447,16 @@ class StepTrace:
             tensor = bad.tensor()
             if tensor is not None:
                 self._harmless[id(tensor)] = bad.tensor
-        source = self._source
-        given = source is not None and any(
-            bad.tensor() is source.tensor() or (bad.mask and source.mask) for bad in call.taken
-        )
-        if given or not call.suspected:  # All that was suspicious came up in this call.
-            self._suspect = self._source = None
+        any_mask = any(bad.mask for bad in call.taken)
+        left = []
+        for suspect in self._suspects:
+            is_in = (suspect.mask and any_mask) or suspect.is_in(call.taken)
+            if suspect.number > call.number or (is_in and (suspect.mask or suspect.given)):
+                continue  # It came up in this call, or was given to it.
+            if not call.taken and not suspect.carried:
+                suspect.overtaken = True
+            left.append(suspect)
+        self._suspects = left
 
     def _watch(self, tensor: Tensor) -> _Passed:
         """The record of a tensor; its gradient is looked at from here on."""
@@ -354,13 +509,24 @@ class StepTrace:
             return
         for call, place in seen.made_by:
             call.gradients.append(found._replace(name=f"gradient of {place}"))
-        counts = seen.broken is not None and bool((gradient.detach()[seen.broken] != 0).any())
+        counts = False
+        if seen.broken is not None:
+            there = gradient.detach()[seen.broken]
+            # Of what a mask hides the gradient is zero, or NaN if all that came back is.
+            counts = bool(((there != 0) & ~there.isnan()).any())
         if found.finite and not counts:
             if seen.broken is not None and not self._loss_is_bad:
-                self._suspect = None  # What is not finite in the output has no part in the loss.
+                self._broken.discard(id(seen))
+                if not self._broken:  # What is not finite in the output has no part in the loss.
+                    self._suspects = []
             return
-        if self._suspect is not None:
-            self._answer(self._suspect)
+        suspect = self._suspect
+        of_output = bool(seen.made_by) and seen.inside is None
+        if suspect is not None and suspect.mask and of_output and not counts and self._last:
+            call, place = seen.made_by[-1]
+            self._answer_loss(call, found, near=place)
+        elif suspect is not None:
+            self._answer(suspect.told())
         elif seen.used_by:
             call, place = seen.used_by[-1]  # The innermost.
             self._answer(call.finding("backward", found, near=place))
@@ -381,11 +547,19 @@ class StepTrace:
         if found is None or found.finite:
             return
         if self._suspect is not None:
-            self._answer(self._suspect)
+            self._answer(self._suspect.told())
             return
         calls = [c for s in self._passed.values() for c, _ in s.made_by if c.module is owner]
         call = calls[0] if calls else _Call(name, owner)
         self._answer(call.finding("parameter", found, near=key))
+
+    def _answer_loss(self, call: _Call, seen: Magnitude, *, near: str) -> None:
+        """The loss, or a mask in the output of the model that it was given."""
+        suspect = self._suspect
+        assert suspect is not None
+        found = call.finding("loss", seen, near=near, loss_is_bad=self._loss_is_bad)
+        name = suspect.finding.name or "the model"
+        self._answer(replace(found, doubt=_MASK_OR_LOSS.format(name=name)))
 
     def _answer(self, finding: Finding) -> None:
         if not self.is_done:
