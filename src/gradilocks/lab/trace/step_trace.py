@@ -17,7 +17,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.trace.finding import Finding, Magnitude, magnitude, nan_buffers
 from gradilocks.names import is_wrapper, named_modules, prefixed, unwrapped
 from gradilocks.ranks.layout import has_other_ranks
+from gradilocks.step.table import measurable
 
 __all__ = ["StepTrace"]
 
@@ -50,18 +51,19 @@ def _reference(tensor: Tensor) -> _Reference:
     return (lambda: tensor) if isinstance(tensor, nn.Parameter) else weakref.ref(tensor)
 
 
-class _BadInput(NamedTuple):
-    """A tensor that was not finite when a module was given it."""
+class _BadTensor(NamedTuple):
+    """A tensor that was not finite when a module was given it, or returned it."""
 
     tensor: _Reference
     mask: bool
     """Whether -inf is all that is not finite in it."""
 
     @staticmethod
-    def of(tensor: Tensor) -> _BadInput:
-        values = tensor.detach()
-        other = torch.isnan(values).any() | (values == math.inf).any()
-        return _BadInput(_reference(tensor), not bool(other) and not values.is_complex())
+    def of(tensor: Tensor, seen: Magnitude) -> _BadTensor:
+        values = None if seen.nan else measurable(tensor.detach(), any_subclass=True)
+        real = None if values is None or values.is_complex() else values
+        mask = real is not None and not bool((real == math.inf).any())
+        return _BadTensor(_reference(tensor), mask)
 
 
 @dataclass
@@ -78,7 +80,7 @@ class _Call:
     outputs: list[Magnitude] = field(default_factory=list)
     buffers: list[Magnitude] = field(default_factory=list)
     """Its own that held NaN before it."""
-    taken: list[_BadInput] = field(default_factory=list)
+    taken: list[_BadTensor] = field(default_factory=list)
     """What it was given that was not finite."""
     main_is_bad: bool = False
     """Whether the first of what it was given was not finite: data, where others may be masks."""
@@ -118,16 +120,13 @@ class _Suspect:
         """The smallest is the one to blame."""
         return self.mask, self.given, self.number
 
-    def is_in(self, taken: Sequence[_BadInput]) -> bool:
+    def is_in(self, taken: Sequence[_BadTensor]) -> bool:
         """Whether one of these is a tensor in which it was seen."""
-        tensors = [bad.tensor() for bad in taken]
-        return any(
-            tensor is not None and id(tensor) in self.carriers
-            and self.carriers[id(tensor)]() is tensor
-            for tensor in tensors
-        )  # fmt: skip
+        tensors = [tensor for bad in taken if (tensor := bad.tensor()) is not None]
+        known = [self.carriers.get(id(tensor)) for tensor in tensors]
+        return any(k is not None and k() is t for k, t in zip(known, tensors, strict=True))
 
-    def carry(self, bad: _BadInput) -> None:
+    def carry(self, bad: _BadTensor) -> None:
         """It was seen in this tensor as well."""
         tensor = bad.tensor()
         if tensor is not None:
@@ -225,7 +224,7 @@ class StepTrace:
         root: nn.Module | None = None,
         replays: Mapping[int, Tensor] | None = None,
         loss_is_bad: bool | None = None,
-        received: Container[str] | None = None,
+        received: Collection[str] | None = None,
     ) -> None:
         self._found = found
         self._stack: list[_Call] = []
@@ -276,6 +275,8 @@ class StepTrace:
     def settle(self) -> None:
         """The step is over: what looked suspicious in forward is all there is."""
         suspect = self._suspect
+        if suspect is not None and suspect.mask and self._loss_is_bad is False:
+            return  # With a loss that is finite, and no gradient that is not, it has hidden things.
         if suspect is not None and suspect.mask and self._loss_is_bad and self._last is not None:
             call, seen = self._last
             self._answer_loss(call, seen, near=seen.name)
@@ -315,16 +316,18 @@ class StepTrace:
             passed = self._watch(tensor)
             if not seen.finite and (known is None or known() is not tensor):
                 call.main_is_bad = call.main_is_bad or len(call.inputs) == 1
-                bad = _BadInput.of(tensor)
+                bad = _BadTensor.of(tensor, seen)
                 call.taken.append(bad)
                 if above is None:
                     if not self._suspects or not passed.made_by:
                         where = self._outside(tensor)
-                        self._add(call.finding(where, seen), bad, given=True)
+                        self._add(call.finding(where, seen), bad)
                 elif not self._suspects or (not passed.made_by and self._is_origin(above, bad)):
-                    doubt = _GIVEN_TOO if above.taken else ""
-                    finding = above.finding("between", seen, near=name)
-                    self._add(replace(finding, doubt=doubt), bad, given=False)
+                    self._add(above.finding("between", seen, near=name), bad, made_by=above)
+                elif bad.mask and not passed.made_by:  # A part or a copy, as of a mask.
+                    for suspect in self._suspects:
+                        if suspect.mask and suspect.is_in(above.taken):
+                            suspect.carry(bad)
             passed.used_by.append((call, place))
         self._stack.append(call)
 
@@ -332,14 +335,17 @@ class StepTrace:
         self._numbers += 1
         return self._numbers
 
-    def _add(self, finding: Finding, bad: _BadInput, *, given: bool) -> None:
+    def _add(self, finding: Finding, bad: _BadTensor, *, made_by: _Call | None = None) -> None:
+        """Suspects something; a call has made it, or the model was given it."""
         if in_backward():  # A checkpoint's forward is run again: all in it has been seen.
             return
-        suspect = _Suspect(finding, self._number(), given, bad.mask)
+        if made_by is not None and not self._suspects and any(not t.mask for t in made_by.taken):
+            finding = replace(finding, doubt=_GIVEN_TOO)
+        suspect = _Suspect(finding, self._number(), made_by is None, bad.mask)
         suspect.carry(bad)
         self._suspects.append(suspect)
 
-    def _is_origin(self, call: _Call, bad: _BadInput) -> bool:
+    def _is_origin(self, call: _Call, bad: _BadTensor) -> bool:
         """Whether a call has made this of finite values, and nothing that ran in it explains it."""
         inside = any(each.number > call.number for each in self._suspects)
         if call.taken or inside:
@@ -370,7 +376,7 @@ class StepTrace:
         above = self._stack[-1] if self._stack else None
         is_root = above is None and id(module) in self._roots
         any_output = False
-        counted: list[tuple[_BadInput, Magnitude]] = []
+        counted: list[tuple[_BadTensor, Magnitude]] = []
         for place, tensor in tensors_in(output, "output"):
             seen = magnitude(tensor, place)
             if seen is None:
@@ -382,7 +388,7 @@ class StepTrace:
             watched.inside = above
             if seen.finite:
                 continue
-            counted.append((_BadInput.of(tensor), seen))
+            counted.append((_BadTensor.of(tensor, seen), seen))
             if is_root:
                 watched.broken = torch.logical_not(torch.isfinite(tensor.detach()))
                 if self._received is not None and place in self._received:
@@ -392,10 +398,12 @@ class StepTrace:
         if counted:
             self._suspect_outputs(call, counted, args, kwargs)
         if is_root and self._received is not None:
-            received = [each for each in counted if each[1].name in self._received]
-            if counted and not received and self._suspect is not None:
-                self._unused = replace(self._suspect.told(), doubt=_NOT_TRAINED)
-            counted = received
+            bad_outputs, suspect = counted, self._suspect
+            counted = [each for each in counted if each[1].name in self._received]
+            if bad_outputs and not counted and suspect is not None and not suspect.mask:
+                self._unused = suspect.told()  # As what is detached, and given to a discriminator.
+                if self._received and not self._unused.doubt:
+                    self._unused = replace(self._unused, doubt=_NOT_TRAINED)
         if counted and is_root and all(bad.mask for bad, _ in counted):
             self._last = call, counted[0][1]
         if any_output and not counted:
@@ -404,7 +412,7 @@ class StepTrace:
     def _suspect_outputs(
         self,
         call: _Call,
-        bad_outputs: Sequence[tuple[_BadInput, Magnitude]],
+        bad_outputs: Sequence[tuple[_BadTensor, Magnitude]],
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
@@ -412,30 +420,30 @@ class StepTrace:
         bad, seen = min(bad_outputs, key=lambda each: each[0].mask)  # The first that is no mask.
         first = self._suspect
         finding = call.finding("forward", seen)
-        if first is None:
-            doubt = _GIVEN_TOO if call.taken else ""
-            self._add(replace(finding, doubt=doubt), bad, given=False)
-        elif self._is_origin(call, bad):
-            if not bad.mask and not (first.mask or first.given or first.finding.doubt):
+        if first is None or self._is_origin(call, bad):
+            if first is not None and not (bad.mask or first.mask or first.given):
                 given = [self._passed.get(id(t)) for _, t in _arguments(args, kwargs)]
                 makers = [each.made_by[0][0] for each in given if each and each.made_by]
                 if any(maker.number > first.number for maker in makers):
-                    doubt = _LATER_TOO.format(name=call.name, what=seen.what)
+                    doubt = first.finding.doubt or _LATER_TOO.format(name=call.name, what=seen.what)
                     first.finding = replace(first.finding, doubt=doubt)
-            self._add(finding, bad, given=False)
-        for suspect in [each for each in self._suspects if each.number < call.number]:
+            self._add(finding, bad, made_by=call)
+            return
+        inside = [each for each in self._suspects if each.number > call.number]
+        if not call.has_parts:  # Then it was given all of these.
+            inside = []
+        for suspect in [each for each in self._suspects if each not in inside]:
             is_in = suspect.is_in(call.taken)
             if not call.has_parts and call.taken and (is_in or not suspect.overtaken):
                 suspect.carried, suspect.overtaken = True, False
-            if not is_in:
-                continue
-            if suspect.mask and not bad.mask:
+            if is_in and suspect.mask and not bad.mask:
                 if call.main_is_bad:
                     suspect.mask = False
-                elif not any(each.number > call.number for each in self._suspects):
+                elif not inside:
                     self._suspects.remove(suspect)
-                    self._add(replace(finding, doubt=_MASK_GIVEN), bad, given=False)
-            for each, _ in bad_outputs:
+                    self._add(replace(finding, doubt=_MASK_GIVEN), bad, made_by=call)
+                    inside = self._suspects[-1:]
+            for each, _ in bad_outputs if is_in else ():
                 suspect.carry(each)
 
     def _clear(self, call: _Call) -> None:
@@ -520,6 +528,9 @@ class StepTrace:
                 if not self._broken:  # What is not finite in the output has no part in the loss.
                     self._suspects = []
             return
+        if counts:  # Then it is no mask.
+            for each in self._suspects:
+                each.mask = each.mask and not each.is_in([_BadTensor(seen.tensor, True)])
         suspect = self._suspect
         of_output = bool(seen.made_by) and seen.inside is None
         if suspect is not None and suspect.mask and of_output and not counts and self._last:
