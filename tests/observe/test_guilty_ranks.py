@@ -84,7 +84,7 @@ def test_with_all_ranks_each_file_has_what_its_own_rank_found(launcher, tmp_path
     assert _places(_traces(tmp_path)) == [expected]
     assert _places(_traces(tmp_path, "a.rank1.jsonl")) == [expected]
     health = examine(read_run(tmp_path / "a.jsonl"))
-    assert "it was in the input data on rank 1 (certain)" in health.sentence
+    assert "it was in the input on rank 1 (certain)" in health.sentence
 
 
 def test_a_guard_stops_all_ranks_at_the_same_step(launcher, tmp_path):

@@ -286,8 +286,8 @@ NO_MODULES = {
         "Inf first in forward, between modules, before decoder (Sequential): input",
     ),
     "data": (
-        "At step 20 NaN was in the input data",
-        "NaN in the input data: input (float32 16x4, 1 NaN) came into encoder (Sequential)",
+        "At step 20 NaN was in the input",
+        "NaN in the input: input (float32 16x4, 1 NaN) came into encoder (Sequential)",
     ),
     "loss": (
         "At step 20 NaN first appeared in the loss, or after decoder",
@@ -301,11 +301,12 @@ NO_MODULES = {
     "buffers": (
         "Buffers of encoder.1 held NaN before step 30 used them",
         "NaN in the buffers encoder.1.running_mean and encoder.1.running_var of encoder.1 "
-        "(BatchNorm1d) before it ran: the forward of a skipped step may have written it",
+        "(BatchNorm1d) before it ran: the forward of a skipped step, or of this one, may have "
+        "written it",
     ),
     "rollback": (
-        "At step 20 NaN was in the input data",
-        "NaN in the input data: input (float32 16x4, 1 NaN) came into encoder (Sequential)",
+        "At step 20 NaN was in the input",
+        "NaN in the input: input (float32 16x4, 1 NaN) came into encoder (Sequential)",
     ),
 }
 

@@ -107,7 +107,7 @@ def test_tensors_in_mappings_and_dataclasses_are_seen():
     with gradilocks.trace(model) as tracer:
         tracer.arm()
         model({"x": (torch.ones(1, 4),)}, scale=torch.tensor(float("nan")))
-    assert "in the input data: scale (float32 scalar, 1 NaN)" in tracer.findings[0].text
+    assert "in the input: scale (float32 scalar, 1 NaN)" in tracer.findings[0].text
 
 
 def test_wrappers_do_not_show_in_names():

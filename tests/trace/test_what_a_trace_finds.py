@@ -156,7 +156,7 @@ def test_bad_input_data_is_called_so():
     (found,) = followed(model, batch)
     assert (found.phase, found.module, found.what) == ("forward", "", "NaN")
     assert found.where == "input"
-    assert found.text.startswith("NaN in the input data: input (float32 1x3, 1 NaN)")
+    assert found.text.startswith("NaN in the input: input (float32 1x3, 1 NaN)")
 
 
 def test_a_damaged_parameter_is_called_so():
@@ -222,8 +222,8 @@ def test_a_buffer_that_is_nan_already_is_no_origin_either():
     (found,) = followed(model, torch.ones(1, 2))
     assert (found.damaged, found.where) == (("1.mean",), "buffers")
     assert found.text == (
-        "NaN in the buffer 1.mean of 1 (Remembers) before it ran: the forward of a skipped step "
-        "may have written it"
+        "NaN in the buffer 1.mean of 1 (Remembers) before it ran: the forward of a skipped step, or "
+        "of this one, may have written it"
     )
 
 
@@ -468,7 +468,7 @@ def test_data_that_are_not_finite_are_told_beside_a_mask_too(mask, bad):
     data = torch.ones(2, 4, 8)
     data[1, 2, 3] = bad  # As the logarithm of an empty bin leaves it.
     (found,) = followed(Masked(nn.Identity()), (data, mask))
-    assert "in the input data" in found.text
+    assert "in the input: " in found.text
     assert found.module == ""
 
 

@@ -104,7 +104,7 @@ def describe_bad(
 # What a trace has found, by its `where`.
 _FOUND_BY_TRACE = {
     "module": "{what} first appeared in {who}",
-    "input": "{what} was in the input data",
+    "input": "{what} was in the input",
     "before": "{what} first appeared between modules, before {who}",
     "outside": "{what} came into {who} from outside",
     "after": "{what} first appeared in the loss, or after {who}",

@@ -100,6 +100,8 @@ class Finding:
     """The module's own that held NaN before it ran."""
     loss_is_bad: bool | None = None
     """Whether what was run backward was itself NaN or Inf; None if that is not known."""
+    doubt: str = ""
+    """Why it may have been something else, in half a sentence; "" if what was seen leaves none."""
 
     @property
     def is_of_backward(self) -> bool:
@@ -146,8 +148,8 @@ class Finding:
         what, who, near, seen = self.seen.what, self._who(), self.near, _shown(self.seen)
         told = {
             "input": (
-                f"{what} in the input data: {seen} came into {who}, before any module of the model "
-                "had run"
+                f"{what} in the input: {seen} came into {who}, before any module of the model had "
+                "run: in the data, or in what the script made of it"
             ),
             "before": (
                 f"{what} first in forward, between modules, before {who}: {seen} came into it"
@@ -239,7 +241,7 @@ def _damaged_trace(
         word = "buffer" if len(names) == 1 else "buffers"
         text = (
             f"{what} in the {word} {_listed(names)} of {buffers_of} {when}: the forward of a "
-            "skipped step may have written it"
+            "skipped step, or of this one, may have written it"
         )
     else:  # Of many, a name would pass for the place where it began.
         whose = f"{names[0]} itself" if len(names) == 1 else f"{len(names):,} parameters themselves"

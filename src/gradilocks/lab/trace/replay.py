@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradilocks._torch import function_modes, seen_by_function_modes
 from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.tensors import tensors_in
-from gradilocks.lab.trace.finding import Finding, damaged_among, if_grown, magnitude
+from gradilocks.lab.trace.finding import Finding, Magnitude, damaged_among, if_grown, magnitude
 from gradilocks.lab.trace.kept_calls import KeptCall, KeptInput, KeptStep
 from gradilocks.lab.trace.no_collectives import MeetsOthers, NoCollectives
 from gradilocks.lab.trace.step_trace import StepTrace
@@ -32,6 +32,7 @@ __all__ = ["NOT_AGAIN", "Replayed", "replay"]
 
 NOT_AGAIN = "its loss was NaN or Inf, and run once more all of it was finite"
 _NO_CALL = "no call of the model was seen in it, which compiled code that makes the call would hide"
+_FINITE = Magnitude("", (), "", 0.0, 0, 0)
 _ALIKE, _ALIKE_IN_HALF = 1e-4, 1e-2
 """Of what was computed twice, by kernels that add up in any order: the part in which it differs."""
 _MEETS = "the model meets other ranks as it runs, and they would have to run it together"
@@ -85,6 +86,7 @@ def replay(
     if _holds_bad_tensors(models):
         doubts.append("tensors that the model keeps in attributes are NaN or Inf by now")
     seen: list[_Seen] = []
+    runs: list[_Run] = []
     raised: Exception | None = None
     gradients, alone = _Gradients(models), NoCollectives()
     with unchanged(models), UNCOMPILED, torch.enable_grad(), seen_by_function_modes(), alone:
@@ -105,26 +107,35 @@ def replay(
                 except Exception as error:  # Short of memory, or a forward that cannot run twice.
                     raised = raised or error
                     doubts.append(f"running it once more failed ({describe_error(error)})")
-                doubts.append(run.doubt)
                 if call.came_back or _goes_on_in(call, kept.calls):
-                    seen += run.found
+                    runs.append(run)
                 if any(unknown.moved()):
                     doubts.append(
                         "the model draws from Python's or NumPy's random numbers, and where those "
                         "stood is not known"
                     )
+    # A call that gave other numbers counts only if no other tells, or if its own were not finite.
+    same = [run for run in runs if not run.doubt]
+    for run in same if any(run.found for run in same) else runs:
+        seen += run.found
+    first = min((each.when for each in seen), default=math.inf)
+    doubts += [
+        run.doubt
+        for run in runs
+        if run.doubt
+        and ((run.was_bad and run.began <= first) or not any(each.found for each in same))
+    ]
     if alone.met:  # What came before that was run as it was; of Inf, a mask may have been next.
         doubts, seen = [_MEETS], [each for each in seen if each.finding.seen.nan]
     if loss_is_bad and gradients.are_bad and not seen:  # Then they came from that loss.
         doubts.append(NOT_AGAIN)
-    first = min(seen, key=lambda each: each.when, default=None)
     doubt = next(filter(None, doubts), "")
-    if first is None:
+    if not seen:
         return Replayed(None, doubt, gradients.are_same(), raised)
-    finding = first.finding
+    finding = min(seen, key=lambda each: each.when).finding
     if kept.others and finding.where == "input":  # Another model may have made what came in.
         finding = replace(finding, where="outside")
-    doubt = doubt or getattr(finding, "doubt", "")
+    doubt = doubt or finding.doubt
     return Replayed(if_grown(finding.trace(), models), doubt, error=raised)
 
 
@@ -136,8 +147,9 @@ def _holds_bad_tensors(models: Sequence[nn.Module]) -> bool:
     attributes = (
         each for model in models for part in model.modules() for each in vars(part).values()
     )
-    held = (magnitude(each, "") for each in attributes if isinstance(each, Tensor))
-    return any(seen is not None and not seen.finite for seen in held)
+    held = (each for each in attributes if isinstance(each, Tensor))
+    bad = (each for each in held if not (magnitude(each, "") or _FINITE).finite)
+    return any(bool((each.isnan() | (each == math.inf)).any()) for each in bad)  # No mask.
 
 
 def _goes_on_in(call: KeptCall, calls: Sequence[KeptCall]) -> bool:
@@ -200,6 +212,8 @@ class _Run:
     Attributes:
         found: what it shows.
         doubt: why it was not the same, in half a sentence; "" if it was, or nobody can say.
+        was_bad: whether what it returned then was NaN or Inf.
+        began: when that was.
     """
 
     def __init__(
@@ -212,6 +226,10 @@ class _Run:
         self._call, self._gradients = call, gradients
         self.found: list[_Seen] = []
         self.doubt = ""
+        self.began = call.began
+        self.was_bad = not all(
+            (magnitude(each.values, "") or _FINITE).finite for each in call.returned.values()
+        )
         self._in_backward = False
         self._leaves: list[Tensor] = []
         self._origins: dict[int, KeptInput] = {}
@@ -220,7 +238,12 @@ class _Run:
         assert module is not None
         self._module = module
         self._trace = StepTrace(
-            models, self._note, root=module, replays=self._origins, loss_is_bad=loss_is_bad
+            models,
+            self._note,
+            root=module,
+            replays=self._origins,
+            loss_is_bad=loss_is_bad,
+            received=call.received,
         )
 
     def _input(self, kept: KeptInput) -> Tensor:
