@@ -184,6 +184,23 @@ def test_of_two_things_that_were_given_the_one_that_was_not_filled_is_told():
     assert "in the input data: input[1] (float32 5x4, 20 NaN)" in found.text
 
 
+def test_missing_values_that_one_module_fills_and_another_does_not_are_the_fault():
+    class Both(nn.Module):
+        def __init__(self, second):
+            super().__init__()
+            self.fill, self.second, self.last = Fill(), second, nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.last(self.fill(x) + self.second(x))
+
+    (found,) = look(Both(nn.Linear(4, 4)), with_missing())
+    assert said(found) == ("input", "", "likely")
+    assert "a module had made something finite of it before" in found.text
+    assert look(Both(Fill()), with_missing()) == []
+    (found,) = look(Both(nn.Sequential(Fill(), Gate())), with_missing())
+    assert said(found) == ("module", "second.1", "certain")
+
+
 # --- masks -------------------------------------------------------------------------------------
 
 
@@ -339,7 +356,8 @@ def test_an_output_that_gets_no_gradient_has_not_spoilt_any(metric):
     (found,) = look(TwoHeads(Length(), metric), x, loss=lambda out: out["out"].sum())
     assert (*said(found), found.phase) == ("module", "behind", "certain", "backward")
     (found,) = look(TwoHeads(nn.Tanh(), metric), x, loss=lambda out: out["out"].sum() * NAN)
-    assert said(found) == ("after", "", "certain")
+    assert said(found) == ("after", "", "likely"), "it may have used that output, detached"
+    assert "the model's output held " in found.text
     assert look(TwoHeads(nn.Tanh(), metric), x, loss=lambda out: out["out"].sum()) == []
 
 
@@ -369,7 +387,7 @@ def test_whether_the_loss_or_a_mask_in_what_it_was_given_made_nan_is_not_certain
     net = nn.Sequential(nn.Linear(4, 4), Masks())
     (found,) = look(net, torch.randn(4, 4), loss=policy(NAN))
     assert said(found) == ("after", "", "likely")
-    assert "the output of 1 held -inf, as a mask does" in found.text
+    assert "the model's output held -inf too, from 1, and the loss may have used that" in found.text
     assert look(net, torch.randn(4, 4), loss=policy(1.0)) == []
     shifted = lambda scores: policy(1.0)(scores) + INF  # noqa: E731 # Its gradients are finite.
     (found,) = look(net, torch.randn(4, 4), loss=shifted)
@@ -381,6 +399,26 @@ def test_minus_infinity_that_the_loss_counts_is_no_mask():
     for loss in (torch.sum, lambda out: out.square().mean()):
         (found,) = look(net, torch.randn(5, 4), loss=loss)
         assert said(found) == ("module", "1", "certain"), found.text
+
+
+def test_what_a_loss_hides_is_not_what_spoils_it():
+    x = torch.randn(4, 4)
+    x[1] = 0.0
+
+    def loss(out, last=1.0):
+        known = out.isfinite()
+        weights = torch.tensor([[1.0], [1.0], [1.0], [last]])
+        return (torch.where(known, out, 0.0) * weights).sum()
+
+    class Normalise(nn.Module):
+        def forward(self, x):
+            return x / x.detach().norm(dim=-1, keepdim=True)
+
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), Normalise())
+    assert look(net, x[[0, 2, 3, 0]], loss=loss) == []
+    (found,) = look(net, x, loss=lambda out: loss(out[[0, 0, 2, 3]], NAN))
+    assert found.where == "after"
+    assert found.certainty == "likely"
 
 
 def test_masks_of_a_step_that_is_followed_as_it_trains_are_no_finding():

@@ -35,7 +35,8 @@ __all__ = ["StepTrace"]
 
 _MANY = 10_000
 _LIKE_A_MASK = "-inf is all that came of it, as of a mask, and what made NaN of that was not seen"
-_MASK_OR_LOSS = "the output of {name} held -inf, as a mask does, and NaN may have been made of that"
+_OR_LOSS = "the model's output held {what} too, from {name}, and the loss may have used that"
+_FILLED = "a module had made something finite of it before"
 _REPLACED = "modules ran on finite values after it was given, so that it may have been replaced"
 _GIVEN_TOO = "it was given NaN or Inf too, of which a module in it had made something finite"
 _MASK_GIVEN = "it was given -inf too, as a mask holds it"
@@ -230,10 +231,11 @@ class StepTrace:
         self._stack: list[_Call] = []
         self._passed: dict[int, _Passed] = {}
         self._suspects: list[_Suspect] = []
-        self._unused: Finding | None = None  # In an output to which no gradient comes.
+        self._unused: _Suspect | None = None  # In an output to which no gradient comes.
         self._broken: set[int] = set()  # Outputs that are not finite, whose gradients will come.
         self._last: tuple[_Call, Magnitude] | None = None  # An output with -inf, all others finite.
-        self._harmless: dict[int, _Reference] = {}  # What modules have made nothing of.
+        self._harmless: dict[int, _Reference] = {}  # Masks of which modules have made nothing.
+        self._filled: list[_Suspect] = []  # What was given, and modules have made something of.
         self._numbers = 0
         self.is_done = False
         """Whether something was found."""
@@ -282,8 +284,10 @@ class StepTrace:
             self._answer_loss(call, seen, near=seen.name)
         elif suspect is not None:
             self._answer(suspect.told())
-        elif self._unused is not None and self._loss_is_bad:
-            self._answer(self._unused)
+        elif self._unused is not None and self._loss_is_bad and not self._unused.mask:
+            found = self._unused.told()  # It may be detached, and given to a discriminator.
+            doubt = found.doubt or (_NOT_TRAINED if self._received else "")
+            self._answer(replace(found, doubt=doubt))
 
     @property
     def _suspect(self) -> _Suspect | None:
@@ -297,7 +301,7 @@ class StepTrace:
         if id(module) in self._roots and not in_backward():
             if self._suspects and not all(each.mask for each in self._suspects):
                 self.settle()
-            self._stack, self._passed, self._harmless = [], {}, {}
+            self._stack, self._passed, self._harmless, self._filled = [], {}, {}, []
             self._last = None
         call = _Call(name, module, self._number(), buffers=nan_buffers(module))
         if not self._stack and not in_backward():
@@ -318,7 +322,11 @@ class StepTrace:
                 call.main_is_bad = call.main_is_bad or len(call.inputs) == 1
                 bad = _BadTensor.of(tensor, seen)
                 call.taken.append(bad)
-                if above is None:
+                again = [each for each in self._filled if each.is_in([bad])]
+                if again:
+                    self._filled.remove(again[0])
+                    self._suspects.append(again[0])
+                elif above is None:
                     if not self._suspects or not passed.made_by:
                         where = self._outside(tensor)
                         self._add(call.finding(where, seen), bad)
@@ -400,10 +408,8 @@ class StepTrace:
         if is_root and self._received is not None:
             bad_outputs, suspect = counted, self._suspect
             counted = [each for each in counted if each[1].name in self._received]
-            if bad_outputs and not counted and suspect is not None and not suspect.mask:
-                self._unused = suspect.told()  # As what is detached, and given to a discriminator.
-                if self._received and not self._unused.doubt:
-                    self._unused = replace(self._unused, doubt=_NOT_TRAINED)
+            if bad_outputs and not counted:
+                self._unused = suspect
         if counted and is_root and all(bad.mask for bad, _ in counted):
             self._last = call, counted[0][1]
         if any_output and not counted:
@@ -453,13 +459,17 @@ class StepTrace:
         """
         for bad in call.taken:
             tensor = bad.tensor()
-            if tensor is not None:
+            if tensor is not None and bad.mask:
                 self._harmless[id(tensor)] = bad.tensor
         any_mask = any(bad.mask for bad in call.taken)
         left = []
         for suspect in self._suspects:
             is_in = (suspect.mask and any_mask) or suspect.is_in(call.taken)
             if suspect.number > call.number or (is_in and (suspect.mask or suspect.given)):
+                if suspect.given and not suspect.mask:
+                    doubt = suspect.finding.doubt or _FILLED
+                    suspect.finding = replace(suspect.finding, doubt=doubt)
+                    self._filled.append(suspect)
                 continue  # It came up in this call, or was given to it.
             if not call.taken and not suspect.carried:
                 suspect.overtaken = True
@@ -517,23 +527,24 @@ class StepTrace:
             return
         for call, place in seen.made_by:
             call.gradients.append(found._replace(name=f"gradient of {place}"))
-        counts = False
+        counts = hidden = False
         if seen.broken is not None:
             there = gradient.detach()[seen.broken]
-            # Of what a mask hides the gradient is zero, or NaN if all that came back is.
+            # Of what a loss hides the gradient is zero; of a mask also NaN, if all that came is.
             counts = bool(((there != 0) & ~there.isnan()).any())
+            self._broken.discard(id(seen))
+            hidden = not bool((there != 0).any()) and not self._broken
         if found.finite and not counts:
-            if seen.broken is not None and not self._loss_is_bad:
-                self._broken.discard(id(seen))
-                if not self._broken:  # What is not finite in the output has no part in the loss.
-                    self._suspects = []
+            if hidden and not self._loss_is_bad:
+                self._suspects = []  # What is not finite in the output has no part in the loss.
             return
         if counts:  # Then it is no mask.
             for each in self._suspects:
                 each.mask = each.mask and not each.is_in([_BadTensor(seen.tensor, True)])
         suspect = self._suspect
         of_output = bool(seen.made_by) and seen.inside is None
-        if suspect is not None and suspect.mask and of_output and not counts and self._last:
+        mask = suspect is not None and suspect.mask and self._last is not None and not counts
+        if of_output and (mask or hidden):
             call, place = seen.made_by[-1]
             self._answer_loss(call, found, near=place)
         elif suspect is not None:
@@ -546,7 +557,7 @@ class StepTrace:
             self._answer(seen.inside.finding("inside", found, near=made.name))
         else:
             call, place = seen.made_by[-1]
-            self._answer(call.finding("loss", found, near=place, loss_is_bad=self._loss_is_bad))
+            self._answer_loss(call, found, near=place)
 
     def _parameter(
         self, name: str, module: weakref.ref[nn.Module], key: str, gradient: Tensor
@@ -565,12 +576,14 @@ class StepTrace:
         self._answer(call.finding("parameter", found, near=key))
 
     def _answer_loss(self, call: _Call, seen: Magnitude, *, near: str) -> None:
-        """The loss, or a mask in the output of the model that it was given."""
-        suspect = self._suspect
-        assert suspect is not None
+        """It came from the loss, whatever the model has given to it."""
         found = call.finding("loss", seen, near=near, loss_is_bad=self._loss_is_bad)
-        name = suspect.finding.name or "the model"
-        self._answer(replace(found, doubt=_MASK_OR_LOSS.format(name=name)))
+        suspect = self._suspect or self._unused
+        if suspect is not None:
+            what = "-inf" if suspect.mask else suspect.finding.seen.what
+            name = suspect.finding.name or "the model itself"
+            found = replace(found, doubt=_OR_LOSS.format(what=what, name=name))
+        self._answer(found)
 
     def _answer(self, finding: Finding) -> None:
         if not self.is_done:
