@@ -142,7 +142,7 @@ def test_missing_values_with_a_fault_between_modules():
 
     (found,) = look(Fills(0.0), with_missing())
     assert found.certainty == "likely"
-    assert "after it was given, so that it may have been replaced" in found.text
+    assert "on finite values after that, so that it may have been replaced" in found.text
 
 
 class Tasks(nn.Module):
@@ -335,6 +335,45 @@ def test_a_module_that_makes_more_than_a_mask_stays_the_first():
     assert "second.1 made Inf of finite values as well, later" in found.text
 
 
+class Distances(nn.Module):
+    """From oneself: infinite, so that one is not one's own neighbour."""
+
+    def forward(self, x):
+        return torch.cdist(x, x).masked_fill(torch.eye(len(x)).bool(), INF)
+
+
+def test_infinities_that_a_model_replaces_itself_are_not_certainly_the_fault():
+    class Neighbours(nn.Module):
+        def __init__(self, by):
+            super().__init__()
+            self.first, self.distances, self.last = nn.Linear(4, 4), Distances(), nn.Linear(4, 4)
+            self.by = by
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.last((-self.distances(x)).softmax(-1) @ x) / self.by
+
+    (found,) = look(Neighbours(0.0), torch.randn(5, 4))
+    assert found.certainty == "likely"
+    assert "so that it may have been replaced" in found.text
+    (found,) = look(Neighbours(1.0), torch.randn(5, 4), loss=lambda out: out.sum() * NAN)
+    assert said(found) == ("after", "", "certain")
+
+
+def test_what_is_computed_beside_a_fault_makes_it_no_less_certain():
+    class Queries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries, self.keys = nn.Sequential(nn.Linear(4, 4), Gate()), nn.Linear(4, 4)
+            self.last = nn.Linear(5, 1)
+
+        def forward(self, x):
+            return self.last(self.queries(x) @ self.keys(x).T)
+
+    (found,) = look(Queries(), torch.randn(5, 4))
+    assert said(found) == ("module", "queries.1", "certain")
+
+
 # --- outputs that the loss does not use, and masks in those that it uses -------------------------
 
 
@@ -373,6 +412,28 @@ def test_an_output_that_the_loss_uses_is_told():
     for metric in (Log(), Gate()):
         (found,) = look(TwoHeads(nn.Tanh(), metric), torch.randn(5, 4), loss=both)
         assert said(found) == ("module", "metric", "certain"), found.text
+
+
+class Shares(nn.Module):
+    """An output that another module is given too."""
+
+    def __init__(self, behind):
+        super().__init__()
+        self.first, self.behind = nn.Linear(4, 4, bias=False), behind
+
+    def forward(self, x):
+        x = self.first(x)
+        return x, self.behind(x)
+
+
+def test_a_bad_gradient_of_an_output_that_a_module_was_given_too():
+    weighted = lambda out: (out[0] * out[1].detach()).sum()  # noqa: E731
+    (found,) = look(Shares(Gate()), torch.randn(5, 4), loss=weighted)
+    assert said(found) == ("after", "", "likely"), "behind was not run backward"
+    assert "held Inf too, from behind, and the loss may have used that" in found.text
+    (found,) = look(Shares(Length()), torch.zeros(5, 4), loss=lambda out: out[1].sum())
+    assert (*said(found), found.phase) == ("module", "behind", "likely", "backward")
+    assert "that is an output of the model too, and the loss may have made it" in found.text
 
 
 def policy(reward):

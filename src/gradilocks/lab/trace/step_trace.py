@@ -37,7 +37,8 @@ _MANY = 10_000
 _LIKE_A_MASK = "-inf is all that came of it, as of a mask, and what made NaN of that was not seen"
 _OR_LOSS = "the model's output held {what} too, from {name}, and the loss may have used that"
 _FILLED = "a module had made something finite of it before"
-_REPLACED = "modules ran on finite values after it was given, so that it may have been replaced"
+_REPLACED = "modules ran on finite values after that, so that it may have been replaced"
+_OUTPUT_TOO = "that is an output of the model too, and the loss may have made it"
 _GIVEN_TOO = "it was given NaN or Inf too, of which a module in it had made something finite"
 _MASK_GIVEN = "it was given -inf too, as a mask holds it"
 _NOT_TRAINED = "no gradient came to the output that it spoilt"
@@ -85,6 +86,8 @@ class _Call:
     """What it was given that was not finite."""
     main_is_bad: bool = False
     """Whether the first of what it was given was not finite: data, where others may be masks."""
+    latest: int = 0
+    """The place in time of the last thing that it was given."""
     has_parts: bool = False
     """Whether other modules ran in it."""
 
@@ -114,7 +117,7 @@ class _Suspect:
     carried: bool = False
     """Whether a module was given it, and passed on what is not finite."""
     overtaken: bool = False
-    """Whether modules ran on finite values before any was given it."""
+    """Whether modules ran on finite values that came after it, before any was given it."""
 
     @property
     def order(self) -> tuple[bool, bool, int]:
@@ -135,7 +138,7 @@ class _Suspect:
 
     def told(self) -> Finding:
         """The finding, with its doubt."""
-        doubt = _LIKE_A_MASK if self.mask else _REPLACED if self.given and self.overtaken else ""
+        doubt = _LIKE_A_MASK if self.mask else _REPLACED if self.overtaken else ""
         return replace(self.finding, doubt=self.finding.doubt or doubt)
 
 
@@ -144,6 +147,8 @@ class _Passed:
     """A tensor that passed between modules, and whose gradient will come."""
 
     tensor: _Reference
+    number: int
+    """Its place in time, among those of calls."""
     made_by: list[tuple[_Call, str]] = field(default_factory=list)
     """Innermost first."""
     used_by: list[tuple[_Call, str]] = field(default_factory=list)
@@ -316,8 +321,9 @@ class StepTrace:
             if seen is None:
                 continue
             call.inputs.append(seen)
+            passed = self._watch(tensor, call.number)
+            call.latest = max(call.latest, passed.number)
             known = self._harmless.get(id(tensor))
-            passed = self._watch(tensor)
             if not seen.finite and (known is None or known() is not tensor):
                 call.main_is_bad = call.main_is_bad or len(call.inputs) == 1
                 bad = _BadTensor.of(tensor, seen)
@@ -391,7 +397,7 @@ class StepTrace:
                 continue
             any_output = True
             call.outputs.append(seen)
-            watched = self._watch(tensor)
+            watched = self._watch(tensor, self._numbers)
             watched.made_by.append((call, place))
             watched.inside = above
             if seen.finite:
@@ -404,7 +410,7 @@ class StepTrace:
         if in_backward():  # A checkpoint's forward that is run again for the gradients.
             return
         if counted:
-            self._suspect_outputs(call, counted, args, kwargs)
+            self._suspect_outputs(call, counted)
         if is_root and self._received is not None:
             bad_outputs, suspect = counted, self._suspect
             counted = [each for each in counted if each[1].name in self._received]
@@ -419,20 +425,16 @@ class StepTrace:
         self,
         call: _Call,
         bad_outputs: Sequence[tuple[_BadTensor, Magnitude]],
-        args: Any,
-        kwargs: Mapping[str, Any],
     ) -> None:
         """A call has returned these, which are not finite."""
         bad, seen = min(bad_outputs, key=lambda each: each[0].mask)  # The first that is no mask.
         first = self._suspect
         finding = call.finding("forward", seen)
         if first is None or self._is_origin(call, bad):
-            if first is not None and not (bad.mask or first.mask or first.given):
-                given = [self._passed.get(id(t)) for _, t in _arguments(args, kwargs)]
-                makers = [each.made_by[0][0] for each in given if each and each.made_by]
-                if any(maker.number > first.number for maker in makers):
-                    doubt = first.finding.doubt or _LATER_TOO.format(name=call.name, what=seen.what)
-                    first.finding = replace(first.finding, doubt=doubt)
+            later = first is not None and call.latest > first.number
+            if first is not None and later and not (bad.mask or first.mask or first.given):
+                doubt = first.finding.doubt or _LATER_TOO.format(name=call.name, what=seen.what)
+                first.finding = replace(first.finding, doubt=doubt)
             self._add(finding, bad, made_by=call)
             return
         inside = [each for each in self._suspects if each.number > call.number]
@@ -471,17 +473,17 @@ class StepTrace:
                     suspect.finding = replace(suspect.finding, doubt=doubt)
                     self._filled.append(suspect)
                 continue  # It came up in this call, or was given to it.
-            if not call.taken and not suspect.carried:
+            if not call.taken and not suspect.carried and call.latest > suspect.number:
                 suspect.overtaken = True
             left.append(suspect)
         self._suspects = left
 
-    def _watch(self, tensor: Tensor) -> _Passed:
+    def _watch(self, tensor: Tensor, number: int) -> _Passed:
         """The record of a tensor; its gradient is looked at from here on."""
         known = self._passed.get(id(tensor))
         if known is not None and known.tensor() is tensor:
             return known
-        known = self._passed[id(tensor)] = _Passed(_reference(tensor))
+        known = self._passed[id(tensor)] = _Passed(_reference(tensor), number)
         if tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
             tensor.register_hook(Hook(self._gradient, known))  # type: ignore[no-untyped-call]
         return known
@@ -549,9 +551,10 @@ class StepTrace:
             self._answer_loss(call, found, near=place)
         elif suspect is not None:
             self._answer(suspect.told())
-        elif seen.used_by:
+        elif seen.used_by and (seen.used_by[-1][0].gradients or not of_output):
             call, place = seen.used_by[-1]  # The innermost.
-            self._answer(call.finding("backward", found, near=place))
+            doubt = _OUTPUT_TOO if of_output else ""
+            self._answer(replace(call.finding("backward", found, near=place), doubt=doubt))
         elif seen.inside is not None:
             made = seen.made_by[0][0]
             self._answer(seen.inside.finding("inside", found, near=made.name))
