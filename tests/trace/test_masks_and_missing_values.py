@@ -142,7 +142,7 @@ def test_missing_values_with_a_fault_between_modules():
 
     (found,) = look(Fills(0.0), with_missing())
     assert found.certainty == "likely"
-    assert "after it was given, so that it may have been replaced" in found.text
+    assert "on finite values after that, so that it may have been replaced" in found.text
 
 
 class Tasks(nn.Module):
@@ -182,6 +182,23 @@ def test_of_two_things_that_were_given_the_one_that_was_not_filled_is_told():
     (found,) = look(Both(), with_missing(), torch.full((5, 4), NAN))
     assert found.where == "input"
     assert "in the input: input[1] (float32 5x4, 20 NaN)" in found.text
+
+
+def test_missing_values_that_one_module_fills_and_another_does_not_are_the_fault():
+    class Both(nn.Module):
+        def __init__(self, second):
+            super().__init__()
+            self.fill, self.second, self.last = Fill(), second, nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.last(self.fill(x) + self.second(x))
+
+    (found,) = look(Both(nn.Linear(4, 4)), with_missing())
+    assert said(found) == ("input", "", "likely")
+    assert "a module had made something finite of it before" in found.text
+    assert look(Both(Fill()), with_missing()) == []
+    (found,) = look(Both(nn.Sequential(Fill(), Gate())), with_missing())
+    assert said(found) == ("module", "second.1", "certain")
 
 
 # --- masks -------------------------------------------------------------------------------------
@@ -318,6 +335,45 @@ def test_a_module_that_makes_more_than_a_mask_stays_the_first():
     assert "second.1 made Inf of finite values as well, later" in found.text
 
 
+class Distances(nn.Module):
+    """From oneself: infinite, so that one is not one's own neighbour."""
+
+    def forward(self, x):
+        return torch.cdist(x, x).masked_fill(torch.eye(len(x)).bool(), INF)
+
+
+def test_infinities_that_a_model_replaces_itself_are_not_certainly_the_fault():
+    class Neighbours(nn.Module):
+        def __init__(self, by):
+            super().__init__()
+            self.first, self.distances, self.last = nn.Linear(4, 4), Distances(), nn.Linear(4, 4)
+            self.by = by
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.last((-self.distances(x)).softmax(-1) @ x) / self.by
+
+    (found,) = look(Neighbours(0.0), torch.randn(5, 4))
+    assert found.certainty == "likely"
+    assert "so that it may have been replaced" in found.text
+    (found,) = look(Neighbours(1.0), torch.randn(5, 4), loss=lambda out: out.sum() * NAN)
+    assert said(found) == ("after", "", "certain")
+
+
+def test_what_is_computed_beside_a_fault_makes_it_no_less_certain():
+    class Queries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries, self.keys = nn.Sequential(nn.Linear(4, 4), Gate()), nn.Linear(4, 4)
+            self.last = nn.Linear(5, 1)
+
+        def forward(self, x):
+            return self.last(self.queries(x) @ self.keys(x).T)
+
+    (found,) = look(Queries(), torch.randn(5, 4))
+    assert said(found) == ("module", "queries.1", "certain")
+
+
 # --- outputs that the loss does not use, and masks in those that it uses -------------------------
 
 
@@ -339,7 +395,8 @@ def test_an_output_that_gets_no_gradient_has_not_spoilt_any(metric):
     (found,) = look(TwoHeads(Length(), metric), x, loss=lambda out: out["out"].sum())
     assert (*said(found), found.phase) == ("module", "behind", "certain", "backward")
     (found,) = look(TwoHeads(nn.Tanh(), metric), x, loss=lambda out: out["out"].sum() * NAN)
-    assert said(found) == ("after", "", "certain")
+    assert said(found) == ("after", "", "likely"), "it may have used that output, detached"
+    assert "the model's output held " in found.text
     assert look(TwoHeads(nn.Tanh(), metric), x, loss=lambda out: out["out"].sum()) == []
 
 
@@ -357,6 +414,28 @@ def test_an_output_that_the_loss_uses_is_told():
         assert said(found) == ("module", "metric", "certain"), found.text
 
 
+class Shares(nn.Module):
+    """An output that another module is given too."""
+
+    def __init__(self, behind):
+        super().__init__()
+        self.first, self.behind = nn.Linear(4, 4, bias=False), behind
+
+    def forward(self, x):
+        x = self.first(x)
+        return x, self.behind(x)
+
+
+def test_a_bad_gradient_of_an_output_that_a_module_was_given_too():
+    weighted = lambda out: (out[0] * out[1].detach()).sum()  # noqa: E731
+    (found,) = look(Shares(Gate()), torch.randn(5, 4), loss=weighted)
+    assert said(found) == ("after", "", "likely"), "behind was not run backward"
+    assert "held Inf too, from behind, and the loss may have used that" in found.text
+    (found,) = look(Shares(Length()), torch.zeros(5, 4), loss=lambda out: out[1].sum())
+    assert (*said(found), found.phase) == ("module", "behind", "likely", "backward")
+    assert "that is an output of the model too, and the loss may have made it" in found.text
+
+
 def policy(reward):
     def loss(scores):
         taken = functional.log_softmax(scores, -1)[:, 0]
@@ -369,7 +448,7 @@ def test_whether_the_loss_or_a_mask_in_what_it_was_given_made_nan_is_not_certain
     net = nn.Sequential(nn.Linear(4, 4), Masks())
     (found,) = look(net, torch.randn(4, 4), loss=policy(NAN))
     assert said(found) == ("after", "", "likely")
-    assert "the output of 1 held -inf, as a mask does" in found.text
+    assert "the model's output held -inf too, from 1, and the loss may have used that" in found.text
     assert look(net, torch.randn(4, 4), loss=policy(1.0)) == []
     shifted = lambda scores: policy(1.0)(scores) + INF  # noqa: E731 # Its gradients are finite.
     (found,) = look(net, torch.randn(4, 4), loss=shifted)
@@ -381,6 +460,26 @@ def test_minus_infinity_that_the_loss_counts_is_no_mask():
     for loss in (torch.sum, lambda out: out.square().mean()):
         (found,) = look(net, torch.randn(5, 4), loss=loss)
         assert said(found) == ("module", "1", "certain"), found.text
+
+
+def test_what_a_loss_hides_is_not_what_spoils_it():
+    x = torch.randn(4, 4)
+    x[1] = 0.0
+
+    def loss(out, last=1.0):
+        known = out.isfinite()
+        weights = torch.tensor([[1.0], [1.0], [1.0], [last]])
+        return (torch.where(known, out, 0.0) * weights).sum()
+
+    class Normalise(nn.Module):
+        def forward(self, x):
+            return x / x.detach().norm(dim=-1, keepdim=True)
+
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), Normalise())
+    assert look(net, x[[0, 2, 3, 0]], loss=loss) == []
+    (found,) = look(net, x, loss=lambda out: loss(out[[0, 0, 2, 3]], NAN))
+    assert found.where == "after"
+    assert found.certainty == "likely"
 
 
 def test_masks_of_a_step_that_is_followed_as_it_trains_are_no_finding():

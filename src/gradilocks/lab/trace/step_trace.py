@@ -40,8 +40,10 @@ _logger = logging.getLogger("gradilocks")
 
 _MANY = 10_000
 _LIKE_A_MASK = "-inf is all that came of it, as of a mask, and what made NaN of that was not seen"
-_MASK_OR_LOSS = "the output of {name} held -inf, as a mask does, and NaN may have been made of that"
-_REPLACED = "modules ran on finite values after it was given, so that it may have been replaced"
+_OR_LOSS = "the model's output held {what} too, from {name}, and the loss may have used that"
+_FILLED = "a module had made something finite of it before"
+_REPLACED = "modules ran on finite values after that, so that it may have been replaced"
+_OUTPUT_TOO = "that is an output of the model too, and the loss may have made it"
 _GIVEN_TOO = "it was given NaN or Inf too, of which a module in it had made something finite"
 _MASK_GIVEN = "it was given -inf too, as a mask holds it"
 _NOT_TRAINED = "no gradient came to the output that it spoilt"
@@ -89,6 +91,8 @@ class _Call:
     """What it was given that was not finite."""
     main_is_bad: bool = False
     """Whether the first of what it was given was not finite: data, where others may be masks."""
+    latest: int = 0
+    """The place in time of the last thing that it was given."""
     has_parts: bool = False
     """Whether other modules ran in it."""
 
@@ -118,7 +122,7 @@ class _Suspect:
     carried: bool = False
     """Whether a module was given it, and passed on what is not finite."""
     overtaken: bool = False
-    """Whether modules ran on finite values before any was given it."""
+    """Whether modules ran on finite values that came after it, before any was given it."""
 
     @property
     def order(self) -> tuple[bool, bool, int]:
@@ -139,7 +143,7 @@ class _Suspect:
 
     def told(self) -> Finding:
         """The finding, with its doubt."""
-        doubt = _LIKE_A_MASK if self.mask else _REPLACED if self.given and self.overtaken else ""
+        doubt = _LIKE_A_MASK if self.mask else _REPLACED if self.overtaken else ""
         return replace(self.finding, doubt=self.finding.doubt or doubt)
 
 
@@ -148,6 +152,8 @@ class _Passed:
     """A tensor that passed between modules, and whose gradient will come."""
 
     tensor: _Reference
+    number: int
+    """Its place in time, among those of calls."""
     made_by: list[tuple[_Call, str]] = field(default_factory=list)
     """Innermost first."""
     used_by: list[tuple[_Call, str]] = field(default_factory=list)
@@ -235,10 +241,11 @@ class StepTrace:
         self._stack: list[_Call] = []
         self._passed: dict[int, _Passed] = {}
         self._suspects: list[_Suspect] = []
-        self._unused: Finding | None = None  # In an output to which no gradient comes.
+        self._unused: _Suspect | None = None  # In an output to which no gradient comes.
         self._broken: set[int] = set()  # Outputs that are not finite, whose gradients will come.
         self._last: tuple[_Call, Magnitude] | None = None  # An output with -inf, all others finite.
-        self._harmless: dict[int, _Reference] = {}  # What modules have made nothing of.
+        self._harmless: dict[int, _Reference] = {}  # Masks of which modules have made nothing.
+        self._filled: list[_Suspect] = []  # What was given, and modules have made something of.
         self._numbers = 0
         self.is_done = False
         """Whether something was found."""
@@ -298,8 +305,10 @@ class StepTrace:
             self._answer_loss(call, seen, near=seen.name)
         elif suspect is not None:
             self._answer(suspect.told())
-        elif self._unused is not None and self._loss_is_bad:
-            self._answer(self._unused)
+        elif self._unused is not None and self._loss_is_bad and not self._unused.mask:
+            found = self._unused.told()  # It may be detached, and given to a discriminator.
+            doubt = found.doubt or (_NOT_TRAINED if self._received else "")
+            self._answer(replace(found, doubt=doubt))
 
     @property
     def _suspect(self) -> _Suspect | None:
@@ -313,7 +322,7 @@ class StepTrace:
         if id(module) in self._roots and not in_backward():
             if self._suspects and not all(each.mask for each in self._suspects):
                 self.settle()
-            self._stack, self._passed, self._harmless = [], {}, {}
+            self._stack, self._passed, self._harmless, self._filled = [], {}, {}, []
             self._last = None
         call = _Call(name, module, self._number(), buffers=nan_buffers(module))
         if not self._stack and not in_backward():
@@ -328,13 +337,18 @@ class StepTrace:
             if seen is None:
                 continue
             call.inputs.append(seen)
+            passed = self._watch(tensor, call.number)
+            call.latest = max(call.latest, passed.number)
             known = self._harmless.get(id(tensor))
-            passed = self._watch(tensor)
             if not seen.finite and (known is None or known() is not tensor):
                 call.main_is_bad = call.main_is_bad or len(call.inputs) == 1
                 bad = _BadTensor.of(tensor, seen)
                 call.taken.append(bad)
-                if above is None:
+                again = [each for each in self._filled if each.is_in([bad])]
+                if again:
+                    self._filled.remove(again[0])
+                    self._suspects.append(again[0])
+                elif above is None:
                     if not self._suspects or not passed.made_by:
                         where = self._outside(tensor)
                         self._add(call.finding(where, seen), bad)
@@ -403,7 +417,7 @@ class StepTrace:
                 continue
             any_output = True
             call.outputs.append(seen)
-            watched = self._watch(tensor)
+            watched = self._watch(tensor, self._numbers)
             watched.made_by.append((call, place))
             watched.inside = above
             if seen.finite:
@@ -416,14 +430,12 @@ class StepTrace:
         if in_backward():  # A checkpoint's forward that is run again for the gradients.
             return
         if counted:
-            self._suspect_outputs(call, counted, args, kwargs)
+            self._suspect_outputs(call, counted)
         if is_root and self._received is not None:
             bad_outputs, suspect = counted, self._suspect
             counted = [each for each in counted if each[1].name in self._received]
-            if bad_outputs and not counted and suspect is not None and not suspect.mask:
-                self._unused = suspect.told()  # As what is detached, and given to a discriminator.
-                if self._received and not self._unused.doubt:
-                    self._unused = replace(self._unused, doubt=_NOT_TRAINED)
+            if bad_outputs and not counted:
+                self._unused = suspect
         if counted and is_root and all(bad.mask for bad, _ in counted):
             self._last = call, counted[0][1]
         if any_output and not counted:
@@ -433,20 +445,16 @@ class StepTrace:
         self,
         call: _Call,
         bad_outputs: Sequence[tuple[_BadTensor, Magnitude]],
-        args: Any,
-        kwargs: Mapping[str, Any],
     ) -> None:
         """A call has returned these, which are not finite."""
         bad, seen = min(bad_outputs, key=lambda each: each[0].mask)  # The first that is no mask.
         first = self._suspect
         finding = call.finding("forward", seen)
         if first is None or self._is_origin(call, bad):
-            if first is not None and not (bad.mask or first.mask or first.given):
-                given = [self._passed.get(id(t)) for _, t in _arguments(args, kwargs)]
-                makers = [each.made_by[0][0] for each in given if each and each.made_by]
-                if any(maker.number > first.number for maker in makers):
-                    doubt = first.finding.doubt or _LATER_TOO.format(name=call.name, what=seen.what)
-                    first.finding = replace(first.finding, doubt=doubt)
+            later = first is not None and call.latest > first.number
+            if first is not None and later and not (bad.mask or first.mask or first.given):
+                doubt = first.finding.doubt or _LATER_TOO.format(name=call.name, what=seen.what)
+                first.finding = replace(first.finding, doubt=doubt)
             self._add(finding, bad, made_by=call)
             return
         inside = [each for each in self._suspects if each.number > call.number]
@@ -473,25 +481,29 @@ class StepTrace:
         """
         for bad in call.taken:
             tensor = bad.tensor()
-            if tensor is not None:
+            if tensor is not None and bad.mask:
                 self._harmless[id(tensor)] = bad.tensor
         any_mask = any(bad.mask for bad in call.taken)
         left = []
         for suspect in self._suspects:
             is_in = (suspect.mask and any_mask) or suspect.is_in(call.taken)
             if suspect.number > call.number or (is_in and (suspect.mask or suspect.given)):
+                if suspect.given and not suspect.mask:
+                    doubt = suspect.finding.doubt or _FILLED
+                    suspect.finding = replace(suspect.finding, doubt=doubt)
+                    self._filled.append(suspect)
                 continue  # It came up in this call, or was given to it.
-            if not call.taken and not suspect.carried:
+            if not call.taken and not suspect.carried and call.latest > suspect.number:
                 suspect.overtaken = True
             left.append(suspect)
         self._suspects = left
 
-    def _watch(self, tensor: Tensor) -> _Passed:
+    def _watch(self, tensor: Tensor, number: int) -> _Passed:
         """The record of a tensor; its gradient is looked at from here on."""
         known = self._passed.get(id(tensor))
         if known is not None and known.tensor() is tensor:
             return known
-        known = self._passed[id(tensor)] = _Passed(_reference(tensor))
+        known = self._passed[id(tensor)] = _Passed(_reference(tensor), number)
         if tensor.requires_grad and not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
             tensor.register_hook(Hook(self._safely, self._gradient, known))  # type: ignore[no-untyped-call]
         return known
@@ -537,36 +549,38 @@ class StepTrace:
             return
         for call, place in seen.made_by:
             call.gradients.append(found._replace(name=f"gradient of {place}"))
-        counts = False
+        counts = hidden = False
         if seen.broken is not None:
             there = gradient.detach()[seen.broken]
-            # Of what a mask hides the gradient is zero, or NaN if all that came back is.
+            # Of what a loss hides the gradient is zero; of a mask also NaN, if all that came is.
             counts = bool(((there != 0) & ~there.isnan()).any())
+            self._broken.discard(id(seen))
+            hidden = not bool((there != 0).any()) and not self._broken
         if found.finite and not counts:
-            if seen.broken is not None and not self._loss_is_bad:
-                self._broken.discard(id(seen))
-                if not self._broken:  # What is not finite in the output has no part in the loss.
-                    self._suspects = []
+            if hidden and not self._loss_is_bad:
+                self._suspects = []  # What is not finite in the output has no part in the loss.
             return
         if counts:  # Then it is no mask.
             for each in self._suspects:
                 each.mask = each.mask and not each.is_in([_BadTensor(seen.tensor, True)])
         suspect = self._suspect
         of_output = bool(seen.made_by) and seen.inside is None
-        if suspect is not None and suspect.mask and of_output and not counts and self._last:
+        mask = suspect is not None and suspect.mask and self._last is not None and not counts
+        if of_output and (mask or hidden):
             call, place = seen.made_by[-1]
             self._answer_loss(call, found, near=place)
         elif suspect is not None:
             self._answer(suspect.told())
-        elif seen.used_by:
+        elif seen.used_by and (seen.used_by[-1][0].gradients or not of_output):
             call, place = seen.used_by[-1]  # The innermost.
-            self._answer(call.finding("backward", found, near=place))
+            doubt = _OUTPUT_TOO if of_output else ""
+            self._answer(replace(call.finding("backward", found, near=place), doubt=doubt))
         elif seen.inside is not None:
             made = seen.made_by[0][0]
             self._answer(seen.inside.finding("inside", found, near=made.name))
         else:
             call, place = seen.made_by[-1]
-            self._answer(call.finding("loss", found, near=place, loss_is_bad=self._loss_is_bad))
+            self._answer_loss(call, found, near=place)
 
     def _parameter(
         self, name: str, module: weakref.ref[nn.Module], key: str, gradient: Tensor
@@ -585,12 +599,14 @@ class StepTrace:
         self._answer(call.finding("parameter", found, near=key))
 
     def _answer_loss(self, call: _Call, seen: Magnitude, *, near: str) -> None:
-        """The loss, or a mask in the output of the model that it was given."""
-        suspect = self._suspect
-        assert suspect is not None
+        """It came from the loss, whatever the model has given to it."""
         found = call.finding("loss", seen, near=near, loss_is_bad=self._loss_is_bad)
-        name = suspect.finding.name or "the model"
-        self._answer(replace(found, doubt=_MASK_OR_LOSS.format(name=name)))
+        suspect = self._suspect or self._unused
+        if suspect is not None:
+            what = "-inf" if suspect.mask else suspect.finding.seen.what
+            name = suspect.finding.name or "the model itself"
+            found = replace(found, doubt=_OR_LOSS.format(what=what, name=name))
+        self._answer(found)
 
     def _answer(self, finding: Finding) -> None:
         if not self.is_done:
