@@ -42,6 +42,8 @@ OPTIMIZERS = ("AdamW", "Adam", "SGD")
 TITLES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 SINKS = tuple(TITLES)
 COLOURS = {"in trouble": "red", "needs a look": "yellow", "healthy": "green"}
+UNKNOWN = "needs a look"
+"""The verdict if nothing wrong was seen, but not all was."""
 MOST_READ = 256 << 20
 """Bytes of a run file that are read again when the script has ended: about a million steps, some
 seconds."""
@@ -296,11 +298,19 @@ def judged(summary: Summary, examine: Callable[[Run], Health]) -> tuple[str, str
     if not summary.watched or not summary.steps:
         return "", ""
     ended = "".join(f"It ended in NaN or Inf: {words}. " for words in summary.bad_endings)
-    counted = ("in trouble", ended.rstrip()) if ended else ("", "")
+    missed = ""
+    if summary.failed or summary.seen > summary.steps:
+        missed = f"Nothing is known of the steps after those {summary.steps:,}."
+    counted = ("in trouble", f"{ended}{missed}".rstrip()) if ended else (UNKNOWN, missed)
+    if not ended and not missed:
+        counted = "", ""
     try:
         if summary.file.stat().st_size > MOST_READ:
             return counted
         health = examine(read_run(summary.file))
     except (GradilocksError, OSError, MemoryError):
         return counted
-    return health.verdict, health.sentence
+    if not missed or health.sentence.startswith("Nothing is known"):
+        return health.verdict, health.sentence
+    verdict = UNKNOWN if health.verdict == "healthy" else health.verdict
+    return verdict, f"{health.sentence} {missed}"

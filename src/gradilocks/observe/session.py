@@ -204,6 +204,7 @@ class ScriptSession:
         """Closes the run file, if there is one, and returns its recorder."""
         recorder = None if self.steps is None else self.steps.recorder
         if recorder is not None:
+            recorder.unwatched = self.has_failed() or None
             try:
                 recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
             except Exception as error:  # The script has ended; nothing must keep it from leaving.

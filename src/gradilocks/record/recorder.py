@@ -199,6 +199,8 @@ class Recorder:
         """By the index of the optimizer: which of them had NaN or Inf, and whether that stayed."""
         self.knows_precision = False
         """Whether the file says in which formats the run computes."""
+        self.unwatched: bool | None = None
+        """As End has it; to be set by whoever finds that it cannot go on telling of steps."""
         self._sinks = list(sinks)
         _check_sinks(self._sinks)
         self._optimizers: list[RecordedOptimizer] = []
@@ -449,7 +451,7 @@ class Recorder:
                 return
         self.flush()
         with self._working():
-            end = End(self.elapsed(), status, exit, error)
+            end = End(self.elapsed(), status, exit, error, self.unwatched)
             self._write([end_line(end)])
             self._tell_sinks("close", end)
             if self._skips is not None:
