@@ -372,3 +372,17 @@ def test_a_controls_tracers_answer_each_other(launcher, tmp_path):
     assert _places(_traces(tmp_path)) == [(3, "module", "forward", "2", (1,), "certain")]
     for err in shown.err:
         assert err.count("step 3 traced: On rank 1: Inf first in the output of 2 (Divide)") == 1
+
+
+def test_in_a_file_that_goes_on_the_ranks_number_their_steps_alike(launcher, tmp_path):
+    words = ("-o", "a.jsonl", GUILTY, "forward:3", "scaled")
+    last = []
+    for goes_on in ((), ("--append",)):
+        shown = launcher.run("gradilocks", "run", *goes_on, *words, cwd=tmp_path)
+        assert shown.statuses == [0, 0], shown.err
+        last.append(read_run(tmp_path / "a.jsonl").steps[-1].step)
+    assert last[1] == 2 * last[0]
+    assert _places(_traces(tmp_path)) == [
+        (3, "module", "forward", "divide", (1,), "certain"),
+        (last[0] + 3, "module", "forward", "divide", (1,), "certain"),
+    ]

@@ -13,8 +13,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import is_not
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 
 from gradilocks import runfile
 from gradilocks._torch import unseen_by_modes
+from gradilocks.errors import BadRunFile
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.reference import rounded, total_norm
 from gradilocks.names import Names, name_parameters, prefixed
@@ -109,10 +112,16 @@ _FAREWELL = 5.0
 
 
 class _NoFile(RunFileWriter):
-    """In place of the run file, on ranks that have none."""
+    """In place of the run file, on ranks that have none.
 
-    def __init__(self) -> None:
-        self.steps_before, self.seconds_before = {}, 0.0
+    Ranks number their steps alike: if rank 0 goes on in a file, this reads there from which on.
+    """
+
+    def __init__(self, path: Path, *, goes_on: bool) -> None:
+        self._path, self.steps_before, self.seconds_before = path, {}, 0.0
+        if goes_on:
+            with suppress(OSError, BadRunFile):  # It may be on another machine.
+                self._read_before()
 
     def write(self, lines: Sequence[str]) -> None:
         """Nothing is written."""
@@ -170,7 +179,9 @@ class ScriptRecorder(Recorder):
         self._left: set[int] = set()
         self._patience = _PATIENCE
         if self.rank and not all_ranks:
-            self._file, self._began = _NoFile(), time.perf_counter()
+            goes_on = settings.get("exists") == "append"
+            self._file = _NoFile(self.path, goes_on=goes_on)
+            self._began = time.perf_counter()
 
     def _git_state(self) -> Mapping[str, Any] | None:
         return self._git  # As it was before the script began.

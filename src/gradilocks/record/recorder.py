@@ -288,7 +288,7 @@ class Recorder:
         """
         before = next((each for each in self._optimizers if each.optimizer() is optimizer), None)
         index = len(self._optimizers) if before is None else before.info.index
-        steps = 0 if self._file is None else self._file.steps_before.get(index, 0)
+        steps = self._steps_before(index)
         made = RecordedOptimizer(
             optimizer,
             index=index,
@@ -321,11 +321,22 @@ class Recorder:
         steps = 0
         if index is not None:
             steps = self._optimizers[index].steps
-        elif self._file is not None:
-            steps = self._file.steps_before.get(len(self._optimizers), 0)
+        else:
+            steps = self._steps_before(len(self._optimizers))
         return RecordingPlan(
             self._flush_every, self._detail_every, steps, self._log_on if self._log else "none"
         )
+
+    def _steps_before(self, index: int) -> int:
+        return 0 if self._file is None else self._file.steps_before.get(index, 0)
+
+    def last_step(self, optimizer: Any) -> int:
+        """The number of its last step, by which it goes on; of one that it has not been told of,
+        as if it were the next."""
+        for each in self._optimizers:
+            if each.optimizer() is optimizer:
+                return each.steps
+        return self._steps_before(len(self._optimizers))
 
     def wants_detail(self, index: int) -> bool:
         """Whether the coming step of that optimizer is one to be recorded tensor by tensor."""
