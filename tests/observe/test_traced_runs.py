@@ -57,7 +57,20 @@ def test_the_skipped_step_is_traced_and_no_number_changes(words, optimizer, tmp_
     assert (found.step, found.phase, found.module, found.kind) == (5, "forward", "1", "Hot")
     assert found.certainty == "certain"
     assert run.header.settings["trace"] == ("always" if words else "light")
-    assert any("traced: Inf first in the output of 1 (Hot)" in line for line in shown.told)
+    assert shown.err.count("Inf first in the output of 1 (Hot)") == 1
+    assert "step 5 traced: Inf first in the output of 1 (Hot)" in shown.err
+
+
+def test_a_trace_that_the_log_cannot_tell_is_told_at_the_end_and_a_quiet_run_tells_none(tmp_path):
+    silenced = "import logging\nlogging.getLogger('gradilocks').setLevel('ERROR')\n"
+    write(tmp_path, "train.py", silenced + GOES_ON)
+    shown = forked("-o", "a.jsonl", "train.py", "20", cwd=tmp_path)
+    (line,) = [line for line in shown.err.splitlines() if "traced: " in line]
+    assert line.startswith("gradilocks: traced: ")
+    write(tmp_path, "train.py", GOES_ON)
+    shown = forked("--quiet", "-o", "b.jsonl", "train.py", "20", cwd=tmp_path)
+    assert shown.err == ""
+    assert len(read_run(tmp_path / "b.jsonl").traces) == 1
 
 
 class Bad(nn.Module):

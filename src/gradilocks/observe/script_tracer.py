@@ -98,9 +98,9 @@ class ScriptTracer(StepListener):
             self._tracer.recorder = self._make_recorder()
             # Now, while all of them train: a bad step may be one rank's alone.
             self._tracer.meet_ranks()
-        driver = self._drivers.of(step)
-        if not driver.steps:  # It may go on in a file.
-            driver.steps = self._tracer.recorder.last_step(step.optimizers[0])
+        driver, recorder = self._drivers.of(step), self._tracer.recorder
+        if not driver.steps and recorder is not None:  # It may go on in a file.
+            driver.steps = recorder.last_step(step.optimizers[0])
         if self._met != self._calls.met:
             self._met = self._calls.met
             self._tracer.follow(self._calls.models)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import time
 import weakref
@@ -47,6 +48,8 @@ from gradilocks.step.table import every_parameter
 from gradilocks.values import moved
 
 __all__ = ["Guard", "ScriptRecorder", "StepRecorder"]
+
+_logger = logging.getLogger("gradilocks")
 
 
 class Guard:
@@ -167,6 +170,8 @@ class ScriptRecorder(Recorder):
         """Whether there is a file. Other ranks record to tell the first one of it."""
         self.partly = 0
         """How many steps are of what this rank holds of a model that is, or may be, on several."""
+        self.told: set[str] = set()
+        """What traces have found, as far as the log tells it."""
         self.untold = False
         """Whether some are so because ranks have not told of them, and not because nobody says how
         ranks hold the model."""
@@ -252,8 +257,11 @@ class ScriptRecorder(Recorder):
         return bool(self._waiting)
 
     def trace(self, trace: runfile.Trace) -> bool:
-        """As the Recorder's; a rank without a file has told rank 0, which logs it."""
-        return super().trace(trace) if self.writes else True
+        """As the Recorder's, and it alone logs it, if anybody does: a rank without a file has told
+        rank 0, and a session that is to be quiet says nothing."""
+        if self.writes and super().trace(trace) and _logger.isEnabledFor(logging.WARNING):
+            self.told.add(trace.text)
+        return True
 
     def close(self, *, status: str = "finished", exit: int = 0, error: str | None = None) -> None:
         """Leaves it open, whoever asks: `finish` closes it."""
