@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -204,6 +204,7 @@ class Recorder:
         self._sinks = list(sinks)
         _check_sinks(self._sinks)
         self._optimizers: list[RecordedOptimizer] = []
+        self._latest: int | None = None  # The number of the last step, whoever took it.
         self._queue = StepQueue(flush_every, flush_seconds)
         self._arrived: deque[_Arrived] = deque()  # On the host, not written yet.
         self._written: deque[_Arrived] = deque()  # Sinks and log: not told yet.
@@ -354,6 +355,7 @@ class Recorder:
             try:
                 detail = self.wants_detail(index)
                 optimizer.steps += 1
+                self._latest = optimizer.steps
                 now = self.elapsed()
                 self._queue.hold(
                     PendingStep(sample, index=index, step=optimizer.steps, time=now, detail=detail)
@@ -378,7 +380,8 @@ class Recorder:
 
         Args:
             values: names and numbers, for names that are no Python names, as "val/loss".
-            step: the step that they belong to; the last one that was recorded, if None.
+            step: the step that they belong to. If None the last one that was recorded: of several
+                optimizers, that of the one that stepped last.
             more: names and numbers: Python's, NumPy's, or tensors of one element.
 
         Raises:
@@ -394,8 +397,9 @@ class Recorder:
         refuse_capture()
         assert self._file is not None
         if step is None:
-            before = self._file.steps_before.values()
-            step = max(chain(before, (each.steps for each in self._optimizers)), default=0)
+            step = self._latest
+            if step is None:
+                step = max(self._file.steps_before.values(), default=0)
         with self._working():
             try:
                 self._queue.hold(PendingNumbers(numbers, step=int(step), time=self.elapsed()))
