@@ -56,7 +56,11 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]):
         before = everything(folder)
         assert main(list(words)) in (1, 2), words
         shown = capsys.readouterr()
-        assert shown.out == ""
+        if words[0] == "report":  # What happened is told, page or none.
+            assert shown.out.startswith("Healthy.")
+            assert "Report: " not in shown.out
+        else:
+            assert shown.out == ""
         assert everything(folder) == before, words
         assert shown.err.count("\n") == 1, shown.err
         return shown.err

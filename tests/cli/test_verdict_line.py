@@ -16,6 +16,7 @@ from gradilocks.cli.terminal import say
 from gradilocks.observe import Summary
 from gradilocks.observe.process_end import Ending
 from gradilocks.report import examine
+from gradilocks.runfile import read_run
 from tests.observe.sessions import forked, write
 
 SCRIPT = """
@@ -95,3 +96,61 @@ def test_of_a_file_too_large_to_read_again_what_was_counted_is_told(
     said, words = run_command.judged(summary, examine)
     assert said == verdict
     assert (words == "It ended in NaN or Inf: the loss is NaN.") is bool(ended)
+
+
+BROKEN = """
+from gradilocks.observe.step_recorder import StepRecorder
+read, counted = StepRecorder._read, [0]
+def broken(*args):
+    counted[0] += 1
+    if counted[0] > 25:
+        raise OSError("no more")
+    read(*args)
+StepRecorder._read = broken
+"""
+
+
+def test_a_run_that_could_not_be_watched_to_its_end_is_not_healthy(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", BROKEN + SCRIPT)
+    done = forked("-o", "a.jsonl", "train.py", "0.01", "31", cwd=tmp_path)  # NaN, unseen.
+    assert done.status == 0
+    assert "watching ended, the script goes on: OSError: no more" in done.err
+    said = (
+        "needs a look. Nothing is known of the steps after 25. 1 warning in 25 steps, no problem."
+    )
+    assert done.told[-1] == f"gradilocks: {said}"
+    run = read_run(tmp_path / "a.jsonl")
+    assert run.end.unwatched is True
+    health = examine(run)
+    assert health.verdict == "needs a look"
+    assert [f.title for f in health.findings if f.rule == "unwatched"] == [
+        "Nothing is known of the steps after 25"
+    ]
+
+
+STOPPED = """
+from gradilocks.record import batch
+unpack = batch.Batch.unpack
+def broken(self):
+    if len(made) == 2:
+        raise ValueError("no more")
+    made.append(self)
+    return unpack(self)
+made = []
+batch.Batch.unpack = broken
+"""
+
+
+def test_nor_is_one_whose_recording_stopped(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", STOPPED + SCRIPT)
+    words = ("--flush-every", "10", "-o", "a.jsonl", "train.py", "0.01", "0")
+    done = forked(*words, cwd=tmp_path)
+    assert done.status == 0
+    assert done.told[-1].startswith("gradilocks: needs a look. Nothing wrong in ")
+    assert "Nothing is known of the steps after those 20." in done.told[-1]
+
+
+def test_a_run_that_was_watched_to_its_end_says_nothing_of_it(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", SCRIPT)
+    forked("-o", "a.jsonl", "train.py", "0.01", "0", cwd=tmp_path)
+    assert "unwatched" not in (tmp_path / "a.jsonl").read_text()

@@ -151,3 +151,21 @@ def test_a_signal_that_comes_while_the_file_is_closed_waits_for_that(name, tmp_p
     done = subprocess.run(command, cwd=tmp_path, env=environment(), timeout=120)
     assert done.returncode == -getattr(signal, name)
     assert (tmp_path / "ended.txt").read_text() == "finished"
+
+
+def test_with_force_the_report_on_the_run_goes_with_it_and_no_other_page(tmp_path):
+    write(tmp_path, "train.py", TRAIN)
+    forked("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    forked("a.jsonl", cwd=tmp_path, command="report")
+    first = (tmp_path / "a.html").read_bytes()
+    forked("--force", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    shown = forked("a.jsonl", cwd=tmp_path, command="report")
+    assert (shown.status, shown.err) == (0, "")
+    assert (tmp_path / "a.html").read_bytes() != first
+    (tmp_path / "a.html").write_bytes(first)  # Of a run that is no more.
+    forked("--force", "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert (tmp_path / "a.html").read_bytes() == first
+    shown = forked("a.jsonl", cwd=tmp_path, command="report")
+    assert shown.status == 1
+    assert "is no report on these runs" in shown.err
+    assert shown.out.startswith("Healthy.")

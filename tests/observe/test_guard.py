@@ -258,6 +258,8 @@ for n in range(40):
     run = read_run(tmp_path / "runs" / "a.jsonl")
     assert bad.step == run.steps[-1].step == run.traces[0].step > 1
     assert bad.found == run.traces[0].text
+    assert str(bad).startswith(f"<BadStep step={bad.step}, loss={bad.loss}, found={bad.found!r}")
+    assert "tensor(" not in str(bad)
     assert bad.loss == float("inf") or bad.loss != bad.loss
     assert bad.gradients["0.weight"]["nan"] > 0
     assert bad.optimizers[0]["state"][0]["step"] == bad.step - 1

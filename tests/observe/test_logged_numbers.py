@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gradilocks import read_run
+from gradilocks.report import list_runs, report_on
 from tests.integrations.wandb_file import history
 from tests.observe.sessions import forked, write
 
@@ -122,3 +124,34 @@ def test_weights_and_biases_hears_of_every_step_before_it_ends_itself(tmp_path):
         3,
         6,
     ]
+
+
+ONE_AFTER_ANOTHER = """
+import torch, gradilocks
+
+torch.manual_seed(0)
+kept = []
+for rate in (0.0, 0.1):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    kept.append(optimizer)
+    for number in range(1, 7):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean() * (1 if rate else 1000)
+        loss.backward()
+        optimizer.step()
+        if number % 2 == 0:
+            gradilocks.log(seen=loss)
+"""
+
+
+def test_of_models_trained_one_after_another_each_logs_at_its_own_steps(tmp_path):
+    write(tmp_path, "train.py", ONE_AFTER_ANOTHER)
+    forked("-o", "runs/a.jsonl", "train.py", cwd=tmp_path)
+    run = read_run(tmp_path / "runs/a.jsonl")
+    assert [step for step, _ in run.logged["seen"]] == [2, 4, 6, 2, 4, 6]
+    (listed,) = list_runs(tmp_path / "runs")
+    assert listed.last_loss == pytest.approx(run.steps[-1].loss, rel=0.2)
+    drawn = report_on(run, "a").resources.logged["seen"]
+    assert list(drawn.places.at) == [2, 4, 6, 2, 2, 4, 6]
+    assert [math.isnan(value) for value in drawn.values].index(True) == 3  # There it begins anew.

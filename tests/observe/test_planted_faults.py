@@ -321,7 +321,7 @@ def test_a_trace_that_sees_no_module_at_fault_says_where_it_was_and_blames_none(
     ]
     assert found["culprit"] is None
     assert text in found["sentence"]
-    assert f"gradilocks: traced: {text}" in told.log
+    assert f" traced: {text}" in told.log
     assert "weights-not-finite" not in told.findings
     assert "before this step" not in told.everything
     assert "none came back" not in told.everything

@@ -108,3 +108,31 @@ def test_a_model_after_another_has_its_norms_from_before_the_clip(tmp_path):
     assert shown.status == 0, shown.err
     norms = [step.norm for step in read_run(tmp_path / "a.jsonl").steps]
     assert norms == pytest.approx([float(line) for line in shown.out.splitlines()])
+
+
+NAN_BY_CLIP = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for number in range(1, 9):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    limit = float("nan") if number == 5 else 0.01
+    torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("guard", [(), ("--guard", "skip")])
+def test_nan_that_a_clip_has_made_is_that_of_its_own_step(guard, tmp_path):
+    write(tmp_path, "train.py", NAN_BY_CLIP)
+    shown = forked(*guard, "-o", "a.jsonl", "train.py", cwd=tmp_path)
+    steps = read_run(tmp_path / "a.jsonl").steps
+    first = next(step for step in steps if step.nan)
+    assert (first.step, first.skipped, len(first.culprits)) == (5, bool(guard), 4)
+    assert steps[3].norm > 0.01  # As it was before the clip.
+    said = "step 5 skipped" if guard else "step 5 taken though not finite"
+    assert f"{said}: NaN in all 4 gradients" in shown.err
+    assert "another rank" not in shown.err
+    assert "in no module: likely it gets there after backward" in shown.err

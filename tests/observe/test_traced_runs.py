@@ -57,7 +57,20 @@ def test_the_skipped_step_is_traced_and_no_number_changes(words, optimizer, tmp_
     assert (found.step, found.phase, found.module, found.kind) == (5, "forward", "1", "Hot")
     assert found.certainty == "certain"
     assert run.header.settings["trace"] == ("always" if words else "light")
-    assert any("traced: Inf first in the output of 1 (Hot)" in line for line in shown.told)
+    assert shown.err.count("Inf first in the output of 1 (Hot)") == 1
+    assert "step 5 traced: Inf first in the output of 1 (Hot)" in shown.err
+
+
+def test_a_trace_that_the_log_cannot_tell_is_told_at_the_end_and_a_quiet_run_tells_none(tmp_path):
+    silenced = "import logging\nlogging.getLogger('gradilocks').setLevel('ERROR')\n"
+    write(tmp_path, "train.py", silenced + GOES_ON)
+    shown = forked("-o", "a.jsonl", "train.py", "20", cwd=tmp_path)
+    (line,) = [line for line in shown.err.splitlines() if "traced: " in line]
+    assert line.startswith("gradilocks: traced: ")
+    write(tmp_path, "train.py", GOES_ON)
+    shown = forked("--quiet", "-o", "b.jsonl", "train.py", "20", cwd=tmp_path)
+    assert shown.err == ""
+    assert len(read_run(tmp_path / "b.jsonl").traces) == 1
 
 
 class Bad(nn.Module):
@@ -129,3 +142,43 @@ def test_an_optimizer_that_is_given_another_model_has_that_one_traced(traced):
             model(torch.ones(1, 2)).sum().backward()
             step(optimizer)
         assert model in calls.kept.followed
+
+
+GOES_ON = """
+import sys
+import torch
+
+bad = int(sys.argv[1])
+torch.manual_seed(0)
+
+class Gate(torch.nn.Module):
+    on = False
+
+    def forward(self, x):
+        return x / (x - x) if self.on else x
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), Gate(), torch.nn.Linear(8, 1))
+if len(sys.argv) > 2:
+    torch.nn.init.constant_(model[2].weight, float("nan"))
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+for number in range(1, 25):
+    model[1].on = number == bad
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_in_a_file_that_goes_on_a_trace_has_the_number_of_its_step_there(tmp_path):
+    write(tmp_path, "train.py", GOES_ON)
+    forked("-o", "a.jsonl", "train.py", "0", cwd=tmp_path)
+    shown = forked("--append", "-o", "a.jsonl", "train.py", "20", cwd=tmp_path)
+    run = read_run(tmp_path / "a.jsonl")
+    assert [trace.step for trace in run.traces] == [44]
+    log = shown.err.splitlines()
+    taken = next(n for n, line in enumerate(log) if line.startswith("step 44 taken though"))
+    assert log[taken + 1].startswith("step 44 traced: ")
+    assert "since step 44 of 48" in shown.told[-1]
+    assert "module unknown" not in shown.told[-1]
+    shown = forked("--append", "-o", "a.jsonl", "train.py", "0", "spoilt", cwd=tmp_path)
+    assert "step 49 traced: NaN in 2.weight itself, before step 49" in shown.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -103,6 +104,35 @@ def test_another_page_is_left_alone_without_force(
     assert page.read_text() == content
     assert main(["report", str(run_file), "--force"]) == 0
     assert "<!doctype html>" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("words", [(), ("--json", "-o", "page.html")])
+def test_a_file_system_that_is_read_only_keeps_the_page_and_not_the_findings(
+    words: tuple[str, ...],
+    run_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(run_file.parent)
+    opened = Path.open
+
+    def refuse(self: Path, *args: object, **kwargs: object) -> object:
+        if self.suffix != ".part":
+            return opened(self, *args, **kwargs)  # type: ignore[arg-type]
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for method in ("open", "unlink"):
+        monkeypatch.setattr(Path, method, refuse)
+    assert main(["report", str(run_file), *words]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1
+    assert "cannot be written: Read-only file system." in shown.err
+    if words:
+        assert json.loads(shown.out)["page"] is None
+        assert json.loads(shown.out)["runs"][0]["findings"]
+    else:
+        assert "spike" in shown.out.lower()
+        assert "Report: " not in shown.out
 
 
 def test_a_report_on_another_run_is_left_alone(run_file: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import typer
 
 from gradilocks.cli.options import flag, latest_runs, run_file
 from gradilocks.cli.terminal import bar, open_in_browser, read_with_bar
+from gradilocks.errors import GradilocksError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,14 +74,16 @@ def report(
         report_on(read_with_bar(path), label)
         for path, label in zip(runs, labels(runs), strict=True)
     ]
+    tell = print_json if as_json else conclude
     if target is not None:
-        with bar(f"drawing {target.name}", after=0.0) as show:
-            show(0, None)
-            write(target, lambda: render(reports), identity=identity(reports), force=force)
-    if as_json:
-        print_json(reports, target)
-    else:
-        conclude(reports, target)
+        try:
+            with bar(f"drawing {target.name}", after=0.0) as show:
+                show(0, None)
+                write(target, lambda: render(reports), identity=identity(reports), force=force)
+        except GradilocksError:
+            tell(reports, None)  # Who cannot have the page has asked what happened all the same.
+            raise
+    tell(reports, target)
     if open_page and target is not None:
         open_in_browser(target)
 

@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,7 +33,7 @@ from gradilocks.cli.options import (
 from gradilocks.cli.terminal import program, say
 from gradilocks.errors import BadScript, GradilocksError, MissingPackage
 from gradilocks.observe import Options, Program, Summary, run_script
-from gradilocks.runfile import Run, read_run
+from gradilocks.runfile import Run, read_run, read_start
 
 if TYPE_CHECKING:
     from gradilocks.record import Sink
@@ -42,6 +43,8 @@ OPTIMIZERS = ("AdamW", "Adam", "SGD")
 TITLES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 SINKS = tuple(TITLES)
 COLOURS = {"in trouble": "red", "needs a look": "yellow", "healthy": "green"}
+UNKNOWN = "needs a look"
+"""The verdict if nothing wrong was seen, but not all was."""
 MOST_READ = 256 << 20
 """Bytes of a run file that are read again when the script has ended: about a million steps, some
 seconds."""
@@ -166,7 +169,7 @@ def run(
         swap=swap,
         swap_optimizers=tuple(dict.fromkeys(swap_optimizer or ())),
         command=("gradilocks", *sys.argv[1:]),
-        check=(lambda path: check_folder(path, force=force)) if "tensorboard" in sinks else None,
+        check=lambda path: make_room(path, force=force, tensorboard="tensorboard" in sinks),
         sinks=(lambda path: [made(name, path, shown, note) for name in sinks]) if sinks else None,
     )
     caller = program()  # Now: the script may change the folder and the path.
@@ -196,17 +199,28 @@ def require(sink: str) -> None:
         raise MissingPackage(f"{TITLES[sink]} is not installed: pip install 'gradilocks[{sink}]'")
 
 
-def check_folder(path: Path, *, force: bool) -> None:
-    """Tries the place of TensorBoard's files, before the script runs; with `force` they go.
+def make_room(path: Path, *, force: bool, tensorboard: bool) -> None:
+    """Tries what stands beside a run file, before the script runs; with `force` it goes.
+
+    That is the report on the run whose place is taken, and with `tensorboard` its files.
 
     Raises:
         GradilocksError: what is there is somebody else's.
     """
-    from gradilocks.integrations.tensorboard import own_events
+    if force and path.is_file():
+        from gradilocks.report import identity_of_headers, is_page_about
 
-    for old in own_events(path.with_suffix(".tensorboard")):
-        if force:
-            old.unlink()
+        page = path.with_suffix(".html")
+        # What cannot be read is refused by whoever writes there.
+        with suppress(GradilocksError, OSError):
+            if is_page_about(page, identity_of_headers([read_start(path)])):
+                page.unlink()
+    if tensorboard:
+        from gradilocks.integrations.tensorboard import own_events
+
+        for old in own_events(path.with_suffix(".tensorboard")):
+            if force:
+                old.unlink()
 
 
 def made(sink: str, path: Path, shown: Callable[[Path], str], note: Callable[[str], None]) -> Sink:
@@ -296,11 +310,19 @@ def judged(summary: Summary, examine: Callable[[Run], Health]) -> tuple[str, str
     if not summary.watched or not summary.steps:
         return "", ""
     ended = "".join(f"It ended in NaN or Inf: {words}. " for words in summary.bad_endings)
-    counted = ("in trouble", ended.rstrip()) if ended else ("", "")
+    missed = ""
+    if summary.failed or summary.seen > summary.steps:
+        missed = f"Nothing is known of the steps after those {summary.steps:,}."
+    counted = ("in trouble", f"{ended}{missed}".rstrip()) if ended else (UNKNOWN, missed)
+    if not ended and not missed:
+        counted = "", ""
     try:
         if summary.file.stat().st_size > MOST_READ:
             return counted
         health = examine(read_run(summary.file))
     except (GradilocksError, OSError, MemoryError):
         return counted
-    return health.verdict, health.sentence
+    if not missed or health.sentence.startswith("Nothing is known"):
+        return health.verdict, health.sentence
+    verdict = UNKNOWN if health.verdict == "healthy" else health.verdict
+    return verdict, f"{health.sentence} {missed}"

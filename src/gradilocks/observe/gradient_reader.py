@@ -5,9 +5,10 @@ Nothing that the script sees changes.
 Gradients are recorded as they were before they were clipped, because clipping can spread one NaN to
 all. So they are measured before a clip, after it, and again when the step comes: if the norms and
 the counts of NaN and Inf are to the bit those that the clip has left, of all the gradients that
-were clipped together, what was found before it is told, else what the step finds. All three are
-reads. Whether somebody has written in between cannot be asked of torch: its counter of versions
-does not see `p.grad.data /= world_size`, a collective on `.data`, or NumPy.
+were clipped together, what was found before it is told, else what the step finds. So it is too if
+a clip has made the first NaN itself, by a limit that is NaN. All three are reads. Whether somebody
+has written in between cannot be asked of torch: its counter of versions does not see
+`p.grad.data /= world_size`, a collective on `.data`, or NumPy.
 
 A clip is known by the memory of the gradients that it was of. Not by their parameters: Python gives
 the id of a parameter that is gone to a new one, and clearing a gradient ends its clip too.
@@ -27,12 +28,13 @@ from torch import Tensor, nn
 
 from gradilocks.kernels.reference import any_double
 from gradilocks.lab.tensors import storage_of
+from gradilocks.ranks.layout import has_other_ranks
 from gradilocks.step.events import Clip
 from gradilocks.step.measure import measure
 from gradilocks.step.table import measurable_gradients
 from gradilocks.values import Statistics, moved
 
-__all__ = ["ClipEffect", "ClippedGradients", "GradientReader", "Reading"]
+__all__ = ["ClipEffect", "ClippedGradients", "GradientReader", "Reading", "bad_elements"]
 
 
 class ClipEffect(NamedTuple):
@@ -209,6 +211,9 @@ def _unclipped(
     same = (norms == left) | (torch.isnan(norms) & torch.isnan(left))
     same = same & (now.nan[here] == past(after.nan)) & (now.inf[here] == past(after.inf))
     unchanged = same.all()
+    if not has_other_ranks():  # Else it may come from the gradients that another rank holds.
+        made = (bad_elements(before) == 0) & (bad_elements(after) > 0)
+        unchanged = unchanged & torch.logical_not(moved(made, home))
 
     def chosen(column: Tensor, old: Tensor) -> Tensor:
         return column.index_copy(0, here, torch.where(unchanged, past(old), column[here]))
@@ -223,6 +228,11 @@ def _unclipped(
         largest=chosen_detail(now.largest, before.largest),
         zeros=chosen_detail(now.zeros, before.zeros),
     )
+
+
+def bad_elements(found: Statistics) -> Tensor:
+    """How many elements are NaN or Inf."""
+    return (found.nan + found.inf).sum()
 
 
 def _measured(tensors: Sequence[Tensor], *, detail: bool) -> Statistics:

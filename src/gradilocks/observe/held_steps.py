@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradilocks._torch import AMP_FLAG, unhooked
 from gradilocks.kernels.cuda_graph import capturing
+from gradilocks.observe.gradient_reader import bad_elements
 from gradilocks.observe.patches import Patches
 from gradilocks.observe.script_models import are_whole, owners_of
 from gradilocks.ranks.layout import has_other_ranks
@@ -30,7 +31,7 @@ from gradilocks.step.measure import measure
 from gradilocks.step.own_step import own_step, register_guard
 from gradilocks.step.table import measurable_gradients
 from gradilocks.step.update import handing_over, must_skip_on_host, takes_decision
-from gradilocks.values import Statistics, moved
+from gradilocks.values import moved
 
 __all__ = ["HeldSteps"]
 
@@ -218,7 +219,7 @@ class HeldSteps(StepListener):
             measured = measure(tensors, home=tensors[0].device, detail=False).tensors
             step.statistics, found = measured, [measured]
         home = found[0].nan.device
-        return torch.stack([moved(_bad_elements(each), home) for each in found]).sum() > 0
+        return torch.stack([moved(bad_elements(each), home) for each in found]).sum() > 0
 
     def _can_hold(self, step: Step) -> bool:
         if not has_other_ranks():
@@ -255,10 +256,6 @@ def _step_of(optimizer: Any) -> tuple[type, Any]:
     """The class whose step it has, and that step."""
     owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
     return owner, vars(owner)["step"]
-
-
-def _bad_elements(found: Statistics) -> Tensor:
-    return (found.nan + found.inf).sum()
 
 
 def _evaluates_first(optimizer: Any) -> bool:

@@ -98,6 +98,9 @@ class ScriptTracer(StepListener):
             self._tracer.recorder = self._make_recorder()
             # Now, while all of them train: a bad step may be one rank's alone.
             self._tracer.meet_ranks()
+        driver, recorder = self._drivers.of(step), self._tracer.recorder
+        if not driver.steps and recorder is not None:  # It may go on in a file.
+            driver.steps = recorder.last_step(step.optimizers[0])
         if self._met != self._calls.met:
             self._met = self._calls.met
             self._tracer.follow(self._calls.models)
@@ -210,7 +213,7 @@ def _is_bad(step: Step) -> bool | None:
 
 
 class _Driver:
-    """A control or an optimizer: how many steps it has taken.
+    """A control or an optimizer: how many steps it has taken, as the run file counts them.
 
     Attributes:
         number: which one of the script, counted from 0 by their first steps, alike on every rank.

@@ -204,6 +204,7 @@ class ScriptSession:
         """Closes the run file, if there is one, and returns its recorder."""
         recorder = None if self.steps is None else self.steps.recorder
         if recorder is not None:
+            recorder.unwatched = self.has_failed() or None
             try:
                 recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
             except Exception as error:  # The script has ended; nothing must keep it from leaving.
@@ -284,7 +285,7 @@ class Summary:
     watched: bool
     """Whether this process is one that records."""
     findings: tuple[str, ...]
-    """What tracing has found, in sentences."""
+    """What tracing has found and the log has not told, in sentences."""
     unseen: bool
     """Whether a step with NaN or Inf was taken that nobody has looked at, as that would have been a
     wait for a GPU."""
@@ -396,6 +397,7 @@ def run_script(
         recorder = session.close(ending)
         bad = {} if recorder is None else recorder.bad
         findings = tuple(text for tracer in tracers for text in tracer.findings())
+        told = set() if recorder is None else recorder.told
         tell(
             Summary(
                 path=session.name_of(recorder),
@@ -407,7 +409,7 @@ def run_script(
                 failed=session.has_failed(),
                 torch=session.imported_torch,
                 watched=session.records,
-                findings=findings,
+                findings=tuple(text for text in findings if text not in told),
                 unseen=not findings
                 and any(tracer.passed_by for tracer in tracers)
                 and any(b.seen for b in bad.values()),

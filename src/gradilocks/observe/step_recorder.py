@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import is_not
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 
 from gradilocks import runfile
 from gradilocks._torch import unseen_by_modes
+from gradilocks.errors import BadRunFile
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.reference import rounded, total_norm
 from gradilocks.names import Names, name_parameters, prefixed
@@ -44,6 +48,8 @@ from gradilocks.step.table import every_parameter
 from gradilocks.values import moved
 
 __all__ = ["Guard", "ScriptRecorder", "StepRecorder"]
+
+_logger = logging.getLogger("gradilocks")
 
 
 class Guard:
@@ -109,10 +115,16 @@ _FAREWELL = 5.0
 
 
 class _NoFile(RunFileWriter):
-    """In place of the run file, on ranks that have none."""
+    """In place of the run file, on ranks that have none.
 
-    def __init__(self) -> None:
-        self.steps_before, self.seconds_before = {}, 0.0
+    Ranks number their steps alike: if rank 0 goes on in a file, this reads there from which on.
+    """
+
+    def __init__(self, path: Path, *, goes_on: bool) -> None:
+        self._path, self.steps_before, self.seconds_before = path, {}, 0.0
+        if goes_on:
+            with suppress(OSError, BadRunFile):  # It may be on another machine.
+                self._read_before()
 
     def write(self, lines: Sequence[str]) -> None:
         """Nothing is written."""
@@ -158,6 +170,8 @@ class ScriptRecorder(Recorder):
         """Whether there is a file. Other ranks record to tell the first one of it."""
         self.partly = 0
         """How many steps are of what this rank holds of a model that is, or may be, on several."""
+        self.told: set[str] = set()
+        """What traces have found, as far as the log tells it."""
         self.untold = False
         """Whether some are so because ranks have not told of them, and not because nobody says how
         ranks hold the model."""
@@ -170,7 +184,9 @@ class ScriptRecorder(Recorder):
         self._left: set[int] = set()
         self._patience = _PATIENCE
         if self.rank and not all_ranks:
-            self._file, self._began = _NoFile(), time.perf_counter()
+            goes_on = settings.get("exists") == "append"
+            self._file = _NoFile(self.path, goes_on=goes_on)
+            self._began = time.perf_counter()
 
     def _git_state(self) -> Mapping[str, Any] | None:
         return self._git  # As it was before the script began.
@@ -241,8 +257,11 @@ class ScriptRecorder(Recorder):
         return bool(self._waiting)
 
     def trace(self, trace: runfile.Trace) -> bool:
-        """As the Recorder's; a rank without a file has told rank 0, which logs it."""
-        return super().trace(trace) if self.writes else True
+        """As the Recorder's, and it alone logs it, if anybody does: a rank without a file has told
+        rank 0, and a session that is to be quiet says nothing."""
+        if self.writes and super().trace(trace) and _logger.isEnabledFor(logging.WARNING):
+            self.told.add(trace.text)
+        return True
 
     def close(self, *, status: str = "finished", exit: int = 0, error: str | None = None) -> None:
         """Leaves it open, whoever asks: `finish` closes it."""

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -199,9 +199,12 @@ class Recorder:
         """By the index of the optimizer: which of them had NaN or Inf, and whether that stayed."""
         self.knows_precision = False
         """Whether the file says in which formats the run computes."""
+        self.unwatched: bool | None = None
+        """As End has it; to be set by whoever finds that it cannot go on telling of steps."""
         self._sinks = list(sinks)
         _check_sinks(self._sinks)
         self._optimizers: list[RecordedOptimizer] = []
+        self._latest: int | None = None  # The number of the last step, whoever took it.
         self._queue = StepQueue(flush_every, flush_seconds)
         self._arrived: deque[_Arrived] = deque()  # On the host, not written yet.
         self._written: deque[_Arrived] = deque()  # Sinks and log: not told yet.
@@ -286,7 +289,7 @@ class Recorder:
         """
         before = next((each for each in self._optimizers if each.optimizer() is optimizer), None)
         index = len(self._optimizers) if before is None else before.info.index
-        steps = 0 if self._file is None else self._file.steps_before.get(index, 0)
+        steps = self._steps_before(index)
         made = RecordedOptimizer(
             optimizer,
             index=index,
@@ -319,11 +322,22 @@ class Recorder:
         steps = 0
         if index is not None:
             steps = self._optimizers[index].steps
-        elif self._file is not None:
-            steps = self._file.steps_before.get(len(self._optimizers), 0)
+        else:
+            steps = self._steps_before(len(self._optimizers))
         return RecordingPlan(
             self._flush_every, self._detail_every, steps, self._log_on if self._log else "none"
         )
+
+    def _steps_before(self, index: int) -> int:
+        return 0 if self._file is None else self._file.steps_before.get(index, 0)
+
+    def last_step(self, optimizer: Any) -> int:
+        """The number of its last step, by which it goes on; of one that it has not been told of,
+        as if it were the next."""
+        for each in self._optimizers:
+            if each.optimizer() is optimizer:
+                return each.steps
+        return self._steps_before(len(self._optimizers))
 
     def wants_detail(self, index: int) -> bool:
         """Whether the coming step of that optimizer is one to be recorded tensor by tensor."""
@@ -341,6 +355,7 @@ class Recorder:
             try:
                 detail = self.wants_detail(index)
                 optimizer.steps += 1
+                self._latest = optimizer.steps
                 now = self.elapsed()
                 self._queue.hold(
                     PendingStep(sample, index=index, step=optimizer.steps, time=now, detail=detail)
@@ -365,7 +380,8 @@ class Recorder:
 
         Args:
             values: names and numbers, for names that are no Python names, as "val/loss".
-            step: the step that they belong to; the last one that was recorded, if None.
+            step: the step that they belong to. If None the last one that was recorded: of several
+                optimizers, that of the one that stepped last.
             more: names and numbers: Python's, NumPy's, or tensors of one element.
 
         Raises:
@@ -381,8 +397,9 @@ class Recorder:
         refuse_capture()
         assert self._file is not None
         if step is None:
-            before = self._file.steps_before.values()
-            step = max(chain(before, (each.steps for each in self._optimizers)), default=0)
+            step = self._latest
+            if step is None:
+                step = max(self._file.steps_before.values(), default=0)
         with self._working():
             try:
                 self._queue.hold(PendingNumbers(numbers, step=int(step), time=self.elapsed()))
@@ -449,7 +466,7 @@ class Recorder:
                 return
         self.flush()
         with self._working():
-            end = End(self.elapsed(), status, exit, error)
+            end = End(self.elapsed(), status, exit, error, self.unwatched)
             self._write([end_line(end)])
             self._tell_sinks("close", end)
             if self._skips is not None:

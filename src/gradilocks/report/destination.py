@@ -12,7 +12,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gradilocks.errors import GradilocksError
@@ -139,7 +139,8 @@ def _beside(target: Path, *, given: Path) -> Iterator[Path]:
     except OSError as error:
         raise GradilocksError(f"{given} cannot be written: {error.strerror or error}.") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # A file system that is read-only refuses that too.
+            unfinished.unlink(missing_ok=True)
 
 
 def _free(page: Path, identity: str, force: bool, *, what: str, option: str, way_out: str) -> Path:

@@ -37,6 +37,14 @@ def ending(run: Run) -> Iterator[Finding]:
         said = f": {clean(end.error)}" if end.error else " and said that something was wrong."
         told = f"It ended itself after {duration(end.time)}{said}"
         yield Finding("exit-status", "warning", title, told, {"exit": end.exit})
+    if end is not None and end.unwatched:
+        last = max((step.step for step in run.steps), default=0)
+        title = f"Nothing is known of the steps after {last:,}"
+        told = (
+            "The script went on when it could not be watched any more, by a failure of "
+            "Gradilocks'; its terminal says which. What this report says is of the steps before."
+        )
+        yield Finding("unwatched", "warning", title, told, step=last)
     if run.damaged:
         told = (
             f"{sentence_case(clean(describe_damage(run.damaged)))}. What stood there is missing "

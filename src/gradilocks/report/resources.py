@@ -119,12 +119,18 @@ def _by_time(track: Track, points: Sequence[tuple[float, float]]) -> Measured:
 
 
 def _logged(track: Track, logs: Iterable[Any]) -> dict[str, Measured]:
-    """What was logged, by name; where step numbers go back, at the step that was going on."""
+    """What was logged, by name; where step numbers go back, at the step that was going on.
+
+    They may go back only here: one model is trained after another. Then the line begins anew.
+    """
     found: dict[str, list[tuple[int, float, float]]] = {}
     for each in logs:
         for name, value in each.values.items():
             known = value is not None and math.isfinite(value)
-            found.setdefault(name, []).append((each.step, each.time, value if known else NAN))
+            points = found.setdefault(name, [])
+            if points and each.step < points[-1][0] and not track.renumbered:
+                points.append((each.step, each.time, NAN))
+            points.append((each.step, each.time, value if known else NAN))
     made = {}
     for name, points in found.items():
         made[name] = _by_time(track, [(time, value) for _, time, value in points])

@@ -48,7 +48,8 @@ class ListedRun:
     steps: int = 0
     seconds: float = 0.0
     loss: str = ""
-    """Where it began and where it ended, in words, as in the report."""
+    """Where it began and where it ended, in words, as in the report; of several optimizers that of
+    the one that stepped last."""
     last_loss: float | None = None
     """None if it is not known, or NaN."""
     logged: Mapping[str, float | None] | None = None
@@ -125,9 +126,10 @@ def _examined(path: Path) -> ListedRun:
         header = read_start(path)
         return replace(_begun(path, header), verdict=UNREADABLE, sentence=str(error))
     loss, last = "", math.nan
-    if reported.tracks:
-        loss = dict(main_numbers(reported, reported.tracks[0]))["loss"]
-        last = reported.tracks[0].loss_ends.last
+    for track in reported.tracks:
+        if track.optimizer.index == run.steps[-1].optimizer:
+            loss = dict(main_numbers(reported, track))["loss"]
+            last = track.loss_ends.last
     return replace(
         _begun(path, run.header),
         state="no end" if run.end is None else run.end.status,

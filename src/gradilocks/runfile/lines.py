@@ -189,7 +189,10 @@ def audit_line(audit: Mapping[str, Any]) -> str:
 
 def end_line(end: End) -> str:
     """The last line of a run that ended by itself."""
-    return _line(_fields("end", end))
+    fields = _fields("end", end)
+    if end.unwatched is None:
+        del fields["unwatched"]
+    return _line(fields)
 
 
 def _fields(

@@ -240,6 +240,9 @@ class End:
     exit: int
     error: str | None
     """The exception's class and the first line of its message, as in 'ValueError: ...'."""
+    unwatched: bool | None = None
+    """True if the script went on when it could not be watched any more: steps after the last one
+    that is written are not known. None if all of them are there."""
 
 
 @dataclass(frozen=True)

@@ -326,6 +326,11 @@ class BadStep:
     missing: str = ""
     """Why calls are not there, in half a sentence; "" if all are."""
 
+    def __repr__(self) -> str:
+        """Without its tensors, which are a whole model's."""
+        held = f"calls={len(self.calls)}, gradients={len(self.gradients)}"
+        return f"<BadStep step={self.step}, loss={self.loss}, found={self.found!r}, {held}>"
+
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, map_location: Any = "cpu") -> BadStep:
         """Reads the file.
