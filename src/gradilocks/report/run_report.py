@@ -36,6 +36,7 @@ FEW_STEPS = 20
 ORDER = {"problem": 0, "warning": 1, "note": 2}
 STEP_RULES = (
     curve_findings.divergence,
+    nonfinite_findings.weights_not_finite,
     nonfinite_findings.taken_though_nonfinite,
     nonfinite_findings.nan_culprits,
     nonfinite_findings.loss_not_finite,
@@ -58,7 +59,10 @@ FOLLOWS = {
     "loss-diverged": {
         *("taken-though-nonfinite", "loss-not-finite", "nan", "skipped", "skipped-far-out"),
         *("loss-nonfinite-steps", "spikes", "update-large", "clipped-nearly-always"),
-        *("dominating", "vanishing-zeros", "vanishing-norm", "no-gradient"),
+        *("dominating", "vanishing-zeros", "vanishing-norm", "no-gradient", "weights-not-finite"),
+    },
+    "weights-not-finite": {
+        *("taken-though-nonfinite", "loss-not-finite", "nan", "skipped", "loss-nonfinite-steps"),
     },
     "never-a-gradient": {"loss-stands-still", "without-gradient"},
     "nothing-moves": {"loss-stands-still", "update-small"},
@@ -272,8 +276,9 @@ def _rate(track: Track) -> str:
     known = [value for value in track.lr if not math.isnan(value)]
     if not known:
         return "–"
-    ends = number(known[0]), number(known[-1])
-    return ends[0] if min(known) == max(known) else " → ".join(ends)
+    ends = [number(known[0]), number(known[-1])]
+    ends = ends[:1] if min(known) == max(known) else ends
+    return " → ".join([*ends, "NaN or Inf"] if math.isnan(track.lr[-1]) else ends)
 
 
 def _share_of(some: int, all_of_them: int) -> str:
