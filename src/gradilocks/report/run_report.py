@@ -44,6 +44,7 @@ STEP_RULES = (
     tensor_findings.moving,
     curve_findings.silence,
     curve_findings.gradients_add_up,
+    curve_findings.clipped_while_scaled,
     curve_findings.standing_still,
     skip_findings.skipping,
     skip_findings.far_out,
@@ -67,7 +68,10 @@ FOLLOWS = {
     "never-a-gradient": {"loss-stands-still", "without-gradient"},
     "nothing-moves": {"loss-stands-still", "update-small"},
     "no-gradient": {"loss-stands-still", "vanishing-zeros"},
-    "gradients-add-up": {"loss-stands-still", "spikes", "update-large"},
+    "gradients-add-up": {
+        *("loss-stands-still", "spikes", "update-large", "clipped-nearly-always"),
+    },
+    "clipped-while-scaled": {"loss-stands-still", "update-small", "clipped-nearly-always"},
     "loss-stands-still": {"update-small", "update-large"},
 }
 
