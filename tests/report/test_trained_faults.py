@@ -167,6 +167,104 @@ def test_a_loss_that_blows_up_and_stays_finite_diverged_too(make, judge) -> None
     assert told.health.verdict == "in trouble"
 
 
+def outlier(factor: float, at: int) -> Callable[[int, Tensor], Tensor]:
+    """Inputs of one batch that are too large; the model begins with them."""
+    return lambda number, x: factor * x if number == at else x
+
+
+def on_batches(change: Callable[[int, Tensor], Tensor], *, rate: float = 0.05) -> None:
+    """A classifier whose inputs are changed on the way."""
+    model = mlp(16, 64, 64, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    for number in range(1, 101):
+        x, y = classes(32, noise=4.0)
+        optimizer.zero_grad()
+        F.cross_entropy(model(change(number, x)), y).backward()
+        optimizer.step()
+
+
+def test_one_bad_batch_is_named_before_the_learning_rate(tmp_path: Path) -> None:
+    told = Judged(watched(partial(on_batches, outlier(1e6, 61)), tmp_path / "run.jsonl"))
+    finding = told.findings["loss-diverged"]
+    assert (finding.severity, finding.step) == ("problem", 61)
+    batch = finding.sentence.index("look at the batch of that step first")
+    assert batch < finding.sentence.index("learning rate (0.05 at step 61)")
+    assert "Lower the learning rate" not in finding.sentence
+
+
+def test_a_loss_that_rises_step_by_step_is_no_bad_batch(tmp_path: Path) -> None:
+    def run() -> None:  # A rate that rises until nothing holds.
+        model = mlp(16, 64, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(1, 201):
+            x, y = classes(32, noise=2.0)
+            optimizer.param_groups[0]["lr"] = 0.01 * 1.06**number
+            optimizer.zero_grad()
+            F.mse_loss(model(x), F.one_hot(y, 4).float()).backward()
+            optimizer.step()
+
+    finding = Judged(watched(run, tmp_path / "run.jsonl")).findings["loss-diverged"]
+    assert finding.severity == "problem"
+    assert "Lower the learning rate" in finding.sentence
+    assert "batch" not in finding.sentence
+
+
+class Normalized(nn.Module):
+    """BatchNorm holds the norm of the gradients, whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(),
+            nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def cosine(rate: float) -> Callable[[], None]:
+    def run() -> None:
+        model = Normalized()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 90)
+        for _ in range(80):
+            x, y = classes(32, noise=2.0)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+
+    return run
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5])
+def test_a_large_rate_that_batchnorm_bears_is_no_matter(rate: float, tmp_path: Path) -> None:
+    assert Judged(watched(cosine(rate), tmp_path / "run.jsonl")).grave() == set()
+
+
+@pytest.mark.parametrize(("rate", "graver"), [(5.0, "warning"), (3000.0, "problem")])
+def test_a_rate_far_too_high_is_said_though_batchnorm_holds_the_norm(
+    rate: float, graver: str, tmp_path: Path
+) -> None:
+    told = Judged(watched(cosine(rate), tmp_path / "run.jsonl"))
+    found = told.findings["loss-diverged"]
+    assert found.severity in (graver, "problem")  # Where it ends is a matter of chance.
+    assert "Lower the learning rate" in found.sentence or "is too high" in found.sentence
+
+
+@pytest.mark.parametrize("rate", [0.4, 0.7, 1.5])
+def test_a_rate_that_kills_units_or_throws_the_loss_about_is_named(rate, tmp_path: Path) -> None:
+    told = Judged(watched(partial(on_batches, outlier(1, 0), rate=rate), tmp_path / "run.jsonl"))
+    named = f"earning rate ({rate}", f"earning rate (up to {rate})"
+    graves = [each.sentence for each in told.health.findings if each.severity != "note"]
+    assert any(name in sentence for sentence in graves for name in named)
+
+
+def test_units_that_were_dead_from_the_start_are_no_matter_of_the_rate(judge) -> None:
+    assert "learning rate" not in judge(dead).findings["vanishing-zeros"].sentence
+
+
 @pytest.mark.parametrize("rate", [0.3, 0.03])
 def test_a_large_learning_rate_that_works_is_no_divergence(rate: float, judge) -> None:
     assert judge(sgd(rate)).grave() == set()
@@ -225,6 +323,70 @@ def test_a_forgotten_zero_grad_of_a_gpt_is_noticed(tmp_path: Path) -> None:
     assert "gradients-add-up" in Judged(watched(run, tmp_path / "run.jsonl")).findings
 
 
+def clipped_gpt(limit: float, *, clears: bool) -> Callable[[], None]:
+    def run() -> None:
+        model = TiedGPT(layers=1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        for _ in range(60):
+            if clears:
+                optimizer.zero_grad()
+            next_token(model, sentences(4)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+
+    return run
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("limit", [1.0, 0.5])
+def test_a_forgotten_zero_grad_under_a_clip_is_noticed_or_at_least_asked_for(
+    limit: float, clears: bool, tmp_path: Path
+) -> None:
+    told = Judged(watched(clipped_gpt(limit, clears=clears), tmp_path / "run.jsonl"))
+    first = told.run.steps[0].norm
+    assert 0.5 < first < 1.0, "one limit is below it, one above"
+    assert ("gradients-add-up" in told.grave()) is (limit > first and not clears)
+    assert told.grave() <= {"gradients-add-up"}
+    if limit < first and not clears:  # The sum is the limit from the first step on.
+        sentence = told.findings["clipped-nearly-always"].sentence
+        assert sentence.index("`zero_grad`") < sentence.index("Raise it")
+
+
+def scaled_and_clipped(*, unscales: bool, size: float = 0.1) -> None:
+    model, scaler = mlp(16, 64, 4), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(120):
+        x, y = classes(32, noise=2.0)
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(size * x), y)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_a_clip_of_gradients_that_are_still_scaled_is_named(tmp_path: Path) -> None:
+    told = Judged(watched(partial(scaled_and_clipped, unscales=False), tmp_path / "run.jsonl"))
+    (finding,) = told.health.findings
+    assert (finding.rule, finding.severity) == ("clipped-while-scaled", "problem")
+    assert "Call `scaler.unscale_(optimizer)` before `clip_grad_norm_`" in finding.sentence
+    assert "once the scale of 2^16 was taken out" in finding.sentence
+    assert "too small" not in told.health.sentence
+
+
+def test_norms_above_the_limit_do_not_tell_but_the_words_name_both_causes(tmp_path: Path) -> None:
+    train = partial(scaled_and_clipped, unscales=False, size=1.0)
+    sentence = Judged(watched(train, tmp_path / "run.jsonl")).findings["loss-stands-still"].sentence
+    assert "is too small, or the gradients were clipped before they were unscaled" in sentence
+
+
+def test_a_clip_of_gradients_that_were_unscaled_is_no_matter(tmp_path: Path) -> None:
+    told = Judged(watched(partial(scaled_and_clipped, unscales=True), tmp_path / "run.jsonl"))
+    assert told.grave() == set()
+    assert any(step.limit == 1.0 for step in told.run.steps)
+
+
 def test_norms_that_grow_with_the_weights_are_not_gradients_that_add_up(tmp_path: Path) -> None:
     def run() -> None:  # The whole data in each batch: a smooth norm, that rises before it falls.
         layers = [nn.Linear(8, 8, bias=False) for _ in range(3)]
@@ -249,7 +411,25 @@ def test_an_optimizer_over_none_of_the_models_parameters_is_noticed(judge) -> No
     told = judge(lambda model: torch.optim.SGD(mlp(16, 64, 4).parameters(), lr=0.1))
     (finding,) = told.health.findings
     assert (finding.rule, finding.severity) == ("never-a-gradient", "problem")
-    assert "none of its 4 parameters ever had a gradient" in finding.sentence
+    assert finding.title == "No parameter of the optimizer ever had a gradient"
+    assert "none of its 4 parameters had one" in finding.sentence
+    assert "Backward ran, and did not reach them" in finding.sentence
+
+
+def test_steps_without_a_backward_do_not_blame_the_optimizer(tmp_path: Path) -> None:
+    def run() -> None:
+        model = mlp(16, 64, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            x, y = classes(8)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y)
+            optimizer.step()
+
+    (finding,) = Judged(watched(run, tmp_path / "run.jsonl")).health.findings
+    assert finding.title.endswith("ever had a gradient, and no backward was seen")
+    assert "call `loss.backward()` before each step" in finding.sentence
+    assert "another model" not in finding.sentence
 
 
 def test_an_optimizer_over_one_layer_alone_is_no_matter(judge) -> None:

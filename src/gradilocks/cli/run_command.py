@@ -274,8 +274,8 @@ def describe(summary: Summary, chosen: Program, *, caller: str) -> list[str]:
     elif summary.held:
         held = f"{summary.held:,} step" + ("s" if summary.held != 1 else "")
         lines.append(
-            f"--guard skip held back {held} with NaN or Inf: parameters and optimizer state are as "
-            "if there had been none"
+            f"--guard skip held back {held} with NaN or Inf: parameters and optimizer state were "
+            "left as they were before"
         )
     if summary.snapshot is not None:
         path, written = summary.snapshot

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
-from gradilocks.report.formatting import clean, count, listed, number, percent
+from gradilocks.report.formatting import clean, count, listed, number, percent, power
 from gradilocks.report.health import Finding, Severity
 from gradilocks.report.tracks import Tensor, Track, nanmedian
 
@@ -26,12 +26,19 @@ BLOWN_UP = 100.0
 NORM_GREW = 30.0
 # A step that changed a tensor by more than the tensor itself.
 THROWN = 1.0
+# So many of the weights at one step: the model that was initialized is gone.
+MANY_THROWN = 1 / 3
 # With several optimizers a loss that one of them raises is often another's success.
 BLOWN_UP_AMONG_SEVERAL = 1e4
 # Fewer losses than this are no rise.
 FEWEST_TO_RISE = 3
 # A rise begins where most losses from there on are more than ten times the usual.
 RISEN = 10.0
+# A rate that is too high lets the loss grow by a few times a step. A hundred times in one step, out
+# of so many losses of which the last was like the others, is a batch.
+JUMP = 100.0
+CALM = 10
+NOT_RISING = 3.0
 # Losses before NaN that tell how far it had come.
 JUST_BEFORE = 3
 # In fewer steps a loss may stand still in health, on a small learning rate.
@@ -59,6 +66,11 @@ ADDED_UP = 3.0
 # A sum of k gradients changes by about 1/k a step; single batches differ by a tenth and more.
 SMOOTH = 0.05
 SUM_MAY_FALL = 0.3
+# Under a limit: what the second gradient makes of the first, which is clearly below the limit, and
+# the most that one adds later on.
+FIRST_SUM = 1.25
+CLEARLY_BELOW = 0.75
+MOST_ADDED = 3.0
 # Ten times the median of the hundred steps before. Norms of a healthy run vary by two or three.
 SPIKE = 10.0
 USUAL_OVER = 100
@@ -83,6 +95,10 @@ WARMING_UP = 0.1
 NEARLY_ALWAYS = 0.9
 # A limit that was never reached in so many steps guards against nothing seen so far.
 NEVER_IN = 200
+# A sum of gradients under a clip is the limit and one gradient more.
+NOT_MUCH_ABOVE = 3.0
+# Of the clipped steps: so many whose norm was below the limit are no accident of rounding.
+BELOW_THE_LIMIT = 0.9
 # So far above the limit, a usual norm says that the limit was set for another model.
 FAR_ABOVE = 10.0
 
@@ -90,8 +106,11 @@ FAR_ABOVE = 10.0
 def divergence(track: Track) -> Iterator[Finding]:
     """Judges where the loss ended against where it began and how low it had been."""
     known = [(i, value) for i, value in enumerate(track.loss) if not math.isnan(value)]
-    blown = _blown_up(track, known)
-    if blown is not None:
+    blown, back = _blown_up(track, known), _never_came_back(track, known)
+    first, last, _ = track.loss_ends
+    if back is not None and (blown is None or abs(last) < RISEN * abs(first)):
+        yield back
+    elif blown is not None:
         yield blown
     elif track.bad.lost_from is None:
         yield from _higher_again(track, known)
@@ -110,7 +129,8 @@ def _blown_up(track: Track, known: Sequence[tuple[int, float]]) -> Finding | Non
         median(abs(value) for _, value in known[i : i + size])
         for i in range(0, len(known) - size + 1, size)
     ]
-    usual = max(abs(first), min(lows), 1e-30)  # One loss alone may be small by chance.
+    # One loss alone may be small by chance, if no step has thrown the model away just after it.
+    usual = max(abs(first), 0.0 if _uprooted(track) else min(lows), 1e-30)
     grown = _growth(track, [i for i, _ in known[:size]], [i for i, _ in known[-over:]])
     # Adam bounds a step whatever the norm is. Then the weights tell, and what is left is thrown
     # from batch to batch: some losses are zero, and only their mean is large.
@@ -131,7 +151,15 @@ def _blown_up(track: Track, known: Sequence[tuple[int, float]]) -> Finding | Non
         else "It is still finite, and means nothing any more. "
     )
     used = "" if rate is None else f" ({number(rate)} at step {step:,})"
-    if any(gradients_add_up(track)):
+    before = _before_a_jump(known, rise)
+    if before is not None:
+        told += (
+            f"It came in one step, from {number(before)} to {number(track.loss[rise])}, out of "
+            "weights that were good the step before: look at the batch of that step first, at the "
+            f"size of its inputs and at its targets. Then at the learning rate{used}; a limit on "
+            "the norm, or SkipSpikes, keeps a single batch from doing that. "
+        )
+    elif any(gradients_add_up(track)):
         told += "The gradients add up from step to step: clear them first. "
     else:
         told += f"Lower the learning rate{used} first, to a tenth; then try a longer warm-up, or a "
@@ -151,6 +179,17 @@ def _blown_up(track: Track, known: Sequence[tuple[int, float]]) -> Finding | Non
     return Finding("loss-diverged", "problem", title, told, evidence, step=step)
 
 
+def _before_a_jump(known: Sequence[tuple[int, float]], rise: int) -> float | None:
+    """The usual loss before a rise, if that came in one step; None if it was coming."""
+    before = [value for place, value in known if place < rise][-CALM:]
+    if len(before) < CALM:
+        return None
+    usual = median(map(abs, before))
+    calm = abs(before[-1]) <= NOT_RISING * usual
+    jump = next(abs(value) for place, value in known if place == rise)
+    return usual if calm and usual > 0 and jump >= JUMP * usual else None
+
+
 def _rise(known: Sequence[tuple[int, float]], bound: float) -> int:
     """The first place from which on most losses are above a bound."""
     above, rise = 0, known[-1][0]
@@ -159,6 +198,45 @@ def _rise(known: Sequence[tuple[int, float]], bound: float) -> int:
         if abs(value) > bound and 2 * above > many:
             rise = place
     return rise
+
+
+def _uprooted(track: Track) -> bool:
+    """Whether a step changed a third of the weights, or more, by more than themselves.
+
+    Single ones that begin next to zero are, in health.
+    """
+    weights = [t.update for t in track.tensors if _is_weight(t)]
+    return any(
+        sum(value >= THROWN for value in row) >= MANY_THROWN * len(row)
+        for row in zip(*weights, strict=True)
+    )
+
+
+def _never_came_back(track: Track, known: Sequence[tuple[int, float]]) -> Finding | None:
+    """Steps larger than the weights, a loss that rose to many times the first, and an end above
+    it: normalization holds norm and loss, so that nothing overflows, and nothing is learned."""
+    first, last, _ = track.loss_ends
+    if len(known) < 2 * FEWEST_TO_RISE or track.several or track.bad.lost_from is not None:
+        return None
+    peak = max(
+        median(abs(value) for _, value in known[i : i + FEWEST_TO_RISE])
+        for i in range(len(known) - FEWEST_TO_RISE + 1)
+    )
+    if not (abs(last) > abs(first) > 0 and peak >= RISEN * abs(first) and _uprooted(track)):
+        return None
+    highest = max(track.lr, key=lambda rate: -1.0 if math.isnan(rate) else rate)
+    used = "" if math.isnan(highest) else f" (up to {number(highest)})"
+    place = next(i for i, value in known if abs(value) >= RISEN * abs(first))
+    told = (
+        f"It began at {number(first)}, was about {number(peak)} at its highest and ended at "
+        f"{number(last)}, and a step changed many weights by more than themselves: what they began "
+        f"with is gone. The learning rate{used} is too high: lower it, to a tenth, then try a "
+        "longer warm-up."
+    )
+    title = f"The loss rose to {number(peak)} and ended above where it began"
+    evidence = {"first": first, "highest": peak, "last": last}
+    step = track.steps[place].step
+    return Finding("loss-diverged", "warning", title, told, evidence, step=step)
 
 
 def _is_weight(tensor: Tensor) -> bool:
@@ -253,7 +331,7 @@ def _why_it_stands(track: Track) -> str:
     if usual < HARDLY:
         return (
             f"A step usually changes a tensor by {number(usual)} of itself, where about 0.001 is "
-            f"usual: the learning rate{of} is too small."
+            f"usual: the learning rate{of} is too small{_or_clipped_too_soon(track)}."
         )
     if usual > WILDLY:
         return (
@@ -267,12 +345,37 @@ def _why_it_stands(track: Track) -> str:
     )
 
 
+def _or_clipped_too_soon(track: Track) -> str:
+    """What else makes steps so small, where gradients are both scaled and nearly always clipped."""
+    taken = max(1, len(track.steps) - len(track.skipped))
+    if not track.scaled or sum(track.clipped) < NEARLY_ALWAYS * taken:
+        return ""
+    return (
+        ", or the gradients were clipped before they were unscaled: call "
+        "`scaler.unscale_(optimizer)` before `clip_grad_norm_`"
+    )
+
+
 def gradients_add_up(track: Track) -> Iterator[Finding]:
     """Notices gradients that nobody clears: each step's contains all that came before."""
-    norm = [value for i, value in enumerate(track.norm) if not track.steps[i].skipped]
+    taken = [i for i, step in enumerate(track.steps) if not step.skipped]
+    norm = [track.norm[i] for i in taken]
     if len(norm) < ENOUGH_TO_ADD_UP or any(math.isnan(v) or v <= 0 for v in norm):
         return
     first = norm[0]
+    limits = {track.limit[i] for i in taken}
+    if len(limits) == 1 and _adds_up_to(min(limits), norm):
+        title = "The gradients add up from step to step, as if zero_grad were missing"
+        told = (
+            f"The norm was {number(first)} at first, {number(norm[1])} after one step, and has "
+            f"never fallen below the limit of {number(min(limits))} since it passed it: usually it "
+            f"is {number(median(norm))}. That is what gradients look like that nobody clears: each "
+            "step adds to what the clip has left of all before it. Call `optimizer.zero_grad()` "
+            "once a step."
+        )
+        evidence = {"first norm": first, "median norm": median(norm), "limit": min(limits)}
+        yield Finding("gradients-add-up", "warning", title, told, evidence, step=1)
+        return
     # What a step adds is at most its own gradient. So a sum grows by a part of itself that gets
     # smaller and smaller, without the jumps of single batches, and does not come down again.
     changes = sorted(abs(b / a - 1) for a, b in pairwise(norm[len(norm) // 10 :]))
@@ -295,6 +398,25 @@ def gradients_add_up(track: Track) -> Iterator[Finding]:
     )
     evidence = {"first norm": first, "median norm": median(norm)}
     yield Finding("gradients-add-up", "warning", title, told, evidence, step=1)
+
+
+def _adds_up_to(limit: float, norm: Sequence[float]) -> bool:
+    """Whether gradients add up to a limit, at which a clip holds their sum.
+
+    A sum of the first two gradients is clearly larger than the first. Then it rises by no more than
+    a gradient a step to the limit, and what the clip leaves is the limit itself: the next gradient
+    hardly ever makes less of it, and not much more.
+    """
+    first = norm[0]
+    reached = next((i for i, value in enumerate(norm) if value > limit), len(norm))
+    rise, held = norm[: reached + 1], norm[reached + 1 :]
+    return (
+        first <= CLEARLY_BELOW * limit
+        and norm[1] >= FIRST_SUM * first
+        and len(held) >= ENOUGH_TO_ADD_UP
+        and all(b >= 0.98 * a and b - a <= 1.5 * first for a, b in pairwise(rise))
+        and all(limit < value <= limit + MOST_ADDED * first for value in held)
+    )
 
 
 def _growth(track: Track, early: Sequence[int], late: Sequence[int]) -> float:
@@ -397,6 +519,28 @@ def _usually_below(ordered: Sequence[float], usual: float) -> float:
     return usual * math.exp(min(FAR_FROM_USUAL * spread, 700.0))
 
 
+def clipped_while_scaled(track: Track) -> Iterator[Finding]:
+    """Notices a clip before the gradients were unscaled: it cut what was below its limit."""
+    clipped = [i for i, is_clipped in enumerate(track.clipped) if is_clipped and track.limit[i] > 0]
+    below = [i for i in clipped if track.norm[i] < 0.99 * track.limit[i] and track.scale[i] > 1]
+    scaled = [i for i in below if track.norm[i] * track.scale[i] > track.limit[i]]
+    if len(clipped) < FEWEST_NORMS or len(scaled) < BELOW_THE_LIMIT * len(clipped):
+        return
+    first = scaled[0]
+    limit, scale = nanmedian(track.limit[i] for i in scaled), track.scale[scaled[-1]]
+    title = "The gradients were clipped before they were unscaled"
+    told = (
+        f"At {len(scaled):,} of {count(len(clipped), 'clipped step')} the norm was below the limit "
+        f"of {number(limit)}, usually {number(nanmedian(track.norm[i] for i in scaled))}: the clip "
+        f"saw the gradients times the scale. What it left of them was {number(limit / scale)} long "
+        f"once the scale of {power(scale)} was taken out, so the steps are far too small. Call "
+        "`scaler.unscale_(optimizer)` before `clip_grad_norm_`."
+    )
+    evidence = {"steps": len(scaled), "limit": limit, "scale": scale}
+    step = track.steps[first].step
+    yield Finding("clipped-while-scaled", "problem", title, told, evidence, step=step)
+
+
 def clipping(track: Track) -> Iterator[Finding]:
     """Judges the share of clipped steps among those that were taken under a limit."""
     limited = [
@@ -417,9 +561,14 @@ def clipping(track: Track) -> Iterator[Finding]:
     if share >= NEARLY_ALWAYS:
         told = (
             f"The norm is usually {number(typical)}, the limit {number(limit)}: the limit sets the "
-            "length of nearly every step, so it works as a second learning rate. Raise it to where "
-            "only outliers reach it, or keep it if that is what you want."
+            "length of nearly every step, so it works as a second learning rate. "
         )
+        if fixed and all(limit < track.norm[i] <= NOT_MUCH_ABOVE * limit for i in late):
+            told += (
+                "No norm was below it, and none far above: see first that `zero_grad` is called "
+                "once a step, for a clip holds gradients that add up just there. "
+            )
+        told += "Raise it to where only outliers reach it, or keep it if that is what you want."
         severity: Severity = "warning" if typical > FAR_ABOVE * limit else "note"
         title = f"{percent(share)} of the steps were clipped"
         evidence = {"share": share, "median norm": typical, "limit": limit}

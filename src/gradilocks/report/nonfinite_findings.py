@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from gradilocks.report.formatting import clean, count, listed, number
+from gradilocks.report.formatting import clean, count, listed, number, sentence_case
 from gradilocks.report.health import Finding
 from gradilocks.report.tracks import ANOTHERS, Track, came_late
 from gradilocks.runfile import (
@@ -21,7 +21,7 @@ from gradilocks.runfile import (
     Spoilt,
     Trace,
     describe_trace,
-    has_bad_gradients,
+    describe_weights,
     is_bad,
     on_ranks,
 )
@@ -30,7 +30,15 @@ from gradilocks.runfile import (
 SOUND = " whose weights are finite"
 NAMED = ("parameter", "ranks")  # Origins that name a parameter.
 MOST_TRACES = 3  # More of them tell less and less.
-GUARDED = "`gradilocks run --guard skip`, or a GradientControl, would have skipped it."
+# Three, and one step in a hundred, lost to NaN are no single event any more.
+COUNTABLE = 3
+FEW_NAN = 0.01
+# The largest number of the formats that overflow soon; of the others, at least.
+LARGEST = {"float16": 65504.0, "float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}
+FLOAT32 = 3e38
+# Sums and products inside a module make numbers larger, seldom by more.
+FAR_BELOW = 1000.0
+GUARDED = "`gradilocks run --guard skip`, or a GradientControl, would have skipped it"
 
 
 def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
@@ -61,17 +69,75 @@ def taken_though_nonfinite(track: Track) -> Iterator[Finding]:
         "problem",
         named(title, track, [first]),
         f"Step {step:,} was taken with NaN or Inf in the gradients.{more if places[1:] else ''} "
-        f"{where_it_arose(track, [first])}{_lost_with_it(track)}{then}{cure}{GUARDED} "
-        f"{by_trace(track, [first])}".rstrip(),
+        f"{where_it_arose(track, [first])}{_rate_before(track, first)}{_lost_with_it(track)}{then}"
+        f"{cure}{_guarded(track, first)}{by_trace(track, [first])}".rstrip(),
         {"steps": len(places)},
         step=step,
         culprit=likely_culprit(track, [first]),
     )
 
 
+def weights_not_finite(track: Track) -> Iterator[Finding]:
+    """Says so if a trace found NaN or Inf in the weights that no bad step had put there.
+
+    All that is bad from there on comes of it: the losses, and the steps that were skipped.
+    """
+    trace = track.damaged
+    if trace is None:
+        return
+    bad = [i for i in sorted({*track.nonfinite, *track.lost}) if track.time[i] >= trace.time]
+    first = bad[0] if bad else len(track.steps)
+    seen = f"At step {trace.step:,} they were so already: what a trace saw there is no origin."
+    lost = track.bad.lost_from
+    skipped = sum(track.steps[i].skipped for i in bad)
+    told = f"{_sentence(trace) if trace.damaged else seen} "
+    told += _rate_before(track, first) or (
+        "No step with NaN or Inf in its gradients was taken before: the script wrote it, it was "
+        "loaded, or a step with finite gradients put it there, by its learning rate, by the "
+        "optimizer's state, by a clip or a weight decay that was not finite, or by an overflow. "
+    )
+    if lost is not None and lost > 0:
+        told += (
+            f"The loss is NaN or Inf from step {track.steps[lost].step:,} on; it was "
+            f"{_before(track, lost)} before. "
+        )
+    if skipped:
+        told += (
+            f"{count(skipped, 'step')} {'was' if skipped == 1 else 'were'} skipped since: that "
+            "does not mend weights, and a guard, which looks at gradients, could not keep it out. "
+        )
+    told += "Go on from a checkpoint whose weights are finite."
+    words = describe_weights(trace)
+    title = f"{sentence_case(clean(words))}, and no bad step had put it there"
+    step = track.steps[first].step if bad else trace.step
+    yield Finding("weights-not-finite", "problem", title, told, {"bad steps": len(bad)}, step=step)
+
+
 def spoilt_by_another(track: Track) -> bool:
     """Whether NaN or Inf reached these weights from another optimizer's: no event of its own."""
     return bool(track.taken) and track.spoilt[track.taken[0]] == ANOTHERS
+
+
+def _guarded(track: Track, first: int) -> str:
+    """What a guard would have done, which looks at gradients; '' if that had come too late."""
+    traces = _traces_at(track, [first])
+    if any(trace.where == "grown" for trace in traces) or _rate_before(track, first):
+        return ""
+    seen = any(trace.certainty != "unknown" for trace in traces)
+    surely = seen or track.steps[first].loss is not None
+    return f"{GUARDED}{'' if surely else ': that helps if the weights were finite before it'}. "
+
+
+def _rate_before(track: Track, first: int) -> str:
+    """Says so if a step before a bad one was taken with a learning rate that was not finite."""
+    taken = [i for i in track.without_rate if i < first and not track.steps[i].skipped]
+    if not taken:
+        return ""
+    step = track.steps[taken[0]].step
+    return (
+        f"The learning rate was NaN or Inf at step {step:,}: a step with it makes NaN or Inf of "
+        "whatever weight it changes. Look at the schedule. "
+    )
 
 
 def _lost_with_it(track: Track) -> str:
@@ -98,6 +164,9 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
     if not places:
         return
     step = track.steps[places[0]].step
+    # Under a scale that went on, single ones cost their steps and no more.
+    many = len(places) >= COUNTABLE and len(places) > FEW_NAN * len(track.steps)
+    bearable = not many and all(track.scale[i] > 1 for i in places)
     scale = (
         f", where the scale was {track.scale[places[0]]:g}: it is not what made them"
         if track.scaled
@@ -105,11 +174,11 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
     )
     yield Finding(
         "nan",
-        "problem",
+        "warning" if bearable else "problem",
         named(f"NaN in the gradients of {count(len(places), 'step')}", track, places),
         f"First at step {step:,}{scale}. {_skipped(places)}{where_it_arose(track, places)}Look for "
         "a division by zero, the logarithm or root of 0, bad inputs, or a learning rate that blew "
-        f"up the weights. {by_trace(track, places)}",
+        f"up the weights. {by_trace(track, places)}".rstrip(),
         {"steps": len(places)},
         step=step,
         culprit=likely_culprit(track, places),
@@ -118,6 +187,7 @@ def nan_culprits(track: Track) -> Iterator[Finding]:
 
 def nan_places(track: Track) -> list[int]:
     """Skipped steps with NaN in the gradients that no smaller scale would have cured."""
+    traced = _traced_nan(track)
     # A scaled overflow often turns into NaN on its way back (Inf - Inf in a softmax). At a scale
     # of 1 or less there is no such excuse.
     lost = set(track.lost)  # A loss that was NaN itself explains them.
@@ -131,8 +201,38 @@ def nan_places(track: Track) -> list[int]:
     ]
     after = range(places[-1] + 1, len(track.steps)) if places else ()
     if any(track.scale[i] < 1 and not track.steps[i].skipped for i in after):
-        return []  # A scale smaller still has cured it.
-    return places
+        return traced  # A scale smaller still has cured it.
+    return sorted({*places, *traced})
+
+
+def _traced_nan(track: Track) -> list[int]:
+    """Skipped steps at which a trace saw a module make NaN of finite values, under a scale that
+    cannot be the cause.
+
+    Where a scale is too large, Inf comes first. Inside a module that may be hidden: so a scale at
+    which a step was taken before, or values far below the largest of their format.
+    """
+    lost, found, borne = set(track.lost), [], 0.0
+    for place, step in enumerate(track.steps):
+        if not step.skipped:
+            borne = max(borne, track.scale[place])
+        trace = track.traces.get(place)
+        if not step.skipped or place in lost or trace is None or track.spoilt[place]:
+            continue
+        whole = trace.certainty == "certain" and _names_a_module(trace) and trace.what == "NaN"
+        if whole and step.nan and (track.scale[place] <= borne or _far_from_overflow(trace)):
+            found.append(place)
+    return found
+
+
+def _far_from_overflow(trace: Trace) -> bool:
+    """Whether all that went in was finite and far below the largest number of its format."""
+    sizes = [
+        (each.get("largest"), LARGEST.get(str(each.get("dtype")), FLOAT32)) for each in trace.inputs
+    ]
+    return bool(sizes) and all(
+        isinstance(size, (int, float)) and size <= most / FAR_BELOW for size, most in sizes
+    )
 
 
 def loss_not_finite(track: Track) -> Iterator[Finding]:
@@ -383,7 +483,7 @@ def traced(run: Run, tracks: Sequence[Track]) -> Iterator[Finding]:
     """Repeats what traces found, unless a finding about its step does so.
 
     A trace that began after NaN or Inf had gone into the weights names no origin: it saw what was
-    left of one. It is noted, without a module.
+    left of one. `weights_not_finite`, or the finding about the step that put it there, tells of it.
     """
     told = {
         id(track.traces[place])
@@ -393,16 +493,13 @@ def traced(run: Run, tracks: Sequence[Track]) -> Iterator[Finding]:
     }
     known = {_key(trace) for trace in run.traces if id(trace) in told}
     alike: dict[tuple[str, str, str, str], list[Trace]] = {}
-    late: list[Trace] = []
     buffers: list[Trace] = []
     for trace in run.traces:
         if trace.certainty == "unknown":
             continue  # It stands in the finding about its step.
         if trace.where == "buffers":
             buffers.append(trace)
-        elif came_late(run, trace):
-            late.append(trace)
-        elif id(trace) not in told and _key(trace) not in known:
+        elif id(trace) not in told and _key(trace) not in known and not came_late(run, trace):
             alike.setdefault(_key(trace), []).append(trace)
     for traces in list(alike.values())[:MOST_TRACES]:
         first = traces[0]
@@ -417,10 +514,6 @@ def traced(run: Run, tracks: Sequence[Track]) -> Iterator[Finding]:
         )
     if buffers:
         yield _buffers(buffers)
-    if late and not any(
-        has_bad_gradients(s) and not s.skipped and s.time <= late[0].time for s in run.steps
-    ):  # Else the finding about that step says that the trace came after it.
-        yield _never_finite(late)
 
 
 def _key(trace: Trace) -> tuple[str, str, str, str]:
@@ -450,19 +543,6 @@ def _buffers(found: Sequence[Trace]) -> Finding:
         {"class": clean(first.kind), "times": len(found)},
         step=first.step,
     )
-
-
-def _never_finite(late: Sequence[Trace]) -> Finding:
-    first = late[0]
-    seen = f"At step {first.step:,} they were so already: what it saw there is no origin."
-    seen = _again(late[:1]) if first.damaged else seen
-    title = "Weights were NaN or Inf, and no bad step had put it there"
-    told = (
-        f"{seen} No step with NaN or Inf in its gradients was taken before: the script wrote it, "
-        "it was loaded, or a step with finite gradients overflowed. Go on from finite weights."
-    )
-    evidence = {"times": len(late)}
-    return Finding("weights-not-finite", "problem", title, told, evidence, step=first.step)
 
 
 def _what_came_before(run: Run, trace: Trace) -> str:

@@ -36,6 +36,7 @@ FEW_STEPS = 20
 ORDER = {"problem": 0, "warning": 1, "note": 2}
 STEP_RULES = (
     curve_findings.divergence,
+    nonfinite_findings.weights_not_finite,
     nonfinite_findings.taken_though_nonfinite,
     nonfinite_findings.nan_culprits,
     nonfinite_findings.loss_not_finite,
@@ -43,6 +44,7 @@ STEP_RULES = (
     tensor_findings.moving,
     curve_findings.silence,
     curve_findings.gradients_add_up,
+    curve_findings.clipped_while_scaled,
     curve_findings.standing_still,
     skip_findings.skipping,
     skip_findings.far_out,
@@ -58,12 +60,18 @@ FOLLOWS = {
     "loss-diverged": {
         *("taken-though-nonfinite", "loss-not-finite", "nan", "skipped", "skipped-far-out"),
         *("loss-nonfinite-steps", "spikes", "update-large", "clipped-nearly-always"),
-        *("dominating", "vanishing-zeros", "vanishing-norm", "no-gradient"),
+        *("dominating", "vanishing-zeros", "vanishing-norm", "no-gradient", "weights-not-finite"),
+    },
+    "weights-not-finite": {
+        *("taken-though-nonfinite", "loss-not-finite", "nan", "skipped", "loss-nonfinite-steps"),
     },
     "never-a-gradient": {"loss-stands-still", "without-gradient"},
     "nothing-moves": {"loss-stands-still", "update-small"},
     "no-gradient": {"loss-stands-still", "vanishing-zeros"},
-    "gradients-add-up": {"loss-stands-still", "spikes", "update-large"},
+    "gradients-add-up": {
+        *("loss-stands-still", "spikes", "update-large", "clipped-nearly-always"),
+    },
+    "clipped-while-scaled": {"loss-stands-still", "update-small", "clipped-nearly-always"},
     "loss-stands-still": {"update-small", "update-large"},
 }
 
@@ -272,8 +280,9 @@ def _rate(track: Track) -> str:
     known = [value for value in track.lr if not math.isnan(value)]
     if not known:
         return "–"
-    ends = number(known[0]), number(known[-1])
-    return ends[0] if min(known) == max(known) else " → ".join(ends)
+    ends = [number(known[0]), number(known[-1])]
+    ends = ends[:1] if min(known) == max(known) else ends
+    return " → ".join([*ends, "NaN or Inf"] if math.isnan(track.lr[-1]) else ends)
 
 
 def _share_of(some: int, all_of_them: int) -> str:

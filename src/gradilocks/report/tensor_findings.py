@@ -49,13 +49,21 @@ def gradientless(track: Track) -> Iterator[Finding]:
     counted = len(track.steps) >= ENOUGH and alone
     if counted and all(math.isnan(v) for v in track.norm) and not (track.nonfinite or track.lost):
         held = count(len(track.optimizer.names), "parameter")
-        title = "The optimizer has none of the parameters that are trained"
+        title = "No parameter of the optimizer ever had a gradient"
         told = (
-            f"In {count(len(track.steps), 'step')} none of its {held} ever had a gradient, so no "
-            "step changed anything. The optimizer was made for another model, or before the model "
-            "was built anew, copied or wrapped; or its parameters are frozen, or their output is "
-            "detached. Make it from the parameters of the model that the loss comes from."
+            f"In {count(len(track.steps), 'step')} none of its {held} had one, so no step changed "
+            "anything. "
         )
+        if all(step.loss is None and step.loss_nonfinite is False for step in track.steps):
+            title += ", and no backward was seen"
+            told += "Nothing was seen to call backward: call `loss.backward()` before each step."
+        else:
+            told += (
+                "Backward ran, and did not reach them: what they put out is detached or computed "
+                "under `no_grad`, they are frozen, or the optimizer was made for another model, or "
+                "before the model was built anew, copied or wrapped. Make it from the parameters "
+                "of the model that the loss comes from."
+            )
         evidence = {"parameters": len(track.optimizer.names), "steps": len(track.steps)}
         # Beside other optimizers it may wait for its turn.
         severity: Severity = "warning" if track.several else "problem"
@@ -106,6 +114,7 @@ def vanishing(track: Track) -> Iterator[Finding]:
         if sparse:
             told += "That is usual in an embedding, where rows that no input asked for have none. "
         told += f"In another layer {cause}" if sparse else sentence_case(cause)
+        told += "" if sparse else _died(track, zero)
         yield Finding(
             "vanishing-zeros",
             "note" if sparse else "warning",
@@ -134,6 +143,26 @@ def vanishing(track: Track) -> Iterator[Finding]:
         )
         evidence = {"tensors": len(faint), "part of the usual": part}
         yield Finding("vanishing-norm", "warning", title, told, evidence, culprit=faintest.name)
+
+
+def _died(track: Track, zero: Sequence[Tensor]) -> str:
+    """Says so of tensors that had gradients at first, in a run that has learned nothing since."""
+    alive = [t for t in zero if t.norm[0] > 0 and not t.zeros[0] >= ZEROS]
+    first, last, _ = track.loss_ends
+    if 2 * len(alive) <= len(zero) or not last >= first:
+        return ""
+    places = [
+        next((i for i, zeros in enumerate(t.zeros) if zeros >= ZEROS), len(t.zeros) - 1)
+        for t in alive
+    ]
+    step = track.steps[track.detailed[max(places)]].step
+    rates = [track.lr[i] for i in range(track.detailed[max(places)] + 1)]
+    highest = max((rate for rate in rates if not math.isnan(rate)), default=math.nan)
+    used = "" if math.isnan(highest) else f" ({number(highest)})"
+    return (
+        f" At first they had gradients, up to about step {step:,}: likely steps that were too "
+        f"large have killed the units. Lower the learning rate{used}, to a tenth."
+    )
 
 
 def dominating(track: Track) -> Iterator[Finding]:

@@ -101,6 +101,8 @@ class Track:
             not in the weights before.
         all_traces: whatever traces found in this run.
         traced_late: whether one of them came when NaN or Inf was in the weights already.
+        damaged: the first trace that found NaN or Inf in the weights though no step with such
+            gradients had been taken, if this optimizer's steps show it.
         computed_in: the formats in which its loss was computed; None if the file does not say.
         renumbered: whether step numbers go back, as in a run resumed from an older checkpoint.
         at: where each step stands on a plot's axis: its number, or its place if numbers go back.
@@ -126,6 +128,7 @@ class Track:
         traces: Mapping[int, Trace],
         all_traces: Sequence[Trace],
         traced_late: bool,
+        damaged: Trace | None,
         computed_in: Sequence[str] | None,
         begins: Set[int] = frozenset(),
     ) -> None:
@@ -133,6 +136,7 @@ class Track:
         self.scale_policy, self.several = scale_policy, several
         self.spoilt, self.others, self.traced, self.traces = spoilt, others, traced, traces
         self.all_traces, self.traced_late = all_traces, traced_late
+        self.damaged = damaged
         self.computed_in = computed_in
         numbers = array("q", [step.step for step in steps])
         self.renumbered = any(later <= earlier for earlier, later in pairwise(numbers))
@@ -191,6 +195,12 @@ class Track:
                 else step.loss_nonfinite
             )
         ]
+
+    @cached_property
+    def without_rate(self) -> Sequence[int]:
+        """Places of the steps whose learning rate was NaN or Inf: one before them had one."""
+        first = next((i for i, rate in enumerate(self.lr) if not math.isnan(rate)), len(self.lr))
+        return [i for i, rate in enumerate(self.lr) if i > first and math.isnan(rate)]
 
     @cached_property
     def nan_begins(self) -> int | None:
@@ -306,6 +316,8 @@ def tracks(run: Run) -> list[Track]:
         mine.append(step)
         spoilt.setdefault(step.optimizer, []).append(before)
     infos = {info.index: info for info in run.optimizers}
+    damaged = _damaged(run)
+    shown = {s.optimizer for s in run.steps if damaged and s.time >= damaged.time and is_bad(s)}
     in_time = [t for t in run.traces if t.where == "buffers" or not came_late(run, t)]
     try:
         return [
@@ -320,6 +332,7 @@ def tracks(run: Run) -> list[Track]:
                 traces=_placed(in_time, steps[index]),
                 all_traces=run.traces,
                 traced_late=len(in_time) < len(run.traces),
+                damaged=damaged if index in (shown or {min(steps)}) else None,
                 computed_in=run.computed_in,
                 begins=begins[index],
             )
@@ -363,6 +376,17 @@ def came_late(run: Run, trace: Trace) -> bool:
                 break
             late = after
     return late
+
+
+def _damaged(run: Run) -> Trace | None:
+    """The first trace that came late, if no step with NaN or Inf had been taken before it."""
+    late = (trace for trace in run.traces if trace.certainty != "unknown")
+    first = next((t for t in late if t.where != "buffers" and came_late(run, t)), None)
+    if first is None or any(
+        has_bad_gradients(s) and not s.skipped and s.time <= first.time for s in run.steps
+    ):
+        return None  # The finding about the step that was taken says that the trace came after it.
+    return first
 
 
 def _spoilt_weights(run: Run) -> Iterator[tuple[Spoilt | str | None, bool]]:

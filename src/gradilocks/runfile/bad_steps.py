@@ -286,17 +286,30 @@ class BadSteps:
         return None if self._without_loss is None else self._without_loss.before
 
     @property
-    def ending(self) -> str | None:
-        """How it stands, in words, if it ends in NaN or Inf here; None if it does not."""
+    def _to_the_end(self) -> _Row | None:
+        """The bad steps that it ends in, if it stays so."""
         gradients, without_loss = self._bad_gradients, self._without_loss
         if not gradients.steps and not self._bad_loss.steps:
             return None
         if without_loss is None and self._spoilt is None and gradients.steps < FOR_GOOD:
             return None
-        row, what = gradients, "gradients are"
-        if without_loss is not None:
-            row, what = without_loss, "loss is"
-        said = f"the {what} NaN or Inf since step {row.since:,} of {self.last:,}"
+        return gradients if without_loss is None else without_loss
+
+    @property
+    def since(self) -> str | None:
+        """What is NaN or Inf since when, in words, if it ends so; None if it does not."""
+        row = self._to_the_end
+        if row is None:
+            return None
+        what = "gradients are" if row is self._bad_gradients else "loss is"
+        return f"the {what} NaN or Inf since step {row.since:,} of {self.last:,}"
+
+    @property
+    def ending(self) -> str | None:
+        """How it stands, in words, if it ends in NaN or Inf here; None if it does not."""
+        row, said = self._to_the_end, self.since
+        if row is None:
+            return None
         if self._spoilt is not None:
             return f"{said}, and the weights are spoilt {self._spoilt}"
         if row.skipped == row.steps:

@@ -25,6 +25,7 @@ __all__ = [
     "describe_error",
     "describe_skip",
     "describe_trace",
+    "describe_weights",
     "format_scale",
     "named_numbers",
     "on_ranks",
@@ -125,6 +126,22 @@ def describe_trace(trace: Trace, *, what: str = "") -> str:
     return f"{told}{_listed(trace.ranks)}" if told else ""
 
 
+def describe_weights(trace: Trace) -> str:
+    """Says of a trace that found NaN or Inf in the weights themselves in which, and before when.
+
+    Example:
+        >>> describe_weights(trace)  # doctest: +SKIP
+        'the weights held NaN before step 27, in h.2.attn.c_proj.weight'
+    """
+    many = len(trace.damaged or ())
+    where = ""
+    if many:  # Of several, a name would pass for the place where it began.
+        more = " or more" if many >= MOST_CULPRITS else ""
+        where = f"{many}{more} parameters" if many > 1 else (trace.damaged or ("",))[0]
+    at = f", in {where}" if where else ""
+    return f"the weights held {trace.what} before step {trace.step:,}{at}"
+
+
 def describe_ending(
     bad: BadSteps,
     traces: Sequence[Trace] = (),
@@ -150,6 +167,9 @@ def describe_ending(
         return f"{bad.ending}; {spoilt_before}"
     for trace in traces:
         seen = trace.step == first.step or (first.skipped and trace.step > first.step)
+        if seen and trace.where == "parameters":
+            # Steps that were skipped have changed no weight, and none of them was good any more.
+            return f"{bad.since}; {describe_weights(trace)} ({trace.certainty})"
         found = describe_trace(trace, what="it")
         if seen and found and not trace.damaged and trace.certainty != "unknown":
             return f"{bad.ending}; {found} ({trace.certainty})"
