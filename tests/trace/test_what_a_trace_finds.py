@@ -222,8 +222,8 @@ def test_a_buffer_that_is_nan_already_is_no_origin_either():
     (found,) = followed(model, torch.ones(1, 2))
     assert (found.damaged, found.where) == (("1.mean",), "buffers")
     assert found.text == (
-        "NaN in the buffer 1.mean of 1 (Remembers) before it ran: the forward of a skipped step, or "
-        "of this one, may have written it"
+        "NaN in the buffer 1.mean of 1 (Remembers) before it ran: the forward of a skipped step, "
+        "or of this one, may have written it"
     )
 
 

@@ -243,7 +243,7 @@ class _Run:
             root=module,
             replays=self._origins,
             loss_is_bad=loss_is_bad,
-            received=call.received,
+            received=None if call.incomplete else call.received,
         )
 
     def _input(self, kept: KeptInput) -> Tensor:
@@ -309,6 +309,9 @@ class _Run:
         grad = inspect.unwrap(torch.autograd.grad)  # What others put around it is for training.
         outputs = [tensor for tensor, _ in pairs]
         fitting = [g.to(t.dtype) if g.dtype is not t.dtype else g for t, g in pairs]
+        for tensor, gradient in zip(outputs, fitting, strict=True) if outputs[1:] else ():
+            # What one has received has in it what came by way of another that follows from it.
+            tensor.register_hook(lambda _, whole=gradient: whole)  # type: ignore[no-untyped-call]
         if inputs:
             self._gradients.add(inputs, grad(outputs, inputs, fitting, allow_unused=True))
 

@@ -187,6 +187,8 @@ class Tracer(StepListener):
         damaged = damaged_among(models, "finite when the trace began")
         step = _number(self._latest_step) + 1
         found = damaged or if_grown(finding.trace(), models)
+        if damaged is None and finding.doubt:
+            found = _likely(found, finding.doubt)
         self._answer(Answer(step, found, driver=self._driver, is_last=False))
         self.disarm()
 
@@ -346,8 +348,7 @@ class Tracer(StepListener):
                 self.kept.paused = False
         trace, doubt, gradients = found.trace, found.doubt, None
         if trace is not None and doubt:
-            text = f"{trace.text}. Likely, not certain: {doubt}"
-            trace = dataclasses.replace(trace, certainty="likely", text=text)
+            trace = _likely(trace, doubt)
         if trace is None and of_its_gradients:
             gradients = damaged_gradients(models)
             # Those of several ranks are averaged, and not what one of them has made.
@@ -528,6 +529,11 @@ def skipped_for_nonfinite(step: Step) -> Tensor:
 def _row(flag: Tensor | bool) -> Tensor:
     flag = flag.detach() if isinstance(flag, Tensor) else torch.tensor(flag)
     return flag.reshape(1).to(torch.float32)
+
+
+def _likely(found: Trace, doubt: str) -> Trace:
+    text = f"{found.text}. Likely, not certain: {doubt}"
+    return dataclasses.replace(found, certainty="likely", text=text)
 
 
 def _is_overflow(found: Trace) -> bool:
