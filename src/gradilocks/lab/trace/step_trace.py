@@ -106,7 +106,7 @@ class _Call:
         return Finding(where, self.name, self.module, seen, inputs, near, self.buffers, loss_is_bad)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Suspect:
     """Something that was not finite, and of which nothing finite was seen to be made so far."""
 
@@ -442,9 +442,7 @@ class StepTrace:
             self._clear(call)
 
     def _suspect_outputs(
-        self,
-        call: _Call,
-        bad_outputs: Sequence[tuple[_BadTensor, Magnitude]],
+        self, call: _Call, bad_outputs: Sequence[tuple[_BadTensor, Magnitude]]
     ) -> None:
         """A call has returned these, which are not finite."""
         bad, seen = min(bad_outputs, key=lambda each: each[0].mask)  # The first that is no mask.
