@@ -23,7 +23,7 @@ from gradilocks.report.formatting import clean, count, duration, number, percent
 from gradilocks.report.health import Finding, Health, Verdict
 from gradilocks.report.resources import Resources, resources
 from gradilocks.report.tracks import LAST, Track, nanmedian, tracks
-from gradilocks.runfile import Run
+from gradilocks.runfile import Run, state_without_end
 
 Pairs = list[tuple[str, str]]
 
@@ -33,6 +33,11 @@ ENDS = (
 )
 # Rates over fewer steps than this mean little, and the verdict says so.
 FEW_STEPS = 20
+NO_END = {
+    "running": "still going",
+    "killed": "killed",
+    "no end": "no end in the file: killed, or still going",
+}
 ORDER = {"problem": 0, "warning": 1, "note": 2}
 STEP_RULES = (
     curve_findings.divergence,
@@ -305,7 +310,7 @@ def _lasted(run: Run) -> str:
 
 def _ended(run: Run) -> str:
     if run.end is None:
-        return "no end in the file: killed, or still going"
+        return NO_END[state_without_end(run.process)]
     words = {
         "finished": "by itself",
         "error": f"in an error: {clean(run.end.error)}",
