@@ -565,3 +565,39 @@ def test_a_tensor_that_dominates_matters_where_steps_are_clipped(
     found = Judged(watched(run, tmp_path / "run.jsonl")).findings.get("dominating")
     assert (found and found.severity) == severity
     assert found is None or found.culprit == f"{name}.weight"
+
+
+def test_of_several_optimizers_each_is_called_by_the_model_that_it_trains(tmp_path: Path) -> None:
+    def run() -> None:
+        critic, actor = mlp(16, 8, 1), mlp(16, 8, 1)
+        pair = nn.ModuleDict({"critic": critic, "actor": actor})
+        optimizers = [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (critic, actor)]
+        for number in range(1, 41):
+            x = torch.randn(8, 16)
+            for optimizer, name in zip(optimizers, pair, strict=True):
+                optimizer.zero_grad()
+                loss = pair[name](x).square().mean()
+                (loss * math.nan if number > 30 and name == "actor" else loss).backward()
+                optimizer.step()
+
+    told = Judged(watched(run, tmp_path / "run.jsonl"))
+    assert [track.label for track in told.reported.tracks] == [
+        "optimizer 0 (Adam, critic)",
+        "optimizer 1 (Adam, actor)",
+    ]
+    assert "optimizer 1 (Adam, actor): the loss is NaN or Inf" in told.health.sentence
+
+
+def test_a_single_tensor_that_moves_too_much_is_named_once(tmp_path: Path) -> None:
+    def run() -> None:
+        model = nn.Linear(16, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
+        for _ in range(40):
+            x, y = classes(16, noise=8.0)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            model.weight.data /= model.weight.data.norm()
+
+    sentence = Judged(watched(run, tmp_path / "run.jsonl")).findings["update-large"].sentence
+    assert sentence.startswith("weight usually changes by ")

@@ -141,7 +141,7 @@ def _each_once(found: Sequence[tuple[Track, Sequence[Finding]]]) -> Iterator[Fin
         if nonfinite_findings.spoilt_by_another(track)
     )
     for key, each in firsts.items():
-        labels = " and ".join(track.label for track in alike[key])
+        labels = clean(" and ".join(track.label for track in alike[key]))
         title = each.title if len(found) == 1 else f"{labels}: {each.title}"
         if each.rule == "taken-though-nonfinite":
             each, along = replace(each, sentence=each.sentence + along), ""
@@ -248,7 +248,8 @@ def _verdict(run: Run, found: Sequence[Finding], followed: Sequence[Track]) -> t
         # Numbers that grew until they overflowed did not arise in one place.
         grown = found[0].rule == "loss-diverged"
         ended = "".join(
-            f"It ended in NaN or Inf: {track.prefix}{clean(track.bad.ending if grown else words)}. "
+            f"It ended in NaN or Inf: {clean(track.prefix)}"
+            f"{clean(track.bad.ending if grown else words)}. "
             for track in followed
             if (words := track.ending) is not None
         )

@@ -272,9 +272,10 @@ def _names(tensors: Sequence[Tensor]) -> str:
 
 
 def _change(tensors: Sequence[Tensor], one: Tensor) -> str:
+    those = f"{_names(tensors)}: " if len(tensors) > 1 else ""
     return (
-        f"{_names(tensors)}: {clean(one.name)} usually changes by {number(one.usual_update)} of "
-        "itself a step; about 0.001 is usual."
+        f"{those}{clean(one.name)} usually changes by {number(one.usual_update)} of itself a step; "
+        "about 0.001 is usual."
     )
 
 
