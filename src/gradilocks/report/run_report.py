@@ -47,6 +47,7 @@ STEP_RULES = (
     nonfinite_findings.loss_not_finite,
     tensor_findings.gradientless,
     tensor_findings.moving,
+    tensor_findings.resting,
     curve_findings.silence,
     curve_findings.gradients_add_up,
     curve_findings.clipped_while_scaled,
@@ -77,6 +78,7 @@ FOLLOWS = {
         *("loss-stands-still", "spikes", "update-large", "clipped-nearly-always"),
     },
     "clipped-while-scaled": {"loss-stands-still", "update-small", "clipped-nearly-always"},
+    "rate-of-zero": {"loss-stands-still", "update-small"},
     "loss-stands-still": {"update-small", "update-large"},
 }
 
