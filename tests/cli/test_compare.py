@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from gradilocks import read_run
+from gradilocks.cli import main
 from gradilocks.cli.compare_command import rows, short_names
 from gradilocks.report import compare
-from gradilocks.runfile import End, Logged, OptimizerInfo, log_line
+from gradilocks.runfile import End, Logged, OptimizerInfo, log_line, process_here
 from tests.cli.cli_process import OnATerminal, run
 from tests.runfile.run_files import (
     END,
@@ -210,3 +211,22 @@ def test_the_commit_and_the_configuration_are_compared_and_the_arguments_are_not
     done = run("compare", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--json")
     differs = json.loads(done.stdout)["what_ran"]
     assert differs == {"config.lr": [0.1, 0.2], "git.commit": ["a" * 40, "b" * 40]}
+
+
+@pytest.mark.skipif(process_here() is None, reason="the system has no /proc")
+@pytest.mark.parametrize(
+    ("began", "state", "title"),
+    [({"began": 1}, "killed", "The run was killed"), ({}, "running", "The run is still going")],
+)
+def test_a_run_without_an_end_is_killed_or_running_for_all_commands(
+    began, state, title, tmp_path, capsys
+):
+    path, process = tmp_path / "a.jsonl", {**(process_here() or {}), **began}
+    write_run(path, training(60), header=replace(HEADER, process=process))
+    assert main(["compare", str(path), str(path)]) == 0
+    assert table_of(capsys.readouterr().out)["ended"] == [state, state]
+    assert main(["report", "--json", str(path)]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["runs"]
+    assert title in {each["title"] for each in told["findings"]}
+    assert main(["ls", "--json", str(tmp_path)]) == 0
+    assert f'"{state}"' in capsys.readouterr().out

@@ -483,3 +483,9 @@ def test_a_damaged_line_is_said_and_the_run_is_shown(path, tmp_path):
     screen = OnATerminal("watch", path, "--once", cwd=tmp_path, columns=100)
     assert screen.close() == 0
     assert "line 11 is damaged and was left out" in screen.seen
+
+
+@pytest.mark.parametrize(("scale", "words"), [(1.0, "scale none"), (1024.0, "scale 2^10")])
+def test_a_run_without_a_scale_is_said_to_have_none(path, scale, words):
+    write_run(path, [step._replace(scale=scale) for step in training(20)])
+    assert words in run("watch", path, "--once").stdout

@@ -261,6 +261,24 @@ def test_names_that_stand_together_stay_apart_when_they_are_cut() -> None:
     assert short_names(names, 14)[2:5] == ["t.h.0.ln_1", "t.h.0.attn", "t.h.0.ln_2"]
 
 
+@pytest.mark.parametrize("most", [13, 18, 30])
+def test_no_two_layers_are_cut_to_the_same_name(most: int) -> None:
+    parts = ["ln_1.weight", "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_proj.weight"]
+    names = [f"transformer.h.{block}.{part}" for block in range(12) for part in parts]
+    lora = [
+        f"model.layers.{block}.self_attention.{which}_projection.lora_{half}.weight"
+        for block in range(12)
+        for which in ("query", "quality", "value")
+        for half in "AB"
+    ]
+    for several in (names, names + lora):
+        short = short_names(several, most)
+        assert len({*short}) == len(several)
+        assert max(map(len, short)) <= most
+    if most == 18:
+        assert short_names(names, most)[2:4] == ["t.h.0.a.c_proj.w", "t.h.0.m.c_proj.w"]
+
+
 def test_words_are_short_and_true() -> None:
     assert [number(x) for x in (0, 1.5, 1234567.0, 1e-9)] == ["0", "1.5", "1.23e6", "1e-9"]
     assert [power(x) for x in (1.0, 4.0, 65536.0, 0.5, 100.0)] == ["1", "4", "2^16", "2^-1", "100"]

@@ -444,6 +444,42 @@ def test_a_learning_rate_of_zero_is_named(judge) -> None:
     assert finding.title == "No step changes a weight: the learning rate is 0"
 
 
+@pytest.mark.parametrize(("over", "rests"), [(60, 60), (112, 0)])
+def test_a_schedule_that_is_over_before_the_run_is_told(over, rests, tmp_path: Path) -> None:
+    def run() -> None:
+        model = mlp(16, 64, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, over, 0.0)
+        for _ in range(120):
+            x, y = classes(32, noise=4.0)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+
+    told = Judged(watched(run, tmp_path / "run.jsonl"))
+    assert told.grave() == ({"rate-of-zero"} if rests else set())
+    if rests:
+        finding = told.findings["rate-of-zero"]
+        assert finding.title == "60 steps changed no weight: the learning rate was 0"
+        assert (finding.step, finding.severity) == (61, "warning")
+
+
+def test_a_second_group_that_trains_is_no_rest(tmp_path: Path) -> None:
+    def run() -> None:
+        model = mlp(16, 64, 4)
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.05)
+        for number in range(1, 121):
+            x, y = classes(32, noise=4.0)
+            optimizer.param_groups[0]["lr"] = 0.05 if number <= 60 else 0.0  # Frozen from there.
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    assert "rate-of-zero" not in Judged(watched(run, tmp_path / "run.jsonl")).findings
+
+
 def test_weights_in_bfloat16_that_round_every_change_away_are_named(tmp_path: Path) -> None:
     def run() -> None:
         model = mlp(16, 64, 4).to(torch.bfloat16)
@@ -565,3 +601,39 @@ def test_a_tensor_that_dominates_matters_where_steps_are_clipped(
     found = Judged(watched(run, tmp_path / "run.jsonl")).findings.get("dominating")
     assert (found and found.severity) == severity
     assert found is None or found.culprit == f"{name}.weight"
+
+
+def test_of_several_optimizers_each_is_called_by_the_model_that_it_trains(tmp_path: Path) -> None:
+    def run() -> None:
+        critic, actor = mlp(16, 8, 1), mlp(16, 8, 1)
+        pair = nn.ModuleDict({"critic": critic, "actor": actor})
+        optimizers = [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (critic, actor)]
+        for number in range(1, 41):
+            x = torch.randn(8, 16)
+            for optimizer, name in zip(optimizers, pair, strict=True):
+                optimizer.zero_grad()
+                loss = pair[name](x).square().mean()
+                (loss * math.nan if number > 30 and name == "actor" else loss).backward()
+                optimizer.step()
+
+    told = Judged(watched(run, tmp_path / "run.jsonl"))
+    assert [track.label for track in told.reported.tracks] == [
+        "optimizer 0 (Adam, critic)",
+        "optimizer 1 (Adam, actor)",
+    ]
+    assert "optimizer 1 (Adam, actor): the loss is NaN or Inf" in told.health.sentence
+
+
+def test_a_single_tensor_that_moves_too_much_is_named_once(tmp_path: Path) -> None:
+    def run() -> None:
+        model = nn.Linear(16, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
+        for _ in range(40):
+            x, y = classes(16, noise=8.0)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            model.weight.data /= model.weight.data.norm()
+
+    sentence = Judged(watched(run, tmp_path / "run.jsonl")).findings["update-large"].sentence
+    assert sentence.startswith("weight usually changes by ")

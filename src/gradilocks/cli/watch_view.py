@@ -125,7 +125,7 @@ class Course:
         """The last value of a number, or since when it is none."""
         value = self.last_finite.get(name)
         if name == "scale":
-            return format_scale(value)
+            return "none" if self.scales == (1.0, 1.0) else format_scale(value)
         lost = self.lost_since(name)
         if lost is None:
             return _number(value)

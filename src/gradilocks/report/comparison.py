@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from gradilocks.report.tracks import Track, quantile, tracks
-from gradilocks.runfile import Header, Run, has_bad_gradients
+from gradilocks.runfile import Header, Run, has_bad_gradients, state_without_end
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Summary:
 
     path: str
     status: str
-    """'finished', 'error', 'interrupted', 'exit', or 'no end' for a run that goes on or was killed.
-    """
+    """'finished', 'error', 'interrupted', 'exit'; of a run without an end 'running' or 'killed' if
+    that can be seen from here, else 'no end'."""
     error: str | None
     steps: int
     """Calls to an optimizer's step, skipped ones included."""
@@ -149,7 +149,7 @@ def summarize(run: Run) -> Summary:
     endings = {track.optimizer.index: track.ending for track in followed}
     return Summary(
         path=str(run.path),
-        status="no end" if run.end is None else run.end.status,
+        status=state_without_end(run.process) if run.end is None else run.end.status,
         error=None if run.end is None else run.end.error,
         steps=len(steps),
         skipped=len(skipped),

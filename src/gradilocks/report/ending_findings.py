@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from gradilocks.report.formatting import clean, count, duration, sentence_case
 from gradilocks.report.health import Finding
-from gradilocks.runfile import Run, describe_damage
+from gradilocks.runfile import Run, describe_damage, state_without_end
+
+# Of a run without an end, how it stands: a title and a sentence.
+NO_END = {
+    "running": ("The run is still going", "Its process runs."),
+    "killed": ("The run was killed", "Its process is gone, and it has written no end."),
+    "no end": ("The run file has no end", "The run was killed, or it is still going."),
+}
 
 
 def ending(run: Run) -> Iterator[Finding]:
@@ -14,8 +21,8 @@ def ending(run: Run) -> Iterator[Finding]:
     end = run.end
     if end is None:
         torn = f" {count(run.torn, 'torn line')} left out." if run.torn else ""
-        told = "The run was killed, or it is still going: this report shows what was written."
-        yield Finding("no-end", "note", "The run file has no end", f"{told}{torn}")
+        title, told = NO_END[state_without_end(run.process)]
+        yield Finding("no-end", "note", title, f"{told} This report shows what was written.{torn}")
     elif end.status == "error":
         what = clean(end.error) if end.error else "an error without a message"
         told, title = f"After {duration(end.time)}: {what}", "The run ended in an error"

@@ -488,7 +488,7 @@ _MEASURES: dict[str, tuple[Callable[[Tensor], Sequence[float]], str, str, str, s
     "norms": (
         lambda tensor: tensor.norm,
         "Gradient norm, layer by layer",
-        "One row a tensor, in the model's order; bright is large. A row that turns dark is "
+        "One row a tensor, in the optimizer's order; bright is large. A row that turns dark is "
         "vanishing, a bright column is a spike, a hole is a missing or non-finite gradient.",
         "log",
         "norm %{customdata:.3g}",

@@ -69,7 +69,12 @@ def short_names(names: Sequence[str], most: int) -> list[str]:
         if len({*shorter}) < len({*names}):
             break
         cut = shorter
-    return [name if len(name) <= most else _without_first(name, most) for name in cut]
+    left = [name if len(name) <= most else _without_first(name, most) for name in cut]
+    if len({*left}) < len({*names}):
+        # What tells two layers apart often stands before the last word, which says only "weight".
+        last = [name if len(name) <= most else _last_but_one(name, most) for name in names]
+        left = last if len({*last}) == len({*names}) else _numbered(left, names, most)
+    return left
 
 
 def _first_letters(name: str, words: int) -> str:
@@ -91,6 +96,31 @@ def _without_first(name: str, most: int) -> str:
         del parts[letters[0]]
     kept = "…" + ".".join(parts)
     return kept if len(kept) <= most else shortened(name, most)
+
+
+def _last_but_one(name: str, most: int) -> str:
+    """A name of first letters but for the last word but one, from the first number on at worst."""
+    parts = name.split(".")
+    whole = len(parts) - 2
+    short = [p if p.isdigit() or place == whole else p[:1] for place, p in enumerate(parts)]
+    kept = ".".join(short)
+    while len(kept) > most and len(short) > 2 and not short[0].isdigit():
+        del short[0]
+        kept = "…" + ".".join(short)
+    return kept if len(kept) <= most else shortened(name, most)
+
+
+def _numbered(short: Sequence[str], names: Sequence[str], most: int) -> list[str]:
+    """Short names of which those that would stand for several are told apart by a number."""
+    found: dict[str, str] = {}
+    used: set[str] = set()
+    for each, name in zip(short, names, strict=True):
+        told, times = each, 1
+        while name not in found and told in used:
+            times += 1
+            told = f"{each[: most - len(str(times)) - 3]} ({times})"
+        used.add(found.setdefault(name, told))
+    return [found[name] for name in names]
 
 
 def number(value: float) -> str:

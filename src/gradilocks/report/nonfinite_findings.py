@@ -473,7 +473,7 @@ def by_trace(track: Track, places: Sequence[int]) -> str:
         return "The trace began after the weights were spoilt: what it saw is no origin."
     if track.traced:
         return "A trace was on and has not seen where (docs/finding-the-culprit.md)."
-    return "`gradilocks run --trace` names the module."
+    return "`gradilocks run` names the module; on a GPU it may need --trace."
 
 
 # --- traces that no bad step stands for ----------------------------------------------------------

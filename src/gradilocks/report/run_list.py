@@ -20,7 +20,7 @@ from gradilocks._version import __version__
 from gradilocks.errors import BadRunFile, GradilocksError
 from gradilocks.report.comparison import seconds_of
 from gradilocks.report.run_report import main_numbers, report_on
-from gradilocks.runfile import Header, Run, is_running, read_quietly, read_start
+from gradilocks.runfile import Header, Run, read_quietly, read_start, state_without_end
 
 Progress = Callable[[int, int], None]
 
@@ -140,7 +140,7 @@ def _examined(path: Path) -> ListedRun:
         loss=loss,
         last_loss=None if math.isnan(last) else last,
         logged=_last_logged(run),
-        process=(run.resumed or (run.header,))[-1].process,
+        process=run.process,
     )
 
 
@@ -166,9 +166,7 @@ def _last_logged(run: Run) -> dict[str, float | None]:
 
 
 def _state(listed: ListedRun) -> str:
-    if listed.state != "no end":
-        return listed.state
-    return {True: "running", False: "killed", None: "no end"}[is_running(listed.process)]
+    return state_without_end(listed.process) if listed.state == "no end" else listed.state
 
 
 class _Cache:

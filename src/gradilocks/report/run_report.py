@@ -23,7 +23,7 @@ from gradilocks.report.formatting import clean, count, duration, number, percent
 from gradilocks.report.health import Finding, Health, Verdict
 from gradilocks.report.resources import Resources, resources
 from gradilocks.report.tracks import LAST, Track, nanmedian, tracks
-from gradilocks.runfile import Run
+from gradilocks.runfile import Run, state_without_end
 
 Pairs = list[tuple[str, str]]
 
@@ -33,6 +33,11 @@ ENDS = (
 )
 # Rates over fewer steps than this mean little, and the verdict says so.
 FEW_STEPS = 20
+NO_END = {
+    "running": "still going",
+    "killed": "killed",
+    "no end": "no end in the file: killed, or still going",
+}
 ORDER = {"problem": 0, "warning": 1, "note": 2}
 STEP_RULES = (
     curve_findings.divergence,
@@ -42,6 +47,7 @@ STEP_RULES = (
     nonfinite_findings.loss_not_finite,
     tensor_findings.gradientless,
     tensor_findings.moving,
+    tensor_findings.resting,
     curve_findings.silence,
     curve_findings.gradients_add_up,
     curve_findings.clipped_while_scaled,
@@ -72,6 +78,7 @@ FOLLOWS = {
         *("loss-stands-still", "spikes", "update-large", "clipped-nearly-always"),
     },
     "clipped-while-scaled": {"loss-stands-still", "update-small", "clipped-nearly-always"},
+    "rate-of-zero": {"loss-stands-still", "update-small"},
     "loss-stands-still": {"update-small", "update-large"},
 }
 
@@ -136,7 +143,7 @@ def _each_once(found: Sequence[tuple[Track, Sequence[Finding]]]) -> Iterator[Fin
         if nonfinite_findings.spoilt_by_another(track)
     )
     for key, each in firsts.items():
-        labels = " and ".join(track.label for track in alike[key])
+        labels = clean(" and ".join(track.label for track in alike[key]))
         title = each.title if len(found) == 1 else f"{labels}: {each.title}"
         if each.rule == "taken-though-nonfinite":
             each, along = replace(each, sentence=each.sentence + along), ""
@@ -243,7 +250,8 @@ def _verdict(run: Run, found: Sequence[Finding], followed: Sequence[Track]) -> t
         # Numbers that grew until they overflowed did not arise in one place.
         grown = found[0].rule == "loss-diverged"
         ended = "".join(
-            f"It ended in NaN or Inf: {track.prefix}{clean(track.bad.ending if grown else words)}. "
+            f"It ended in NaN or Inf: {clean(track.prefix)}"
+            f"{clean(track.bad.ending if grown else words)}. "
             for track in followed
             if (words := track.ending) is not None
         )
@@ -305,7 +313,7 @@ def _lasted(run: Run) -> str:
 
 def _ended(run: Run) -> str:
     if run.end is None:
-        return "no end in the file: killed, or still going"
+        return NO_END[state_without_end(run.process)]
     words = {
         "finished": "by itself",
         "error": f"in an error: {clean(run.end.error)}",

@@ -38,6 +38,9 @@ TOKENS = ("emb", "wte", "lm_head", "tok", "shared.weight")
 MOVING_MUCH = 0.1
 # A loss that fell to half of where it began: then such steps do no harm that shows.
 LEARNED = 0.5
+# A warm-up begins at a rate of 0 and a schedule ends there, for a step or two.
+FEWEST_RESTING = 10
+RESTING = 0.1
 # At 1e-7 of itself a step, float32 rounds the change of a weight away.
 MOVING_LITTLE = 1e-7
 
@@ -246,6 +249,27 @@ def moving(track: Track) -> Iterator[Finding]:
         )
 
 
+def resting(track: Track) -> Iterator[Finding]:
+    """Says so if the learning rate was 0 for a good part of a run that else had one."""
+    rests = [i for i, step in enumerate(track.steps) if step.lr == 0 and not step.skipped]
+    # The rate is that of the first group: others may have trained.
+    there = {*rests}
+    seen = [row for row, place in enumerate(track.detailed) if place in there]
+    moved = any(tensor.update[row] > 0 for tensor in track.tensors for row in seen)
+    enough = len(rests) >= max(FEWEST_RESTING, RESTING * len(track.steps)) and len(seen) >= ENOUGH
+    if not enough or moved or not any(rate > 0 for rate in track.lr):
+        return
+    first, last = (track.steps[i].step for i in (rests[0], rests[-1]))
+    title = f"{count(len(rests), 'step')} changed no weight: the learning rate was 0"
+    told = (
+        f"The first was step {first:,}, the last step {last:,}; at others it was up to "
+        f"{number(max(rate for rate in track.lr if not math.isnan(rate)))}. Look at the schedule: "
+        "it is over before the run is, or multiplies by 0."
+    )
+    evidence = {"resting steps": len(rests), "share": len(rests) / len(track.steps)}
+    yield Finding("rate-of-zero", "warning", title, told, evidence, step=first)
+
+
 def _nothing_moves(track: Track) -> Finding:
     rates = {step.lr for step in track.steps if step.lr is not None}
     narrow = sorted({dtype for dtype in track.optimizer.dtypes if dtype in ("bfloat16", "float16")})
@@ -272,9 +296,10 @@ def _names(tensors: Sequence[Tensor]) -> str:
 
 
 def _change(tensors: Sequence[Tensor], one: Tensor) -> str:
+    those = f"{_names(tensors)}: " if len(tensors) > 1 else ""
     return (
-        f"{_names(tensors)}: {clean(one.name)} usually changes by {number(one.usual_update)} of "
-        "itself a step; about 0.001 is usual."
+        f"{those}{clean(one.name)} usually changes by {number(one.usual_update)} of itself a step; "
+        "about 0.001 is usual."
     )
 
 

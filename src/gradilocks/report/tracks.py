@@ -91,6 +91,7 @@ class Track:
         steps: as the run file has them.
         scale_policy: the policy of the loss scale, as the run's header writes it, or ''.
         several: whether the run has other optimizers too.
+        trains: the one model, or part of one, that it trains and no other optimizer does; or ''.
         spoilt: for each step None if no earlier step of its session had put NaN or Inf into any
             weights; else which had put it into its own, or `ANOTHERS` if it is only in those of
             another optimizer. What is bad at such a step may come from there.
@@ -122,6 +123,7 @@ class Track:
         *,
         scale_policy: str,
         several: bool,
+        trains: str = "",
         spoilt: Sequence[Spoilt | str | None],
         others: Mapping[int, Sequence[Step]],
         traced: bool,
@@ -133,7 +135,7 @@ class Track:
         begins: Set[int] = frozenset(),
     ) -> None:
         self.optimizer, self.steps = optimizer, steps
-        self.scale_policy, self.several = scale_policy, several
+        self.scale_policy, self.several, self.trains = scale_policy, several, trains
         self.spoilt, self.others, self.traced, self.traces = spoilt, others, traced, traces
         self.all_traces, self.traced_late = all_traces, traced_late
         self.damaged = damaged
@@ -162,7 +164,8 @@ class Track:
     def label(self) -> str:
         """The optimizer, as a report calls it: 'AdamW' or 'optimizer 1 (AdamW)'."""
         kind = self.optimizer.kind
-        return f"optimizer {self.optimizer.index} ({kind})" if self.several else kind
+        whose = f", {self.trains}" if self.trains else ""
+        return f"optimizer {self.optimizer.index} ({kind}{whose})" if self.several else kind
 
     @property
     def prefix(self) -> str:
@@ -326,6 +329,7 @@ def tracks(run: Run) -> list[Track]:
                 steps[index],
                 scale_policy=str(run.header.settings.get("scale", "")),
                 several=len(steps) > 1,
+                trains=_trained(infos, index),
                 spoilt=spoilt[index],
                 others=others.get(index, {}),
                 traced=bool(run.header.settings.get("trace")) or bool(run.traces),
@@ -343,6 +347,15 @@ def tracks(run: Run) -> list[Track]:
             f"{run.path}: a step holds something else than the numbers of a run file ({error}). "
             "The file was changed, or written by another version of gradilocks."
         ) from error
+
+
+def _trained(infos: Mapping[int, OptimizerInfo], index: int) -> str:
+    """With what the names of an optimizer's parameters begin, if no other's do so; else ''."""
+    begin = {i: {name.partition(".")[0] for name in info.names} for i, info in infos.items()}
+    mine = begin.get(index, set())
+    others = set().union(*(names for i, names in begin.items() if i != index))
+    # A number alone, as in a Sequential, would say nothing.
+    return mine.pop() if len(mine) == 1 and not mine & others and not min(mine).isdigit() else ""
 
 
 def nanmedian(values: Iterable[float]) -> float:

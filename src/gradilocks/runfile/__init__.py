@@ -67,7 +67,7 @@ from gradilocks.runfile.records import (
     Step,
     Trace,
 )
-from gradilocks.runfile.writing_process import is_running, process_here
+from gradilocks.runfile.writing_process import is_running, process_here, state_without_end
 
 __all__ = [
     "FORWARD_OR_LOSS",
@@ -120,6 +120,7 @@ __all__ = [
     "read_start",
     "refuse_foreign",
     "refuse_source_name",
+    "state_without_end",
     "step_line",
     "trace_line",
 ]

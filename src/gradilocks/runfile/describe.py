@@ -109,7 +109,7 @@ _FOUND_BY_TRACE = {
     "before": "{what} first appeared between modules, before {who}",
     "outside": "{what} came into {who} from outside",
     "after": "{what} first appeared in the loss, or after {who}",
-    "gradients": "{what} came back in gradients, but in no module",
+    "gradients": "{what} came back in gradients, but in no module's backward",
     "grown": "{what} came of weights that had grown too large, and was first seen in {who}",
 }
 

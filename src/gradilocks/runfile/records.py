@@ -274,6 +274,11 @@ class Run:
     notes: tuple[Mapping[str, Any], ...] = field(default=())
     """Other lines, as they are."""
 
+    @property
+    def process(self) -> Mapping[str, Any] | None:
+        """The process that writes the file, or wrote it last: that of the last session."""
+        return (self.resumed or (self.header,))[-1].process
+
     @cached_property
     def logged(self) -> dict[str, list[tuple[int, float]]]:
         """The user's own numbers by name: each as (step, value); NaN if it was not finite."""

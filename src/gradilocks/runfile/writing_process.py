@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["is_running", "process_here"]
+__all__ = ["is_running", "process_here", "state_without_end"]
 
 _ZOMBIE = "Z"
 
@@ -33,6 +33,11 @@ def is_running(mark: Mapping[str, Any] | None) -> bool | None:
         return None
     pid = mark.get("pid")
     return _began(pid) == mark.get("began") if isinstance(pid, int) else None
+
+
+def state_without_end(mark: Mapping[str, Any] | None) -> str:
+    """How a run stands whose file has no end: 'running', 'killed', or 'no end' if nobody knows."""
+    return {True: "running", False: "killed", None: "no end"}[is_running(mark)]
 
 
 def _around() -> dict[str, Any] | None:
