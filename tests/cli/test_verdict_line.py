@@ -91,7 +91,7 @@ def test_of_a_file_too_large_to_read_again_what_was_counted_is_told(
     summary = Summary(
         path=file, file=file, steps=9, skipped=0, seen=9, failed=False, torch=True, watched=True,
         logs=0, findings=(), unseen=False, taken=0, partly=0, untold=False, rank=0, stopped=False,
-        held=0, snapshot=None, bad_endings=ended, ending=Ending("finished", 0),
+        held=0, snapshot=None, left_out=None, bad_endings=ended, ending=Ending("finished", 0),
     )  # fmt: skip
     said, words = run_command.judged(summary, examine)
     assert said == verdict

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from gradilocks import read_run
+from gradilocks.report import examine
 from tests.observe.sessions import SCRIPTS, forked, write
 
 
@@ -436,3 +437,67 @@ def test_a_loss_is_unknown_where_two_optimizers_write_to_one_buffer(case, tmp_pa
     """All views of it share one counter of writes."""
     _, recorded = of_two_optimizers(tmp_path, "lay(a, b)", case)
     assert recorded == [None, None, None]
+
+
+LEFT_OUT = """
+import sys
+import torch
+
+torch.manual_seed(0)
+way = sys.argv[1]
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for number in range(1, 31):
+    x = torch.randn(8, 4)
+    loss = model(x).square().mean()
+    if way != "finite" and number % 10 == 0:
+        loss = loss * float("nan" if number % 20 else "inf")
+    if way == "none":
+        for each in model.parameters():
+            each.grad = None
+    elif way != "after":
+        optimizer.zero_grad()
+    loss.backward()
+    if number % 10 == 0:
+        if way == "after":
+            optimizer.zero_grad()
+        continue
+    optimizer.step()
+    if way == "after":
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("way", "many"), [("before", 3), ("after", 3), ("none", 3), ("finite", 0)])
+def test_bad_losses_that_the_script_itself_leaves_out_are_counted(way, many, tmp_path):
+    write(tmp_path, "train.py", LEFT_OUT)
+    shown = forked("-o", "a.jsonl", "train.py", way, cwd=tmp_path)
+    run = read_run(tmp_path / "a.jsonl")
+    assert len(run.steps) == 27
+    said = "backward passes on a loss that was NaN or Inf, the first after step 9, went into no"
+    assert (f"gradilocks: 3 {said} step" in shown.err) is bool(many)
+    assert (run.end.left_out or 0, run.end.left_out_after) == (many, 9 if many else None)
+    found = {each.rule: each for each in examine(run).findings}
+    assert ("losses-left-out" in found) is bool(many)
+    if many:
+        assert found["losses-left-out"].title.endswith("left out by the script 3 times")
+        assert found["losses-left-out"].severity == "note"
+
+
+def test_evaluations_that_an_optimizer_asks_for_are_not_left_out(tmp_path):
+    script = """
+import torch
+x = torch.nn.Parameter(torch.tensor([3.0]))
+optimizer = torch.optim.LBFGS([x], lr=1.0, max_iter=4)
+calls = [0]
+def closure():
+    optimizer.zero_grad()
+    calls[0] += 1
+    loss = (x ** 2).sum() * (float("nan") if calls[0] == 3 else 1.0)
+    loss.backward()
+    return loss
+optimizer.step(closure)
+"""
+    write(tmp_path, "train.py", script)
+    forked("-o", "a.jsonl", "train.py", cwd=tmp_path)
+    assert read_run(tmp_path / "a.jsonl").end.left_out is None

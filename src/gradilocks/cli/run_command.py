@@ -266,6 +266,12 @@ def describe(summary: Summary, chosen: Program, *, caller: str) -> list[str]:
         lines[-1] += f"; {summary.seen - summary.steps:,} more could not be recorded"
     elif summary.failed:
         lines[-1] += "; the steps after that were not watched"
+    if summary.left_out is not None:
+        many, after = summary.left_out
+        lines.append(
+            f"{many:,} backward pass{'' if many == 1 else 'es'} on a loss that was NaN or Inf, the "
+            f"first after step {after:,}, went into no step: the script has left them out by itself"
+        )
     if summary.stopped:
         lines.append(
             "stopped by --guard stop: the last step had NaN or Inf and was not taken; parameters "

@@ -33,11 +33,16 @@ def parameters_of(owner: Any) -> Iterator[Tensor]:
 class Losses(StepListener):
     """What was run backward since the last step, unscaled, on its device.
 
+    Args:
+        latest_step: the number of the last step that there was.
+
     Attributes:
         formats: those in which the first loss of all was computed; empty if nobody knows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, latest_step: Callable[[], int] = int) -> None:
+        self._latest_step = latest_step
+        self._left_out: Tensor | None = None  # How many, and after which step the first.
         self.formats: tuple[str, ...] = ()
         self._sum: Tensor | None = None
         self._is_taken = False
@@ -71,7 +76,7 @@ class Losses(StepListener):
         params = list(self.parameters())
         given = [param for param in params if id(param) in self._given_gradient]
         if self.are_waiting and given and all(param.grad is None for param in given):
-            self.start()
+            self._leave_out()
         if not self.are_waiting:
             several = len(self._optimizers) > 1
             self._gradients = {id(p): _GradientState.of(p) for p in params if several}
@@ -107,7 +112,7 @@ class Losses(StepListener):
         then = self._gradients
         changed = [p for p in others if id(p) not in then or not then[id(p)].is_still(p)]
         if not changed:
-            self.start()
+            self._leave_out()
         elif not any(id(p) not in then or then[id(p)].is_replaced(p) for p in changed):
             self._is_unknown = self._is_unknown or not _fill_a_storage(changed)
 
@@ -119,6 +124,27 @@ class Losses(StepListener):
     def start(self) -> None:
         """Forgets what came before: its gradients are gone, or somebody else tells of them."""
         self._sum, self._is_taken, self._is_unknown = None, False, False
+
+    @torch.no_grad()
+    def _leave_out(self) -> None:
+        """The script has dropped what waits: counts it, on its device, if it is NaN or Inf."""
+        if self._sum is not None and self.are_waiting and not self._is_unknown:
+            bad = torch.logical_not(torch.isfinite(self._sum.detach())).long()
+            found = torch.stack([bad, bad * self._latest_step()])
+            if self._left_out is not None:
+                before = self._left_out
+                found = found.to(before.device, non_blocking=True)
+                first = torch.where(before[0] > 0, before[1], found[1])
+                found = torch.stack([before[0] + found[0], first])
+            self._left_out = found
+        self.start()
+
+    def left_out(self) -> tuple[int, int] | None:
+        """How many losses that were NaN or Inf no step has taken, and the number of the last step
+        before the first of them; None if there is none. Waits for the device: at the end."""
+        self._leave_out()
+        many, after = (0, 0) if self._left_out is None else self._left_out.tolist()
+        return (many, after) if many else None
 
     def end(self) -> None:
         """A step is over: what was run backward in it is no part of the next one."""

@@ -204,7 +204,7 @@ class ScriptSession:
         """Closes the run file, if there is one, and returns its recorder."""
         recorder = None if self.steps is None else self.steps.recorder
         if recorder is not None:
-            recorder.unwatched = self.has_failed() or None
+            recorder.end_facts = {"unwatched": self.has_failed() or None, **self._left_out()}
             try:
                 recorder.finish(status=ending.status, exit=ending.exit, error=ending.error)
             except Exception as error:  # The script has ended; nothing must keep it from leaving.
@@ -213,6 +213,13 @@ class ScriptSession:
             with suppress(OSError):
                 folder.rmdir()
         return recorder
+
+    def _left_out(self) -> dict[str, int]:
+        """The backward passes that the script has left out by itself, as End has them."""
+        found = None
+        with suppress(Exception):  # Of a device that has failed nothing can be read.
+            found = self.steps.losses.left_out()
+        return {} if found is None else {"left_out": found[0], "left_out_after": found[1]}
 
     def has_failed(self) -> bool:
         """Whether watching had to end before the script did."""
@@ -302,6 +309,9 @@ class Summary:
     """How many steps `--guard` has held back."""
     snapshot: tuple[Path, int] | None
     """The file of the first bad step and its size in bytes, if there is one."""
+    left_out: tuple[int, int] | None
+    """How many backward passes on a loss that was NaN or Inf no step has taken, and after which
+    step the first of them came; None if there was none."""
     bad_endings: tuple[str, ...]
     """How it ended in NaN or Inf, for each optimizer that did, in words."""
     ending: Ending
@@ -426,6 +436,7 @@ def run_script(
                     ),
                     None,
                 ),
+                left_out=None if recorder is None else _left_out_of(recorder.end_facts),
                 bad_endings=tuple(
                     f"optimizer {index}: {each.ending}" if len(bad) > 1 else each.ending
                     for index, each in sorted(bad.items())
@@ -440,6 +451,11 @@ def run_script(
     finally:
         if stop.calls:
             stop()  # Also if the script has caught it and ended in its own way.
+
+
+def _left_out_of(facts: Mapping[str, Any]) -> tuple[int, int] | None:
+    many = facts.get("left_out")
+    return (many, facts["left_out_after"]) if many else None
 
 
 def _snapshot(run_file: Path, options: Options) -> Path | None:

@@ -361,7 +361,7 @@ class StepRecorder(StepListener):
         self._attempts: dict[Step, _Attempt] = {}
         self._journals: WeakKeyDictionary[Any, Journal] = WeakKeyDictionary()  # By control.
         self._reader = GradientReader()
-        self.losses = Losses()
+        self.losses = Losses(lambda: 0 if self.recorder is None else self.recorder.latest_step())
         self.data_wait = DataWait()
         self._clipping: ClippedGradients | None = None
         self.recorder: ScriptRecorder | None = None

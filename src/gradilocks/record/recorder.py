@@ -199,8 +199,8 @@ class Recorder:
         """By the index of the optimizer: which of them had NaN or Inf, and whether that stayed."""
         self.knows_precision = False
         """Whether the file says in which formats the run computes."""
-        self.unwatched: bool | None = None
-        """As End has it; to be set by whoever finds that it cannot go on telling of steps."""
+        self.end_facts: Mapping[str, Any] = {}
+        """What else the End is to tell, as it names it; set by whoever knows."""
         self._sinks = list(sinks)
         _check_sinks(self._sinks)
         self._optimizers: list[RecordedOptimizer] = []
@@ -339,6 +339,12 @@ class Recorder:
                 return each.steps
         return self._steps_before(len(self._optimizers))
 
+    def latest_step(self) -> int:
+        """The number of the last step, whoever took it; 0 if there is none."""
+        if self._latest is None and self._file is not None:
+            return max(self._file.steps_before.values(), default=0)
+        return self._latest or 0
+
     def wants_detail(self, index: int) -> bool:
         """Whether the coming step of that optimizer is one to be recorded tensor by tensor."""
         if self._detail_every is None or not self.recording:
@@ -395,11 +401,8 @@ class Recorder:
         if not self.recording:
             return
         refuse_capture()
-        assert self._file is not None
         if step is None:
-            step = self._latest
-            if step is None:
-                step = max(self._file.steps_before.values(), default=0)
+            step = self.latest_step()
         with self._working():
             try:
                 self._queue.hold(PendingNumbers(numbers, step=int(step), time=self.elapsed()))
@@ -466,7 +469,7 @@ class Recorder:
                 return
         self.flush()
         with self._working():
-            end = End(self.elapsed(), status, exit, error, self.unwatched)
+            end = End(self.elapsed(), status, exit, error, **self.end_facts)
             self._write([end_line(end)])
             self._tell_sinks("close", end)
             if self._skips is not None:

@@ -52,6 +52,16 @@ def ending(run: Run) -> Iterator[Finding]:
             "Gradilocks'; its terminal says which. What this report says is of the steps before."
         )
         yield Finding("unwatched", "warning", title, told, step=last)
+    if end is not None and end.left_out:
+        many, after = end.left_out, end.left_out_after or 0
+        title = f"A loss of NaN or Inf was left out by the script {count(many, 'time')}"
+        told = (
+            f"The loss was NaN or Inf, the first time after step {after:,}, and no step took its "
+            "gradients: the script has left them out by itself. They changed no weight; what makes "
+            "them is there all the same, in the data or in the model."
+        )
+        evidence = {"passes": many}
+        yield Finding("losses-left-out", "note", title, told, evidence, step=after)
     if run.damaged:
         told = (
             f"{sentence_case(clean(describe_damage(run.damaged)))}. What stood there is missing "

@@ -190,8 +190,9 @@ def audit_line(audit: Mapping[str, Any]) -> str:
 def end_line(end: End) -> str:
     """The last line of a run that ended by itself."""
     fields = _fields("end", end)
-    if end.unwatched is None:
-        del fields["unwatched"]
+    for name in OPTIONAL["end"]:
+        if fields[name] is None:
+            del fields[name]
     return _line(fields)
 
 

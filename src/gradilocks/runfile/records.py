@@ -243,6 +243,11 @@ class End:
     unwatched: bool | None = None
     """True if the script went on when it could not be watched any more: steps after the last one
     that is written are not known. None if all of them are there."""
+    left_out: int | None = None
+    """How many backward passes on a loss that was NaN or Inf no step has taken: the script has left
+    them out by itself. None if there was none, or nobody has looked."""
+    left_out_after: int | None = None
+    """The number of the last step before the first of them; 0 if there was none."""
 
 
 @dataclass(frozen=True)
