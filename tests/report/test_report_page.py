@@ -70,6 +70,12 @@ def test_a_run_without_steps_has_a_page_that_says_so() -> None:
     assert embedded(page) == {}
 
 
+def test_a_finding_says_of_how_many_steps_it_is() -> None:
+    lost = {"loss": None, "loss_nonfinite": True, "nan": 1, "norm": None}
+    page = render([reported(made_run(100, plant=dict.fromkeys(range(65, 101), lost)))])
+    assert '<p class="evidence">36 steps</p>' in page
+
+
 def test_the_page_says_what_ran() -> None:
     run = made_run(header=header(ranks=4, rank=2, hardware={"gpus": ["H200"], "memory": 2**34}))
     facts = dict(what_ran(run))
