@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gradilocks.cli import main
+from gradilocks.errors import GradilocksError
 from gradilocks.report import run_list
 from gradilocks.runfile import End, Logged, log_line, process_here
 from tests.runfile.run_files import HEADER, lines_of, plain_step, training, write_run
@@ -165,8 +166,11 @@ def test_a_page_over_all_runs_links_to_their_reports_which_it_makes(folder, caps
     html = (folder / "runs" / "index.html").read_text(encoding="utf-8")
     assert re.findall(r'<a href="([^"]+)">', html) == ["deep/new.html", "bad.html", "old.html"]
     assert len(html) < 100_000  # Without plotly.js.
-    for name in ("deep/new.html", "bad.html", "old.html"):
-        assert (folder / "runs" / name).stat().st_size > 1_000_000
+    (plotly,) = (folder / "runs").glob("plotly-*.js")  # In none of the reports.
+    for name, up in (("deep/new.html", "../"), ("bad.html", ""), ("old.html", "")):
+        report = (folder / "runs" / name).read_text(encoding="utf-8")
+        assert f'<script src="{up}{plotly.name}"></script>' in report
+        assert len(report) < 500_000 < plotly.stat().st_size
     before = (folder / "runs" / "old.html").stat().st_mtime_ns
     os.utime(folder / "runs" / "bad.jsonl", (4e9, 4e9))  # It has gone on.
     gone_on = (folder / "runs" / "bad.html").stat().st_mtime_ns
@@ -212,3 +216,15 @@ def test_names_and_commands_cannot_break_out_of_the_page(folder, capsys):
     html = (folder / "runs" / "index.html").read_text(encoding="utf-8")
     assert "<script>alert" not in html
     assert "\x1b" not in html
+
+
+def test_where_no_report_can_be_made_the_page_is_made_all_the_same(folder, capfd, monkeypatch):
+    def refuse():
+        raise GradilocksError("plotly is not installed: pip install plotly")
+
+    monkeypatch.setattr("gradilocks.report.plotly_script", refuse, raising=False)
+    assert main(["page"]) == 0
+    shown = capfd.readouterr()
+    assert "no reports are made: plotly is not installed" in shown.err
+    assert "Page: runs/index.html, over 3 runs" in shown.out
+    assert not list((folder / "runs").rglob("plotly-*.js"))

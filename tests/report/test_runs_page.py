@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from gradilocks.cli import main
 from gradilocks.report.run_list import ListedRun
 from gradilocks.report.runs_page import render_runs
 from tests.report.browser import browser, visit
+from tests.report.made_runs import header, made_run, write
 
 RUNS = [
     ListedRun("c", "c", 3e9, "running", "healthy", "Nothing wrong.", 1200, 60.0, "3 → 0.5", 0.5,
@@ -87,3 +89,34 @@ def test_without_scripts_the_table_is_whole(chromium: Any, page: Path) -> None:
     with visit(chromium, page, script=False) as seen:
         assert names(seen) == ["c", "b", "a"]
         assert not seen.page.locator("#find").is_visible()
+
+
+def test_reports_of_a_page_share_one_copy_of_plotly_and_draw_by_it(
+    chromium: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    places = [runs / "a.jsonl", runs / "deep er" / "b.jsonl"]
+    for number, place in enumerate(places):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write(made_run(header=header(started=7.0 + number)), place)
+    assert main(["page", str(runs)]) == 0
+    capsys.readouterr()
+    (shared,) = runs.rglob("plotly-*.js")
+    assert shared.parent == runs
+    for place in places:
+        report = place.with_suffix(".html")
+        assert report.stat().st_size < 500_000
+        with visit(chromium, report) as seen:
+            assert seen.page.locator(".canvas svg.main-svg").count() > 0
+            assert seen.page.locator("#no-plots").is_hidden()
+            assert seen.complaints == []
+    shared.unlink()
+    opened = chromium.new_page()
+    errors: list[str] = []
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.goto(places[0].with_suffix(".html").as_uri())
+    assert opened.locator("#no-plots").is_visible()
+    assert errors == []
+    opened.close()
+    assert main(["page", str(runs)]) == 0
+    assert shared.is_file()

@@ -40,6 +40,7 @@ _HOME = {
     "experiment": ("Drawn", "experiment_page"),
     "formatting": ("clean", "number", "power", "short_name", "size"),
     "health": ("Finding", "Health"),
+    "page": ("plotly_script",),
     "report_page": ("identity", "identity_of_headers", "render"),
     "run_list": ("ListedRun", "find_runs", "list_runs"),
     "runs_page": ("render_runs", "runs_identity"),
@@ -74,6 +75,7 @@ __all__ = [
     "number",
     "own_numbers",
     "own_rows",
+    "plotly_script",
     "power",
     "recommendation_as_line",
     "recommendation_as_plain",
@@ -126,6 +128,7 @@ if TYPE_CHECKING:
     from gradilocks.report.experiment import Drawn, experiment_page
     from gradilocks.report.formatting import clean, number, power, short_name, size
     from gradilocks.report.health import Finding, Health
+    from gradilocks.report.page import plotly_script
     from gradilocks.report.report_page import identity, identity_of_headers, render
     from gradilocks.report.run_list import ListedRun, find_runs, list_runs
     from gradilocks.report.run_report import Reported, examine, main_numbers, own_rows, report_on

@@ -3,7 +3,8 @@
 `report_page`, `audit_page` and `experiment` say what is shown; `templates/` lay it out, each as a
 child of `page.html`. Text from a file reaches a page in two ways only: escaped by the templates,
 and as JSON in a data block in which no ``<``, ``>`` or ``&`` stands. On top of that the page's own
-policy lets the browser run the scripts with these hashes and no other, and fetch nothing.
+policy lets the browser run the scripts with these hashes and no other, and fetch nothing. Pages
+that lie together may share one copy of plotly.js, from which they then may run scripts on disk.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def to_html(
     panels: Iterable[Mapping[str, Any]] = (),
     generator: str = GENERATOR,
     scripts: Iterable[str] = (),
+    plotly: str = "",
     **shown: Any,
 ) -> str:
     """Lays a page out.
@@ -47,6 +49,7 @@ def to_html(
         panels: audits, as `audit_page.panel` makes them.
         generator: what the page says it was made by.
         scripts: names of further ones in `assets/`.
+        plotly: where a copy of plotly.js is, seen from the page, which has none in it then.
         shown: what the template asks for; all ask for `title`, `kind`, `heading`, and `identity`,
             by which a later page may replace this one.
     """
@@ -57,8 +60,8 @@ def to_html(
     figures += [figure for panel in panels for figure in panel.get("figures", ())]
     names = ("page.js", *(("audit.js",) if panels else ()), *scripts)
     texts = [(assets / name).read_text(encoding="utf-8") for name in names]
-    if figures:
-        texts.insert(0, _plotly())
+    if figures and not plotly:
+        texts.insert(0, plotly_script())
     shown |= {"sections": sections, "panels": panels, "generator": generator}
     made = _templates().get_template(template)
     return made.render(
@@ -66,7 +69,8 @@ def to_html(
         plots={figure.key: figure.plot for figure in figures},
         version=__version__,
         scripts=[Markup(script) for script in texts],
-        hashes=" ".join(map(_hash, texts)),
+        hashes=" ".join([*map(_hash, texts), *(("'self'", "file:") if plotly and figures else ())]),
+        plotly=plotly if figures else "",
     )
 
 
@@ -94,7 +98,12 @@ def in_digits(value: float | int | str) -> str:
     return f"{value:,.4g}" if value % 1 or abs(value) >= HUGE else f"{value:,.0f}"
 
 
-def _plotly() -> str:
+def plotly_script() -> str:
+    """What draws the plots, 4.8 MB.
+
+    Raises:
+        GradilocksError: plotly is not installed.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:

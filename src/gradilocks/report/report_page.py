@@ -27,8 +27,13 @@ Row = tuple[str, int, list[str]]
 OF_TIME = ("lasted", "steps/s")
 
 
-def render(reports: Sequence[Reported]) -> str:
-    """Returns the page on one or more runs; several are drawn over each other."""
+def render(reports: Sequence[Reported], *, plotly: str = "") -> str:
+    """Returns the page on one or more runs; several are drawn over each other.
+
+    Args:
+        reports: on the runs.
+        plotly: where a copy of plotly.js is, seen from the page; "" to have it in the page.
+    """
     heading = " and ".join(one.label for one in reports[:2])
     heading += f" and {len(reports) - 2} more" if len(reports) > 2 else ""
     several = len(reports) > 1
@@ -39,6 +44,7 @@ def render(reports: Sequence[Reported]) -> str:
         kind="Gradilocks report, side by side" if several else "Gradilocks report",
         heading=heading,
         identity=identity(reports),
+        plotly=plotly,
         about="" if several else in_short(reports[0].run),
         reports=reports,
         several=several,

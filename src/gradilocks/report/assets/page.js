@@ -359,6 +359,10 @@
   const shown = (plot) => Object.assign({}, plot, ...(plot.active || []).map((name) => plot.views[name]));
 
   function redraw(canvas, plot) {
+    if (!window.Plotly) {
+      document.getElementById("no-plots").hidden = false;
+      return new Promise(() => {});
+    }
     const now = shown(plot);
     const traces = structuredClone(now.traces).flatMap(layers).map(drawn);
     const layout = laidOut(now, canvas, traces);
