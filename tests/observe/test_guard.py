@@ -149,6 +149,8 @@ def test_stop_ends_the_script_with_70_before_the_step_is_taken(how, tmp_path):
     assert any("stopped by --guard stop" in line for line in shown.told)
     assert any("the first bad step is in a-first-bad-step.pt (" in line for line in shown.told)
     assert shown.told[-1].startswith("gradilocks: in trouble. The run was stopped at step ")
+    if how == "with workers":
+        assert "which had NaN or Inf: it was in the input (certain). " in shown.told[-1]
     run = read_run(tmp_path / "a.jsonl")
     assert run.end is not None
     assert (run.end.exit, run.end.error is None) == (70, False)

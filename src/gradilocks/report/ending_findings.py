@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gradilocks.report.formatting import clean, count, duration, sentence_case
 from gradilocks.report.health import Finding
-from gradilocks.runfile import Run, describe_damage, state_without_end
+from gradilocks.runfile import Run, describe_damage, describe_trace, state_without_end
 
 # Of a run without an end, how it stands: a title and a sentence.
 NO_END = {
@@ -33,11 +33,16 @@ def ending(run: Run) -> Iterator[Finding]:
     elif end.status == "exit" and run.header.settings.get("guard") == "stop" and end.exit == 70:
         last = run.steps[-1].step if run.steps else 0
         title = f"The run was stopped at step {last:,}, which had NaN or Inf"
+        traces = [trace for trace in run.traces if trace.step == last]
+        for trace in traces[:1]:
+            where = describe_trace(trace, what="it")
+            title += f": {clean(where)} ({trace.certainty})" if where else ""
         told = (
             f"`--guard stop` ended it after {duration(end.time)}. That step was not taken: "
-            "parameters and optimizer state were those before it, and a checkpoint of before it "
-            "is good."
+            "parameters and optimizer state were those before it"
         )
+        spoilt = any(trace.where == "parameters" for trace in traces)
+        told += "." if spoilt else ", and a checkpoint of before it is good."
         yield Finding("stopped-by-guard", "problem", title, told, {"exit": end.exit})
     elif end.status != "finished":
         title = f"The run exited with status {end.exit}"
