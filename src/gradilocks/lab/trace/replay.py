@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import function_modes, seen_by_function_modes
+from gradilocks._torch import function_modes, is_functorch_tensor, seen_by_function_modes
 from gradilocks.eager import UNCOMPILED
 from gradilocks.lab.tensors import tensors_in
 from gradilocks.lab.trace.finding import Finding, Magnitude, damaged_among, if_grown, magnitude
@@ -154,14 +154,15 @@ def _holds_bad_tensors(models: Sequence[nn.Module]) -> bool:
 
 def _goes_on_in(call: KeptCall, calls: Sequence[KeptCall]) -> bool:
     """Whether what a call returned, and what was not run backward, was given to one that was."""
-    made = {each.values.untyped_storage().data_ptr() for each in call.returned.values()} - {0}
-    return any(
-        given.values.untyped_storage().data_ptr() in made
-        for other in calls
-        if other.came_back
-        for given in other.inputs
-        if given.values.layout is torch.strided
-    )
+    made = {_address(each.values) for each in call.returned.values()} - {0}
+    given = (each for other in calls if other.came_back for each in other.inputs)
+    return any(_address(each.values) in made for each in given)
+
+
+def _address(tensor: Tensor) -> int:
+    """Of the memory of its elements; 0 if it has none by itself."""
+    plain = tensor.layout is torch.strided and not is_functorch_tensor(tensor)
+    return tensor.untyped_storage().data_ptr() if plain else 0
 
 
 class _Gradients:
