@@ -193,6 +193,16 @@ def modes_back(torch_, lost):
             assert one + one != "seen"  # Then a replay is not emulated, say.
 
 
+def versions_kept(torch_, lost):
+    tensor = torch.ones(2)
+    with torch_.same_version(tensor):
+        tensor.add_(1)
+    assert tensor._version == 0
+    with lost.same_version(tensor):
+        tensor.add_(1)
+    assert tensor._version == 1  # Then a backward pass that is still to come may refuse.
+
+
 def hidden(torch_, lost):
     """Nothing is hidden without the name, and what is done inside comes out the same."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -269,6 +279,7 @@ def raw_stream(torch_, lost):
 
 FOUND = {
     "torch._C.TensorBase": tensor_base,
+    "torch.autograd._unsafe_preserve_version_counter": versions_kept,
     "torch._C._dynamo.guards.TensorGuards": guards,
     "torch._foreach_mul_": in_place("mul_", 0.3),
     "torch._foreach_sub_": in_place("sub_", [torch.ones(2), torch.ones(2, 1), torch.ones(())]),

@@ -435,7 +435,7 @@ def test_the_other_network_of_a_gan_is_not_blamed_for_what_the_first_has_spoilt(
     write(tmp_path, "train.py", GAN)
     told = Told(tmp_path, "train.py")
     (spoilt,) = [s for s in told.report.splitlines() if "The weights are spoilt since step" in s]
-    assert spoilt.startswith("optimizer 0 (Adam): ")
+    assert spoilt.startswith("optimizer 0 (Adam, netD): ")
     assert "Likely it arose in backward at netD.0.weight" in spoilt
-    assert spoilt.endswith("With them those of optimizer 1 (Adam), since step 20.")
+    assert spoilt.endswith("With them those of optimizer 1 (Adam, netG), since step 20.")
     assert "another optimizer's weights were spoilt before" in told.sentence
