@@ -37,6 +37,8 @@ class NoCollectives(DispatchMode):  # type: ignore[misc, unused-ignore]
         met: whether a collective was about to begin.
     """
 
+    supports_higher_order_operators = True  # Else torch refuses to run them, as flex_attention.
+
     def __init__(self) -> None:
         super().__init__()
         self.met = False
