@@ -46,7 +46,8 @@ class Network(nn.Module):
         rows, marker = rows[:, :WIDTH], rows[:, WIDTH]
         self.bad = bool(marker.amax() > 0)
         hidden = torch.tanh(self.middle(torch.tanh(self.first(rows))))
-        return (self.head(hidden).float().squeeze(-1) - rows.float().sum(-1)).square()
+        # Small enough for the gradients of float16 to hold it times torch's first scale.
+        return 0.01 * (self.head(hidden).float().squeeze(-1) - rows.float().sum(-1)).square()
 
 
 def rows(steps: int = STEPS, *, accumulate: int = 1, bad: int | None = BAD) -> Tensor:
