@@ -24,9 +24,11 @@ __all__ = [
     "has_own_amp_flag",
     "inner_optimizers",
     "is_ours",
+    "own_function",
     "own_step",
     "register_guard",
     "register_ours",
+    "undecorated",
     "weakly",
     "why_not_inside",
 ]
@@ -67,6 +69,22 @@ def own_step(optimizer: Any) -> OwnStep | None:
     (profiler and step hooks, `no_grad`, an LR scheduler's note that a step was taken) are looked
     through: they call what they wrap, on the same object.
     """
+    step, kind = own_function(optimizer), type(optimizer)
+    if step is None:
+        return None
+    by_class = _examined.get(step)
+    if by_class is None:
+        by_class = _examined[step] = weakref.WeakKeyDictionary()
+    found = by_class.get(kind)
+    if found is None:
+        found = by_class[kind] = _examine(step, kind)
+    if found.reads_decision and not found.is_proven and _may_step_another(optimizer):
+        return dataclasses.replace(found, reads_decision=False)
+    return found
+
+
+def own_function(optimizer: Any) -> FunctionType | None:
+    """What `optimizer.step` calls on this very object; None as `own_step` says."""
     kind: Any = type(optimizer)
     if kind.__setattr__ is not _SET or kind.__getattribute__ is not _GET:
         return None
@@ -81,17 +99,7 @@ def own_step(optimizer: Any) -> OwnStep | None:
         step = step.__func__ if step.__self__ is optimizer else None
     else:
         step = _wrapped_by_scheduler(step, optimizer)
-    if not isinstance(step, FunctionType):
-        return None
-    by_class = _examined.get(step)
-    if by_class is None:
-        by_class = _examined[step] = weakref.WeakKeyDictionary()
-    found = by_class.get(kind)
-    if found is None:
-        found = by_class[kind] = _examine(step, kind)
-    if found.reads_decision and not found.is_proven and _may_step_another(optimizer, attributes):
-        return dataclasses.replace(found, reads_decision=False)
-    return found
+    return step if isinstance(step, FunctionType) else None
 
 
 def is_ours(optimizer: Any) -> bool:
@@ -102,7 +110,7 @@ def is_ours(optimizer: Any) -> bool:
 
 def register_ours(step: Any) -> None:
     """For `gradilocks.optim`, whose step reads the decision where its code does not show it."""
-    _ours.add(_undecorated(step))
+    _ours.add(undecorated(step))
 
 
 def register_guard(step: Any) -> None:
@@ -111,6 +119,16 @@ def register_guard(step: Any) -> None:
     They are looked through like torch's own decorators.
     """
     _guards.add(step)
+
+
+def undecorated(function: FunctionType) -> FunctionType:
+    """The function inside torch's decorators; `functools.wraps` of others proves nothing."""
+    while _is_torchs(function) or function in _guards:
+        inner = function.__dict__.get("__wrapped__")
+        if not isinstance(inner, FunctionType):
+            break
+        function = inner
+    return function
 
 
 def has_own_amp_flag(optimizer: Any) -> bool:
@@ -179,13 +197,13 @@ _guards: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 
 def _examine(step: FunctionType, kind: type) -> OwnStep:
     """What the code of `step` tells, as a method of the class `kind`."""
-    function = _undecorated(step)
+    function = undecorated(step)
     names = set(_names_in(function.__code__))
     # As `self.name` finds them: a class below may have a method of its own that reads nothing.
     called = [inspect.getattr_static(kind, name, None) for name in names - {"step"}]
     for method in called:
         if isinstance(method, FunctionType):
-            names.update(_names_in(_undecorated(method).__code__))
+            names.update(_names_in(undecorated(method).__code__))
     ours = function in _ours
     # One that takes the whole scaler has the older contract, and reads nothing else.
     older = "grad_scaler" in inspect.signature(function).parameters
@@ -197,21 +215,11 @@ def _examine(step: FunctionType, kind: type) -> OwnStep:
     )
 
 
-def _may_step_another(optimizer: Any, attributes: dict[str, Any]) -> bool:
+def _may_step_another(optimizer: Any) -> bool:
     """Whether somebody's optimizer may be a wrapper: not all is its own, or one is inside it."""
-    if "param_groups" not in attributes or not has_own_amp_flag(optimizer):
+    if "param_groups" not in _GET(optimizer, "__dict__") or not has_own_amp_flag(optimizer):
         return True
     return bool(inner_optimizers(optimizer))
-
-
-def _undecorated(function: FunctionType) -> FunctionType:
-    """The function inside torch's decorators; `functools.wraps` of others proves nothing."""
-    while _is_torchs(function) or function in _guards:
-        inner = function.__dict__.get("__wrapped__")
-        if not isinstance(inner, FunctionType):
-            break
-        function = inner
-    return function
 
 
 def _is_torchs(function: FunctionType) -> bool:
