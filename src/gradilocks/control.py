@@ -284,8 +284,9 @@ class GradientControl:
     ) -> None:
         """Gives it its optimizers, or others in their place.
 
-        For frameworks, which make them later, or make them anew. The scale, what the policies have learned, the step count and the recorder go on. What a
-        clip policy knows of each parameter is found again by the parameters' names.
+        For frameworks, which make them later, or make them anew. The scale, what the policies have
+        learned, the step count and the recorder go on. What a clip policy knows of each parameter
+        is found again by the parameters' names.
 
         Args:
             optimizers: all that it is to step from here on.
@@ -899,7 +900,7 @@ class GradientControl:
         ours = state_dict.get("gradilocks")
         saved = ours.get("parts") if isinstance(ours, Mapping) else None
         try:
-            self._part_states = {int(number): state for number, state in saved or ()}
+            self._part_states = {operator.index(number): state for number, state in saved or ()}
         except (TypeError, ValueError) as error:
             raise BadState(f"parts in the state_dict do not fit: {saved!r:.80}.") from error
         for number, optimizer in enumerate(self._optimizers):

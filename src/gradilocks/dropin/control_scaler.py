@@ -111,9 +111,7 @@ class ControlScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled, nor are other "
                 "arguments of optimizer.step(). GradientControl.step(closure) takes one."
             )
-        if (
-            self.control._is_inside_step
-        ):  # What the control steps has been handed back to its scaler.
+        if self.control._is_inside_step:  # What it steps asks its scaler to be stepped.
             return optimizer.step()  # type: ignore[no-any-return]
         self._meet(optimizer)
         state = self._per_optimizer_states[id(optimizer)]

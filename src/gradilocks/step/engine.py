@@ -856,7 +856,7 @@ class Engine:
     def load_scale(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on with the scale of a checkpoint, before the parameters are known."""
         nobody = OwnedParameters((), apart=False, alone=True)
-        ours = state_dict.get("gradilocks") if isinstance(state_dict, Mapping) else None
+        ours = state_dict.get("gradilocks") if state_dict else None
         if isinstance(ours, Mapping):
             state_dict = {**state_dict, "gradilocks": {**ours, "clip_state": None}}
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, owned=nobody)
