@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradilocks.step.own_step import is_ours, own_function, undecorated
+from gradilocks.step.own_step import is_ours, own_step, undecorated
 
 __all__ = [
     "KINDS",
@@ -132,7 +132,7 @@ def refuse_second_scaler(optimizer: Any, *, steps: bool = False) -> None:
         return
     name = type(optimizer).__name__
     scaler = wrapper.scaler(optimizer)
-    if scaler is not None and _is_enabled(scaler):
+    if scaler is not None and _is_enabled(scaler) and not _is_a_controls(scaler):
         raise ValueError(
             f"this {name} steps through a scaler of its framework's ({type(scaler).__name__}), "
             "which would divide by a scale of its own and decide about the skip a second time. "
@@ -174,13 +174,18 @@ def _kind_of(optimizer: Any) -> _Wrapper | None:
 
 def _is_plain(optimizer: Any) -> bool:
     """Whether `optimizer.step` is that of its class, and nobody has put another in its place."""
-    step = own_function(optimizer)
+    step = own_step(optimizer)
     known = inspect.getattr_static(type(optimizer), "step")
-    return step is not None and undecorated(step) is undecorated(known)
+    return step is not None and step.code is undecorated(known).__code__
 
 
 def _is_enabled(scaler: Any) -> bool:
-    return bool(scaler.is_enabled()) if hasattr(scaler, "is_enabled") else True
+    return not hasattr(scaler, "is_enabled") or scaler.is_enabled() is not False
+
+
+def _is_a_controls(scaler: Any) -> bool:
+    """Whether it is what `control.as_scaler()` makes, which knows that a step is going on."""
+    return getattr(type(scaler), "steps_by_a_control", False) is True
 
 
 def _comes_from(owner: Any, name: str, *places: tuple[str, str]) -> bool:
@@ -270,7 +275,7 @@ def _accelerated_hands_on(optimizer: Any) -> bool:
     # On XLA its step adds up the gradients of all ranks first.
     distributed = getattr(optimizer.accelerator_state, "distributed_type", None)
     return (
-        optimizer.scaler is None
+        (optimizer.scaler is None or _is_a_controls(optimizer.scaler))
         and optimizer.gradient_state.sync_gradients
         and getattr(distributed, "value", distributed) != "XLA"
     )
@@ -282,9 +287,12 @@ def _zero_hands_on(optimizer: Any) -> bool:
     A fused SGD of torch's that has to make buffers is skipped by the host (`must_skip_on_host`),
     and ranks whose part needs none would wait in vain for those parameters.
     """
-    exact = type(optimizer).__module__.startswith("torch.")  # A subclass may do more on the way.
+    if not type(optimizer).__module__.startswith("torch."):  # A subclass may do more on the way.
+        return False
     inner = optimizer.optim
-    return exact and (is_ours(inner) or not isinstance(inner, torch.optim.SGD))
+    if is_ours(inner) or not isinstance(inner, torch.optim.SGD):
+        return True
+    return all(group["momentum"] == 0 for group in optimizer.param_groups)
 
 
 _KNOWN: dict[str, tuple[str, _Wrapper]] = {

@@ -24,7 +24,6 @@ __all__ = [
     "has_own_amp_flag",
     "inner_optimizers",
     "is_ours",
-    "own_function",
     "own_step",
     "register_guard",
     "register_ours",
@@ -59,6 +58,8 @@ class OwnStep:
     """Whether it is code that we know: that of torch or of `gradilocks.optim`."""
     goes_by_groups: bool
     """Whether it is torch's code, which goes by `fused` in the groups, or calls some step."""
+    code: CodeType
+    """What is inside torch's decorators."""
 
 
 def own_step(optimizer: Any) -> OwnStep | None:
@@ -69,22 +70,6 @@ def own_step(optimizer: Any) -> OwnStep | None:
     (profiler and step hooks, `no_grad`, an LR scheduler's note that a step was taken) are looked
     through: they call what they wrap, on the same object.
     """
-    step, kind = own_function(optimizer), type(optimizer)
-    if step is None:
-        return None
-    by_class = _examined.get(step)
-    if by_class is None:
-        by_class = _examined[step] = weakref.WeakKeyDictionary()
-    found = by_class.get(kind)
-    if found is None:
-        found = by_class[kind] = _examine(step, kind)
-    if found.reads_decision and not found.is_proven and _may_step_another(optimizer):
-        return dataclasses.replace(found, reads_decision=False)
-    return found
-
-
-def own_function(optimizer: Any) -> FunctionType | None:
-    """What `optimizer.step` calls on this very object; None as `own_step` says."""
     kind: Any = type(optimizer)
     if kind.__setattr__ is not _SET or kind.__getattribute__ is not _GET:
         return None
@@ -99,7 +84,17 @@ def own_function(optimizer: Any) -> FunctionType | None:
         step = step.__func__ if step.__self__ is optimizer else None
     else:
         step = _wrapped_by_scheduler(step, optimizer)
-    return step if isinstance(step, FunctionType) else None
+    if not isinstance(step, FunctionType):
+        return None
+    by_class = _examined.get(step)
+    if by_class is None:
+        by_class = _examined[step] = weakref.WeakKeyDictionary()
+    found = by_class.get(kind)
+    if found is None:
+        found = by_class[kind] = _examine(step, kind)
+    if found.reads_decision and not found.is_proven and _may_step_another(optimizer, attributes):
+        return dataclasses.replace(found, reads_decision=False)
+    return found
 
 
 def is_ours(optimizer: Any) -> bool:
@@ -212,12 +207,13 @@ def _examine(step: FunctionType, kind: type) -> OwnStep:
         is_ours=ours,
         is_proven=ours or _is_torchs(function),
         goes_by_groups=_is_torchs(function) or "step" in function.__code__.co_names,
+        code=function.__code__,
     )
 
 
-def _may_step_another(optimizer: Any) -> bool:
+def _may_step_another(optimizer: Any, attributes: dict[str, Any]) -> bool:
     """Whether somebody's optimizer may be a wrapper: not all is its own, or one is inside it."""
-    if "param_groups" not in _GET(optimizer, "__dict__") or not has_own_amp_flag(optimizer):
+    if "param_groups" not in attributes or not has_own_amp_flag(optimizer):
         return True
     return bool(inner_optimizers(optimizer))
 

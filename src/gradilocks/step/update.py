@@ -182,7 +182,10 @@ def takes_decision(optimizer: Any) -> bool:
     if KINDS.get(type(optimizer), optimizer) is not None:  # A wrapper, or not met before.
         inside = steppers(optimizer)
         if inside is not None:
-            return _all_fused(optimizer) and all(map(takes_decision, inside))
+            # ZeRO gives the one inside its own groups' settings at each step.
+            groups = optimizer.param_groups
+            unfused = any("fused" in group and not group["fused"] for group in groups)
+            return not unfused and all(map(takes_decision, inside))
     if not getattr(optimizer, AMP_FLAG, False):
         return False
     step = own_step(optimizer)
@@ -190,11 +193,10 @@ def takes_decision(optimizer: Any) -> bool:
         return False
     # A checkpoint of an unfused optimizer brings fused=None into the groups of a fused one, and
     # torch's own step then goes by the groups.
-    return _all_fused(optimizer) if step.goes_by_groups else True
-
-
-def _all_fused(optimizer: Any) -> bool:
-    return not any("fused" in group and not group["fused"] for group in optimizer.param_groups)
+    for group in optimizer.param_groups if step.goes_by_groups else ():
+        if "fused" in group and not group["fused"]:
+            return False
+    return True
 
 
 def takes_directly(optimizers: Sequence[Any]) -> bool:
