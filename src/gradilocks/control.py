@@ -271,8 +271,7 @@ class GradientControl:
             raise ValueError(_NO_REPLICAS_KNOWN)
         engine.losses.adds_up = ranks is not None or self._replicas is not None
         # Not a method of its own: a control must go as soon as nobody holds it.
-        parameters = functools.partial(every_parameter, optimizers)
-        self._order.parameters = parameters if engine.scales else tuple
+        self._order.know(functools.partial(every_parameter, optimizers), engine)
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
