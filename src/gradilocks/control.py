@@ -11,6 +11,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -973,6 +974,7 @@ class GradientControl:
                 overflow=None if self._seen is None else self._overflow_seen(),
                 model_ranks=model_ranks,
                 rating=rating,
+                moves=not self._is_part,
             )
             if verdict.together is not None:
                 self._keep_weights(verdict)
@@ -1138,7 +1140,9 @@ class GradientControl:
         loss = None if self._exchange is None else self._engine.losses.total()
         hopeless = self._engine.conclude(verdict, moves=not self._is_part)
         if self._is_part:
-            self._judged.append(verdict)
+            # A device that settles steps writes over its flag at the next.
+            flag = verdict.record.skip.clone()
+            self._judged.append(verdict._replace(record=replace(verdict.record, skip=flag)))
         for scheduler in self._schedules:
             if not self._is_part or scheduler.is_of(self._optimizers):
                 scheduler.note(verdict.record.row)
