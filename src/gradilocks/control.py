@@ -68,9 +68,9 @@ from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.engine import Engine, Look, Verdict, look, multiply_
 from gradilocks.step.events import EVENTS, Step, StepEvents
+from gradilocks.step.framework_wrappers import ours_inside
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
-from gradilocks.step.own_step import is_ours
 from gradilocks.step.rank_drift import LoadCount
 from gradilocks.step.rank_losses import LossExchange, exchange_for
 from gradilocks.step.replica_check import Holdings, ReplicaCheck, check_every
@@ -274,8 +274,7 @@ class GradientControl:
             raise ValueError(_NO_REPLICAS_KNOWN)
         engine.losses.adds_up = ranks is not None or self._replicas is not None
         # Not a method of its own: a control must go as soon as nobody holds it.
-        parameters = functools.partial(every_parameter, optimizers)
-        self._order.parameters = parameters if engine.scales else tuple
+        self._order.know(functools.partial(every_parameter, optimizers), engine)
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
@@ -1004,8 +1003,9 @@ class GradientControl:
         """Steps each optimizer on its gradients, or none."""
         begin = 0
         for number, optimizer in enumerate(self._optimizers):
-            if verdict.settled and is_ours(optimizer):
-                optimizer.hold(gradients if len(self._optimizers) == 1 else None)
+            ours = ours_inside(optimizer) if verdict.settled else None
+            if ours is not None:
+                ours.hold(gradients if len(self._optimizers) == 1 else None)
             end = gradients.ends[number]
             update(
                 optimizer,
