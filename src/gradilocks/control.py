@@ -56,7 +56,7 @@ from gradilocks.ranks.model_ranks import (
     refuse_thawed,
 )
 from gradilocks.record.environment import checked_config
-from gradilocks.record.journal import journal_for, recorder_of
+from gradilocks.record.journal import journal_for, journal_of
 from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import resolve_scale
@@ -217,22 +217,12 @@ class GradientControl:
         self._weights: Weights | None = None
         # Of DistributedDataParallel, if a rank records: how its ranks hear of each other's losses.
         self._exchange: LossExchange | None = None
+        self._loaded: int | None = None  # The step of a checkpoint, until it is in a run file.
         config = checked_config(config)
         if keep_bad_step is not None:
             self._keep_bad_step(keep_bad_step)
         if record is not None:
-            scale_policy, clip_policy = policies
-            self._events.add(
-                journal_for(
-                    record,
-                    self._optimizers,
-                    self._names,
-                    spread=self._ranks is not None,
-                    config=config,
-                    scale=scale_policy,
-                    clip=clip_policy,
-                )
-            )
+            self.attach(record, config=config)
 
     def _keep_bad_step(self, path: object) -> None:
         from gradilocks.lab.trace import BadStepKeeper, checked_place
@@ -308,7 +298,73 @@ class GradientControl:
     @property
     def recorder(self) -> Recorder | None:
         """What records this control's steps; one that it has made goes when the control goes."""
-        return recorder_of(self._events)
+        journal = journal_of(self._events)
+        return None if journal is None else journal.recorder
+
+    def attach(
+        self,
+        record: object,
+        config: Mapping[str, Any] | None = None,
+        *,
+        exists: str = "refuse",
+    ) -> Recorder:
+        """Records this control's steps from here on, as `record=` does from the first.
+
+        At any time, also between `backward` and `step`: that step's loss is not known then. Steps
+        are numbered as `outcome.step` has them. After `load_state_dict`, before or after this, that
+        is by the checkpoint: in a file that is gone on in, the steps after it are superseded.
+        Attached after the first step, what needs an agreement of several ranks is left out: tensors
+        one by one where they hold the model together, losses of other ranks where each holds it.
+
+        Args:
+            record: a path for a run file, or a Recorder.
+            config: with a path, what its header is to tell of how the run was made.
+            exists: with a path, what to do if the file is there: "refuse", "append" or "replace".
+
+        Returns:
+            The Recorder; the one that was given, or one that goes when the control goes.
+
+        Raises:
+            ValueError: something records this control's steps already.
+
+        Example:
+            >>> control.load_state_dict(checkpoint["control"])  # doctest: +SKIP
+            >>> control.attach("runs/a.jsonl", exists="append")  # doctest: +SKIP
+        """
+        before = self.recorder
+        if before is not None and before.recording:
+            raise ValueError(
+                f"this control records its steps to {before.path} already, and has one recorder at "
+                "a time. Call control.detach() first, or close that one: control.recorder.close()."
+            )
+        journal = journal_for(
+            record,
+            self._optimizers,
+            self._names,
+            spread=self._ranks is not None,
+            exists=exists,
+            config=checked_config(config),
+            scale=self._engine.scale_policy,
+            clip=self._engine.clip_policy,
+        )
+        self.detach()
+        journal.goes_on_from(self._engine.steps_so_far(), self._loaded)
+        self._events.add(journal)
+        return journal.recorder
+
+    def detach(self) -> Recorder | None:
+        """Records no further steps; the file stays open as long as somebody holds its Recorder.
+
+        Returns:
+            The Recorder, to be closed or attached again; None if there was none.
+        """
+        journal = journal_of(self._events)
+        if journal is None:
+            return None
+        if journal.has_recorded:  # What it has written is of the run as it goes on.
+            self._loaded = None
+        self._events.discard(journal)
+        return journal.recorder
 
     @property
     def scale(self) -> float:
@@ -490,10 +546,16 @@ class GradientControl:
         fit raises BadState and changes nothing.
         """
         before = self._engine.next_step
-        self._engine.load(state_dict, self._ranks)
+        steps = self._engine.load(state_dict, self._ranks)
         if self._loads is not None:
             self._loads.note(kept_step=self._engine.next_step == before)
         self._order.note_step(self._parameters())  # What is there carries another scale.
+        if self._exchange is not None:
+            self._exchange.forget()
+        if steps is not None:
+            self._loaded = steps
+            for listener in self._events.listeners:
+                listener.state_loaded(self, steps)
 
     def _begins_anew(self) -> bool:
         """Whether nothing is left of losses from before this one."""

@@ -26,7 +26,7 @@ from gradilocks.step.table import every_parameter, gradients_of
 from gradilocks.step.together import Together
 from gradilocks.values import ROW, Statistics, StepRecord, wide
 
-__all__ = ["Journal", "journal_for", "recorder_of"]
+__all__ = ["Journal", "journal_for", "journal_of"]
 
 _AT = {name: place for place, name in enumerate(ROW)}
 
@@ -42,6 +42,7 @@ class Journal(StepListener):
         loss: the sum of the losses since the last step; None if it is not known.
         waited: seconds of the host between the last step and the forward pass of the coming one,
             told by whoever knows; of several optimizers' steps the first carries them.
+        has_recorded: whether it has handed over a step.
     """
 
     def __init__(
@@ -50,7 +51,10 @@ class Journal(StepListener):
         self.recorder = recorder
         self.loss: Tensor | None = None
         self.waited: float | None = None
+        self.has_recorded = False
         self._find_names = find_names
+        # Before the next step: how many the control has counted, and in a state that it loaded.
+        self._goes_on_from: tuple[int, int | None] | None = None
         self._indices: list[int] = []
         self._parameters: AllParameters | None = None  # Of all ranks, as the recorder knows them.
         self._counts: list[int] = []
@@ -84,6 +88,29 @@ class Journal(StepListener):
         ]
         self._counts = _counts(optimizers)
 
+    def goes_on_from(self, counted: int, loaded: int | None) -> None:
+        """The next step is the one after those that the control has counted.
+
+        Args:
+            counted: so many.
+            loaded: how many it had counted in the last state that it loaded; None if it has loaded
+                none, which may still come.
+        """
+        self._goes_on_from = counted, loaded
+        if loaded is not None and self._indices:
+            self._number_steps()
+
+    def state_loaded(self, control: Any, steps: int) -> None:
+        self.loss = None
+        self.goes_on_from(steps, steps)
+
+    def _number_steps(self) -> None:
+        """Tells the recorder, once, from which step its optimizers go on."""
+        if self._goes_on_from is not None:
+            (counted, loaded), self._goes_on_from = self._goes_on_from, None
+            for index in self._indices:
+                self.recorder.resume(index, counted=counted, loaded=loaded)
+
     def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:
         if not self.recorder.recording:
             return
@@ -95,9 +122,11 @@ class Journal(StepListener):
             return
         with torch.no_grad():  # A copy: the loss is the caller's, who may change it.
             mine = loss.reshape(()).to(wide(loss.device), copy=True)
-            before = None if first else self.loss
-            if before is None:
+            before = self.loss
+            if first:
                 self.loss = mine
+            elif before is None:  # A part of the sum was not seen: attached since, or no scalar.
+                return
             elif averaged:
                 self.loss = before.to(mine.device) + (mine - before.to(mine.device)) / averaged
             else:
@@ -107,6 +136,8 @@ class Journal(StepListener):
         if not self.recorder.recording:
             return
         refuse_capture()
+        if self._indices:
+            self._number_steps()
         plan = self.recorder.plan(self._indices[0] if self._indices else None)
         step.plans.append(plan)
         self._weights, self._elements, self._two_norms = [], None, None
@@ -116,6 +147,7 @@ class Journal(StepListener):
         if self._counts != _counts(step.optimizers):
             assert step.names is not None
             self.introduce(step.optimizers, step.names)
+            self._number_steps()
         wanted = [self.recorder.wants_detail(index) for index in self._indices]
         step.detail = step.detail or any(wanted)
         if any(wanted):
@@ -152,6 +184,7 @@ class Journal(StepListener):
         record = step.record
         if not self.recorder.recording or record is None:
             return
+        self.has_recorded = True
         if step.together is not None and self._tells_of_all(step):
             self._record_of_all(step, record, loss, step.together, waited)
             return
@@ -189,6 +222,8 @@ class Journal(StepListener):
         self._weights = []
 
     def numbers_logged(self, numbers: Mapping[str, Tensor | float], *, step: int | None) -> None:
+        if self._indices:
+            self._number_steps()
         self.recorder.log(numbers, step=step)
 
     def _record_of_all(
@@ -203,6 +238,7 @@ class Journal(StepListener):
         if self._parameters is not together.parameters:
             assert step.names is not None
             self.introduce(step.optimizers, step.names, together)
+            self._number_steps()
         row, one = record.row, len(self._indices) == 1
         for number, index in enumerate(self._indices):
             groups = step.optimizers[number].param_groups
@@ -266,11 +302,13 @@ def journal_for(
     *,
     spread: bool,
     config: Mapping[str, Any] | None,
+    exists: str = "refuse",
     **settings: object,
 ) -> Journal:
     """What listens to a control with `record=`; `settings` are for the header of the run file.
 
-    `spread` says whether several ranks hold the model, `config` is the control's.
+    `spread` says whether several ranks hold the model; `exists` and `config` are for a Recorder
+    that is made here.
     """
     told = {key: str(value) for key, value in settings.items()}
     if isinstance(record, Recorder):
@@ -279,10 +317,15 @@ def journal_for(
                 "config= goes into the header of the run file, which this Recorder has written "
                 "already. Give it to the Recorder: Recorder(path, config=...)."
             )
+        if exists != "refuse":
+            raise ValueError(
+                f"exists={exists!r} says what to do with a file that is there, and this Recorder "
+                "has opened its own already. Give it to the Recorder: Recorder(path, exists=...)."
+            )
         record.describe(**told)
         recorder = record
     elif isinstance(record, (str, os.PathLike)) and not isinstance(record, bytes):
-        recorder = Recorder(record, settings=told, config=config)
+        recorder = Recorder(record, settings=told, config=config, exists=exists)
     else:
         raise TypeError(
             "record must be a path such as 'runs/a.jsonl', a gradilocks.Recorder or None, got "
@@ -294,9 +337,9 @@ def journal_for(
     return journal
 
 
-def recorder_of(events: StepEvents) -> Recorder | None:
-    """The Recorder that was given to a control, by what listens to it."""
-    return next((each.recorder for each in events.own if isinstance(each, Journal)), None)
+def journal_of(events: StepEvents) -> Journal | None:
+    """What records the steps of a control, if somebody does."""
+    return next((each for each in events.own if isinstance(each, Journal)), None)
 
 
 def _counts(optimizers: Sequence[Any]) -> list[int]:

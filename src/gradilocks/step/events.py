@@ -11,6 +11,7 @@ recorder, a tracer, an audit. Without a listener an emitter pays for a look at a
                                scale has moved on and the call order is noted, but before
                                NonFiniteGradient or NeverFinite is raised; step_failed if it raises
       log                      numbers_logged
+      load_state_dict          state_loaded
     gradilocks.log             numbers_logged
     gradilocks.GradScaler
       scale                    loss_scaled
@@ -224,6 +225,9 @@ class StepListener:
 
     def numbers_logged(self, numbers: Mapping[str, Tensor | float], *, step: int | None) -> None:
         """The user has handed over numbers of their own, which were checked."""
+
+    def state_loaded(self, control: Any, steps: int) -> None:
+        """A control has loaded a checkpoint, made when it had counted `steps` steps."""
 
 
 class StepEvents:
