@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,18 +53,20 @@ class Journal(StepListener):
         self.waited: float | None = None
         self.has_recorded = False
         self._find_names = find_names
-        # Before the next step: how many the control has counted, and in a state that it loaded.
-        self._goes_on_from: tuple[int, int | None] | None = None
-        self._indices: list[int] = []
-        self._parameters: AllParameters | None = None  # Of all ranks, as the recorder knows them.
-        self._counts: list[int] = []
+        # By the id of an optimizer, before its next step: how many of its steps the control has
+        # counted, and how many in a state that it loaded.
+        self._goes_on_from: dict[int, tuple[int, int | None]] = {}
+        # By the ids of the optimizers that step together.
+        self._known: dict[tuple[int, ...], _Introduced] = {}
+        # The optimizers that have stepped on the losses so far, each alone.
+        self._stepped: set[int] = set()
         self._weights: list[Weights | None] = []
         self._elements: list[int] | None = None
         self._two_norms: Tensor | None = None
 
     def introduce(
         self, optimizers: Sequence[Any], names: Names, together: Together | None = None
-    ) -> None:
+    ) -> _Introduced:
         """Tells the recorder of the optimizers, with their parameters as they are now.
 
         Args:
@@ -78,38 +80,58 @@ class Journal(StepListener):
         order = names.in_backward_order(every)
         named = {every[place]: name for place, name in reversed(order)}
         ordered = names.knows_all(every)
-        self._parameters = None if together is None else together.parameters
         every_rank = (
             [None] * len(optimizers) if together is None else together.parameters.optimizers
         )
-        self._indices = [
+        indices = [
             self.recorder.add_optimizer(optimizer, names=named, ordered=ordered, spread=spread)
             for optimizer, spread in zip(optimizers, every_rank, strict=False)
         ]
-        self._counts = _counts(optimizers)
+        parameters = None if together is None else together.parameters
+        known = _Introduced(indices, _counts(optimizers), parameters)
+        self._known[_key(optimizers)] = known
+        return known
 
-    def goes_on_from(self, counted: int, loaded: int | None) -> None:
-        """The next step is the one after those that the control has counted.
+    def goes_on_from(
+        self, optimizers: Sequence[Any], counted: Sequence[int], loaded: Sequence[int] = ()
+    ) -> None:
+        """The next step of each optimizer is the one after those that the control has counted.
 
         Args:
-            counted: so many.
-            loaded: how many it had counted in the last state that it loaded; None if it has loaded
-                none, which may still come.
+            optimizers: of the control.
+            counted: for each of them, so many.
+            loaded: likewise, how many it had counted in the last state that it loaded; () if it has
+                loaded none, which may still come.
         """
-        self._goes_on_from = counted, loaded
-        if loaded is not None and self._indices:
-            self._number_steps()
+        marks = [*loaded, *[None] * len(optimizers)]
+        for optimizer, count, mark in zip(optimizers, counted, marks, strict=False):
+            self._goes_on_from[id(optimizer)] = count, mark
+        if loaded:
+            self._number_known()
 
-    def state_loaded(self, control: Any, steps: int) -> None:
+    def state_loaded(self, control: Any, steps: Sequence[int]) -> None:
         self.loss = None
-        self.goes_on_from(steps, steps)
+        self.goes_on_from(control.optimizers, steps, steps)
 
-    def _number_steps(self) -> None:
-        """Tells the recorder, once, from which step its optimizers go on."""
-        if self._goes_on_from is not None:
-            (counted, loaded), self._goes_on_from = self._goes_on_from, None
-            for index in self._indices:
-                self.recorder.resume(index, counted=counted, loaded=loaded)
+    def rebind(self, before: Sequence[Any], after: Sequence[Any]) -> None:
+        """A control has other optimizers: those that are new in a place go on for who was there."""
+        self._known = {}  # By ids, which new ones may have now.
+        self._goes_on_from = {}
+        for old, new in zip(before, after, strict=False):
+            if old is not new and not any(old is each for each in after):
+                self.recorder.replace_optimizer(old, new)
+
+    def _number_known(self) -> None:
+        """As `_number_steps`, of all optimizers that the recorder was told of."""
+        for key, known in list(self._known.items()):
+            self._number_steps(key, known)
+
+    def _number_steps(self, key: tuple[int, ...], known: _Introduced) -> None:
+        """Tells the recorder, once, from which step optimizers go on."""
+        for each, index in zip(key, known.indices, strict=False):
+            counts = self._goes_on_from.pop(each, None)
+            if counts is not None:
+                self.recorder.resume(index, counted=counts[0], loaded=counts[1])
 
     def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:
         if not self.recorder.recording:
@@ -123,7 +145,10 @@ class Journal(StepListener):
         with torch.no_grad():  # A copy: the loss is the caller's, who may change it.
             mine = loss.reshape(()).to(wide(loss.device), copy=True)
             before = self.loss
-            if first:
+            # A loss after an optimizer's own step begins another sum.
+            anew = first or len(self._stepped) > 0
+            self._stepped = set()
+            if anew:
                 self.loss = mine
             elif before is None:  # A part of the sum was not seen: attached since, or no scalar.
                 return
@@ -136,19 +161,20 @@ class Journal(StepListener):
         if not self.recorder.recording:
             return
         refuse_capture()
-        if self._indices:
-            self._number_steps()
-        plan = self.recorder.plan(self._indices[0] if self._indices else None)
+        known = self._known.get(_key(step.optimizers))
+        if known is not None:
+            self._number_steps(_key(step.optimizers), known)
+        plan = self.recorder.plan(known.indices[0] if known else None)
         step.plans.append(plan)
         self._weights, self._elements, self._two_norms = [], None, None
         if self._tells_of_all(step):
             step.detail = step.detail or plan.wants_detail(0)
             return  # The ranks share what they find, and who holds what they tell at the step.
-        if self._counts != _counts(step.optimizers):
+        if known is None or known.counts != _counts(step.optimizers):
             assert step.names is not None
-            self.introduce(step.optimizers, step.names)
-            self._number_steps()
-        wanted = [self.recorder.wants_detail(index) for index in self._indices]
+            known = self.introduce(step.optimizers, step.names)
+            self._number_steps(_key(step.optimizers), known)
+        wanted = [self.recorder.wants_detail(index) for index in known.indices]
         step.detail = step.detail or any(wanted)
         if any(wanted):
             try:
@@ -179,7 +205,7 @@ class Journal(StepListener):
         ]
 
     def step_ended(self, step: Step) -> None:
-        loss, self.loss = self.loss, None
+        loss = self._loss_of(step)
         waited, self.waited = self.waited, None
         record = step.record
         if not self.recorder.recording or record is None:
@@ -188,7 +214,8 @@ class Journal(StepListener):
         if step.together is not None and self._tells_of_all(step):
             self._record_of_all(step, record, loss, step.together, waited)
             return
-        parts = self._parts(record, step.optimizers)
+        known = self._known[_key(step.optimizers)]
+        parts = self._parts(record, step.optimizers, known.counts)
         row = record.row
         for number, optimizer in enumerate(step.optimizers):
             statistics, places, elements = parts[number]
@@ -197,7 +224,7 @@ class Journal(StepListener):
             if before is not None:
                 weight, update = before.moved_by_step(row.device)
             self.recorder.step(
-                self._indices[number],
+                known.indices[number],
                 Sample(
                     loss=loss,
                     scale=row[_AT["scale"]],
@@ -222,8 +249,7 @@ class Journal(StepListener):
         self._weights = []
 
     def numbers_logged(self, numbers: Mapping[str, Tensor | float], *, step: int | None) -> None:
-        if self._indices:
-            self._number_steps()
+        self._number_known()
         self.recorder.log(numbers, step=step)
 
     def _record_of_all(
@@ -235,12 +261,13 @@ class Journal(StepListener):
         waited: float | None,
     ) -> None:
         """A step of a model that several ranks hold, as all of them have told it."""
-        if self._parameters is not together.parameters:
+        known = self._known.get(_key(step.optimizers))
+        if known is None or known.parameters is not together.parameters:
             assert step.names is not None
-            self.introduce(step.optimizers, step.names, together)
-            self._number_steps()
-        row, one = record.row, len(self._indices) == 1
-        for number, index in enumerate(self._indices):
+            known = self.introduce(step.optimizers, step.names, together)
+            self._number_steps(_key(step.optimizers), known)
+        row, one = record.row, len(known.indices) == 1
+        for number, index in enumerate(known.indices):
             groups = step.optimizers[number].param_groups
             sample = Sample(
                 loss=loss,
@@ -263,21 +290,31 @@ class Journal(StepListener):
                     shared=step.shared,
                 ),
                 waited=None if number else waited,
-                more=number + 1 < len(self._indices),
+                more=number + 1 < len(known.indices),
             )
             self.recorder.step(index, sample)
 
+    def _loss_of(self, step: Step) -> Tensor | None:
+        """The loss of the step: known to each optimizer that steps alone on the same gradients."""
+        if not step.apart:
+            loss, self.loss = self.loss, None
+            return loss
+        mine = id(step.optimizers[0])
+        loss = None if mine in self._stepped else self.loss
+        self._stepped.add(mine)
+        return loss
+
     def _parts(
-        self, record: StepRecord, optimizers: Sequence[Any]
+        self, record: StepRecord, optimizers: Sequence[Any], counts: list[int]
     ) -> Sequence[tuple[Statistics | None, list[int] | None, list[int] | None]]:
         """Each optimizer's share of what was measured, and of whom it is."""
         found = record.statistics
         if self._two_norms is not None:
             found = replace(found, norms=self._two_norms)
         measured = found.norms.numel()
-        places: list[list[int] | None] = [None] * len(self._counts)
-        lengths = self._counts
-        if measured != sum(self._counts):
+        places: list[list[int] | None] = [None] * len(counts)
+        lengths = counts
+        if measured != sum(counts):
             having = [
                 [k for k, p in enumerate(every_parameter([o])) if p.grad is not None]
                 for o in optimizers
@@ -340,6 +377,20 @@ def journal_for(
 def journal_of(events: StepEvents) -> Journal | None:
     """What records the steps of a control, if somebody does."""
     return next((each for each in events.own if isinstance(each, Journal)), None)
+
+
+class _Introduced(NamedTuple):
+    """What the recorder knows of optimizers that step together."""
+
+    indices: list[int]
+    counts: list[int]
+    """How many parameters each of them has."""
+    parameters: AllParameters | None
+    """Of all ranks, where several hold the model."""
+
+
+def _key(optimizers: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(id, optimizers))
 
 
 def _counts(optimizers: Sequence[Any]) -> list[int]:

@@ -75,6 +75,7 @@ from gradilocks.runfile import (
     step_line,
     trace_line,
 )
+from gradilocks.step.own_step import weakly
 from gradilocks.values import RecordingPlan
 
 __all__ = ["LogSink", "Recorder", "ResumeSink", "Sink", "refuse_capture"]
@@ -324,6 +325,12 @@ class Recorder:
                 self._write([optimizer_line(made.info)])
                 self._tell_sinks("optimizer", made.info)
         return index
+
+    def replace_optimizer(self, before: Any, after: Any) -> None:
+        """Takes an optimizer for one that it was told of, whose steps it goes on with."""
+        for each in self._optimizers:
+            if each.optimizer() is before:
+                each.optimizer = weakly(after)
 
     def plan(self, index: int | None) -> RecordingPlan:
         """What it needs of the other ranks for the steps to come of that optimizer.
