@@ -75,17 +75,19 @@ class Step:
     detail: bool = False
     """For listeners: set at the beginning, it makes a control measure zeros and the largest."""
     apart: bool = False
-    """Of a control: whether it steps only some of its optimizers."""
+    """Whether the control steps only some of its optimizers; a scaler steps each alone."""
     frame: FrameType | None = None
     """Of torch's wrapper around the first optimizer's own step, once that has begun."""
     record: StepRecord | None = None
-    """At the end, of a control: what it has measured and decided."""
+    """At the end, of a control or of a scaler that records: what it has measured and decided."""
     next_scale: Tensor | None = None
     """At the end, of a control."""
     plans: list[RecordingPlan] = field(default_factory=list)
     """For listeners: at the beginning, what they need of the other ranks of a control."""
     ranks: tuple[int, ...] = ()
     """Of a control whose model several ranks hold: those ranks."""
+    of_rank: bool = False
+    """Of a scaler that records: whether this rank holds, or may hold, a part of the model."""
     rank_losses: RankedLosses | None = None
     """At the end, of a control whose model each rank holds: losses that the ranks have told."""
     together: Together | None = None
