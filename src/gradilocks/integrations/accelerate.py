@@ -136,6 +136,8 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
     def begin_control(self, control: GradientControl, *, clip: object, adopt: bool) -> None:
         """For `take_control`: what it was told."""
         self.gradient_control = control
+        self.had_scaler = self.scaler is not None
+        """Whether Accelerate has made a scaler of its own."""
         self.scaler = control.as_scaler()
         self._own_clip, self._adopts = clip, adopt
         self._is_bound = False
