@@ -268,15 +268,24 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         norm = control.norm(only=of[0] if len(of) == 1 else None)
         return norm.to(torch.float32)
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """As Accelerate's, at once, on gradients that are unscaled first."""
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """As torch's, at once, on gradients that are unscaled first; NaN and Inf stay as they are.
+
+        Clipped, an Inf would be a number, and the coming step would be taken with it.
+        """
         if self._own_clip is not None:
             raise ValueError(
                 f"clip_grad_value_({clip_value}) beside take_control(clip={self._own_clip!r}) "
                 "would clip twice. Leave out one of them, or say both there: "
                 f"take_control(clip=gradilocks.chain(ClipByValue({clip_value}), ...))."
             )
-        super().clip_grad_value_(parameters, clip_value)
+        self.unscale_gradients()
+        most = float(clip_value)
+        with torch.no_grad():
+            for param in [parameters] if isinstance(parameters, Tensor) else parameters:
+                grad = param.grad
+                if grad is not None:
+                    grad.copy_(torch.where(grad.isfinite(), grad.clamp(-most, most), grad))
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
