@@ -1,4 +1,4 @@
-"""Accelerate's loop under `take_control`, beside the same loop with Accelerate's own scaler and clip.
+"""Accelerate's loop under `take_control`, beside the same loop with its own scaler and clip.
 
 On a CPU Accelerate makes no scaler for float16. The one that it makes on a GPU is put in its place,
 `torch.amp.GradScaler`, with its own autocast in float16, in both arms alike.
@@ -23,6 +23,7 @@ from tests.integrations.task import (
     same,
     weights,
 )
+from tests.scripts import serving
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -169,7 +170,7 @@ def test_with_a_clip_the_parameters_and_norms_are_accelerates_own(
 
 @each_optimizer
 def test_code_that_looks_after_the_clip_sees_gradients_without_the_scale(make):
-    """Accelerate's are clipped too, by a bound so high that they stay; of the bad step NaN spreads."""
+    """Accelerate's are clipped too, by a bound so high that they stay; NaN spreads there."""
     native = trained(new("fp16"), make, max_norm=1e9, precision="fp16")
     accelerator = new("fp16")
     take_control(accelerator)
@@ -706,3 +707,126 @@ def test_who_steps_by_itself_is_refused_by_name(strategy, named, monkeypatch):
     with pytest.raises(ValueError, match=named):
         take_control(accelerator)
     assert type(accelerator) is Accelerator
+
+
+# --- processes of their own -----------------------------------------------------------------------
+
+# The server turns warnings into errors; torch's own checkpoints warn.
+IGNORING = "import warnings\nwarnings.simplefilter('ignore')\n"
+RANKS = """
+import sys
+import torch
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from gradilocks.integrations.accelerate import take_control
+
+strategy, takes = sys.argv[1], sys.argv[2] == "ours"
+torch.manual_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+accelerator = Accelerator(cpu=True)
+if strategy == "fsdp2":  # Which Accelerate offers on GPUs only.
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+if takes:
+    control = take_control(accelerator, scale=1024.0, record="run.jsonl")
+model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+rank = accelerator.process_index
+batches = torch.randn(2, 6, 4, 6, generator=torch.Generator().manual_seed(1))[rank]
+skipped, norms = [], []
+
+
+def train(first, last):
+    for step in range(first, last):
+        loss = 5 * model(batches[step]).square().mean()
+        if takes and step == 3 and rank == 1:
+            loss = loss * float("inf")
+        if takes or step != 3:
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+            optimizer.step()
+            schedule.step()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+            optimizer.zero_grad()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [p.detach().clone() for p in whole], schedule.get_last_lr()
+
+
+accelerator.save_state("at the start")
+accelerator.wait_for_everyone()
+accelerator.load_state("at the start")
+train(0, 2)
+accelerator.save_state("after two")
+accelerator.wait_for_everyone()
+ended = train(2, 6)
+if takes:
+    assert skipped == [False, False, False, True, False, False], skipped
+    assert control.outcome.step == 6
+    saved = control.state_dict()
+    accelerator.load_state("after two")
+    again = train(2, 6)
+    assert all(map(torch.equal, ended[0], again[0])), "not resumed bit for bit"
+    assert (ended[1], saved) == (again[1], control.state_dict())
+torch.save((*ended, [n for n in norms[:6] if n < 1e9]), f"{sys.argv[2]}{rank}.pt")
+accelerator.end_training()
+"""
+
+FAILING = """
+import sys
+import torch
+from accelerate import Accelerator
+from gradilocks.integrations.accelerate import take_control
+
+accelerator = Accelerator(cpu=True)
+take_control(accelerator, record="run.jsonl")
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(4):
+    if step == 3:
+        raise RuntimeError("out of coffee")
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving("accelerate", "torch.distributed.fsdp", "gradilocks.control") as server:
+        yield server
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_end_with_equal_weights_as_accelerates_own_and_one_run_file(
+    strategy, server, tmp_path
+):
+    script = tmp_path / "train.py"
+    script.write_text(IGNORING + RANKS)
+    for arm in ("native", "ours"):
+        done = server.run(script, strategy, arm, cwd=tmp_path, ranks=2)
+        assert done.returncode == 0, done.stderr
+    saved = {
+        file.stem: torch.load(file, weights_only=False) for file in sorted(tmp_path.glob("*.pt"))
+    }
+    assert sorted(saved) == ["native0", "native1", "ours0", "ours1"]
+    assert same(saved["ours0"][0], saved["ours1"][0])
+    torch.testing.assert_close(saved["ours0"][0], saved["native0"][0], rtol=0, atol=1e-6)
+    assert saved["ours0"][1] == saved["native0"][1]
+    assert saved["ours0"][2] == pytest.approx(saved["native0"][2], rel=1e-6)
+    assert [file.name for file in tmp_path.glob("*.jsonl")] == ["run.jsonl"]
+    run = read_run(tmp_path / "run.jsonl")
+    assert [step.skipped for step in run.steps[:6]] == [False, False, False, True, False, False]
+    assert run.optimizers[0].names == ("0.weight", "0.bias", "2.weight", "2.bias")
+
+
+def test_an_exception_ends_the_run_file_as_an_error(server, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(FAILING)
+    done = server.run(script, cwd=tmp_path)
+    assert done.returncode == 1
+    run = read_run(tmp_path / "run.jsonl")
+    assert (run.end.status, run.end.error) == ("error", "RuntimeError: out of coffee")
+    assert len(run.steps) == 3

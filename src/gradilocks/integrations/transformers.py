@@ -96,7 +96,7 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         if self.control is None:
             raise ValueError(
                 "this GradientControlCallback came to its Trainer after that was made, when its "
-                "optimizer cannot be taken over any more. Hand it over in Trainer(callbacks=[...]), "
+                "optimizer cannot be taken over any more. Hand it over in Trainer(callbacks=...), "
                 "or use GradientControlTrainer."
             )
 
