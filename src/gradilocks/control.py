@@ -619,6 +619,8 @@ class GradientControl:
             return whole._outcome.tensors["norm"].float()
         if not whole._asked_ahead:
             whole._engine.step_begun = False
+            if whole._loads is not None:
+                whole._loads.begin_step()
         gradients, model_ranks = whole._find([True] * len(whole._optimizers))
         whole._asked_ahead = True
         try:
@@ -1034,11 +1036,11 @@ class GradientControl:
     def _step(self, closure: Callable[[], Tensor] | None) -> Outcome:
         if not self._asked_ahead:
             self._engine.step_begun = False
+            if self._loads is not None:
+                self._loads.begin_step()
         self._asked_ahead, self._weights = False, None
         if not self._optimizers:
             raise ValueError(_UNBOUND)
-        if self._loads is not None:
-            self._loads.begin_step()
         if closure is not None:
             check_closure(closure, len(self._optimizers))
             return self._step_with_closure(closure)
