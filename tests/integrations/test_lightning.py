@@ -6,11 +6,13 @@ The truth is Lightning's own scaler and clip; where it refuses (a clip with a fu
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from gradilocks import read_run
+from gradilocks import ClipByNorm, GradientControl, HeadroomScale, ZScoreClip, read_run
 from tests.integrations import task
 from tests.integrations.lightning_task import (
     PRECISIONS,
@@ -105,3 +107,254 @@ def test_gradient_clip_val_becomes_the_clip(optimizer, precision, accumulate):
     fitted(pl, unclipped, **settings, **precision_of(pl, precision))
     assert not task.same(task.weights(ours), task.weights(unclipped))
     assert callback.control.outcome.limit == pytest.approx(CLIP)
+
+
+# --- clip ---------------------------------------------------------------------------------------
+
+
+def test_two_clips_that_differ_are_refused():
+    callback = GradientControlCallback(clip=1.0)
+    with pytest.raises(ValueError, match=r"two clips.*clip=1\.0.*ClipByNorm.*0\.5"):
+        fitted(pl, Lit(), gradient_clip_val=0.5, callbacks=[callback])
+    with pytest.raises(ValueError, match="two clips"):
+        fitted(pl, Lit(), gradient_clip_val=1.0, gradient_clip_algorithm="value",
+               callbacks=[GradientControlCallback(clip=1.0)])  # fmt: skip
+    with pytest.raises(ValueError, match="two clips"):
+        fitted(pl, Lit(), gradient_clip_val=1.0, callbacks=[GradientControlCallback(clip=ZScoreClip())])
+
+
+@pytest.mark.parametrize("clip", [1, 1.0, ClipByNorm(1.0)])
+def test_the_same_clip_twice_is_one(clip):
+    callback = GradientControlCallback(clip=clip)
+    fitted(pl, Lit(), gradient_clip_val=1.0, callbacks=[callback], data=loader(bad=None))
+    assert callback.control.outcome.limit == 1.0
+
+
+@each_optimizer
+def test_a_clip_by_value_bounds_elements(optimizer):
+    native, ours = Lit(optimizer), Lit(optimizer)
+    clip = {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}
+    fitted(pl, native, **clip, data=loader(bad=None))
+    fitted(pl, ours, **clip, data=loader(bad=None), callbacks=[GradientControlCallback()])
+    torch.testing.assert_close(task.weights(ours), task.weights(native), rtol=1e-6, atol=1e-7)
+
+
+def clips_by_and_by(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    """None at the first two steps, then less and less."""
+    if self.global_step > 1:
+        self.clip_gradients(
+            optimizer,
+            gradient_clip_val=0.1 / (1 + self.global_step),
+            gradient_clip_algorithm="norm",
+        )
+
+
+def test_a_module_may_choose_the_clip_of_each_step():
+    Own = module_of(pl, configure_gradient_clipping=clips_by_and_by)  # noqa: N806
+    native, ours, limits = Own(), Own(), []
+
+    class Limits(pl.Callback):
+        def on_train_batch_end(self, *_):
+            limits.append(callback.control.outcome.limit)
+
+    callback = GradientControlCallback()
+    fitted(pl, native, plugins=[half(pl)])
+    fitted(pl, ours, plugins=[half(pl)], callbacks=[callback, Limits()])
+    torch.testing.assert_close(task.weights(ours), task.weights(native), rtol=1e-6, atol=1e-7)
+    assert limits == [math.inf, math.inf, *(pytest.approx(0.1 / (1 + step)) for step in (2, 3, 4, 5))]
+
+
+def test_a_module_that_asks_for_another_clip_than_the_callbacks_is_refused():
+    Own = module_of(pl, configure_gradient_clipping=clips_by_and_by)  # noqa: N806
+    with pytest.raises(ValueError, match=r"two clips.*self\.clip_gradients"):
+        fitted(pl, Own(), callbacks=[GradientControlCallback(clip=7.0)])
+
+
+def test_a_clip_by_hand_sees_true_gradients():
+    def by_hand(self, optimizer, **_):
+        nn.utils.clip_grad_norm_(self.parameters(), CLIP)
+
+    Own = module_of(pl, configure_gradient_clipping=by_hand)  # noqa: N806
+    native, ours = Own(), Own()
+    fitted(pl, native, plugins=[half(pl)])
+    fitted(pl, ours, plugins=[half(pl)], callbacks=[GradientControlCallback()])
+    torch.testing.assert_close(task.weights(ours), task.weights(native), rtol=1e-6, atol=1e-7)
+
+
+# --- schedules ----------------------------------------------------------------------------------
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+@each_optimizer
+def test_a_schedule_of_steps_stands_still_on_a_skip(optimizer):
+    def schedule(made):
+        return {"scheduler": halving(made), "interval": "step"}
+
+    native, ours = Lit(optimizer, schedule), Lit(optimizer, schedule)
+    fitted(pl, native, plugins=[half(pl)])
+    fitted(pl, ours, plugins=[half(pl)], callbacks=[GradientControlCallback()])
+    factors = [rate / native.rates[0] for rate in ours.rates]
+    assert factors == [1.0, 0.5, 0.5, 0.25, 0.125, 0.0625]
+    assert native.rates[-1] == ours.rates[-1] / 2  # Lightning's own has run ahead.
+
+
+@pytest.mark.parametrize(("steps", "moved"), [(1, False), (2, True)])
+def test_a_schedule_of_epochs_stands_still_if_no_step_was_taken(steps, moved):
+    module = Lit("sgd", halving)
+    trainer = fitted(
+        pl, module, plugins=[half(pl)], data=loader(steps, bad=0),
+        callbacks=[GradientControlCallback()],
+    )  # fmt: skip
+    (group,) = trainer.optimizers[0].param_groups
+    assert group["lr"] == (0.025 if moved else 0.05)
+
+
+def test_a_schedule_on_a_plateau_gets_its_metric_and_waits_too():
+    def schedule(made):
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(made, patience=0, threshold=10.0)
+        return {"scheduler": plateau, "monitor": "loss", "interval": "step"}
+
+    def training_step(self, batch, _):
+        loss = self.net(batch[0]).mean()
+        self.log("loss", loss)
+        return loss
+
+    module = module_of(pl, training_step=training_step)("sgd", schedule)
+    trainer = fitted(pl, module, plugins=[half(pl)], callbacks=[GradientControlCallback()])
+    (config,) = trainer.lr_scheduler_configs
+    assert isinstance(config.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    assert config.scheduler.last_epoch == task.STEPS - 1  # One of the steps was skipped.
+    assert module.rates[-1] < module.rates[0]
+
+
+# --- what is logged, and what hooks see -----------------------------------------------------------
+
+
+class Kept(pl.loggers.Logger):
+    """Keeps what it is told."""
+
+    name, version = "kept", 0
+
+    def __init__(self):
+        self.told = []
+
+    def log_metrics(self, metrics, step=None):
+        self.told.append(metrics)
+
+    def log_hyperparams(self, *_, **__):
+        pass
+
+
+class Outcomes(pl.Callback):
+    """Reads every outcome of a control; behind the callback whose control it is."""
+
+    def __init__(self, callback):
+        self.callback, self.read = callback, []
+
+    def on_train_batch_end(self, trainer, *_):
+        outcome = self.callback.control and self.callback.control.outcome
+        if outcome is not None and trainer.global_step > len(self.read):
+            self.read.append(outcome)
+
+
+@each_accumulation
+def test_norm_scale_and_skips_are_logged_as_the_outcomes_have_them(accumulate):
+    callback, kept = GradientControlCallback(), Kept()
+    outcomes = Outcomes(callback)
+    fitted(
+        pl, Lit(), plugins=[half(pl)], callbacks=[callback, outcomes], logger=kept,
+        log_every_n_steps=1, accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    told = [each for each in kept.told if "gradilocks/norm" in each]
+    assert [each["gradilocks/norm"] for each in told] == [o.norm for o in outcomes.read]
+    assert [each["gradilocks/scale"] for each in told] == [o.scale for o in outcomes.read]
+    assert [each["gradilocks/skipped"] for each in told] == [0, 0, 1, 0, 0, 0]
+
+
+def test_what_is_logged_can_be_chosen_named_and_switched_off():
+    def logged(log):
+        kept = Kept()
+        callback = GradientControlCallback(clip=CLIP, log=log)
+        fitted(pl, Lit(), callbacks=[callback], logger=kept, log_every_n_steps=1,
+               data=loader(bad=None))  # fmt: skip
+        return set().union(*kept.told) - {"epoch"}
+
+    assert logged(None) == set()
+    assert logged(["clipped", "limit"]) == {"gradilocks/clipped", "gradilocks/limit"}
+    assert logged({"norm": "grad_norm"}) == {"grad_norm"}
+    with pytest.raises(ValueError, match="log can have norm.*'loss'"):
+        GradientControlCallback(log=["loss"])
+    with pytest.raises(TypeError, match="log must be"):
+        GradientControlCallback(log="norm")
+
+
+def test_logging_reads_nothing_from_the_device_at_a_step(monkeypatch):
+    reads = []
+    for name in ("item", "tolist", "__bool__", "__float__", "numpy", "cpu"):
+        real = getattr(torch.Tensor, name)
+
+        def counted(self, *args, real=real, name=name, **kwargs):
+            reads.append(name)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+
+    def reads_of(log):
+        del reads[:]
+        fitted(pl, Lit(), plugins=[half(pl)], callbacks=[GradientControlCallback(log=log)])
+        return len(reads)
+
+    silent = reads_of(None)
+    # At its end `fit` brings all that was logged to the host, once.
+    assert reads_of(["norm", "scale", "skipped"]) - silent <= 3
+
+
+def norm_of(module):
+    return torch.stack([p.grad.norm() for p in module.parameters()]).norm().item()
+
+
+@each_optimizer
+@pytest.mark.parametrize("whose", ["module", "callback", "lambda"])
+def test_hooks_before_the_step_see_true_gradients(optimizer, whose):
+    seen = []
+
+    def look(self, *_):
+        seen.append(norm_of(self))
+
+    class Looks(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            look(pl_module)
+
+    module = (module_of(pl, on_before_optimizer_step=look) if whose == "module" else Lit)(optimizer)
+    callbacks = {
+        "module": [],
+        "callback": [Looks()],
+        "lambda": [pl.callbacks.LambdaCallback(on_before_optimizer_step=lambda t, m, o: look(m))],
+    }[whose]
+    callback = GradientControlCallback()
+    outcomes = Outcomes(callback)
+    fitted(pl, module, plugins=[half(pl)], callbacks=[callback, *callbacks, outcomes])
+    assert seen == pytest.approx([each.norm for each in outcomes.read], rel=1e-5, nan_ok=True)
+    plain = Lit(optimizer)
+    fitted(pl, plain, plugins=[half(pl)], callbacks=[GradientControlCallback()])
+    assert task.same(task.weights(plain), task.weights(module))
+
+
+def test_only_those_who_look_pay_for_it(monkeypatch):
+    calls = []
+    unscale = GradientControl.unscale_
+    monkeypatch.setattr(
+        GradientControl, "unscale_", lambda *a, **k: (calls.append(1), unscale(*a, **k))
+    )
+    fitted(pl, Lit(), plugins=[half(pl)], callbacks=[GradientControlCallback()])
+    assert not calls
+    looking = module_of(pl, on_before_optimizer_step=lambda *_: None)()
+    fitted(pl, looking, plugins=[half(pl)], callbacks=[GradientControlCallback()])
+    assert len(calls) == task.STEPS
+    del calls[:]  # In float32 there is no scale to be seen.
+    looking = module_of(pl, on_before_optimizer_step=lambda *_: None)()
+    fitted(pl, looking, callbacks=[GradientControlCallback()], data=loader(bad=None))
+    assert not calls

@@ -76,13 +76,11 @@ def control_for(
         )
     plugin = in_front_of(native, _FabricPrecision, used_by="control_for()")
     modules = model.values() if isinstance(model, Mapping) else [model]
-    ranks = rank_options(options, fabric.strategy, modules)
-    control = _FabricControl(
-        *map(_bare, optimizers), model=model, scale=scale_for(scale, native), **{**options, **ranks}
-    )
+    options = {**options, **rank_options(options, fabric.strategy, modules)}
+    scale = scale_for(scale, native)
+    control = _FabricControl(*map(_bare, optimizers), model=model, scale=scale, **options)
     control.fabric = fabric
-    plugin.control = control
-    plugin.take_scaler()
+    plugin.follow(control, scales=scale is not None)
     fabric.strategy.precision = plugin
     return control
 

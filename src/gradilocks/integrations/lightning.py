@@ -149,16 +149,18 @@ class GradientControlCallback(*(package.Callback for package in _packages())):  
             )
         return asked if mine is None else mine
 
-    def make_control(self, optimizers: Sequence[Any], model: Any, plugin: Any) -> GradientControl:
-        """The control over what a Trainer has made."""
-        trainer, options = plugin.trainer, self._options
-        return GradientControl(
+    def control_by(self, plugin: _TrainerPrecision, optimizers: Sequence[Any], model: Any) -> None:
+        """Makes the control over what the Trainer has made, and hands it to the plugin."""
+        trainer, scale = plugin.trainer, scale_for(self._scale, plugin.native)
+        control = GradientControl(
             *optimizers,
             model=model,
-            scale=scale_for(self._scale, plugin.native),
+            scale=scale,
             clip=self.clip_for(trainer),
-            **{**options, **rank_options(options, trainer.strategy, [model])},
+            **{**self._options, **rank_options(self._options, trainer.strategy, [model])},
         )
+        plugin.follow(control, scales=scale is not None)
+        plugin.clip = self.clip_for(trainer)
 
     def record_by(self, control: GradientControl, trainer: Any, *, again: bool) -> None:
         """Has a `fit` that begins recorded; one that goes on continues its file."""
@@ -226,9 +228,8 @@ class _TrainerPrecision(ControlledPrecision):
         """The control of the `fit` that begins, over the optimizers that have been made for it."""
         again, self.outcomes, self.asked = self.control is not None, {}, {}
         if self.control is None:
-            self.control = self.callback.make_control(optimizers, model, self)
-            self.clip = self.callback.clip_for(self.trainer)
-            self.take_scaler()
+            self.callback.control_by(self, optimizers, model)
+            assert self.control is not None
         else:
             self.control.bind(*optimizers, model=model)
         self.callback.record_by(self.control, self.trainer, again=again)

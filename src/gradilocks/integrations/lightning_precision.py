@@ -31,6 +31,7 @@ class ControlledPrecision:
     native: Any
     """The plugin as it was chosen, untouched."""
     control: GradientControl | None = None
+    scales = False
     scaler: Any = None
     """As the plugin has it: None, or the control as a torch.amp.GradScaler."""
 
@@ -59,7 +60,7 @@ class ControlledPrecision:
     def unscale_for(self, optimizer: Any) -> None:
         """Makes the gradients of that optimizer true for somebody who looks at them."""
         assert self.control is not None
-        if not self.control.unscaled:
+        if self.scales and not self.control.unscaled:
             self.control.unscale_(only=self.alone(optimizer))
 
     def alone(self, optimizer: Any) -> Any:
@@ -67,11 +68,16 @@ class ControlledPrecision:
         assert self.control is not None
         return optimizer if len(self.control.optimizers) > 1 else None
 
-    def take_scaler(self) -> None:
-        """Puts the control where the plugin has its scaler, if it has one."""
-        assert self.control is not None
+    def follow(self, control: GradientControl, *, scales: bool) -> None:
+        """Steps by that control, which also stands where the plugin has its scaler, if it has one.
+
+        Args:
+            control: over the optimizers that the plugin will be asked to step.
+            scales: whether it has a scale, so that gradients are not as they seem.
+        """
+        self.control, self.scales = control, scales
         if getattr(self.native, "scaler", None) is not None:
-            self.scaler = self.control.as_scaler()
+            self.scaler = control.as_scaler()
 
 
 def _itself(plugin: Any) -> Any:
