@@ -531,12 +531,12 @@ class GradientControl:
             only: one of the optimizers: the norm of its gradients alone.
 
         Returns:
-            0-d, float32 (float64 if a gradient is), on the device of the scale; NaN or Inf if the
-            gradients are not finite. Of all ranks, if several hold the model: call it on each.
+            0-d, float32, on the device of the scale; NaN or Inf if the gradients are not finite. Of
+            all ranks, if several hold the model: call it on each of them.
         """
         whole = self._whole(only)
         if whole._outcome is not None and whole._is_stepped():
-            return whole._outcome.tensors["norm"]
+            return whole._outcome.tensors["norm"].float()
         if not whole._asked_ahead:
             whole._engine.step_begun = False
         gradients, model_ranks = whole._find([True] * len(whole._optimizers))
@@ -550,7 +550,7 @@ class GradientControl:
             )
         finally:
             gradients.release()
-        return verdict.outcome.tensors["norm"]
+        return verdict.outcome.tensors["norm"].float()
 
     @property
     def outcome(self) -> Outcome | None:
@@ -772,9 +772,10 @@ class GradientControl:
             )
         if len(self._optimizers) == 1 and not self._grows:
             return self
-        part = self._parts.get(id(mine))
-        if part is None:
-            part = self._parts[id(mine)] = self._part_of(mine)
+        for optimizer in self._optimizers:  # All at once: those that wait move with the scale.
+            if id(optimizer) not in self._parts:
+                self._parts[id(optimizer)] = self._part_of(optimizer)
+        part = self._parts[id(mine)]
         part._engine.follow(self._engine.state)
         return part
 
@@ -827,9 +828,7 @@ class GradientControl:
         part._take((optimizer,), self._names.model, part=True)
         part._is_part, part._judged = True, self._judged
         part._schedulers, part._events = self._schedulers, self._events
-        order = self._order
-        part._order.scaled, part._order.unscaled = order.scaled, order.unscaled
-        part._order.handed_out = order.handed_out
+        part._order.begin_like(self._order)
         state = self._part_states.pop(self._optimizers.index(optimizer), None)
         if state is not None:
             part._engine.load(state, part._ranks)
@@ -865,8 +864,7 @@ class GradientControl:
 
     def _is_stepped(self) -> bool:
         """Whether the gradients that are there are those of the latest step, if there are any."""
-        params = parameter_list(self._optimizers)
-        return self._order.is_stepped(params)
+        return self._order.is_stepped(parameter_list(self._optimizers))
 
     def _move_on(self) -> None:
         """Moves the scale on by the steps of single optimizers since it last moved.

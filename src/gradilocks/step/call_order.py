@@ -51,6 +51,11 @@ class CallOrder:
         with _lock:
             _alive.add(self)
 
+    def begin_like(self, whole: CallOrder) -> None:
+        """Knows some of the parameters of `whole`, and is where that one is; marks are common."""
+        self.scaled, self.handed_out = whole.scaled, whole.handed_out
+        self.unscaled, self._number = whole.unscaled, whole._number
+
     def check_backward(self, params: Sequence[Tensor]) -> None:
         """Before gradients are added to what is there: the first, the last and a few between."""
         if self.scaled and not self.unscaled:
