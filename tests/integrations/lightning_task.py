@@ -78,3 +78,25 @@ def fitted(package, module, *, data=None, ckpt_path=None, **settings):
     data = loader(accumulate=accumulate) if data is None else data
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return trainer
+
+
+class Resumable:
+    """The batches of `task.py`, and where it stands: Lightning goes on in the midst of an epoch."""
+
+    def __init__(self, steps=task.STEPS, *, accumulate=1, bad=task.BAD):
+        self.batches, self.at = task.batches(steps, accumulate=accumulate, bad=bad), 0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        while self.at < len(self.batches):
+            self.at += 1
+            yield [self.batches[self.at - 1]]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]

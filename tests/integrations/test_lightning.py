@@ -15,7 +15,9 @@ from torch import nn
 from gradilocks import ClipByNorm, GradientControl, HeadroomScale, ZScoreClip, read_run
 from tests.integrations import task
 from tests.integrations.lightning_task import (
+    QUIET,
     PRECISIONS,
+    Resumable,
     fitted,
     half,
     loader,
@@ -358,3 +360,310 @@ def test_only_those_who_look_pay_for_it(monkeypatch):
     looking = module_of(pl, on_before_optimizer_step=lambda *_: None)()
     fitted(pl, looking, callbacks=[GradientControlCallback()], data=loader(bad=None))
     assert not calls
+
+
+# --- optimization by hand, closures, steps that do not come ---------------------------------------
+
+
+class Gan(pl.LightningModule):
+    """Two networks with an optimizer each, stepped at different times by hand."""
+
+    def __init__(self, optimizer="sgd", clip=None, factor=1.0):
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker, self.critic = task.Network(1), task.Network(2)
+        self.optimizer, self.clip, self.factor = optimizer, clip, factor
+
+    def configure_optimizers(self):
+        make = task.OPTIMIZERS[self.optimizer]
+        both = [make(self.maker.parameters()), make(self.critic.parameters())]
+        return both, [torch.optim.lr_scheduler.StepLR(each, 1, self.factor) for each in both]
+
+    def training_step(self, batch, index):
+        (rows,) = batch
+        for number, net in enumerate((self.maker, self.critic)):
+            optimizer, schedule = self.optimizers()[number], self.lr_schedulers()[number]
+            if number and index % 2:
+                continue  # The critic learns every other time.
+            self.toggle_optimizer(optimizer)
+            # Of the bad batch only the critic's gradient is.
+            loss = net(rows if number else rows * (rows.new_ones(7) - torch.eye(7)[6])).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if self.clip is not None:
+                self.clip_gradients(optimizer, self.clip[number], "norm")
+            optimizer.step()
+            schedule.step()
+            self.untoggle_optimizer(optimizer)
+
+
+@each_optimizer
+def test_two_optimizers_by_hand_are_stepped_by_themselves(optimizer):
+    native, ours, kept = Gan(optimizer), Gan(optimizer), Kept()
+    callback = GradientControlCallback()
+    fitted(pl, native, plugins=[half(pl)])
+    trainer = fitted(
+        pl, ours, plugins=[half(pl)], callbacks=[callback], logger=kept, log_every_n_steps=1
+    )
+    assert task.same(task.weights(ours), task.weights(native))
+    assert callback.control.scale == native.trainer.scaler.get_scale() == 2.0**15
+    assert trainer.global_step == native.trainer.global_step == 9
+    skipped = [each.get("gradilocks/skipped-1") for each in kept.told if "epoch" in each]
+    assert skipped == [0, 0, 1, 1, 0, 0]  # The latest, as Lightning tells it at every step.
+    assert all(each["gradilocks/skipped-0"] == 0 for each in kept.told if "epoch" in each)
+
+
+def test_each_of_two_schedules_waits_for_its_own_optimizer():
+    trainer = fitted(
+        pl, Gan(factor=0.5), plugins=[half(pl)], callbacks=[GradientControlCallback()]
+    )
+    rates = [each.param_groups[0]["lr"] for each in trainer.optimizers]
+    assert [0.05 / rate for rate in rates] == [2.0**6, 2.0**2]
+
+
+def test_clips_by_hand_are_each_optimizers_own():
+    limits = []
+
+    class Limits(pl.Callback):
+        def on_train_batch_end(self, *_):
+            limits.append(callback.control.outcome.limit)
+
+    callback, ours = GradientControlCallback(), Gan(clip=(0.03, 0.5))
+    fitted(pl, ours, callbacks=[callback, Limits()], data=loader(bad=None))
+    native = Gan(clip=(0.03, 0.5))
+    fitted(pl, native, data=loader(bad=None))
+    torch.testing.assert_close(task.weights(ours), task.weights(native), rtol=1e-6, atol=1e-7)
+    assert limits == pytest.approx([0.5, 0.03] * 3)
+
+
+def test_lbfgs_evaluates_its_closure_by_the_control():
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    Own = module_of(pl, configure_optimizers=configure_optimizers)  # noqa: N806
+    native, ours, clipped = Own(), Own(), Own()
+    fitted(pl, native, data=loader(bad=None))
+    fitted(pl, ours, data=loader(bad=None), callbacks=[GradientControlCallback()])
+    assert task.same(task.weights(ours), task.weights(native))
+    assert ours.losses == native.losses
+    assert len(ours.losses) > task.STEPS
+    callback = GradientControlCallback(scale="dynamic")
+    fitted(pl, clipped, data=loader(bad=task.BAD), callbacks=[callback])
+    assert callback.control.scale == 2.0**15
+
+
+@each_precision
+@each_accumulation
+def test_a_training_step_without_a_loss_is_as_lightnings_own(precision, accumulate):
+    def training_step(self, batch, index):
+        return None if index in (1, 4, 6) else self.net(batch[0]).mean()
+
+    Own = module_of(pl, training_step=training_step)  # noqa: N806
+    native, ours = Own(), Own()
+    settings = {"accumulate_grad_batches": accumulate, "data": loader(accumulate=accumulate, bad=None)}
+    fitted(pl, native, **settings, **precision_of(pl, precision))
+    callback = GradientControlCallback()
+    trainer = fitted(pl, ours, **settings, **precision_of(pl, precision), callbacks=[callback])
+    assert task.same(task.weights(ours), task.weights(native))
+    assert trainer.global_step == native.trainer.global_step
+
+
+def test_an_own_optimizer_step_goes_through_the_control():
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        for group in optimizer.param_groups:  # A warm-up as Lightning's documentation has it.
+            group["lr"] = 0.01 * (1 + batch_idx)
+        optimizer.step(closure=optimizer_closure)
+
+    Own = module_of(pl, optimizer_step=optimizer_step)  # noqa: N806
+    native, ours, callback = Own(), Own(), GradientControlCallback()
+    fitted(pl, native, plugins=[half(pl)])
+    fitted(pl, ours, plugins=[half(pl)], callbacks=[callback])
+    assert task.same(task.weights(ours), task.weights(native))
+    assert callback.control.outcome.step == task.STEPS
+
+
+def test_max_steps_counts_as_lightning_does():
+    trainer = fitted(
+        pl, Lit(), plugins=[half(pl)], callbacks=[GradientControlCallback()], max_steps=4, max_epochs=-1
+    )
+    assert trainer.global_step == 4
+
+
+def test_a_module_without_optimizers_runs_as_it_does():
+    class Idle(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.automatic_optimization, self.seen = task.Network(), False, 0
+
+        def training_step(self, batch, _):
+            self.seen += 1
+
+        def configure_optimizers(self):
+            return None
+
+    module, callback = Idle(), GradientControlCallback()
+    fitted(pl, module, callbacks=[callback])
+    assert module.seen == task.STEPS
+    assert callback.control is None
+
+
+def test_further_arguments_of_step_are_refused_with_their_names():
+    def training_step(self, batch, _):
+        self.manual_backward(self.net(batch[0]).mean())
+        self.optimizers().step(noise=1.0)
+
+    module = module_of(pl, training_step=training_step)()
+    module.automatic_optimization = False
+    with pytest.raises(TypeError, match=r"takes a closure alone; got noise"):
+        fitted(pl, module, callbacks=[GradientControlCallback()])
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+POLICIES = {
+    "as it is": {},
+    "adaptive": {"clip": ZScoreClip(threshold=0.5, warmup=2), "scale": HeadroomScale()},
+}
+each_policy = pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
+
+
+def stopping(folder, **settings):
+    """Stops after three of six steps, with a checkpoint by ModelCheckpoint."""
+    saving = pl.callbacks.ModelCheckpoint(folder, filename="stopped", every_n_train_steps=3)
+    return {"max_steps": 3, "enable_checkpointing": True, "extra": [saving], **settings}
+
+
+def trained(module, *, extra=(), callback=None, **settings):
+    callbacks = [*extra, *([] if callback is None else [callback])]
+    return fitted(pl, module, callbacks=callbacks, **settings)
+
+
+@each_optimizer
+@each_policy
+@pytest.mark.parametrize("bad", [1, 4], ids=["skip before", "skip after"])
+def test_a_run_that_is_resumed_goes_on_bit_for_bit(optimizer, policies, bad, tmp_path):
+    def schedule(made):
+        return {"scheduler": halving(made), "interval": "step"}
+
+    whole, first, second = (Lit(optimizer, schedule) for _ in range(3))
+    callback = GradientControlCallback(**policies)
+    trained(whole, callback=callback, plugins=[half(pl)], data=Resumable(bad=bad))
+    trained(
+        first, callback=GradientControlCallback(**policies), plugins=[half(pl)],
+        data=Resumable(bad=bad), **stopping(tmp_path),
+    )  # fmt: skip
+    resumed = GradientControlCallback(**policies)
+    trained(
+        second, callback=resumed, plugins=[half(pl)], data=Resumable(bad=bad),
+        ckpt_path=tmp_path / "stopped.ckpt",
+    )  # fmt: skip
+    assert first.losses + second.losses == whole.losses
+    assert first.rates + second.rates == whole.rates
+    assert task.same(task.weights(second), task.weights(whole))
+    assert resumed.control.state_dict() == callback.control.state_dict()
+    assert resumed.control.outcome.step == task.STEPS
+
+
+@each_optimizer
+def test_a_checkpoint_of_lightnings_own_goes_on_under_the_callback(optimizer, tmp_path):
+    whole, first, second = (Lit(optimizer) for _ in range(3))
+    trained(whole, plugins=[half(pl)], data=Resumable(bad=1))
+    trained(first, plugins=[half(pl)], data=Resumable(bad=1), **stopping(tmp_path))
+    callback, scales = GradientControlCallback(), []
+
+    class Scales(pl.Callback):
+        def on_train_start(self, *_):
+            scales.append(callback.control.scale)
+
+    trained(
+        second, callback=callback, plugins=[half(pl)], data=Resumable(bad=1), extra=[Scales()],
+        ckpt_path=tmp_path / "stopped.ckpt",
+    )  # fmt: skip
+    assert scales == [2.0**15]
+    assert task.same(task.weights(second), task.weights(whole))
+
+
+@each_optimizer
+@each_policy
+def test_a_checkpoint_of_the_callbacks_goes_on_without_it(optimizer, policies, tmp_path):
+    first, second = Lit(optimizer), Lit(optimizer)
+    callback = GradientControlCallback(**policies)
+    trained(first, callback=callback, plugins=[half(pl)], data=Resumable(bad=1), **stopping(tmp_path))
+    saved = torch.load(tmp_path / "stopped.ckpt", weights_only=True)  # No class of anybody's.
+    assert saved["gradilocks"]["scale"] == saved["MixedPrecision"]["scale"]
+    assert not any("gradilocks" in key.lower() for key in saved["callbacks"])
+    trainer = trained(
+        second, plugins=[half(pl)], data=Resumable(bad=1), max_steps=4,
+        ckpt_path=tmp_path / "stopped.ckpt",
+    )  # fmt: skip
+    assert trainer.scaler.get_scale() == saved["gradilocks"]["scale"]
+    assert not isinstance(trainer.scaler, type(callback.control.as_scaler()))
+    if not policies:
+        whole = Lit(optimizer)
+        trained(whole, plugins=[half(pl)], data=Resumable(bad=1), max_steps=4)
+        assert task.same(task.weights(second), task.weights(whole))
+
+
+def test_in_float32_a_checkpoint_has_nothing_that_lightning_would_not_know(tmp_path):
+    trained(
+        Lit(), callback=GradientControlCallback(clip=CLIP), data=Resumable(bad=None),
+        **stopping(tmp_path),
+    )  # fmt: skip
+    saved = torch.load(tmp_path / "stopped.ckpt", weights_only=True)
+    assert "Precision" not in saved
+    trained(Lit(), data=Resumable(bad=None), ckpt_path=tmp_path / "stopped.ckpt")
+
+
+def test_a_checkpoint_after_fit_has_the_state_that_fit_ended_with(tmp_path):
+    callback = GradientControlCallback()
+    trainer = trained(Lit(), callback=callback, plugins=[half(pl)])
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert saved["gradilocks"] == callback.control.state_dict()
+    assert saved["MixedPrecision"]["scale"] == 2.0**15
+
+
+def test_another_clip_is_the_users_to_choose_when_a_run_is_resumed(tmp_path):
+    old, new = GradientControlCallback(clip=CLIP), GradientControlCallback(clip=2 * CLIP)
+    trained(Lit(), callback=old, plugins=[half(pl)], data=Resumable(bad=1), **stopping(tmp_path))
+    trained(
+        Lit(), callback=new, plugins=[half(pl)], data=Resumable(bad=1),
+        ckpt_path=tmp_path / "stopped.ckpt",
+    )  # fmt: skip
+    assert new.control.outcome.limit == pytest.approx(2 * CLIP)
+    assert new.control.scale == 2.0**15
+    other = GradientControlCallback(clip=ZScoreClip())
+    with pytest.warns(RuntimeWarning, match="saved with other options of GradientControlCallback"):
+        trained(
+            Lit(), callback=other, plugins=[half(pl)], data=Resumable(bad=1),
+            ckpt_path=tmp_path / "stopped.ckpt",
+        )  # fmt: skip
+    assert other.control.scale == 2.0**15
+    assert other.control.outcome.step == task.STEPS
+
+
+def test_a_run_may_go_on_in_another_precision(tmp_path):
+    old, new = GradientControlCallback(), GradientControlCallback()
+    trained(Lit(), callback=old, plugins=[half(pl)], data=Resumable(bad=1), **stopping(tmp_path))
+    with pytest.warns(RuntimeWarning, match="saved with other options of GradientControlCallback"):
+        trained(
+            Lit(), callback=new, precision="bf16-mixed", data=Resumable(bad=1),
+            ckpt_path=tmp_path / "stopped.ckpt",
+        )  # fmt: skip
+    assert new.control.scale == 1.0
+
+
+def test_evaluation_leaves_the_control_alone(tmp_path):
+    def validation_step(self, batch, _):
+        self.log("val_loss", self.net(batch[0]).mean())
+
+    Own = module_of(pl, validation_step=validation_step, test_step=validation_step)  # noqa: N806
+    callback, module = GradientControlCallback(), Own()
+    trainer = pl.Trainer(**{**QUIET, "enable_checkpointing": True}, plugins=[half(pl)],
+        callbacks=[callback, *stopping(tmp_path)["extra"]])  # fmt: skip
+    trainer.validate(module, loader(), verbose=False)
+    assert callback.control is None
+    trainer.fit(module, Resumable(bad=4), loader())
+    state = callback.control.state_dict()
+    trainer.test(module, loader(), ckpt_path=tmp_path / "stopped.ckpt", verbose=False)
+    assert callback.control.state_dict() == state

@@ -129,7 +129,7 @@ class GradientControlCallback(*(package.Callback for package in _packages())):  
         if not isinstance(plugin, _TrainerPrecision) or plugin.callback is not self:
             native = plugin.native if isinstance(plugin, _TrainerPrecision) else plugin
             plugin = in_front_of(native, _TrainerPrecision, used_by="GradientControlCallback")
-            plugin.callback, plugin.trainer = self, trainer
+            plugin.callback, plugin.trainer, plugin.outcomes = self, trainer, {}
         self.clip_for(trainer)  # Raises if there are two.
         trainer.strategy.precision_plugin = self._plugin = plugin
 
