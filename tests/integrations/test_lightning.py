@@ -1,22 +1,32 @@
 """Lightning's Trainer with a GradientControlCallback, beside the Trainer as it is.
 
 The truth is Lightning's own scaler and clip; where it refuses (a clip with a fused optimizer in
-16-mixed) it is torch's loop by hand. On a CPU Lightning has no 16-mixed: its plugin is given by hand.
+mixed precision) it is torch's loop by hand. On a CPU the plugin of 16-mixed has to be given.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from gradilocks import ClipByNorm, GradientControl, HeadroomScale, ZScoreClip, read_run
+from gradilocks import (
+    ClipByNorm,
+    DynamicScale,
+    GradientControl,
+    GradScaler,
+    HeadroomScale,
+    ZScoreClip,
+)
+from gradilocks.errors import NonFiniteGradient
 from tests.integrations import task
 from tests.integrations.lightning_task import (
-    QUIET,
     PRECISIONS,
+    QUIET,
     Resumable,
     fitted,
     half,
@@ -122,7 +132,9 @@ def test_two_clips_that_differ_are_refused():
         fitted(pl, Lit(), gradient_clip_val=1.0, gradient_clip_algorithm="value",
                callbacks=[GradientControlCallback(clip=1.0)])  # fmt: skip
     with pytest.raises(ValueError, match="two clips"):
-        fitted(pl, Lit(), gradient_clip_val=1.0, callbacks=[GradientControlCallback(clip=ZScoreClip())])
+        fitted(
+            pl, Lit(), gradient_clip_val=1.0, callbacks=[GradientControlCallback(clip=ZScoreClip())]
+        )
 
 
 @pytest.mark.parametrize("clip", [1, 1.0, ClipByNorm(1.0)])
@@ -163,7 +175,11 @@ def test_a_module_may_choose_the_clip_of_each_step():
     fitted(pl, native, plugins=[half(pl)])
     fitted(pl, ours, plugins=[half(pl)], callbacks=[callback, Limits()])
     torch.testing.assert_close(task.weights(ours), task.weights(native), rtol=1e-6, atol=1e-7)
-    assert limits == [math.inf, math.inf, *(pytest.approx(0.1 / (1 + step)) for step in (2, 3, 4, 5))]
+    assert limits == [
+        math.inf,
+        math.inf,
+        *(pytest.approx(0.1 / (1 + step)) for step in (2, 3, 4, 5)),
+    ]
 
 
 def test_a_module_that_asks_for_another_clip_than_the_callbacks_is_refused():
@@ -287,7 +303,7 @@ def test_what_is_logged_can_be_chosen_named_and_switched_off():
     assert logged(None) == set()
     assert logged(["clipped", "limit"]) == {"gradilocks/clipped", "gradilocks/limit"}
     assert logged({"norm": "grad_norm"}) == {"grad_norm"}
-    with pytest.raises(ValueError, match="log can have norm.*'loss'"):
+    with pytest.raises(ValueError, match=r"log can have norm.*'loss'"):
         GradientControlCallback(log=["loss"])
     with pytest.raises(TypeError, match="log must be"):
         GradientControlCallback(log="norm")
@@ -414,9 +430,7 @@ def test_two_optimizers_by_hand_are_stepped_by_themselves(optimizer):
 
 
 def test_each_of_two_schedules_waits_for_its_own_optimizer():
-    trainer = fitted(
-        pl, Gan(factor=0.5), plugins=[half(pl)], callbacks=[GradientControlCallback()]
-    )
+    trainer = fitted(pl, Gan(factor=0.5), plugins=[half(pl)], callbacks=[GradientControlCallback()])
     rates = [each.param_groups[0]["lr"] for each in trainer.optimizers]
     assert [0.05 / rate for rate in rates] == [2.0**6, 2.0**2]
 
@@ -460,7 +474,10 @@ def test_a_training_step_without_a_loss_is_as_lightnings_own(precision, accumula
 
     Own = module_of(pl, training_step=training_step)  # noqa: N806
     native, ours = Own(), Own()
-    settings = {"accumulate_grad_batches": accumulate, "data": loader(accumulate=accumulate, bad=None)}
+    settings = {
+        "accumulate_grad_batches": accumulate,
+        "data": loader(accumulate=accumulate, bad=None),
+    }
     fitted(pl, native, **settings, **precision_of(pl, precision))
     callback = GradientControlCallback()
     trainer = fitted(pl, ours, **settings, **precision_of(pl, precision), callbacks=[callback])
@@ -484,7 +501,12 @@ def test_an_own_optimizer_step_goes_through_the_control():
 
 def test_max_steps_counts_as_lightning_does():
     trainer = fitted(
-        pl, Lit(), plugins=[half(pl)], callbacks=[GradientControlCallback()], max_steps=4, max_epochs=-1
+        pl,
+        Lit(),
+        plugins=[half(pl)],
+        callbacks=[GradientControlCallback()],
+        max_steps=4,
+        max_epochs=-1,
     )
     assert trainer.global_step == 4
 
@@ -588,7 +610,9 @@ def test_a_checkpoint_of_lightnings_own_goes_on_under_the_callback(optimizer, tm
 def test_a_checkpoint_of_the_callbacks_goes_on_without_it(optimizer, policies, tmp_path):
     first, second = Lit(optimizer), Lit(optimizer)
     callback = GradientControlCallback(**policies)
-    trained(first, callback=callback, plugins=[half(pl)], data=Resumable(bad=1), **stopping(tmp_path))
+    trained(
+        first, callback=callback, plugins=[half(pl)], data=Resumable(bad=1), **stopping(tmp_path)
+    )
     saved = torch.load(tmp_path / "stopped.ckpt", weights_only=True)  # No class of anybody's.
     assert saved["gradilocks"]["scale"] == saved["MixedPrecision"]["scale"]
     assert not any("gradilocks" in key.lower() for key in saved["callbacks"])
@@ -667,3 +691,147 @@ def test_evaluation_leaves_the_control_alone(tmp_path):
     state = callback.control.state_dict()
     trainer.test(module, loader(), ckpt_path=tmp_path / "stopped.ckpt", verbose=False)
     assert callback.control.state_dict() == state
+
+
+# --- one callback, many ways to use it ------------------------------------------------------------
+
+
+def test_a_module_may_be_fitted_again_and_the_scale_goes_on():
+    callback, module, native = GradientControlCallback(), Lit("fused adamw"), Lit("fused adamw")
+    ours = fitted(pl, module, plugins=[half(pl)], callbacks=[callback])
+    theirs = fitted(pl, native, plugins=[half(pl)])
+    for trainer, each in ((ours, module), (theirs, native)):
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(each, loader())
+    assert callback.control.scale == theirs.scaler.get_scale() == 2.0**14
+    assert callback.control.outcome.step == 2 * task.STEPS
+    assert task.same(task.weights(module), task.weights(native))
+
+
+def test_one_callback_serves_several_trainers_one_after_another():
+    callback, first, second = GradientControlCallback(), Lit(), Lit()
+    one = fitted(pl, first, plugins=[half(pl)], callbacks=[callback])
+    before = callback.control
+    fitted(pl, second, plugins=[half(pl)], callbacks=[callback])
+    assert task.same(task.weights(first), task.weights(second))
+    assert callback.control is not before
+    assert one.scaler.control is before  # Whose state is what its checkpoints tell.
+
+
+def test_the_plugin_that_was_chosen_is_left_as_it_was():
+    chosen = half(pl)
+    trainer = fitted(pl, Lit(), plugins=[chosen], callbacks=[GradientControlCallback()])
+    assert chosen.scaler.get_scale() == 2.0**16
+    assert isinstance(trainer.precision_plugin, type(chosen))
+    assert type(trainer.precision_plugin).__qualname__ == "MixedPrecision"
+    assert trainer.scaler.get_scale() == 2.0**15  # As users and their callbacks read it.
+
+
+def test_the_settings_of_a_chosen_scaler_are_where_the_control_begins():
+    chosen = {"init_scale": 2.0**9, "growth_interval": 2, "growth_factor": 4.0}
+    callback, native, ours = GradientControlCallback(), Lit(), Lit()
+    theirs = fitted(pl, native, plugins=[half(pl, **chosen)])
+    fitted(pl, ours, plugins=[half(pl, **chosen)], callbacks=[callback])
+    assert callback.control.scale == theirs.scaler.get_scale() != 2.0**9
+    assert task.same(task.weights(ours), task.weights(native))
+    disabled = GradientControlCallback()
+    fitted(
+        pl, Lit(), plugins=[half(pl, enabled=False)], callbacks=[disabled], data=loader(bad=None)
+    )
+    assert disabled.control.scale == 1.0
+
+
+def test_a_scale_may_be_chosen_in_any_precision():
+    for precision in PRECISIONS:
+        callback = GradientControlCallback(scale=DynamicScale(init_scale=2.0**5))
+        fitted(pl, Lit(), **precision_of(pl, precision), callbacks=[callback])
+        assert callback.control.scale == 2.0**4
+
+
+def test_more_than_one_callback_is_refused():
+    callback = GradientControlCallback()
+    for both in ([callback, callback], [callback, GradientControlCallback()]):
+        with pytest.raises(ValueError, match="more than one GradientControlCallback"):
+            fitted(pl, Lit(), callbacks=both)
+
+
+def test_a_module_may_bring_the_callback_itself():
+    callback = GradientControlCallback()
+    module = module_of(pl, configure_callbacks=lambda self: [callback])()
+    fitted(pl, module, plugins=[half(pl)])
+    assert callback.control.scale == 2.0**15
+
+
+def test_a_second_scaler_of_ours_is_refused():
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", GradScaler("cpu", clip=1.0))
+    with pytest.raises(ValueError, match=r"has a gradilocks\.GradScaler already"):
+        fitted(pl, Lit(), plugins=[plugin], callbacks=[GradientControlCallback()])
+
+
+def test_a_plugin_with_a_step_of_its_own_is_refused_by_name():
+    class Stepping(pl.plugins.Precision):
+        def optimizer_step(self, optimizer, model, closure, **kwargs):
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+
+    with pytest.raises(ValueError, match="Stepping has an optimizer_step of its own"):
+        fitted(pl, Lit(), plugins=[Stepping()], callbacks=[GradientControlCallback()])
+
+
+def test_a_plugin_with_other_things_of_its_own_keeps_them():
+    seen = []
+
+    class Noting(pl.plugins.MixedPrecision):
+        def pre_backward(self, tensor, module):
+            seen.append(tensor.item())
+            return super().pre_backward(tensor, module)
+
+    ours, plugin = Lit(), Noting("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    fitted(pl, ours, plugins=[plugin], callbacks=[GradientControlCallback()])
+    assert seen == ours.losses
+
+
+def test_what_is_wrong_is_said_when_the_callback_is_made():
+    with pytest.raises(ValueError, match="on_nonfinite must be"):
+        GradientControlCallback(on_nonfinite="ignore")
+    with pytest.raises(TypeError, match="clipp"):
+        GradientControlCallback(clipp=1.0)
+    with pytest.raises(TypeError, match="scale must be 'dynamic'"):
+        GradientControlCallback(scale="automatic")
+    with pytest.raises(TypeError, match="clip"):
+        GradientControlCallback(clip="1.0")
+    with pytest.raises(TypeError, match="record must be a path"):
+        GradientControlCallback(record=3)
+    with pytest.raises(ValueError, match="config= goes into the header"):
+        GradientControlCallback(config={"lr": 0.1})
+
+
+def test_what_the_control_raises_ends_the_training():
+    callback = GradientControlCallback(on_nonfinite="raise")
+    with pytest.raises(NonFiniteGradient, match=CULPRIT):
+        fitted(pl, Lit(), plugins=[half(pl)], callbacks=[callback])
+
+
+def test_callbacks_and_trainers_can_be_copied_and_pickled():
+    callback = GradientControlCallback(clip=ZScoreClip(), log={"norm": "grad_norm"})
+    pickled = pickle.loads(pickle.dumps(callback))  # As ddp_spawn does, before `fit` begins.
+    trainer = fitted(pl, Lit(), plugins=[half(pl)], callbacks=[callback])
+    for twin in (copy.deepcopy(callback), pickled):
+        assert twin.control is None
+        fitted(pl, Lit(), plugins=[half(pl)], callbacks=[twin])
+        assert twin.control.state_dict() == callback.control.state_dict()
+    plugin = copy.deepcopy(trainer.precision_plugin)
+    assert type(plugin) is pl.plugins.MixedPrecision
+    assert plugin.scaler.get_scale() == 2.0**16
+
+
+def test_the_learning_rate_finder_leaves_no_trace():
+    callback, module = GradientControlCallback(), Lit()
+    module.lr = 0.05
+    trainer = pl.Trainer(**QUIET, plugins=[half(pl)], callbacks=[callback])
+    tuner = pl.tuner.Tuner(trainer)
+    tuner.lr_find(module, loader(bad=None), num_training=5, update_attr=False)
+    trainer.fit(module, loader())
+    native = Lit()
+    fitted(pl, native, plugins=[half(pl)])
+    assert callback.control.scale == 2.0**15
+    assert task.same(task.weights(module), task.weights(native))

@@ -111,7 +111,10 @@ class _FabricPrecision(ControlledPrecision):
         self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
         if kwargs:
-            raise TypeError(f"a GradientControl steps {type(optimizer).__name__}, and takes a closure alone; got {', '.join(kwargs)}.")
+            raise TypeError(
+                f"a GradientControl steps {type(optimizer).__name__}, and takes a closure alone; "
+                f"got {', '.join(kwargs)}."
+            )
         if closure is not None and needs_closure(optimizer):
             return self.step_by_control(optimizer, closure)
         result = None if closure is None else closure()

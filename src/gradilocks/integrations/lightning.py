@@ -267,8 +267,9 @@ class _TrainerPrecision(ControlledPrecision):
                 return None
             self._before_step(optimizer, model)
             self.step_by_control(optimizer)
-        if self.control.outcome is not before:
-            self.outcomes[self._number(optimizer)] = self.control.outcome
+        outcome = self.control.outcome
+        if outcome is not None and outcome is not before:
+            self.outcomes[self._number(optimizer)] = outcome
         return result
 
     def _before_step(self, optimizer: Any, model: Any) -> None:
@@ -295,7 +296,7 @@ class _TrainerPrecision(ControlledPrecision):
             self.asked[self._number(optimizer)] = self.callback.agreed_clip(asked)
 
     def _number(self, optimizer: Any) -> int:
-        """Which of the control's it is; manual optimization hands it over in Lightning's wrapper."""
+        """Which of the control's it is; by hand it is handed over in Lightning's wrapper."""
         assert self.control is not None
         wrapped = any(kind.__name__ == "LightningOptimizer" for kind in type(optimizer).__mro__)
         bare = optimizer.optimizer if wrapped else optimizer
@@ -382,7 +383,9 @@ def _checked_names(log: object) -> dict[str, str]:
             "log must be a list of what to log, as ['norm', 'scale'], a mapping from these to "
             f"names, or None, got {log!r}."
         )
-    named = dict(log) if isinstance(log, Mapping) else {which: f"gradilocks/{which}" for which in log}
+    if not isinstance(log, Mapping):
+        log = {which: f"gradilocks/{which}" for which in log}
+    named = dict(log)
     unknown = [which for which in named if which not in _LOGGABLE]
     if unknown:
         raise ValueError(f"log can have {', '.join(_LOGGABLE)}; got {unknown[0]!r}.")
