@@ -65,7 +65,7 @@ from gradilocks.scale import DynamicScale, resolve_scale
 from gradilocks.state.checkpoint import check_scale
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
-from gradilocks.step.engine import Engine, Verdict, multiply_
+from gradilocks.step.engine import Engine, Look, Verdict, look, multiply_
 from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
@@ -196,11 +196,13 @@ class GradientControl:
         }
         every = check_every(check_replicas_every)
         self._replica_check = None if every is None else ReplicaCheck(every, names=self._names.of)
-        self._schedulers = Listeners()
+        self._schedules = Listeners()
         self._order = CallOrder()
         self._events = StepEvents(EVENTS)
         self._told: Step | None = None  # The step that goes on, if somebody listens.
         self._outcome: Outcome | None = None
+        # What was found while unscaling, if that is to decide.
+        self._seen: Look | None = None
         # What steps one of its optimizers alone, with `only=`, by the id of that one; and what such
         # parts are to go on from, by the optimizer's number.
         self._parts: dict[int, GradientControl] = {}
@@ -332,7 +334,7 @@ class GradientControl:
                 "keep_bad_step= writes what the model was called with, and there is none: "
                 "GradientControl(optimizer, model=model, keep_bad_step=...)."
             )
-        params = list(self._parameters())
+        params = list(self._all_parameters())
         if self._ranks is not None or any(map(is_distributed, params)):
             raise ValueError(
                 "keep_bad_step= needs the whole model on this rank, and it is spread over several. "
@@ -363,6 +365,7 @@ class GradientControl:
             "_parts": {},
             "_part_states": self._states_of_parts(),
             "_judged": [],
+            "_seen": None,
             "_outcome": None,
         }
         return {**self.__dict__, **left}
@@ -493,16 +496,28 @@ class GradientControl:
         Args:
             only: one of the optimizers: its gradients alone.
         """
+        self._unscale(only, decides=False)
+
+    def _unscale(self, only: Any, *, decides: bool) -> None:
+        """Makes the gradients true in place.
+
+        Args:
+            only: one of the optimizers, or None for all.
+            decides: whether NaN or Inf in them now skip the step, whatever is made of them until
+                then, as with torch's scaler.
+        """
         whole = self._whole(only)
-        if whole is not self:
-            whole.unscale_()
-            return
         # Of a pipeline's stages only the last has a loss, and the others unscale too.
-        self._order.check_unscale(elsewhere=self._ranks is not None)
-        gradients, _ = self._find([False] * len(self._optimizers), steps=False)
+        whole._order.check_unscale(elsewhere=whole._ranks is not None)
+        gradients, _ = whole._find([False] * len(whole._optimizers), steps=False)
         with torch.no_grad():
-            multiply_(gradients, torch.reciprocal(self._engine.state.scale))
-        self.assume_unscaled()
+            factor = torch.reciprocal(whole._engine.state.scale)
+            if decides:
+                whole._seen = look(gradients, factor)
+            else:
+                multiply_(gradients, factor)
+        gradients.release()
+        whole.assume_unscaled()
 
     @property
     def unscaled(self) -> bool:
@@ -516,9 +531,8 @@ class GradientControl:
             only: one of the optimizers: its gradients alone.
         """
         whole = self._whole(only)
-        whole._order.note_unscaled()
-        for part in whole._parts.values():
-            part._order.note_unscaled()
+        for each in (whole, *whole._parts.values()):
+            each._order.note_unscaled()
 
     @eager
     def norm(self, only: Any = None) -> Tensor:
@@ -613,7 +627,7 @@ class GradientControl:
             only: one of the optimizers: its gradients alone.
         """
         whole = self._whole(only)
-        for param in whole._parameters():
+        for param in whole._all_parameters():
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
@@ -663,8 +677,8 @@ class GradientControl:
         Returns:
             What to call `step()` on, after `control.step()`.
         """
-        made = Scheduler(lr_scheduler, self, self._parameters())
-        self._schedulers.add(made)
+        made = Scheduler(lr_scheduler, self, self._all_parameters())
+        self._schedules.add(made)
         return made
 
     def state_dict(self) -> dict[str, Any]:
@@ -714,13 +728,13 @@ class GradientControl:
         if self._loads is not None:
             self._loads.note(kept_step=self._engine.next_step == before)
         for each in (self, *self._parts.values()):
-            each._order.note_step(each._parameters())  # What is there carries another scale.
+            each._order.note_step(each._all_parameters())  # What is there carries another scale.
 
     def _begins_anew(self) -> bool:
         """Whether nothing is left of losses from before this one."""
         if not self._order.scaled:
             return True
-        if not self._stepped_apart and not self._order.dropped(self._parameters()):
+        if not self._stepped_apart and not self._order.dropped(self._all_parameters()):
             return False
         self._engine.losses.forget()
         return True
@@ -734,7 +748,7 @@ class GradientControl:
                 part._order.note_leftovers(parameter_list(part._optimizers))
         elif self._engine.scales:
             self._order.check_backward(parameter_list(self._optimizers))
-        first = next(self._parameters(), None)
+        first = next(self._all_parameters(), None)
         if first is None and self._optimizers:
             check_parameters((), self._names)
             raise AssertionError("an optimizer without parameters was not refused")
@@ -747,7 +761,7 @@ class GradientControl:
             listener.loss_scaled(self, loss, scaled, self._engine.state.scale)
         return scaled
 
-    def _parameters(self) -> Iterator[Tensor]:
+    def _all_parameters(self) -> Iterator[Tensor]:
         return every_parameter(self._optimizers)
 
     def _whole(self, only: Any) -> GradientControl:
@@ -827,7 +841,7 @@ class GradientControl:
         part._rank_options = options
         part._take((optimizer,), self._names.model, part=True)
         part._is_part, part._judged = True, self._judged
-        part._schedulers, part._events = self._schedulers, self._events
+        part._schedules, part._events = self._schedules, self._events
         part._order.begin_like(self._order)
         state = self._part_states.pop(self._optimizers.index(optimizer), None)
         if state is not None:
@@ -850,7 +864,7 @@ class GradientControl:
         self._move_on()
         for part in self._parts.values():
             kind = type(part._optimizers[0]).__name__
-            if part._is_stepped() and any(p.grad is not None for p in part._parameters()):
+            if part._is_stepped() and any(p.grad is not None for p in part._all_parameters()):
                 raise ScaleMisuse(
                     f"step() steps all optimizers, and {kind} has stepped on its gradients already "
                     "by step(only=...). Clear them with control.zero_grad(only=...), or step the "
@@ -949,12 +963,16 @@ class GradientControl:
         self._is_stepping = True
         try:
             rating, direct = None, False
-            if model_ranks is None and engine.settles(gradients):
+            if model_ranks is None and self._seen is None and engine.settles(gradients):
                 direct = takes_directly(self._optimizers)
                 # Work out an optimizer's rates where the step is settled: one launch less.
                 rating = self._optimizers[0].ready(gradients) if direct else None
             verdict = engine.decide(
-                gradients, unscaled=self._order.unscaled, model_ranks=model_ranks, rating=rating
+                gradients,
+                unscaled=self._order.unscaled,
+                overflow=None if self._seen is None else self._overflow_seen(),
+                model_ranks=model_ranks,
+                rating=rating,
             )
             if verdict.together is not None:
                 self._keep_weights(verdict)
@@ -973,6 +991,12 @@ class GradientControl:
             self._is_stepping = False
             gradients.release()
         return self._conclude(verdict, gradients.params)
+
+    def _overflow_seen(self) -> Tensor | None:
+        """1 if NaN or Inf were found while unscaling these gradients, else 0."""
+        if self._seen is None or not self._order.unscaled:
+            return None
+        return self._seen.flag(self._engine.state.scale.device)
 
     def _update(self, verdict: Verdict, gradients: Gradients, inside: Sequence[bool]) -> None:
         """Steps each optimizer on its gradients, or none."""
@@ -1024,7 +1048,7 @@ class GradientControl:
                 self._engine.refuse(model_ranks)
             raise
         if not self._engine.scales:  # No loss was scaled, which would have brought the state there.
-            first = next(self._parameters(), None)
+            first = next(self._all_parameters(), None)
             if first is not None:
                 self._engine.move_to(first.device)
         return gradients, model_ranks
@@ -1086,7 +1110,7 @@ class GradientControl:
             ranks = self._ranks
             holdings = Holdings(ranks.rank_group, ranks.params, ranks.elements(), measured, numbers)
         else:
-            params = list(self._parameters())
+            params = list(self._all_parameters())
             rank_group = whole_group(self._replicas, params[0].device)
             elements = list(enumerate(self._names.of(params)))
             holdings = Holdings(rank_group, params, elements, measured, numbers, whole=True)
@@ -1102,21 +1126,25 @@ class GradientControl:
         """As if nothing had been decided; several optimizers are not to be stepped twice."""
         self._engine.undo(verdict)
         if len(self._optimizers) > 1:
-            self._order.note_step(self._parameters())
+            self._order.note_step(self._all_parameters())
 
     def _conclude(self, verdict: Verdict, params: Sequence[Tensor]) -> Outcome:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         outcome = self._outcome = verdict.outcome
+        seen, self._seen = self._seen, None
+        if seen is not None and verdict.unscaled and len(seen.places) == len(params):
+            # Who it was, before somebody has perhaps written over it.
+            outcome.count_by(lambda: seen.counts(verdict.decision.skip.device))
         loss = None if self._exchange is None else self._engine.losses.total()
         hopeless = self._engine.conclude(verdict, moves=not self._is_part)
         if self._is_part:
             self._judged.append(verdict)
-        for scheduler in self._schedulers:
+        for scheduler in self._schedules:
             if not self._is_part or scheduler.is_of(self._optimizers):
                 scheduler.note(verdict.record.row)
         self._order.note_step(params)
         for part in self._parts.values():
-            part._order.note_step(part._parameters())
+            part._order.note_step(part._all_parameters())
         told = self._told
         if told is not None:
             told.record, told.next_scale = verdict.record, self._engine.state.scale
@@ -1193,7 +1221,7 @@ class GradientControl:
             if last.outcome.skipped:
                 return False
             apply_in_place(last.decision, gradients.tensors)
-            self._order.note_step(self._parameters())
+            self._order.note_step(self._all_parameters())
             return True
 
         step_with_closure(
@@ -1204,14 +1232,14 @@ class GradientControl:
         )
         if last is None:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
-        return self._conclude(last, list(self._parameters()))
+        return self._conclude(last, list(self._all_parameters()))
 
     def _gradients_are_waiting(self) -> bool:
         """Whether a closure's optimizer begins with gradients that are there: alike on all ranks.
 
         Of a pipeline's stages only the last has scaled a loss, so the ranks ask each other.
         """
-        waiting = self._order.scaled and any(p.grad is not None for p in self._parameters())
+        waiting = self._order.scaled and any(p.grad is not None for p in self._all_parameters())
         if not has_other_ranks():
             return waiting
         # As they were: a change of parameters is told of with the step's own row.
@@ -1225,7 +1253,7 @@ class GradientControl:
 
     def _model_ranks(self) -> ModelRanks | None:
         """The ranks that hold the model together; raises if they are not known."""
-        params = list(self._parameters())
+        params = list(self._all_parameters())
         trained = [param.requires_grad for param in params]
         known, were = self._ranks_of
         if len(params) != len(known) or any(map(operator.is_not, params, known)):

@@ -84,7 +84,10 @@ class ControlScaler(torch.amp.GradScaler):
         )
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divides the optimizer's gradients by the scale; nothing to do if the control has none."""
+        """Divides the optimizer's gradients by the scale, looking for NaN and Inf on the way.
+
+        Nothing to do if the control has no scale.
+        """
         self._meet(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
@@ -94,7 +97,7 @@ class ControlScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         if self.control._engine.scales:
-            self.control.unscale_(only=optimizer)
+            self.control._unscale(optimizer, decides=True)
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:

@@ -114,6 +114,7 @@ __all__ = [
     "Verdict",
     "decide",
     "held_if",
+    "joined_counts",
     "look",
     "measure_all",
     "multiply_",
@@ -394,6 +395,10 @@ class Engine:
         peak: Tensor | None = None
         layouts = gradients.every_layout()
         counts = [layout is None or layout.counts for layout in layouts]
+        if overflow is not None and model_ranks is not None:
+            # Before the ranks tell each other: all skip, or none.
+            flag = torch.maximum(measurement.nonfinite, moved(overflow, home))
+            measurement, overflow = dataclasses.replace(measurement, nonfinite=flag), None
         if model_ranks is not None:
             measurement, largest, together = self._over_ranks(
                 measurement, gradients, model_ranks, unscaled=unscaled
@@ -1296,6 +1301,31 @@ class Look(NamedTuple):
     """The places of the gradients in the order in which `counted` counts them."""
     counted: list[Callable[[], NonFinite]]
     """For each device, what counts NaN and Inf gradient by gradient."""
+
+    def flag(self, home: torch.device) -> Tensor:
+        """float32, 0-d, on `home`: 1 if any of them holds NaN or Inf, else 0."""
+        if not self.flags:
+            return torch.zeros((), dtype=torch.float32, device=home)
+        return moved(_largest(list(self.flags.values())), home)
+
+    def counts(self, home: torch.device) -> tuple[Tensor, Tensor]:
+        """How many NaN and how many Inf each gradient has, in their order, on `home`."""
+        nan, inf = joined_counts(self.counted, home)
+        if len(self.counted) == 1:
+            return nan, inf
+        back = sorted(range(len(self.places)), key=list(self.places).__getitem__)
+        order = numbers_on(home, tuple(back), torch.int64)
+        return nan[order], inf[order]
+
+
+def joined_counts(
+    counts: Sequence[Callable[[], NonFinite]], home: torch.device
+) -> tuple[Tensor, Tensor]:
+    """How many NaN and how many Inf each gradient has, device by device, on `home`."""
+    found = [count() for count in counts]
+    nothing = torch.zeros(0, dtype=torch.int64, device=home)
+    nan = torch.cat([nothing, *(moved(each.nan, home) for each in found)])
+    return nan, torch.cat([nothing, *(moved(each.inf, home) for each in found)])
 
 
 def look(gradients: Gradients, multiplier: Tensor | None) -> Look:

@@ -201,7 +201,7 @@ class Scheduler:
         made._together = self._together
         made._control = (lambda: None) if control is None else weakref.ref(control)
         if control is not None:
-            control._schedulers.add(made)
+            control._schedules.add(made)
         return made
 
     def __reduce__(self) -> Any:
