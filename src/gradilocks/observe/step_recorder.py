@@ -32,7 +32,12 @@ from gradilocks.kernels.reference import rounded, total_norm
 from gradilocks.names import Names, name_parameters, prefixed
 from gradilocks.observe.between_steps import Losses, parameters_of
 from gradilocks.observe.data_wait import DataWait
-from gradilocks.observe.gradient_reader import ClippedGradients, GradientReader, Reading
+from gradilocks.observe.gradient_reader import (
+    ClipEffect,
+    ClippedGradients,
+    GradientReader,
+    Reading,
+)
 from gradilocks.observe.process_end import SignalsHeld
 from gradilocks.observe.rank_parts import RankParts, letter_of, step_of_all
 from gradilocks.observe.rank_post import RankPost
@@ -496,6 +501,11 @@ class StepRecorder(StepListener):
         part = None
         if attempt.parts is not None:
             part = attempt.parts.of_step(reading, attempt.counts, step.carried)
+        limit = attempt.clip.get("limit")
+        if limit is not None and isinstance(step.carried, Tensor):
+            # The clip was of gradients that carry the scale, as they still do.
+            effect = ClipEffect(limit, attempt.clip["clipped"]).divided(step.carried.detach())
+            attempt.clip = effect._asdict()
         if step.clipped is not None:
             attempt.clip = {"limit": step.limit, "clipped": step.clipped}
         sample = Sample(
@@ -623,6 +633,12 @@ class StepRecorder(StepListener):
         gradients, self._clipping = self._clipping, None
         if gradients is not None:
             self._reader.after_clip(gradients, clip)
+
+    def unscale_begins(self, optimizer: Any) -> None:
+        self._reader.before_unscale(list(parameters_of(optimizer)))
+
+    def unscale_ended(self, optimizer: Any, scale: Tensor) -> None:
+        self._reader.after_unscale(list(parameters_of(optimizer)), scale)
 
     def gradients_clear(self, owner: Any) -> None:
         self._reader.gradients_clear(parameters_of(owner))
