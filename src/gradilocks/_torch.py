@@ -14,6 +14,7 @@ torch's, because frameworks ask for that class and read them too.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 import sys
 import threading
@@ -77,6 +78,7 @@ __all__ = [
     "same_version",
     "scale_of",
     "scaler_state",
+    "script_for_caller",
     "seen_by_function_modes",
     "seen_by_launcher",
     "sees_steps",
@@ -477,6 +479,17 @@ is_profiling: Callable[[], bool] = _find("torch._C._autograd._profiler_enabled",
 def unhooked(step: Any) -> Any:
     """An optimizer's `step` without the hooks that torch has wrapped around it."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def script_for_caller(script: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.jit.script` for whoever calls the function that calls this one.
+
+    A class is compiled with the names that the caller's frame knows, found by counting frames. If
+    this torch does not count them so, its own count stands, and such names are not found.
+    """
+    if "_frames_up" in inspect.signature(script).parameters:
+        kwargs = {**kwargs, "_frames_up": kwargs.get("_frames_up", 0) + 2}
+    return script(*args, **kwargs)
 
 
 # --- GradScaler -----------------------------------------------------------------------------------

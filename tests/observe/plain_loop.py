@@ -30,7 +30,9 @@ def plain_loop(
 
     Args:
         case: "precision", "optimizer", "accumulate", "clip", "bad" as `task` counts it;
+            "scaled": whether there is a scaler, if not in fp16 alone;
             "rounds inputs": whether they are in half precision too;
+            "skips first": whether a skipped step is not clipped at all;
             "clips scaled": whether the clip comes before the gradients are unscaled;
             "schedule": whether LinearLR is stepped "always" (the default), only when a step was
             "taken", or "never".
@@ -44,7 +46,8 @@ def plain_loop(
     if schedule == "never":
         optimizer.param_groups[0]["lr"] = scheduler.base_lrs[0]
     half = HALF[case["precision"]]
-    scaler = torch.amp.GradScaler("cpu", enabled=half is torch.float16)
+    scaled = case.get("scaled", half is torch.float16)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     batches = task.batches(accumulate=case["accumulate"], bad=case["bad"])
     steps, loss = [], 0.0
     for number, batch in enumerate(batches):
@@ -69,6 +72,8 @@ def plain_loop(
         scaler.step(optimizer)
         scaler.update()
         skipped = scaler.is_enabled() and scaler.get_scale() < scale
+        if skipped and case.get("skips first"):
+            limit = None
         optimizer.zero_grad()
         if schedule == "always" or (schedule == "taken" and not skipped):
             scheduler.step()

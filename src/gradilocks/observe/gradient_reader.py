@@ -174,6 +174,15 @@ class GradientReader:
             if param.grad is not None:
                 self._clipped.pop(_key(param.grad), None)
 
+    def effects(self, params: Sequence[Tensor]) -> dict[str, Any]:
+        """`limit` and `clipped` of clips that no reading has told of; empty if there is none."""
+        effects: dict[int, ClipEffect] = {}  # Each of them once.
+        for gradient in _gradients(params, range(len(params))) if self._clipped else ():
+            was = self._clipped.pop(_key(gradient), None)
+            if was is not None and was[0].effect is not None and was[0].is_of(gradient, was[1]):
+                effects[id(was[0].effect)] = was[0].effect
+        return _together(list(effects.values()))
+
     def read(self, params: Sequence[Tensor], *, detail: bool) -> Reading:
         """Measures the gradients of `params`; those that a clip has left tell of before it."""
         places, tensors = measurable_gradients(params)

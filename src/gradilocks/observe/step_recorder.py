@@ -422,6 +422,11 @@ class StepRecorder(StepListener):
             attempt.loss = loss.detach().clone()
         step.loss = attempt.loss
         attempt.clip = attempt.reading.clip
+        limit = attempt.clip.get("limit")
+        if limit is not None and isinstance(step.carried, Tensor):
+            # The clip was of gradients that carry the scale, as they still do.
+            effect = ClipEffect(limit, attempt.clip["clipped"]).divided(step.carried.detach())
+            attempt.clip = effect._asdict()
 
     def _only_losses(self, attempt: _Attempt) -> bool:
         """Whether rank 0, which has the same gradients or asks for none, needs nothing else of this
@@ -432,6 +437,9 @@ class StepRecorder(StepListener):
     def update_begins(self, step: Step) -> None:
         attempt = self._attempts.get(step)
         if attempt is not None:
+            if attempt.reading is not None:
+                # Of a clip between a scaler's look at the gradients and the optimizer's step.
+                attempt.clip = self._reader.effects(attempt.params) or attempt.clip
             self._read_weights(attempt)
 
     def _read_weights(self, attempt: _Attempt) -> None:
@@ -501,11 +509,6 @@ class StepRecorder(StepListener):
         part = None
         if attempt.parts is not None:
             part = attempt.parts.of_step(reading, attempt.counts, step.carried)
-        limit = attempt.clip.get("limit")
-        if limit is not None and isinstance(step.carried, Tensor):
-            # The clip was of gradients that carry the scale, as they still do.
-            effect = ClipEffect(limit, attempt.clip["clipped"]).divided(step.carried.detach())
-            attempt.clip = effect._asdict()
         if step.clipped is not None:
             attempt.clip = {"limit": step.limit, "clipped": step.clipped}
         sample = Sample(
