@@ -820,7 +820,7 @@ def test_the_search_finds(line):
 
 @pytest.mark.parametrize(
     "line",
-    ["self._held", "self._version", "control._schedulers", "row._asdict()", "sys._getframe(1)"],
+    ["self._held", "self._version", "control._schedules", "row._asdict()", "sys._getframe(1)"],
 )
 def test_the_search_leaves_alone_what_is_ours_or_pythons(line):
     body = f"self._held = self._version = {line}"

@@ -29,8 +29,10 @@ from gradilocks.checks import (
     warn_of_strangers,
 )
 from gradilocks.clip import resolve_clip
+from gradilocks.dropin.control_scaler import ControlScaler
+from gradilocks.dropin.scaler_state import set_scale
 from gradilocks.eager import eager, users_line
-from gradilocks.errors import NoGradients
+from gradilocks.errors import BadState, NoGradients, ScaleMisuse
 from gradilocks.kernels.cuda_graph import capturing, keeping
 from gradilocks.names import Names
 from gradilocks.ranks.collective import largest_of_all
@@ -59,10 +61,11 @@ from gradilocks.record.environment import checked_config
 from gradilocks.record.journal import journal_for, recorder_of
 from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
-from gradilocks.scale import resolve_scale
+from gradilocks.scale import DynamicScale, resolve_scale
+from gradilocks.state.checkpoint import check_scale
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
-from gradilocks.step.engine import Engine, Verdict, multiply_
+from gradilocks.step.engine import Engine, Look, Verdict, look, multiply_
 from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
@@ -110,9 +113,10 @@ class GradientControl:
                          scale moves on
 
     Args:
-        optimizer: any object with `param_groups` and `step`. torch's fused Adam, AdamW, SGD and
-            Adagrad unscale and clip inside their own pass; others get one multiplication.
-        more: further optimizers under the same scale, the same norm and the same decision.
+        optimizers: any objects with `param_groups` and `step`, under the same scale, the same norm
+            and the same decision; one, usually. torch's fused Adam, AdamW, SGD and Adagrad unscale
+            and clip inside their own pass; others get one multiplication. None if they are not
+            made yet: `bind` gives them.
         model: the module (or a mapping from a prefix to a module) that names the parameters.
         scale: "dynamic", None, a number or a scale policy.
         clip: None, a number (the largest norm) or a clip policy.
@@ -152,8 +156,7 @@ class GradientControl:
 
     def __init__(
         self,
-        optimizer: Any,
-        *more: Any,
+        *optimizers: Any,
         model: nn.Module | Mapping[str, nn.Module] | None = None,
         scale: object = "dynamic",
         clip: object = None,
@@ -168,10 +171,6 @@ class GradientControl:
         config: Mapping[str, Any] | None = None,
         keep_bad_step: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._optimizers = checked_optimizers((optimizer, *more))
-        self._names = Names(model, self._optimizers)
-        check_parameters(self._optimizers, self._names)
-        warn_of_strangers(model, self._parameters(), self._names)
         policies = resolve_scale(scale), resolve_clip(clip)
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"on_nonfinite must be 'skip' or 'raise', got {on_nonfinite!r}.")
@@ -180,13 +179,16 @@ class GradientControl:
         self._rank_options = checked_options(
             process_group=process_group, mesh=mesh, distinct=distinct, copies=copies
         )
+        self._optimizers: tuple[Any, ...] = ()
+        self._names = Names(model, ())
         self._engine = Engine(*policies, names=self._names, give_up_after=give_up_after)
         # The parameters that `_ranks` is about, and whether each of them was trained.
         self._ranks_of: tuple[list[Tensor], list[bool]] = [], []
         self._ranks: ModelRanks | None = None
         # Of DistributedDataParallel: its ranks have equal gradients and compare settings once.
         self._data_parallel: Callable[[], Any] = _nobody
-        self._find_data_parallel()
+        self._replicas: Any = None
+        self._compared = True
         self._loads: LoadCount | None = None
         self._engine.other_settings = {
             "on_nonfinite=": on_nonfinite,
@@ -194,31 +196,38 @@ class GradientControl:
         }
         every = check_every(check_replicas_every)
         self._replica_check = None if every is None else ReplicaCheck(every, names=self._names.of)
-        # Refuses, now rather than at the first step, what no rank can know. Names are looked up now
-        # too: FSDP2 may leave other tensors in the model's places from a backward pass on.
-        ranks = self._model_ranks()
-        if ranks is not None:
-            self._engine.backward_order(ranks)
-        elif every is not None and has_other_ranks() and self._replicas is None:
-            raise ValueError(_NO_REPLICAS_KNOWN)
-        # Stages of a pipeline hold different parameters: what fits none here may fit another's.
-        told = process_group is not None or mesh is not None
-        self._engine.elsewhere = told and has_other_ranks()
-        if not self._engine.elsewhere:
-            refuse_misfits(policies[1], self._names)
-        self._engine.losses.adds_up = ranks is not None or self._replicas is not None
-        self._schedulers = Listeners()
-        # Not a method of its own: a control must go as soon as nobody holds it.
-        parameters = functools.partial(every_parameter, self._optimizers)
-        self._order = CallOrder(parameters if self._engine.scales else tuple)
+        self._schedules = Listeners()
+        self._order = CallOrder()
         self._events = StepEvents(EVENTS)
         self._told: Step | None = None  # The step that goes on, if somebody listens.
+        self._outcome: Outcome | None = None
+        # What was found while unscaling, if that is to decide.
+        self._seen: Look | None = None
+        # What steps one of its optimizers alone, with `only=`, by the id of that one; and what such
+        # parts are to go on from, by the optimizer's number.
+        self._parts: dict[int, GradientControl] = {}
+        self._part_states: dict[int, Mapping[str, Any]] = {}
+        # Steps of parts that the scale has not heard of yet; a part has the list of its whole.
+        self._judged: list[Verdict] = []
+        self._is_part = False
+        self._is_stepping = False
+        # Whether an optimizer that it does not have may still be handed to its scaler.
+        self._grows = False
+        # Whether a part has stepped since the last loss.
+        self._stepped_apart = False
+        # Whether `norm` has measured for the coming step, so that the ranks have begun it.
+        self._asked_ahead = False
         # Of a step that all ranks share tensor by tensor: the weights before it.
         self._weights: Weights | None = None
         # Of DistributedDataParallel, if a rank records: how its ranks hear of each other's losses.
         self._exchange: LossExchange | None = None
+        # Loaded before there was an optimizer.
+        self._waiting_state: Mapping[str, Any] | None = None
+        if optimizers:
+            self._take(checked_optimizers(optimizers), model)
         config = checked_config(config)
-        if keep_bad_step is not None:
+        self._bad_step_path = keep_bad_step
+        if keep_bad_step is not None and optimizers:
             self._keep_bad_step(keep_bad_step)
         if record is not None:
             scale_policy, clip_policy = policies
@@ -234,6 +243,88 @@ class GradientControl:
                 )
             )
 
+    def _take(self, optimizers: tuple[Any, ...], model: Any, *, part: bool = False) -> None:
+        """Controls these optimizers from here on; one that does not fit raises.
+
+        Args:
+            optimizers: checked.
+            model: names their parameters.
+            part: whether a control over more than these has been given them.
+        """
+        names = Names(model, optimizers)
+        check_parameters(optimizers, names)
+        if not part:
+            warn_of_strangers(model, every_parameter(optimizers), names)
+        engine, options = self._engine, self._rank_options
+        # Stages of a pipeline hold different parameters: what fits none here may fit another's.
+        told = options.process_group is not None or options.mesh is not None
+        engine.elsewhere = part or (told and has_other_ranks())
+        if not engine.elsewhere:
+            refuse_misfits(engine.clip_policy, names)
+        self._optimizers = optimizers
+        self._names.use(model, optimizers)
+        self._find_data_parallel()
+        # Refuses, now rather than at the first step, what no rank can know. Names are looked up now
+        # too: FSDP2 may leave other tensors in the model's places from a backward pass on.
+        ranks = self._model_ranks()
+        if ranks is not None:
+            engine.backward_order(ranks)
+        elif self._replica_check is not None and has_other_ranks() and self._replicas is None:
+            raise ValueError(_NO_REPLICAS_KNOWN)
+        engine.losses.adds_up = ranks is not None or self._replicas is not None
+        # Not a method of its own: a control must go as soon as nobody holds it.
+        parameters = functools.partial(every_parameter, optimizers)
+        self._order.parameters = parameters if engine.scales else tuple
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """What it steps."""
+        return self._optimizers
+
+    def bind(
+        self, *optimizers: Any, model: nn.Module | Mapping[str, nn.Module] | None = None
+    ) -> None:
+        """Gives it its optimizers, or others in their place.
+
+        For frameworks, which make them later, or make them anew. The scale, what the policies have
+        learned, the step count and the recorder go on. What a clip policy knows of each parameter
+        is found again by the parameters' names.
+
+        Args:
+            optimizers: all that it is to step from here on.
+            model: names their parameters; None for the one that it has.
+
+        Raises:
+            BadState: the clip policy has learned of parameters that are not among them. Then
+                nothing has changed.
+        """
+        checked = checked_optimizers(optimizers)
+        if not checked:
+            raise TypeError("bind() takes the optimizers that the control is to step, got none.")
+        known = self._names.model if model is None else model
+        before, names = self._optimizers, self._names.model
+        losses = self._engine.losses
+        state = self._engine.saved() if before else self._waiting_state
+        self._take(checked, known)
+        self._engine.forget_parameters()
+        if state is not None:
+            try:
+                self._engine.load(state, self._ranks)
+            except BadState:
+                if before:
+                    self._take(before, names)
+                    self._engine.load(state, self._ranks)
+                raise
+        losses.adds_up = self._engine.losses.adds_up
+        self._engine.losses = losses  # Gradients of theirs may be waiting.
+        if self._waiting_state is not None:
+            self._load_parts(self._waiting_state)
+            self._waiting_state = None
+        alive = {id(optimizer) for optimizer in checked}
+        self._parts = {each: part for each, part in self._parts.items() if each in alive}
+        if self._bad_step_path is not None and not before:
+            self._keep_bad_step(self._bad_step_path)
+
     def _keep_bad_step(self, path: object) -> None:
         from gradilocks.lab.trace import BadStepKeeper, checked_place
 
@@ -243,7 +334,7 @@ class GradientControl:
                 "keep_bad_step= writes what the model was called with, and there is none: "
                 "GradientControl(optimizer, model=model, keep_bad_step=...)."
             )
-        params = list(self._parameters())
+        params = list(self._all_parameters())
         if self._ranks is not None or any(map(is_distributed, params)):
             raise ValueError(
                 "keep_bad_step= needs the whole model on this rank, and it is spread over several. "
@@ -259,6 +350,7 @@ class GradientControl:
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        self._move_on()
         # A copy is over other parameters, so it asks again who holds them. What was said of the
         # ranks goes along; to another process as far as torch lets it.
         left: dict[str, Any] = {
@@ -270,6 +362,11 @@ class GradientControl:
             "_loads": None,
             "_weights": None,
             "_exchange": None,
+            "_parts": {},
+            "_part_states": self._states_of_parts(),
+            "_judged": [],
+            "_seen": None,
+            "_outcome": None,
         }
         return {**self.__dict__, **left}
 
@@ -299,7 +396,7 @@ class GradientControl:
         self._engine.copies_elsewhere = mesh is None or not set(averaged) <= set(ranks_on(mesh))
 
     def __repr__(self) -> str:
-        kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+        kinds = ", ".join(type(each).__name__ for each in self._optimizers) or "no optimizer yet"
         engine = self._engine
         return (
             f"GradientControl({kinds}, scale={engine.scale_policy!r}, clip={engine.clip_policy!r})"
@@ -313,6 +410,7 @@ class GradientControl:
     @property
     def scale(self) -> float:
         """What the next loss is multiplied by. Reading it waits for the device."""
+        self._move_on()
         return fetch(self._engine.state.scale)[0]
 
     @eager
@@ -375,35 +473,129 @@ class GradientControl:
             kwargs: handed to `Tensor.backward` (`retain_graph`, `create_graph`, `inputs`).
         """
         check_scalar_loss(loss)
-        before = self._order.scaled
+        orders = [each._order for each in (self, *self._parts.values())]
+        before = [order.scaled for order in orders]
         first = self._begins_anew()
         losses = copy.copy(self._engine.losses)
         try:
             self._scaled(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
-            self._order.scaled, self._engine.losses = before, losses
+            for order, scaled in zip(orders, before, strict=True):
+                order.scaled = scaled
+            self._engine.losses = losses
             raise
         for listener in self._events.listeners:
             listener.loss_counted(self, loss, first=first)
 
     @eager
-    def unscale_(self) -> None:
+    def unscale_(self, only: Any = None) -> None:
         """Makes the gradients true in place, for code that reads or changes them before `step`.
 
         Costs a pass over the gradients; `step` then measures and decides on what it finds.
+
+        Args:
+            only: one of the optimizers: its gradients alone.
         """
+        self._unscale(only, decides=False)
+
+    def _unscale(self, only: Any, *, decides: bool) -> None:
+        """Makes the gradients true in place.
+
+        Args:
+            only: one of the optimizers, or None for all.
+            decides: whether NaN or Inf in them now skip the step, whatever is made of them until
+                then, as with torch's scaler.
+        """
+        whole = self._whole(only)
         # Of a pipeline's stages only the last has a loss, and the others unscale too.
-        self._order.check_unscale(elsewhere=self._ranks is not None)
-        gradients, _ = self._find([False] * len(self._optimizers), steps=False)
+        whole._order.check_unscale(elsewhere=whole._ranks is not None)
+        gradients, _ = whole._find([False] * len(whole._optimizers), steps=False)
         with torch.no_grad():
-            multiply_(gradients, torch.reciprocal(self._engine.state.scale))
-        self._order.note_unscaled()
+            factor = torch.reciprocal(whole._engine.state.scale)
+            if decides:
+                whole._seen = look(gradients, factor)
+            else:
+                multiply_(gradients, factor)
+        gradients.release()
+        whole.assume_unscaled()
+
+    @property
+    def unscaled(self) -> bool:
+        """Whether the gradients that wait for `step` have lost the scale already."""
+        return self._order.unscaled
+
+    def assume_unscaled(self, only: Any = None) -> None:
+        """Somebody else has divided the gradients by the scale: `step` is not to do it again.
+
+        Args:
+            only: one of the optimizers: its gradients alone.
+        """
+        whole = self._whole(only)
+        for each in (whole, *whole._parts.values()):
+            each._order.note_unscaled()
 
     @eager
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Outcome:
+    def norm(self, only: Any = None) -> Tensor:
+        """The norm of the true gradients, before the step or after it, without a wait.
+
+        Before `step` the gradients are read once more for it. After it, and until there are new
+        gradients, it is the norm of that step.
+
+        Args:
+            only: one of the optimizers: the norm of its gradients alone.
+
+        Returns:
+            0-d, float32, on the device of the scale; NaN or Inf if the gradients are not finite. Of
+            all ranks, if several hold the model: call it on each of them.
+        """
+        whole = self._whole(only)
+        if whole._outcome is not None and whole._is_stepped():
+            return whole._outcome.tensors["norm"].float()
+        if not whole._asked_ahead:
+            whole._engine.step_begun = False
+        gradients, model_ranks = whole._find([True] * len(whole._optimizers))
+        whole._asked_ahead = True
+        try:
+            verdict = whole._engine.decide(
+                gradients,
+                unscaled=whole._order.unscaled,
+                model_ranks=model_ranks,
+                on_device=False,
+            )
+        finally:
+            gradients.release()
+        return verdict.outcome.tensors["norm"].float()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What became of the latest step, or None before the first."""
+        return self._outcome
+
+    def set_clip(self, clip: object) -> None:
+        """Clips by another policy, or not at all, from the next step on.
+
+        What the policy before has learned is gone, unless it is the same one.
+
+        Args:
+            clip: None, a number (the largest norm) or a clip policy.
+        """
+        policy = resolve_clip(clip)
+        if policy == self._engine.clip_policy:
+            return
+        if self._optimizers and not self._engine.elsewhere:
+            refuse_misfits(policy, self._names)
+        for each in (self, *self._parts.values()):
+            each._engine.set_clip(policy)
+        self._part_states = {}
+
+    @eager
+    def step(self, closure: Callable[[], Tensor] | None = None, *, only: Any = None) -> Outcome:
         """Decides on the gradients as they stand and steps every optimizer, or none.
 
         Args:
+            only: one of the optimizers, to be stepped alone, with a norm, a limit and a decision of
+                its own, as for the two of a GAN. The scale is one for all: it moves on with the
+                next loss, by all such steps since the last.
             closure: for an optimizer that evaluates the loss itself (LBFGS, SAM): clears the
                 gradients, calls `control.backward(loss)` and returns the loss. It may be called
                 several times; one non-finite evaluation undoes the whole step, which costs a copy
@@ -412,23 +604,37 @@ class GradientControl:
         Returns:
             The Outcome. Reading it is what waits for the device.
         """
+        if only is not None and (whole := self._whole(only)) is not self:
+            return self._step_apart(whole, closure)
+        if self._parts:
+            self._refuse_stepped_parts()
+        return self._step_by(self, closure)
+
+    def _step_by(self, driver: Any, closure: Callable[[], Tensor] | None) -> Outcome:
         if self._events.listeners:
-            return self._step_told(closure)
+            return self._step_told(driver, closure)
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return self._step(closure)
         with keeping(self._engine.table.captured):
             return self._step(closure)
 
     @eager
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of every optimizer."""
-        for param in self._parameters():
+    def zero_grad(self, set_to_none: bool = True, *, only: Any = None) -> None:
+        """Clears the gradients of every optimizer.
+
+        Args:
+            set_to_none: whether they are taken away, or filled with zeros.
+            only: one of the optimizers: its gradients alone.
+        """
+        whole = self._whole(only)
+        for param in whole._all_parameters():
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
                 param.grad = param.grad.detach()
                 param.grad.zero_()
-        self._order.note_cleared()
+        for each in (whole, *whole._parts.values()):
+            each._order.note_cleared()
         if not self._order.scaled:
             self._engine.losses.forget()
 
@@ -471,8 +677,8 @@ class GradientControl:
         Returns:
             What to call `step()` on, after `control.step()`.
         """
-        made = Scheduler(lr_scheduler, self, self._parameters())
-        self._schedulers.add(made)
+        made = Scheduler(lr_scheduler, self, self._all_parameters())
+        self._schedules.add(made)
         return made
 
     def state_dict(self) -> dict[str, Any]:
@@ -481,7 +687,29 @@ class GradientControl:
         With a DynamicScale it also carries the keys of torch's `GradScaler.state_dict()`, so
         torch's scaler loads it as it is.
         """
-        return self._engine.saved()
+        self._move_on()
+        if not self._optimizers and self._waiting_state is not None:
+            return dict(self._waiting_state)
+        saved = self._engine.saved()
+        # One value to torch.distributed.checkpoint, which a fresh control must have as well.
+        saved["gradilocks"]["parts"] = tuple(self._states_of_parts().items()) or None
+        return saved
+
+    def as_scaler(self) -> ControlScaler:
+        """A torch.amp.GradScaler in front of this control, for code that asks for one.
+
+        Its `scale`, `unscale_`, `step` and `update` are this control's, in the order in which
+        frameworks call them; `step(optimizer)` clips, records and skips as `control.step` does.
+        Without an optimizer as yet, the control is bound to those that are handed to `unscale_` and
+        `step`.
+
+        Example:
+            >>> scaler = control.as_scaler()
+            >>> scaler.scale(loss).backward()
+            >>> scaler.step(optimizer)
+            >>> scaler.update()
+        """
+        return ControlScaler(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint of this class or of torch's `GradScaler`.
@@ -489,44 +717,217 @@ class GradientControl:
         The policies' settings come from the checkpoint, as with torch's. A checkpoint that does not
         fit raises BadState and changes nothing.
         """
+        if not self._optimizers:  # The scale counts from here on, the rest when it is bound.
+            self._engine.load_scale(state_dict)
+            self._waiting_state = state_dict
+            return
         before = self._engine.next_step
         self._engine.load(state_dict, self._ranks)
+        self._judged.clear()
+        self._load_parts(state_dict)
         if self._loads is not None:
             self._loads.note(kept_step=self._engine.next_step == before)
-        self._order.note_step(self._parameters())  # What is there carries another scale.
+        for each in (self, *self._parts.values()):
+            each._order.note_step(each._all_parameters())  # What is there carries another scale.
 
     def _begins_anew(self) -> bool:
         """Whether nothing is left of losses from before this one."""
         if not self._order.scaled:
             return True
-        if not self._order.dropped(self._parameters()):
+        if not self._stepped_apart and not self._order.dropped(self._all_parameters()):
             return False
         self._engine.losses.forget()
         return True
 
     def _scaled(self, loss: Tensor, *, as_it_is: bool = False) -> Tensor:
         check_loss(loss)
-        if self._engine.scales:
+        parts = self._parts.values()
+        if parts:
+            self._move_on()
+            for part in parts:
+                part._order.note_leftovers(parameter_list(part._optimizers))
+        elif self._engine.scales:
             self._order.check_backward(parameter_list(self._optimizers))
-        first = next(self._parameters(), None)
-        if first is None:
+        first = next(self._all_parameters(), None)
+        if first is None and self._optimizers:
             check_parameters((), self._names)
             raise AssertionError("an optimizer without parameters was not refused")
-        scaled = self._engine.scaled(loss, first.device, as_it_is=as_it_is)
-        self._order.scaled = True
+        device = loss.device if first is None else first.device
+        scaled = self._engine.scaled(loss, device, as_it_is=as_it_is)
+        self._order.scaled, self._stepped_apart = True, False
+        for part in parts:
+            part._order.scaled = True
         for listener in self._events.listeners:
             listener.loss_scaled(self, loss, scaled, self._engine.state.scale)
         return scaled
 
-    def _parameters(self) -> Iterator[Tensor]:
+    def _all_parameters(self) -> Iterator[Tensor]:
         return every_parameter(self._optimizers)
 
-    def _step_told(self, closure: Callable[[], Tensor] | None) -> Outcome:
+    def _whole(self, only: Any) -> GradientControl:
+        """What steps `only`, and all that it steps: itself, or the part that has that optimizer.
+
+        Args:
+            only: one of the optimizers, or what wraps it, or what it wraps; None for all.
+        """
+        if only is None:
+            return self
+        mine = next((each for each in self._optimizers if each is only), None)
+        if mine is None and hasattr(only, "param_groups"):
+            first = next(every_parameter([only]), None)
+            same = (each for each in self._optimizers if first is next(every_parameter([each])))
+            mine = None if first is None else next(same, None)
+        if mine is None:
+            kinds = ", ".join(type(each).__name__ for each in self._optimizers) or "none"
+            raise ValueError(
+                f"only= must be one of the optimizers of this control ({kinds}), got another "
+                f"{type(only).__name__}. GradientControl(optimizer, other) and control.bind() say "
+                "which ones it steps."
+            )
+        if len(self._optimizers) == 1 and not self._grows:
+            return self
+        for optimizer in self._optimizers:  # All at once: those that wait move with the scale.
+            if id(optimizer) not in self._parts:
+                self._parts[id(optimizer)] = self._part_of(optimizer)
+        part = self._parts[id(mine)]
+        part._engine.follow(self._engine.state)
+        return part
+
+    def _meet(self, optimizer: Any) -> None:
+        """For its scaler: has `optimizer` among its own from here on.
+
+        Then others may come, in the same iteration too, and the scale waits for `update`.
+        """
+        first = next(every_parameter([optimizer]), None)
+        if any(first is next(every_parameter([each]), None) for each in self._optimizers):
+            return
+        self._grows = True
+        self.bind(*self._optimizers, optimizer)
+
+    @property
+    def _is_inside_step(self) -> bool:
+        """Whether it is calling the step of an optimizer at this moment."""
+        return self._is_stepping or any(part._is_stepping for part in self._parts.values())
+
+    def _update_scale(self, new_scale: float | Tensor | None) -> None:
+        """For its scaler: moves the scale on, or sets it."""
+        self._move_on()
+        if new_scale is not None and self._engine.scales:
+            lowest, highest = self._engine.scale_policy.bounds()
+            scale = self._engine.state.scale
+            set_scale(scale, new_scale, device=scale.device.type, lowest=lowest, highest=highest)
+
+    def _load_scalers(self, state_dict: Mapping[str, Any]) -> None:
+        """For its scaler: goes on from a state of its own or of torch's scaler."""
+        policy = self._engine.scale_policy
+        if "gradilocks" not in state_dict and not isinstance(policy, DynamicScale):
+            if not self._engine.scales or "scale" not in state_dict:
+                return
+            self._update_scale(check_scale(state_dict["scale"]))
+            return
+        self.load_state_dict(state_dict)
+
+    def _part_of(self, optimizer: Any) -> GradientControl:
+        """What steps `optimizer` alone, under the scale of this control."""
+        engine, options = self._engine, self._rank_options
+        check = self._replica_check
+        part = GradientControl(
+            scale=engine.scale_policy,
+            clip=engine.clip_policy,
+            on_nonfinite=self._on_nonfinite,
+            give_up_after=engine.streak.limit,
+            check_replicas_every=None if check is None else check.every,
+        )
+        part._rank_options = options
+        part._take((optimizer,), self._names.model, part=True)
+        part._is_part, part._judged = True, self._judged
+        part._schedules, part._events = self._schedules, self._events
+        part._order.begin_like(self._order)
+        state = self._part_states.pop(self._optimizers.index(optimizer), None)
+        if state is not None:
+            part._engine.load(state, part._ranks)
+        return part
+
+    def _step_apart(self, part: GradientControl, closure: Callable[[], Tensor] | None) -> Outcome:
+        """A step of one optimizer alone."""
+        part._order.check_leftovers(parameter_list(part._optimizers))
+        losses = self._engine.losses
+        part._engine.losses = copy.copy(losses)
+        part._engine.losses.adds_up = losses.adds_up
+        try:
+            return part._step_by(self, closure)
+        finally:
+            self._stepped_apart, self._outcome = True, part._outcome
+
+    def _refuse_stepped_parts(self) -> None:
+        """Before a step of all: raises if some have been stepped by themselves on what is there."""
+        self._move_on()
+        for part in self._parts.values():
+            kind = type(part._optimizers[0]).__name__
+            if part._is_stepped() and any(p.grad is not None for p in part._all_parameters()):
+                raise ScaleMisuse(
+                    f"step() steps all optimizers, and {kind} has stepped on its gradients already "
+                    "by step(only=...). Clear them with control.zero_grad(only=...), or step the "
+                    "others by only= too."
+                )
+            if part._order.unscaled and not self._order.unscaled:
+                raise ScaleMisuse(
+                    f"step() steps all optimizers, and of these the gradients of {kind} alone are "
+                    "unscaled. Step it by step(only=...), or call unscale_() without only=."
+                )
+
+    def _is_stepped(self) -> bool:
+        """Whether the gradients that are there are those of the latest step, if there are any."""
+        return self._order.is_stepped(parameter_list(self._optimizers))
+
+    def _move_on(self) -> None:
+        """Moves the scale on by the steps of single optimizers since it last moved.
+
+        Gradients that wait for a step carry the scale, and are multiplied by as much.
+        """
+        if not self._judged or self._is_part:
+            return
+        verdicts = list(self._judged)
+        self._judged.clear()
+        engine = self._engine
+        if not engine.scales:
+            return
+        before = engine.state.scale.clone()
+        engine.advance_scale(verdicts)
+        for part in self._parts.values():
+            if part._order.waits(parameter_list(part._optimizers)):
+                gradients, _ = part._find([True], steps=False)
+                with torch.no_grad():
+                    multiply_(gradients, engine.state.scale / before)
+                gradients.release()
+
+    def _states_of_parts(self) -> dict[int, Mapping[str, Any]]:
+        """Of optimizers that have been stepped alone, by their number: all that is to go on."""
+        numbers = {id(optimizer): k for k, optimizer in enumerate(self._optimizers)}
+        known = {numbers[each]: part._engine.saved() for each, part in self._parts.items()}
+        return {**self._part_states, **known}
+
+    def _load_parts(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on with what is known of single optimizers, now or when they are stepped alone."""
+        ours = state_dict.get("gradilocks")
+        saved = ours.get("parts") if isinstance(ours, Mapping) else None
+        try:
+            self._part_states = {operator.index(number): state for number, state in saved or ()}
+        except (TypeError, ValueError) as error:
+            raise BadState(f"parts in the state_dict do not fit: {saved!r:.80}.") from error
+        for number, optimizer in enumerate(self._optimizers):
+            part = self._parts.get(id(optimizer))
+            if part is not None and number in self._part_states:
+                part._engine.follow(self._engine.state)
+                part._engine.load(self._part_states.pop(number), part._ranks)
+
+    def _step_told(self, driver: Any, closure: Callable[[], Tensor] | None) -> Outcome:
         """A step of which listeners are told: recorder, tracer, audit."""
         engine = self._engine
         told = Step(
-            self,
+            driver,
             self._optimizers,
+            apart=self._is_part,
             scale=engine.state.scale,
             unscaled=self._order.unscaled,
             names=self._names,
@@ -546,7 +947,11 @@ class GradientControl:
             engine.detail, engine.plans, self._told = False, (), None
 
     def _step(self, closure: Callable[[], Tensor] | None) -> Outcome:
-        self._engine.step_begun, self._weights = False, None
+        if not self._asked_ahead:
+            self._engine.step_begun = False
+        self._asked_ahead, self._weights = False, None
+        if not self._optimizers:
+            raise ValueError(_UNBOUND)
         if self._loads is not None:
             self._loads.begin_step()
         if closure is not None:
@@ -555,14 +960,19 @@ class GradientControl:
         engine = self._engine
         inside = list(map(takes_decision, self._optimizers))
         gradients, model_ranks = self._find(inside)
+        self._is_stepping = True
         try:
             rating, direct = None, False
-            if model_ranks is None and engine.settles(gradients):
+            if model_ranks is None and self._seen is None and engine.settles(gradients):
                 direct = takes_directly(self._optimizers)
                 # Work out an optimizer's rates where the step is settled: one launch less.
                 rating = self._optimizers[0].ready(gradients) if direct else None
             verdict = engine.decide(
-                gradients, unscaled=self._order.unscaled, model_ranks=model_ranks, rating=rating
+                gradients,
+                unscaled=self._order.unscaled,
+                overflow=None if self._seen is None else self._overflow_seen(),
+                model_ranks=model_ranks,
+                rating=rating,
             )
             if verdict.together is not None:
                 self._keep_weights(verdict)
@@ -578,8 +988,15 @@ class GradientControl:
                 self._after_a_failed_update(verdict)
                 raise
         finally:
+            self._is_stepping = False
             gradients.release()
         return self._conclude(verdict, gradients.params)
+
+    def _overflow_seen(self) -> Tensor | None:
+        """1 if NaN or Inf were found while unscaling these gradients, else 0."""
+        if self._seen is None or not self._order.unscaled:
+            return None
+        return self._seen.flag(self._engine.state.scale.device)
 
     def _update(self, verdict: Verdict, gradients: Gradients, inside: Sequence[bool]) -> None:
         """Steps each optimizer on its gradients, or none."""
@@ -631,7 +1048,7 @@ class GradientControl:
                 self._engine.refuse(model_ranks)
             raise
         if not self._engine.scales:  # No loss was scaled, which would have brought the state there.
-            first = next(self._parameters(), None)
+            first = next(self._all_parameters(), None)
             if first is not None:
                 self._engine.move_to(first.device)
         return gradients, model_ranks
@@ -693,7 +1110,7 @@ class GradientControl:
             ranks = self._ranks
             holdings = Holdings(ranks.rank_group, ranks.params, ranks.elements(), measured, numbers)
         else:
-            params = list(self._parameters())
+            params = list(self._all_parameters())
             rank_group = whole_group(self._replicas, params[0].device)
             elements = list(enumerate(self._names.of(params)))
             holdings = Holdings(rank_group, params, elements, measured, numbers, whole=True)
@@ -709,16 +1126,25 @@ class GradientControl:
         """As if nothing had been decided; several optimizers are not to be stepped twice."""
         self._engine.undo(verdict)
         if len(self._optimizers) > 1:
-            self._order.note_step(self._parameters())
+            self._order.note_step(self._all_parameters())
 
     def _conclude(self, verdict: Verdict, params: Sequence[Tensor]) -> Outcome:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
-        outcome = verdict.outcome
+        outcome = self._outcome = verdict.outcome
+        seen, self._seen = self._seen, None
+        if seen is not None and verdict.unscaled and len(seen.places) == len(params):
+            # Who it was, before somebody has perhaps written over it.
+            outcome.count_by(lambda: seen.counts(verdict.decision.skip.device))
         loss = None if self._exchange is None else self._engine.losses.total()
-        hopeless = self._engine.conclude(verdict)
-        for scheduler in self._schedulers:
-            scheduler.note(verdict.record.row)
+        hopeless = self._engine.conclude(verdict, moves=not self._is_part)
+        if self._is_part:
+            self._judged.append(verdict)
+        for scheduler in self._schedules:
+            if not self._is_part or scheduler.is_of(self._optimizers):
+                scheduler.note(verdict.record.row)
         self._order.note_step(params)
+        for part in self._parts.values():
+            part._order.note_step(part._all_parameters())
         told = self._told
         if told is not None:
             told.record, told.next_scale = verdict.record, self._engine.state.scale
@@ -795,7 +1221,7 @@ class GradientControl:
             if last.outcome.skipped:
                 return False
             apply_in_place(last.decision, gradients.tensors)
-            self._order.note_step(self._parameters())
+            self._order.note_step(self._all_parameters())
             return True
 
         step_with_closure(
@@ -806,14 +1232,14 @@ class GradientControl:
         )
         if last is None:
             raise NoGradients("the optimizer did not call the closure, so nothing was measured.")
-        return self._conclude(last, list(self._parameters()))
+        return self._conclude(last, list(self._all_parameters()))
 
     def _gradients_are_waiting(self) -> bool:
         """Whether a closure's optimizer begins with gradients that are there: alike on all ranks.
 
         Of a pipeline's stages only the last has scaled a loss, so the ranks ask each other.
         """
-        waiting = self._order.scaled and any(p.grad is not None for p in self._parameters())
+        waiting = self._order.scaled and any(p.grad is not None for p in self._all_parameters())
         if not has_other_ranks():
             return waiting
         # As they were: a change of parameters is told of with the step's own row.
@@ -827,7 +1253,7 @@ class GradientControl:
 
     def _model_ranks(self) -> ModelRanks | None:
         """The ranks that hold the model together; raises if they are not known."""
-        params = list(self._parameters())
+        params = list(self._all_parameters())
         trained = [param.requires_grad for param in params]
         known, were = self._ranks_of
         if len(params) != len(known) or any(map(operator.is_not, params, known)):
@@ -867,6 +1293,10 @@ class GradientControl:
                 self._engine.all_have_changed(ranks)
             raise
 
+
+_UNBOUND = (
+    "this control has no optimizer yet: GradientControl(optimizer, ...) or control.bind(optimizer)."
+)
 
 _CHANGED_ALONE = (
     "parameters were added, removed or replaced on this rank and not on all ranks that train the "

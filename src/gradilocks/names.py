@@ -264,6 +264,12 @@ class Names:
     def __init__(
         self, model: nn.Module | Mapping[str, nn.Module] | None, optimizers: Sequence[Any]
     ) -> None:
+        self.use(model, optimizers)
+
+    def use(
+        self, model: nn.Module | Mapping[str, nn.Module] | None, optimizers: Sequence[Any]
+    ) -> None:
+        """Names these optimizers' parameters from here on, by this model."""
         if not (model is None or isinstance(model, (nn.Module, Mapping))):
             raise TypeError(
                 "model must be a torch.nn.Module, or a mapping from a prefix to one, got "

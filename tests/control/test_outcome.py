@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 import gradilocks.step.outcome
-from gradilocks import ClipByNorm, ClipByValue, DynamicScale, GradientControl, Outcome
+from gradilocks import (
+    ClipByNorm,
+    ClipByValue,
+    DynamicScale,
+    GradientControl,
+    Outcome,
+    SkipSpikes,
+)
 from gradilocks.errors import NeverFinite
 from tests.control.gradient_scripts import INF, NAN, control_step, loss_making, parameter
 
@@ -343,3 +350,36 @@ def test_errors_of_steps_with_a_bad_loss_name_no_parameter_as_the_cause():
     assert "forward or loss, module unknown" in str(caught.value)
     assert "2.bias" not in str(caught.value)
     assert caught.value.culprits[0] == "2.bias"
+
+
+@pytest.mark.parametrize("planted", [{}, {"1.weight": [INF]}], ids=["taken", "skipped"])
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_the_tensors_of_an_outcome_say_what_its_properties_read_and_read_nothing(
+    planted, clip, reads
+):
+    model = chain()
+    control = GradientControl(
+        torch.optim.SGD(model.parameters(), lr=0.1), model=model, clip=clip, give_up_after=None
+    )
+    outcome = step_with(control, model, planted)
+    reads.clear()
+    tensors = outcome.tensors
+    assert reads == []
+    assert all(tensor.dim() == 0 for tensor in tensors.values())
+    step_with(control, model, {"0.bias": [NAN]})  # What comes later does not write to them.
+    assert outcome.skipped == bool(planted)
+    assert outcome.clipped == (clip == 1e-3 and not planted)
+    for name, tensor in tensors.items():
+        assert tensor.item() == pytest.approx(getattr(outcome, name), rel=0, abs=0, nan_ok=True)
+        assert isinstance(tensor.item(), type(getattr(outcome, name)))
+
+
+def test_the_tensors_of_a_rejected_step_say_that_it_was_skipped():
+    p = parameter(0.0)
+    clip = SkipSpikes(window=2, at_least=2)
+    control = GradientControl(torch.optim.SGD([p], lr=0.1), clip=clip)
+    for size in (1.0, 1.1, 1e6):
+        outcome = control_step(control, (p, torch.tensor([size])))
+    assert outcome.rejected
+    assert outcome.tensors["skipped"].item() is True
+    assert outcome.tensors["norm"].item() == 1e6

@@ -196,9 +196,9 @@ def test_it_does_not_outlive_its_user():
     optimizer = torch.optim.SGD([param], lr=1.0)
     control = GradientControl(optimizer)
     plan = control.scheduler(lr.ExponentialLR(optimizer, 0.5))
-    assert len(control._schedulers) == 1
+    assert len(control._schedules) == 1
     del plan
-    assert len(control._schedulers) == 0
+    assert len(control._schedules) == 0
 
 
 @pytest.mark.parametrize("given", [None, 0.1, torch.optim.SGD([nn.Parameter(torch.zeros(1))])])
@@ -336,7 +336,7 @@ def test_a_deep_copy_goes_on_by_itself(first):
     twin, plan_too = copied[:2] if first == "control" else copied[1::-1]
     for number in range(3):
         twin.zero_grad()
-        params = list(twin._parameters())
+        params = [p for o in twin.optimizers for g in o.param_groups for p in g["params"]]
         twin.backward(sum(p.sum() for p in params) * (math.inf if number == 1 else 1.0))
         twin.step()
         plan_too.step()

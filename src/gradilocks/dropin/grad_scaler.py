@@ -34,7 +34,6 @@ from gradilocks.dropin.scaler_state import (
     state_from,
 )
 from gradilocks.eager import eager, users_line
-from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.names import Names
 from gradilocks.ranks.collective import largest_of_all
 from gradilocks.ranks.layout import (
@@ -62,6 +61,7 @@ from gradilocks.step.engine import (
     Look,
     Verdict,
     held_if,
+    joined_counts,
     look,
     measure_all,
     peak_of,
@@ -689,7 +689,7 @@ class GradScaler(torch.amp.GradScaler):
             decision = verdict.decision
             if unscaled and seen is not None and len(seen.places) == len(gradients.params):
                 # Who it was, before somebody has perhaps written over it.
-                verdict.outcome.count_by(lambda: _counted(seen, decision.skip.device))
+                verdict.outcome.count_by(lambda: seen.counts(decision.skip.device))
             elif not unscaled:
                 overflow = decision.skip if decision.overflow is None else decision.overflow
                 flags = {overflow.device: overflow}
@@ -932,27 +932,9 @@ def _outcome_of(
     return ScalerOutcome(
         skip=moved(skip, home),
         scale=scale,
-        counted=lambda: _joined(counts, home),
+        counted=lambda: joined_counts(counts, home),
         names=names,
     )
-
-
-def _joined(counts: Sequence[Callable[[], NonFinite]], home: torch.device) -> tuple[Tensor, Tensor]:
-    """How many NaN and how many Inf each gradient has, of all devices, on `home`."""
-    found = [count() for count in counts]
-    nothing = torch.zeros(0, dtype=torch.int64, device=home)
-    nan = torch.cat([nothing, *(moved(each.nan, home) for each in found)])
-    return nan, torch.cat([nothing, *(moved(each.inf, home) for each in found)])
-
-
-def _counted(seen: Look, home: torch.device) -> tuple[Tensor, Tensor]:
-    """As `_joined`, in the order of the gradients."""
-    nan, inf = _joined(seen.counted, home)
-    if len(seen.counted) == 1:
-        return nan, inf
-    back = sorted(range(len(seen.places)), key=list(seen.places).__getitem__)
-    order = numbers_on(home, tuple(back), torch.int64)
-    return nan[order], inf[order]
 
 
 def _largest_flag(flags: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,16 +51,17 @@ class Journal(StepListener):
         self.loss: Tensor | None = None
         self.waited: float | None = None
         self._find_names = find_names
-        self._indices: list[int] = []
-        self._parameters: AllParameters | None = None  # Of all ranks, as the recorder knows them.
-        self._counts: list[int] = []
+        # By the ids of the optimizers that step together.
+        self._known: dict[tuple[int, ...], _Introduced] = {}
+        # The optimizers that have stepped on the losses so far, each alone.
+        self._stepped: set[int] = set()
         self._weights: list[Weights | None] = []
         self._elements: list[int] | None = None
         self._two_norms: Tensor | None = None
 
     def introduce(
         self, optimizers: Sequence[Any], names: Names, together: Together | None = None
-    ) -> None:
+    ) -> _Introduced:
         """Tells the recorder of the optimizers, with their parameters as they are now.
 
         Args:
@@ -74,15 +75,17 @@ class Journal(StepListener):
         order = names.in_backward_order(every)
         named = {every[place]: name for place, name in reversed(order)}
         ordered = names.knows_all(every)
-        self._parameters = None if together is None else together.parameters
         every_rank = (
             [None] * len(optimizers) if together is None else together.parameters.optimizers
         )
-        self._indices = [
+        indices = [
             self.recorder.add_optimizer(optimizer, names=named, ordered=ordered, spread=spread)
             for optimizer, spread in zip(optimizers, every_rank, strict=False)
         ]
-        self._counts = _counts(optimizers)
+        parameters = None if together is None else together.parameters
+        known = _Introduced(indices, _counts(optimizers), parameters)
+        self._known[_key(optimizers)] = known
+        return known
 
     def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:
         if not self.recorder.recording:
@@ -95,7 +98,9 @@ class Journal(StepListener):
             return
         with torch.no_grad():  # A copy: the loss is the caller's, who may change it.
             mine = loss.reshape(()).to(wide(loss.device), copy=True)
-            before = None if first else self.loss
+            # A loss after an optimizer's own step begins another sum.
+            before = None if first or self._stepped else self.loss
+            self._stepped = set()
             if before is None:
                 self.loss = mine
             elif averaged:
@@ -107,16 +112,17 @@ class Journal(StepListener):
         if not self.recorder.recording:
             return
         refuse_capture()
-        plan = self.recorder.plan(self._indices[0] if self._indices else None)
+        known = self._known.get(_key(step.optimizers))
+        plan = self.recorder.plan(known.indices[0] if known else None)
         step.plans.append(plan)
         self._weights, self._elements, self._two_norms = [], None, None
         if self._tells_of_all(step):
             step.detail = step.detail or plan.wants_detail(0)
             return  # The ranks share what they find, and who holds what they tell at the step.
-        if self._counts != _counts(step.optimizers):
+        if known is None or known.counts != _counts(step.optimizers):
             assert step.names is not None
-            self.introduce(step.optimizers, step.names)
-        wanted = [self.recorder.wants_detail(index) for index in self._indices]
+            known = self.introduce(step.optimizers, step.names)
+        wanted = [self.recorder.wants_detail(index) for index in known.indices]
         step.detail = step.detail or any(wanted)
         if any(wanted):
             try:
@@ -147,7 +153,7 @@ class Journal(StepListener):
         ]
 
     def step_ended(self, step: Step) -> None:
-        loss, self.loss = self.loss, None
+        loss = self._loss_of(step)
         waited, self.waited = self.waited, None
         record = step.record
         if not self.recorder.recording or record is None:
@@ -155,7 +161,8 @@ class Journal(StepListener):
         if step.together is not None and self._tells_of_all(step):
             self._record_of_all(step, record, loss, step.together, waited)
             return
-        parts = self._parts(record, step.optimizers)
+        known = self._known[_key(step.optimizers)]
+        parts = self._parts(record, step.optimizers, known.counts)
         row = record.row
         for number, optimizer in enumerate(step.optimizers):
             statistics, places, elements = parts[number]
@@ -164,7 +171,7 @@ class Journal(StepListener):
             if before is not None:
                 weight, update = before.moved_by_step(row.device)
             self.recorder.step(
-                self._indices[number],
+                known.indices[number],
                 Sample(
                     loss=loss,
                     scale=row[_AT["scale"]],
@@ -200,11 +207,12 @@ class Journal(StepListener):
         waited: float | None,
     ) -> None:
         """A step of a model that several ranks hold, as all of them have told it."""
-        if self._parameters is not together.parameters:
+        known = self._known.get(_key(step.optimizers))
+        if known is None or known.parameters is not together.parameters:
             assert step.names is not None
-            self.introduce(step.optimizers, step.names, together)
-        row, one = record.row, len(self._indices) == 1
-        for number, index in enumerate(self._indices):
+            known = self.introduce(step.optimizers, step.names, together)
+        row, one = record.row, len(known.indices) == 1
+        for number, index in enumerate(known.indices):
             groups = step.optimizers[number].param_groups
             sample = Sample(
                 loss=loss,
@@ -227,21 +235,31 @@ class Journal(StepListener):
                     shared=step.shared,
                 ),
                 waited=None if number else waited,
-                more=number + 1 < len(self._indices),
+                more=number + 1 < len(known.indices),
             )
             self.recorder.step(index, sample)
 
+    def _loss_of(self, step: Step) -> Tensor | None:
+        """The loss of the step: known to each optimizer that steps alone on the same gradients."""
+        if not step.apart:
+            loss, self.loss = self.loss, None
+            return loss
+        mine = id(step.optimizers[0])
+        loss = None if mine in self._stepped else self.loss
+        self._stepped.add(mine)
+        return loss
+
     def _parts(
-        self, record: StepRecord, optimizers: Sequence[Any]
+        self, record: StepRecord, optimizers: Sequence[Any], counts: list[int]
     ) -> Sequence[tuple[Statistics | None, list[int] | None, list[int] | None]]:
         """Each optimizer's share of what was measured, and of whom it is."""
         found = record.statistics
         if self._two_norms is not None:
             found = replace(found, norms=self._two_norms)
         measured = found.norms.numel()
-        places: list[list[int] | None] = [None] * len(self._counts)
-        lengths = self._counts
-        if measured != sum(self._counts):
+        places: list[list[int] | None] = [None] * len(counts)
+        lengths = counts
+        if measured != sum(counts):
             having = [
                 [k for k, p in enumerate(every_parameter([o])) if p.grad is not None]
                 for o in optimizers
@@ -297,6 +315,20 @@ def journal_for(
 def recorder_of(events: StepEvents) -> Recorder | None:
     """The Recorder that was given to a control, by what listens to it."""
     return next((each.recorder for each in events.own if isinstance(each, Journal)), None)
+
+
+class _Introduced(NamedTuple):
+    """What the recorder knows of optimizers that step together."""
+
+    indices: list[int]
+    counts: list[int]
+    """How many parameters each of them has."""
+    parameters: AllParameters | None
+    """Of all ranks, where several hold the model."""
+
+
+def _key(optimizers: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(id, optimizers))
 
 
 def _counts(optimizers: Sequence[Any]) -> list[int]:

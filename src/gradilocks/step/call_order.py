@@ -33,7 +33,8 @@ class CallOrder:
     """Knows what the gradients are at the moment, and refuses a call that does not fit."""
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
+        """What returns the parameters whose gradients it knows."""
         with _lock:
             _alive.add(self)
         self.scaled = False
@@ -43,23 +44,26 @@ class CallOrder:
         self.unscaled = False
         """Whether `unscale_` has made the gradients true already."""
         self._number = next(_numbers)
+        self._leftovers: list[tuple[Tensor, int]] = []
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _number=next(_numbers))
+        self.__dict__.update(state, _number=next(_numbers), _leftovers=[])
         with _lock:
             _alive.add(self)
+
+    def begin_like(self, whole: CallOrder) -> None:
+        """Knows some of the parameters of `whole`, and is where that one is; marks are common."""
+        self.scaled, self.handed_out = whole.scaled, whole.handed_out
+        self.unscaled, self._number = whole.unscaled, whole._number
 
     def check_backward(self, params: Sequence[Tensor]) -> None:
         """Before gradients are added to what is there: the first, the last and a few between."""
         if self.scaled and not self.unscaled:
             return
-        first = next((p.grad for p in params if p.grad is not None), None)
-        if first is None:
+        there = self._some(params)
+        if not there:
             self.unscaled = False
             return
-        last = next(p.grad for p in reversed(params) if p.grad is not None)
-        some = [p.grad for p in params[:: max(1, len(params) // _MARKED)] if p.grad is not None]
-        there = (first, last, *some)
         if self.unscaled:
             raise ScaleMisuse(
                 "backward() after unscale_() would add scaled gradients to unscaled ones. Call "
@@ -71,6 +75,43 @@ class CallOrder:
                 "scaled gradients to them. Clear them with control.zero_grad() after every "
                 "control.step()."
             )
+
+    def note_leftovers(self, params: Sequence[Tensor]) -> None:
+        """Before a loss that may be another optimizer's: these gradients were stepped on.
+
+        Whether its backward pass adds to them is known only when they are stepped on again.
+        """
+        there = [grad for grad in self._some(params) if self._has_stepped_on(grad)]
+        self._leftovers = [(grad, version(grad)) for grad in there if not _cleared_unseen(grad)]
+
+    def check_leftovers(self, params: Sequence[Tensor]) -> None:
+        """Before a step: raises if scaled gradients were added to some of the last step."""
+        now = {id(grad) for grad in self._some(params)}
+        for grad, writes in self._leftovers:
+            if id(grad) in now and version(grad) != writes:
+                raise ScaleMisuse(
+                    "the gradients of this optimizer's last step were still there when a loss was "
+                    "run backward, which has added scaled gradients to them. Clear them with "
+                    "control.zero_grad(only=optimizer) after every control.step(only=optimizer)."
+                )
+
+    def is_stepped(self, params: Sequence[Tensor]) -> bool:
+        """Whether there are no gradients but those of the last step."""
+        return all(map(self._has_stepped_on, self._some(params)))
+
+    def waits(self, params: Sequence[Tensor]) -> bool:
+        """Whether there are gradients that carry the scale and have not been stepped on."""
+        return self.scaled and not self.unscaled and not self.is_stepped(params)
+
+    @staticmethod
+    def _some(params: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of some parameters, the first and the last that have one among them."""
+        first = next((p.grad for p in params if p.grad is not None), None)
+        if first is None:
+            return []
+        last = next(p.grad for p in reversed(params) if p.grad is not None)
+        between = [p.grad for p in params[:: max(1, len(params) // _MARKED)] if p.grad is not None]
+        return [first, last, *between]
 
     def _has_stepped_on(self, grad: Tensor) -> bool:
         return getattr(grad, _STEPPED, None) == (self._number, version(grad))
@@ -129,7 +170,7 @@ class CallOrder:
         """Whether one of these parameters has a gradient that is scaled at the moment."""
         if not self.scaled or self.unscaled:
             return False
-        mine = {id(param) for param in self._parameters()}
+        mine = {id(param) for param in self.parameters()}
         return any(id(param) in mine for param in params)
 
 

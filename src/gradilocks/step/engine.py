@@ -37,7 +37,7 @@ from gradilocks.errors import NeverFinite
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import DOUBLE, summarize
-from gradilocks.names import Names, Placed
+from gradilocks.names import Names, OwnedParameters, Placed
 from gradilocks.ranks.agreement import (
     ASKS,
     REPORT,
@@ -114,6 +114,7 @@ __all__ = [
     "Verdict",
     "decide",
     "held_if",
+    "joined_counts",
     "look",
     "measure_all",
     "multiply_",
@@ -394,6 +395,10 @@ class Engine:
         peak: Tensor | None = None
         layouts = gradients.every_layout()
         counts = [layout is None or layout.counts for layout in layouts]
+        if overflow is not None and model_ranks is not None:
+            # Before the ranks tell each other: all skip, or none.
+            flag = torch.maximum(measurement.nonfinite, moved(overflow, home))
+            measurement, overflow = dataclasses.replace(measurement, nonfinite=flag), None
         if model_ranks is not None:
             measurement, largest, together = self._over_ranks(
                 measurement, gradients, model_ranks, unscaled=unscaled
@@ -687,7 +692,7 @@ class Engine:
         if verdict.lesson is not None:  # Before the scale moves, under which the policy was asked.
             self._learn(verdict.lesson, verdict.decision.skip)
         if moves:
-            self._advance_scale(verdict)
+            self.advance_scale([verdict])
         self.steps.add_(1)
         return self.streak.note(verdict.record)
 
@@ -746,29 +751,47 @@ class Engine:
             described=described,
         )
 
-    def _advance_scale(self, verdict: Verdict) -> None:
-        """Moves the scale on, unless a clip policy has rejected the step: nothing overflowed."""
-        policy, decision, record = self.scale_policy, verdict.decision, verdict.record
-        if decision.overflow is None and not policy.needs_largest:
-            policy.advance(self.state, record.skip)
+    def advance_scale(self, verdicts: Sequence[Verdict]) -> None:
+        """Moves the scale on by steps that were judged under it, as one step would.
+
+        Not if a clip policy has rejected one and none overflowed: nothing was learned.
+        """
+        policy = self.scale_policy
+        flag = _largest([verdict.record.skip for verdict in verdicts])
+        decisions = [each.decision for each in verdicts]
+        rejected = [each.skip - each.overflow for each in decisions if each.overflow is not None]
+        if not rejected and not policy.needs_largest:
+            policy.advance(self.state, flag)
             return
-        rejected = None if decision.overflow is None else decision.skip - decision.overflow
-        with held_if(rejected, self.state):
+        held = None
+        if rejected:
+            held = _largest(rejected) * (1.0 - moved(flag, rejected[0].device))
+        with held_if(held, self.state):
             if not policy.needs_largest:
-                policy.advance(self.state, record.skip)
+                policy.advance(self.state, flag)
                 return
-            together = verdict.together
-            peak = peak_of(record) if together is None else together.largest("peak")
-            if verdict.unscaled:
-                peak = peak * self.state.scale
-            loss: Tensor | None = record.row[ROW.index("loss_nonfinite")]
-            # Ranks that hold another copy of the model have seen other losses, and the same peak:
-            # what not all of them know decides nothing.
-            if has_other_ranks() and (
-                together is None or (self.copies_elsewhere and len(together.ranks) != world_size())
-            ):
-                loss = None
-            policy.advance(self.state, record.skip, largest=peak, loss_nonfinite=loss)
+            peaks, losses = zip(*map(self._seen_by_scale, verdicts), strict=True)
+            told = [loss for loss in losses if loss is not None]
+            policy.advance(
+                self.state,
+                flag,
+                largest=_largest(peaks),
+                loss_nonfinite=_largest(told) if len(told) == len(losses) else None,
+            )
+
+    def _seen_by_scale(self, verdict: Verdict) -> tuple[Tensor, Tensor | None]:
+        """The largest magnitude of the scaled gradients, and whether a loss was NaN or Inf."""
+        together = verdict.together
+        peak = peak_of(verdict.record) if together is None else together.largest("peak")
+        if verdict.unscaled:
+            peak = peak * self.state.scale
+        # Ranks that hold another copy of the model have seen other losses, and the same peak:
+        # what not all of them know decides nothing.
+        if has_other_ranks() and (
+            together is None or (self.copies_elsewhere and len(together.ranks) != world_size())
+        ):
+            return peak, None
+        return peak, verdict.record.row[ROW.index("loss_nonfinite")]
 
     def saved(self) -> dict[str, Any]:
         """Policies and state as a checkpoint.
@@ -834,6 +857,31 @@ class Engine:
             self._of_all = placed, {name: moved(tensor, home) for name, tensor in known.items()}
             self._recalled = frozenset(placed)
         self.losses.forget()
+
+    def load_scale(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on with the scale of a checkpoint, before the parameters are known."""
+        nobody = OwnedParameters((), apart=False, alone=True)
+        ours = state_dict.get("gradilocks") if state_dict else None
+        if isinstance(ours, Mapping):
+            state_dict = {**state_dict, "gradilocks": {**ours, "clip_state": None}}
+        loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, owned=nobody)
+        self.use(loaded.scale_policy, loaded.clip_policy)
+        checkpoint.refill(self.state, loaded.state)
+
+    def forget_parameters(self) -> None:
+        """It is about others from here on; what was learned of them comes with a checkpoint."""
+        self.table = GradientTable()
+        self.memory, self._memory_of, self._of_all = None, [], None
+        self._recalled = frozenset()
+        self._table_of, self._every_parameter, self._told_params = None, None, []
+        self._met, self._order_of, self._names_told = Met(), None, []
+
+    def set_clip(self, clip: ClipPolicy) -> None:
+        """Clips by another policy, which has learned nothing yet."""
+        self.use(self.scale_policy, clip)
+        self.memory, self._memory_of, self._of_all = None, [], None
+        self._recalled = frozenset()
+        self._table_of, self._told_params = None, []
 
     def recall(self, saved: Any) -> None:
         """Goes on with what the clip policy remembered, as `save_memory` wrote it."""
@@ -1254,6 +1302,31 @@ class Look(NamedTuple):
     counted: list[Callable[[], NonFinite]]
     """For each device, what counts NaN and Inf gradient by gradient."""
 
+    def flag(self, home: torch.device) -> Tensor:
+        """float32, 0-d, on `home`: 1 if any of them holds NaN or Inf, else 0."""
+        if not self.flags:
+            return torch.zeros((), dtype=torch.float32, device=home)
+        return moved(_largest(list(self.flags.values())), home)
+
+    def counts(self, home: torch.device) -> tuple[Tensor, Tensor]:
+        """How many NaN and how many Inf each gradient has, in their order, on `home`."""
+        nan, inf = joined_counts(self.counted, home)
+        if len(self.counted) == 1:
+            return nan, inf
+        back = sorted(range(len(self.places)), key=list(self.places).__getitem__)
+        order = numbers_on(home, tuple(back), torch.int64)
+        return nan[order], inf[order]
+
+
+def joined_counts(
+    counts: Sequence[Callable[[], NonFinite]], home: torch.device
+) -> tuple[Tensor, Tensor]:
+    """How many NaN and how many Inf each gradient has, device by device, on `home`."""
+    found = [count() for count in counts]
+    nothing = torch.zeros(0, dtype=torch.int64, device=home)
+    nan = torch.cat([nothing, *(moved(each.nan, home) for each in found)])
+    return nan, torch.cat([nothing, *(moved(each.inf, home) for each in found)])
+
 
 def look(gradients: Gradients, multiplier: Tensor | None) -> Look:
     """Multiplies the gradients in place, and says which hold NaN or Inf; nothing waits.
@@ -1317,6 +1390,14 @@ def peak_of(record: StepRecord) -> Tensor:
     largest = record.statistics.largest
     assert largest is not None
     return largest.amax() if largest.numel() else largest.new_zeros(())
+
+
+def _largest(numbers: Sequence[Tensor]) -> Tensor:
+    """The largest of 0-d tensors; with one, that one itself."""
+    largest = numbers[0]
+    for number in numbers[1:]:
+        largest = torch.maximum(largest, moved(number, largest.device))
+    return largest
 
 
 def _largest_finite_of(narrow: Tensor) -> Tensor:

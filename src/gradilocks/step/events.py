@@ -74,6 +74,8 @@ class Step:
     """Of a control: whether it scales losses, so that they all go through it."""
     detail: bool = False
     """For listeners: set at the beginning, it makes a control measure zeros and the largest."""
+    apart: bool = False
+    """Of a control: whether it steps only some of its optimizers."""
     frame: FrameType | None = None
     """Of torch's wrapper around the first optimizer's own step, once that has begun."""
     record: StepRecord | None = None
@@ -150,8 +152,9 @@ class PerDriver(Generic[_Kept]):
         self._kept: dict[int, tuple[Callable[[], Any], _Kept]] = {}
 
     def of(self, step: Step) -> _Kept:
-        """What is kept for the control of this step, or else for its optimizer."""
-        whose = step.driver if step.is_of_control else step.optimizers[0]
+        """What is kept for the control of this step; for the optimizer, if it steps alone."""
+        whole = step.is_of_control and not step.apart
+        whose = step.driver if whole else step.optimizers[0]
         known = self._kept.get(id(whose))
         if known is None or known[0]() is not whose:
             known = self._kept[id(whose)] = weakly(whose), self._make()

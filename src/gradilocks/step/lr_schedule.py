@@ -93,8 +93,7 @@ class Scheduler:
             )
         mine = {id(param) for param in params}
         for optimizer in _optimizers(scheduler):
-            theirs = [id(param) for group in optimizer.param_groups for param in group["params"]]
-            if not mine.intersection(theirs):
+            if not mine.intersection(map(id, _parameters([optimizer]))):
                 raise ValueError(
                     f"{type(scheduler).__name__} is a schedule of an optimizer that this control "
                     "does not step, so its steps say nothing about it. Call scheduler() of the "
@@ -116,6 +115,11 @@ class Scheduler:
     def __class__(self) -> type:
         """That of the scheduler inside: frameworks ask for isinstance(..., LRScheduler)."""
         return type(self._scheduler)
+
+    def is_of(self, optimizers: Iterable[Any]) -> bool:
+        """Whether it schedules one of these, or what wraps one."""
+        theirs = {id(param) for param in _parameters(optimizers)}
+        return any(id(param) in theirs for param in _parameters(_optimizers(self._scheduler)))
 
     @property
     def ahead(self) -> int:
@@ -197,7 +201,7 @@ class Scheduler:
         made._together = self._together
         made._control = (lambda: None) if control is None else weakref.ref(control)
         if control is not None:
-            control._schedulers.add(made)
+            control._schedules.add(made)
         return made
 
     def __reduce__(self) -> Any:
@@ -259,6 +263,12 @@ def _optimizers(scheduler: Any) -> list[Any]:
     inner = [each for s in inner_schedules(scheduler) for each in _optimizers(s)]
     optimizer = getattr(scheduler, "optimizer", None)
     return inner if optimizer is None else [optimizer, *inner]
+
+
+def _parameters(optimizers: Iterable[Any]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
 
 
 def _counters(state: Mapping[str, Any]) -> list[Any]:

@@ -206,6 +206,18 @@ class Outcome(ScalerOutcome):
         return self._record.statistics
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The numbers of the step as 0-d tensors on the device, for code that logs without a wait.
+
+        "norm", "scale" and "limit" are what the properties of that name read, in float64 (float32
+        where the device has no float64); "clipped" and "skipped" are bool. Of a step that was
+        captured in a CUDA graph, ask again after each replay.
+        """
+        numbers = dict(zip(ROW, self._record.row.unbind(), strict=False))
+        flags = {"clipped": numbers["clipped"] > 0, "skipped": numbers["skip"] > 0}
+        return {name: numbers[name] for name in ("norm", "scale", "limit")} | flags
+
+    @property
     def step(self) -> int:
         """The number of this step, from 1."""
         return int(self._numbers["step"]) if self._step is None else self._step

@@ -1,0 +1,179 @@
+"""Optimizers that come after the control, and others in the place of those that it had."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from gradilocks import AdaGC, ClipPerGroup, DynamicScale, GradientControl, ZScoreClip, read_run
+from gradilocks.errors import BadState
+
+
+def network():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def loss_of(model, factor=1.0):
+    return (model(torch.linspace(-1, 1, 9).view(3, 3)) * factor).square().mean()
+
+
+def weights(model):
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def train(control, model, factors):
+    for factor in factors:
+        control.backward(loss_of(model, factor))
+        control.step()
+        control.zero_grad()
+    return weights(model)
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+FACTORS = [1.0, 3.0, math.inf, 0.5, 40.0, 1.0, 2.0]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def test_a_control_bound_later_is_the_same_as_one_that_had_its_optimizer_at_once():
+    model = network()
+    expected = train(GradientControl(sgd(model), model=model, clip=1.0), model, FACTORS)
+    model = network()
+    control = GradientControl(clip=1.0)
+    assert repr(control).startswith("GradientControl(no optimizer yet, ")
+    assert control.optimizers == ()
+    optimizer = sgd(model)
+    control.bind(optimizer, model=model)
+    assert control.optimizers == (optimizer,)
+    assert same(train(control, model, FACTORS), expected)
+
+
+def test_a_loss_is_scaled_before_the_optimizer_is_known():
+    model = network()
+    control = GradientControl(scale=64.0)
+    scaled = control.scale_loss(loss_of(model))
+    assert scaled.item() == pytest.approx(64.0 * loss_of(model).item())
+    scaled.backward()
+    control.bind(sgd(model), model=model)
+    outcome = control.step()
+    assert not outcome.skipped
+    truth = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    assert outcome.norm == pytest.approx(truth, rel=1e-6)  # SGD: unscaled in place by now.
+
+
+def test_a_step_without_an_optimizer_says_the_way_out():
+    control = GradientControl()
+    control.scale_loss(loss_of(network())).backward()
+    with pytest.raises(ValueError, match=r"no optimizer yet.*control\.bind\(optimizer\)"):
+        control.step()
+    with pytest.raises(TypeError, match="got none"):
+        control.bind()
+    with pytest.raises(TypeError, match="got 'Sequential'"):
+        control.bind(network())
+
+
+@pytest.mark.parametrize("clip", [ZScoreClip(warmup=2), AdaGC(warmup=2)])
+def test_an_optimizer_made_anew_goes_on_where_the_one_before_was(clip):
+    def made():
+        model = network()
+        return model, GradientControl(sgd(model), model=model, clip=clip)
+
+    model, control = made()
+    expected = train(control, model, FACTORS)
+    model, control = made()
+    train(control, model, FACTORS[:5])
+    control.bind(sgd(model))  # Plain SGD has no state of its own.
+    assert same(train(control, model, FACTORS[5:]), expected)
+    assert control.outcome.step == len(FACTORS)
+
+
+def test_binding_to_other_parameters_than_were_learned_of_changes_nothing():
+    model = network()
+    control = GradientControl(sgd(model), model=model, clip=AdaGC(warmup=2))
+    train(control, model, FACTORS[:5])
+    twin = network()
+    expected = train(GradientControl(sgd(twin), model=twin, clip=AdaGC(warmup=2)), twin, FACTORS)
+    other = nn.Linear(2, 2)
+    with pytest.raises(BadState, match="AdaGC"):
+        control.bind(sgd(other), model=other)
+    assert same(train(control, model, FACTORS[5:]), expected)
+
+
+def test_a_state_that_is_loaded_before_the_optimizer_comes_counts_from_then_on():
+    model = network()
+    settings = {
+        "scale": DynamicScale(init_scale=32.0, growth_interval=2),
+        "clip": AdaGC(warmup=2),
+    }
+    first = GradientControl(sgd(model), model=model, **settings)
+    train(first, model, FACTORS[:5])
+    saved, kept = first.state_dict(), weights(model)
+    expected = train(first, model, FACTORS[5:])
+    model = network()
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), kept, strict=True):
+            param.copy_(value)
+    second = GradientControl(**settings)
+    second.load_state_dict(saved)
+    assert second.scale == saved["scale"] != 32.0
+    assert second.state_dict() == saved
+    second.bind(sgd(model), model=model)
+    assert second.state_dict() == saved
+    assert same(train(second, model, FACTORS[5:]), expected)
+
+
+def test_a_recorder_waits_for_the_optimizer(tmp_path):
+    model = network()
+    control = GradientControl(record=tmp_path / "a.jsonl")
+    control.bind(sgd(model), model=model)
+    train(control, model, FACTORS)
+    control.bind(sgd(model))
+    train(control, model, [1.0])
+    control.recorder.close()
+    run = read_run(tmp_path / "a.jsonl")
+    assert [step.skipped for step in run.steps] == [not math.isfinite(f) for f in FACTORS] + [False]
+    assert [step.step for step in run.steps][: len(FACTORS)] == list(range(1, len(FACTORS) + 1))
+    assert "0.weight" in run.optimizers[0].names
+
+
+def test_another_clip_holds_from_the_next_step_on():
+    model = network()
+    control = GradientControl(sgd(model), model=model)
+    control.backward(loss_of(model, 30.0))
+    assert not control.step().clipped
+    control.zero_grad()
+    control.set_clip(0.01)
+    control.backward(loss_of(model, 30.0))
+    outcome = control.step()
+    assert outcome.clipped
+    assert outcome.limit == pytest.approx(0.01)
+    control.zero_grad()
+    control.set_clip(None)
+    control.backward(loss_of(model, 30.0))
+    assert control.step().limit == math.inf
+    with pytest.raises(ValueError, match="nowhere"):
+        control.set_clip(ClipPerGroup({"nowhere.*": 1.0}))
+
+
+def test_gradients_that_somebody_else_has_unscaled_are_not_unscaled_again():
+    model = network()
+    control = GradientControl(sgd(model), model=model, scale=256.0)
+    control.backward(loss_of(model))
+    assert not control.unscaled
+    for param in model.parameters():
+        param.grad /= 256.0
+    truth = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    control.assume_unscaled()
+    assert control.unscaled
+    assert control.norm().item() == pytest.approx(truth, rel=1e-6)
+    assert control.step().norm == pytest.approx(truth, rel=1e-6)
+    assert not control.unscaled
