@@ -462,6 +462,23 @@ class Engine:
         )
         return Verdict(decision, outcome, record, False, lesson, unscaled, together)
 
+    def norm(
+        self, gradients: Gradients, *, unscaled: bool, model_ranks: ModelRanks | None
+    ) -> Tensor:
+        """The norm of the true gradients, float32 and 0-d; decides nothing.
+
+        Args:
+            gradients, unscaled, model_ranks: as in `decide`.
+        """
+        home, order = self.state.scale.device, float(self.clip_policy.order)
+        if model_ranks is not None:  # As ranks that decide: they compare what they know there.
+            verdict = self.decide(
+                gradients, unscaled=unscaled, model_ranks=model_ranks, on_device=False
+            )
+            return verdict.outcome.tensors["norm"].float()
+        found = measure_all(gradients, home=home, order=order).norm
+        return (found if unscaled or not self.scales else found / self.state.scale).float()
+
     def _seen_over_ranks(
         self,
         mine: Seen,
@@ -721,6 +738,10 @@ class Engine:
             self.memory[name].copy_(known[name].index_select(0, places))
         self._of_all = here.table.placed, known
 
+    def steps_so_far(self) -> int:
+        """How many steps were counted; waits for the device if the host cannot know it."""
+        return int(fetch(self.steps)[0]) if self._counted is None else self._counted
+
     @property
     def next_step(self) -> int | None:
         """The number of the step that has not been concluded; None if only the device knows it."""
@@ -831,12 +852,17 @@ class Engine:
             return None, self.memory
         return [(name, "") for name in self.names.of(self._memory_of)], self.memory
 
-    def load(self, state_dict: Mapping[str, Any], model_ranks: ModelRanks | None = None) -> None:
+    def load(
+        self, state_dict: Mapping[str, Any], model_ranks: ModelRanks | None = None
+    ) -> int | None:
         """Goes on from a checkpoint; one that does not fit raises and changes nothing.
 
         Args:
             state_dict: of this class, or of another scaler.
             model_ranks: the ranks that hold the model together, if several do.
+
+        Returns:
+            How many steps had been counted there; None if another scaler has saved it.
         """
         owned = owned_parameters(every_parameter(self.names.optimizers), self.names, model_ranks)
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, owned=owned)
@@ -860,6 +886,7 @@ class Engine:
             self._of_all = placed, {name: moved(tensor, home) for name, tensor in known.items()}
             self._recalled = frozenset(placed)
         self.losses.forget()
+        return loaded.steps
 
     def load_scale(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on with the scale of a checkpoint, before the parameters are known."""
