@@ -48,11 +48,8 @@ FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
     },
     "accelerate": {
         "accelerate.optimizer.AcceleratedOptimizer.step": _WRAPPER,
-        "accelerate.optimizer.AcceleratedOptimizer()._optimizer_original_step_method": (
-            "the step that it puts back, made anew when the optimizer inside is adopted"
-        ),
-        "accelerate.optimizer.AcceleratedOptimizer()._optimizer_patched_step_method": (
-            "the step by which it sees that one was taken, made anew likewise"
+        "accelerate.optimizer.AcceleratedOptimizer.__setstate__": (
+            "makes anew what it keeps of the step of an optimizer that was adopted"
         ),
     },
 }
