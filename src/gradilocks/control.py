@@ -11,6 +11,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,9 +68,9 @@ from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.engine import Engine, Look, Verdict, look, multiply_
 from gradilocks.step.events import EVENTS, Step, StepEvents
+from gradilocks.step.framework_wrappers import ours_inside
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
-from gradilocks.step.own_step import is_ours
 from gradilocks.step.rank_drift import LoadCount
 from gradilocks.step.rank_losses import LossExchange, exchange_for
 from gradilocks.step.replica_check import Holdings, ReplicaCheck, check_every
@@ -264,8 +265,7 @@ class GradientControl:
             raise ValueError(_NO_REPLICAS_KNOWN)
         engine.losses.adds_up = ranks is not None or self._replicas is not None
         # Not a method of its own: a control must go as soon as nobody holds it.
-        parameters = functools.partial(every_parameter, optimizers)
-        self._order.parameters = parameters if engine.scales else tuple
+        self._order.know(functools.partial(every_parameter, optimizers), engine)
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
@@ -619,6 +619,8 @@ class GradientControl:
             return whole._outcome.tensors["norm"].float()
         if not whole._asked_ahead:
             whole._engine.step_begun = False
+            if whole._loads is not None:
+                whole._loads.begin_step()
         gradients, model_ranks = whole._find([True] * len(whole._optimizers))
         whole._asked_ahead = True
         try:
@@ -1034,11 +1036,11 @@ class GradientControl:
     def _step(self, closure: Callable[[], Tensor] | None) -> Outcome:
         if not self._asked_ahead:
             self._engine.step_begun = False
+            if self._loads is not None:
+                self._loads.begin_step()
         self._asked_ahead, self._weights = False, None
         if not self._optimizers:
             raise ValueError(_UNBOUND)
-        if self._loads is not None:
-            self._loads.begin_step()
         if closure is not None:
             check_closure(closure, len(self._optimizers))
             return self._step_with_closure(closure)
@@ -1058,6 +1060,7 @@ class GradientControl:
                 overflow=None if self._seen is None else self._overflow_seen(),
                 model_ranks=model_ranks,
                 rating=rating,
+                moves=not self._is_part,
             )
             if verdict.together is not None:
                 self._keep_weights(verdict)
@@ -1087,8 +1090,9 @@ class GradientControl:
         """Steps each optimizer on its gradients, or none."""
         begin = 0
         for number, optimizer in enumerate(self._optimizers):
-            if verdict.settled and is_ours(optimizer):
-                optimizer.hold(gradients if len(self._optimizers) == 1 else None)
+            ours = ours_inside(optimizer) if verdict.settled else None
+            if ours is not None:
+                ours.hold(gradients if len(self._optimizers) == 1 else None)
             end = gradients.ends[number]
             update(
                 optimizer,
@@ -1223,7 +1227,9 @@ class GradientControl:
         loss = None if self._exchange is None else self._engine.losses.total()
         hopeless = self._engine.conclude(verdict, moves=not self._is_part)
         if self._is_part:
-            self._judged.append(verdict)
+            # A device that settles steps writes over its flag at the next.
+            flag = verdict.record.skip.clone()
+            self._judged.append(verdict._replace(record=replace(verdict.record, skip=flag)))
         for scheduler in self._schedules:
             if not self._is_part or scheduler.is_of(self._optimizers):
                 scheduler.note(verdict.record.row)

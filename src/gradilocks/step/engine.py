@@ -75,6 +75,7 @@ from gradilocks.ranks.parameter_table import (
 from gradilocks.scale import NoScale, ScalePolicy, scale_gradient, scale_loss
 from gradilocks.state import checkpoint
 from gradilocks.step.diagnose import never_finite
+from gradilocks.step.framework_wrappers import KINDS, ours_inside
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, Streak, fetch
 from gradilocks.step.own_step import is_ours
@@ -323,6 +324,8 @@ class Engine:
     def find(self, optimizers: Sequence[Any]) -> Gradients:
         """The gradients of all optimizers; raises if one cannot be measured."""
         only: Any = optimizers[0] if len(optimizers) == 1 else None
+        if KINDS.get(type(only)) is not None:  # A framework's wrapper.
+            only = ours_inside(only)
         own = getattr(only, AMP_FLAG, False) and is_ours(only) and not self.table.adds_up
         if own:
             found: TableGradients | None = only.gradients()  # Its step will want the same.
