@@ -11,6 +11,7 @@ recorder, a tracer, an audit. Without a listener an emitter pays for a look at a
                                scale has moved on and the call order is noted, but before
                                NonFiniteGradient or NeverFinite is raised; step_failed if it raises
       log                      numbers_logged
+      load_state_dict          state_loaded
     gradilocks.log             numbers_logged
     gradilocks.GradScaler
       scale                    loss_scaled
@@ -23,6 +24,7 @@ recorder, a tracer, an audit. Without a listener an emitter pays for a look at a
                                and closure_ended at each evaluation. Inside the step of a control or
                                a scaler only update_begins, for the first optimizer that steps there
       GradScaler.scale, step   as those of gradilocks.GradScaler
+      GradScaler.unscale_      unscale_begins, unscale_ended; of gradilocks' scaler too
       clip functions           as those of gradilocks
       backward                 backward_begins, backward_ended
       autograd.grad            grad_begins
@@ -74,17 +76,19 @@ class Step:
     detail: bool = False
     """For listeners: set at the beginning, it makes a control measure zeros and the largest."""
     apart: bool = False
-    """Of a control: whether it steps only some of its optimizers."""
+    """Whether the control steps only some of its optimizers; a scaler steps each alone."""
     frame: FrameType | None = None
     """Of torch's wrapper around the first optimizer's own step, once that has begun."""
     record: StepRecord | None = None
-    """At the end, of a control: what it has measured and decided."""
+    """At the end, of a control or of a scaler that records: what it has measured and decided."""
     next_scale: Tensor | None = None
     """At the end, of a control."""
     plans: list[RecordingPlan] = field(default_factory=list)
     """For listeners: at the beginning, what they need of the other ranks of a control."""
     ranks: tuple[int, ...] = ()
     """Of a control whose model several ranks hold: those ranks."""
+    of_rank: bool = False
+    """Of a scaler that records: whether this rank holds, or may hold, a part of the model."""
     rank_losses: RankedLosses | None = None
     """At the end, of a control whose model each rank holds: losses that the ranks have told."""
     together: Together | None = None
@@ -201,6 +205,12 @@ class StepListener:
     def optimizer_made(self, optimizer: Any) -> None:
         """An optimizer of torch was made."""
 
+    def unscale_begins(self, optimizer: Any) -> None:
+        """The gradients of `optimizer` are about to be divided by the scale, in place."""
+
+    def unscale_ended(self, optimizer: Any, scale: Tensor) -> None:
+        """They were divided by `scale`."""
+
     def clip_begins(self, clip: Clip) -> None:
         """Gradients are about to be clipped."""
 
@@ -227,6 +237,10 @@ class StepListener:
 
     def numbers_logged(self, numbers: Mapping[str, Tensor | float], *, step: int | None) -> None:
         """The user has handed over numbers of their own, which were checked."""
+
+    def state_loaded(self, control: Any, steps: Sequence[int]) -> None:
+        """A control has loaded a checkpoint, in which it had counted so many steps of each of its
+        optimizers."""
 
 
 class StepEvents:
