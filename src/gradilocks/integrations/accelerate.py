@@ -136,6 +136,7 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
 
     gradient_control: GradientControl
     """What `take_control` has returned."""
+    scaler: Any
 
     def begin_control(self, control: GradientControl, *, clip: object, adopt: bool) -> None:
         """For `take_control`: what it was told."""
@@ -409,6 +410,7 @@ class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 class ControlledScheduler(AcceleratedScheduler):  # type: ignore[misc]
     """A prepared schedule that waits for skipped steps without reading whether they were."""
 
+    optimizers: list[Any]
     _gate: Any = None
 
     def wait_for(self, control: GradientControl) -> None:

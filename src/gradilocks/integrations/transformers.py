@@ -221,6 +221,7 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
     one, the defaults.
     """
 
+    lr_scheduler: Any
     _gate: Any = None
     _logs_itself = False
     _has_logged = False
