@@ -11,30 +11,62 @@ from __future__ import annotations
 
 __all__ = ["FRAMEWORK_NAMES"]
 
-
-_CALLBACK = "the control in front of the precision plugin (integrations.lightning)"
-_FABRIC = "the control in front of the precision plugin (integrations.fabric)"
+_PRECISION = "whether the precision plugin's step only runs hooks and hands the step on"
+_WRAPPER = "whose step a wrapper runs (step.framework_wrappers)"
+_FRONT = "the control in front of the precision plugin (integrations.lightning_precision)"
 
 FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
     "lightning": {
-        "lightning.pytorch.plugins.precision.precision.Precision._after_closure": _CALLBACK,
-        "lightning.pytorch.plugins.precision.precision.Precision.connect": _CALLBACK,
-        "lightning.pytorch.plugins.precision.precision.Precision.optimizer_step": _CALLBACK,
-        "lightning.pytorch.plugins.precision.amp.MixedPrecision.optimizer_step": _CALLBACK,
-        "lightning.pytorch.plugins.precision.fsdp.FSDPPrecision.optimizer_step": _CALLBACK,
-        "lightning.pytorch.strategies.strategy.Strategy.precision_plugin": _CALLBACK,
-        "lightning.pytorch.strategies.model_parallel.ModelParallelStrategy.device_mesh": _CALLBACK,
+        "lightning.pytorch.core.optimizer.LightningOptimizer.step": _WRAPPER,
+        "lightning.pytorch.core.optimizer.LightningOptimizer()._optimizer": _WRAPPER,
+        "lightning.pytorch.core.optimizer.LightningOptimizer()._strategy": _WRAPPER,
+        "lightning.pytorch.strategies.strategy.Strategy.optimizer_step": _WRAPPER,
+        "lightning.pytorch.strategies.strategy.Strategy.precision_plugin": _WRAPPER,
+        "lightning.pytorch.strategies.ddp.DDPStrategy.optimizer_step": _WRAPPER,
+        "lightning.pytorch.strategies.ddp.DDPStrategy()._model_averager": (
+            "whether weights are averaged after the step"
+        ),
+        "lightning.pytorch.plugins.precision.precision.Precision.optimizer_step": _PRECISION,
+        "lightning.pytorch.plugins.precision.precision.Precision._wrap_closure": _PRECISION,
+        "lightning.pytorch.plugins.precision.precision.Precision._after_closure": (
+            f"{_PRECISION}; the hooks between backward and step (integrations.lightning)"
+        ),
+        "lightning.pytorch.plugins.precision.precision.Precision._clip_gradients": _PRECISION,
+        "lightning.pytorch.plugins.precision.amp.MixedPrecision.optimizer_step": _PRECISION,
+        "lightning.pytorch.plugins.precision.fsdp.FSDPPrecision.optimizer_step": _PRECISION,
+        "lightning.pytorch.core.hooks.ModelHooks.on_before_optimizer_step": (
+            "whether the module looks at gradients inside the wrapper's step"
+        ),
+        "lightning.pytorch.callbacks.callback.Callback.on_before_optimizer_step": (
+            "whether a callback looks at gradients inside the wrapper's step"
+        ),
+        "lightning.pytorch.plugins.precision.precision.Precision.connect": _FRONT,
+        "lightning.pytorch.strategies.model_parallel.ModelParallelStrategy.device_mesh": _FRONT,
         "lightning.pytorch.core.optimizer.LightningOptimizer.optimizer": (
             "which optimizer self.clip_gradients() was called with (integrations.lightning)"
         ),
         "lightning.pytorch.utilities.model_helpers.is_overridden": (
             "whether a hook looks at gradients before the step (integrations.lightning)"
         ),
-        "lightning.fabric.plugins.precision.precision.Precision.optimizer_step": _FABRIC,
-        "lightning.fabric.plugins.precision.amp.MixedPrecision.optimizer_step": _FABRIC,
-        "lightning.fabric.strategies.strategy.Strategy.precision": _FABRIC,
-        "lightning.fabric.strategies.model_parallel.ModelParallelStrategy.device_mesh": _FABRIC,
-        "lightning.fabric.wrappers._FabricOptimizer.optimizer": _FABRIC,
+        "lightning.fabric.strategies.model_parallel.ModelParallelStrategy.device_mesh": _FRONT,
+        "lightning.fabric.wrappers._FabricOptimizer.optimizer": _FRONT,
+        "lightning.fabric.wrappers._FabricOptimizer.step": _WRAPPER,
+        "lightning.fabric.wrappers._FabricOptimizer()._optimizer": _WRAPPER,
+        "lightning.fabric.wrappers._FabricOptimizer()._strategy": _WRAPPER,
+        "lightning.fabric.strategies.strategy.Strategy.optimizer_step": _WRAPPER,
+        "lightning.fabric.strategies.strategy.Strategy.precision": _WRAPPER,
+        "lightning.fabric.plugins.precision.precision.Precision.optimizer_step": _PRECISION,
+        "lightning.fabric.plugins.precision.amp.MixedPrecision.optimizer_step": _PRECISION,
+        "lightning.fabric.plugins.precision.fsdp.FSDPPrecision.optimizer_step": _PRECISION,
+    },
+    "accelerate": {
+        "accelerate.optimizer.AcceleratedOptimizer.step": _WRAPPER,
+        "accelerate.optimizer.AcceleratedOptimizer()._optimizer_original_step_method": (
+            "the step that it puts back, made anew when the optimizer inside is adopted"
+        ),
+        "accelerate.optimizer.AcceleratedOptimizer()._optimizer_patched_step_method": (
+            "the step by which it sees that one was taken, made anew likewise"
+        ),
     },
 }
 """By framework: dotted name to what it is read for."""
