@@ -10,7 +10,7 @@ from tests.integrations import task
 from tests.ranks.rank_programs import run_all
 
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
-from tests.integrations import lightning_ranks  # noqa: E402
+from tests.integrations import lightning_ranks
 
 PROGRAMS = [
     lightning_ranks.ddp,
