@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset
 
-from gradilocks import read_run
+from gradilocks import HeadroomScale, ZScoreClip, read_run
 from gradilocks.integrations.fabric import control_for
 from tests.integrations import task
-from tests.integrations.lightning_task import QUIET, half, module_of
+from tests.integrations.lightning_task import QUIET, Resumable, half, module_of
 
 CLIP = 0.02
 
@@ -45,8 +44,9 @@ def _folder():
 
 def _part(rank):
     """This rank's rows, batch by batch, without the marker: `_spoil` plants what is bad."""
-    rows = task.rows(bad=None).unflatten(0, (task.STEPS, task.BATCH))[:, rank::2]
-    return DataLoader(TensorDataset(rows.flatten(0, 1)), batch_size=task.BATCH // 2)
+    made = Resumable(bad=None)
+    made.batches = [batch[rank::2] for batch in made.batches]
+    return made
 
 
 def _spoil(net, step):
@@ -79,14 +79,16 @@ def _fit(rank, make_strategy, *, max_steps=-1, ckpt_path=None, save=None, plugin
     if type(strategy).__name__ == "ModelParallelStrategy":
         methods["configure_model"] = _configure_model
     module = module_of(pl, **methods)("fused adamw")
-    callback = GradientControlCallback(clip=CLIP, **options)
+    callback = GradientControlCallback(**{"clip": CLIP, **options})
+    saving = [] if save is None else [
+        pl.callbacks.ModelCheckpoint(save.parent, filename=save.stem, every_n_train_steps=max_steps)
+    ]  # fmt: skip
+    settings = {**QUIET, "devices": 2, "enable_checkpointing": bool(saving)}
     trainer = pl.Trainer(
-        **{**QUIET, "devices": 2}, strategy=strategy, callbacks=[callback], max_steps=max_steps,
+        **settings, strategy=strategy, callbacks=[callback, *saving], max_steps=max_steps,
         use_distributed_sampler=False, plugins=plugins and plugins(pl),
     )  # fmt: skip
     trainer.fit(module, _part(rank), ckpt_path=ckpt_path)
-    if save is not None:
-        trainer.save_checkpoint(save)
     return _whole(module.parameters()), callback.control.state_dict()
 
 
@@ -110,12 +112,12 @@ def _trained(rank, make_strategy):
 
 
 def _resumed(rank, make_strategy):
-    """Stopped after three steps and resumed; beside the whole."""
-    folder = _folder()
-    whole = _fit(rank, make_strategy, scale="dynamic")
-    _fit(rank, make_strategy, scale="dynamic", max_steps=3, save=folder / "stopped.ckpt")
-    # The loader begins anew, and the batches that are behind are passed over.
-    return whole, None
+    """A run that was stopped after three steps and resumed, and one that was not."""
+    folder, policies = _folder(), {"scale": HeadroomScale(), "clip": ZScoreClip(0.5, warmup=2)}
+    whole = _fit(rank, make_strategy, **policies)
+    stopped = folder / "stopped.ckpt"
+    _fit(rank, make_strategy, max_steps=3, save=stopped, **policies)
+    return {"whole": whole, "resumed": _fit(rank, make_strategy, ckpt_path=stopped, **policies)}
 
 
 def _ddp():
@@ -132,6 +134,14 @@ def _fsdp2():
 
 def ddp(rank):
     return _trained(rank, _ddp)
+
+
+def ddp_resumed(rank):
+    return _resumed(rank, _ddp)
+
+
+def fsdp2_resumed(rank):
+    return _resumed(rank, _fsdp2)
 
 
 def fsdp2(rank):
