@@ -7,9 +7,11 @@ mixed precision) it is torch's loop by hand. On a CPU the plugin of 16-mixed has
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import pickle
 import signal
+import sys
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from gradilocks import (
     ZScoreClip,
     read_run,
 )
-from gradilocks.errors import BadRunFile, NonFiniteGradient
+from gradilocks.errors import BadRunFile, MissingPackage, NonFiniteGradient
 from tests.integrations import task
 from tests.integrations.lightning_task import (
     PRECISIONS,
@@ -979,3 +981,63 @@ def test_the_first_bad_step_is_kept(tmp_path):
     callback = GradientControlCallback(keep_bad_step=tmp_path / "bad.pt")
     fitted(pl, Lit(), plugins=[half(pl)], callbacks=[callback])
     assert (tmp_path / "bad.pt").exists()
+
+
+# --- both packages --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other():
+    return pytest.importorskip("pytorch_lightning", reason="pytorch-lightning is not installed")
+
+
+def imported_anew():
+    """The module of the callback, as a process imports it that has imported what is there now."""
+    spec = importlib.util.find_spec("gradilocks.integrations.lightning")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def trained_by(package, callback):
+    ours, native = module_of(package)("fused adamw"), module_of(package)("fused adamw")
+    fitted(package, native, plugins=[half(package)])
+    trainer = fitted(package, ours, plugins=[half(package)], callbacks=callback)
+    assert task.same(task.weights(ours), task.weights(native))
+    assert trainer.callback_metrics["gradilocks/scale"] == 2.0**15
+
+
+def test_the_other_package_alone_is_enough(other, monkeypatch):
+    monkeypatch.delitem(sys.modules, "lightning.pytorch")
+    made = imported_anew().GradientControlCallback()
+    assert isinstance(made, other.Callback)
+    assert not isinstance(made, pl.Callback)
+    trained_by(other, made)  # Not in a list: Lightning looks whether it is a callback of its own.
+
+
+def test_where_nobody_has_imported_lightning_yet_either_may_come(other, monkeypatch):
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(
+        importlib,
+        "import_module",
+        lambda name: {"lightning.pytorch": pl, "pytorch_lightning": other}[name],
+    )
+    kind = imported_anew().GradientControlCallback
+    monkeypatch.undo()
+    for package in (pl, other):
+        assert isinstance(kind(), package.Callback)
+        trained_by(package, kind())
+
+
+def test_a_callback_of_the_one_serves_the_trainer_of_the_other(other):
+    trained_by(other, [GradientControlCallback()])
+
+
+def test_without_lightning_the_way_out_is_named(monkeypatch):
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    spec = importlib.util.find_spec("gradilocks.integrations.lightning")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(MissingPackage, match="pip install lightning"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

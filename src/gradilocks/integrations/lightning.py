@@ -367,11 +367,13 @@ def _somebody_looks(trainer: Any) -> bool:
     """Whether a callback or the module has a hook between backward and step."""
     package = next(p for p in _packages() if isinstance(trainer, p.Trainer))
     helpers = importlib.import_module(f"{package.__name__}.utilities.model_helpers")
-    module = trainer.lightning_module
-    if helpers.is_overridden("configure_gradient_clipping", module):
-        return True
-    hook = "on_before_optimizer_step"
-    return any(helpers.is_overridden(hook, each) for each in (module, *trainer.callbacks))
+    hook, module = "on_before_optimizer_step", trainer.lightning_module
+    others = [each for each in trainer.callbacks if not isinstance(each, GradientControlCallback)]
+    return (
+        helpers.is_overridden("configure_gradient_clipping", module, package.LightningModule)
+        or helpers.is_overridden(hook, module, package.LightningModule)
+        or any(helpers.is_overridden(hook, each, package.Callback) for each in others)
+    )
 
 
 def _checked_names(log: object) -> dict[str, str]:
