@@ -27,15 +27,24 @@ $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/d
 $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 endef
 
+# fastai, timm, Ignite and torchtitan have an environment of their own: they need much that the other
+# tests are to run without.
+FRAMEWORKS := .venv-frameworks
+FRAMEWORKS_DEV := $(FRAMEWORKS)/dev.stamp
+FRAMEWORKS_NEED := numpy pytest pytest-xdist pytorch-ignite \
+  cloudpickle fastcore fastdownload fastprogress fasttransform matplotlib pandas pillow pyyaml \
+  requests scikit-learn scipy huggingface_hub safetensors spmd_types tyro
+
 # Where the interpreter has gone (an upgrade of the system's Python), nothing counts as installed.
 $(shell test -x $(BIN)/python || rm -f $(RUNTIME) $(DEV))
+$(shell test -x $(FRAMEWORKS)/bin/python || rm -f $(FRAMEWORKS_DEV))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick ranks lint format types bench clean
+.PHONY: help demo test test-frameworks quick ranks long lint format types bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: $(RUNTIME) ## the Goldilocks experiment: too small, too large, just right; a minute on the CPU
 	@$(BIN)/python -m gradilocks demo $(ARGS)
@@ -43,6 +52,10 @@ demo: $(RUNTIME) ## the Goldilocks experiment: too small, too large, just right;
 # pytest comes last so that its closing line is the last line.
 test: lint types ## everything that must hold: lint, format, types, tests
 	@$(PYTEST) $(ARGS)
+
+test-frameworks: BIN := $(FRAMEWORKS)/bin
+test-frameworks: $(FRAMEWORKS_DEV) ## fastai, timm, Ignite and torchtitan, in an environment of their own
+	@$(PYTEST) tests/frameworks $(ARGS)
 
 # What needs no process of its own, no browser and no interpreted GPU kernel; a minute on two cores.
 QUICK := tests/stages tests/policies tests/laws tests/runfile tests/formats tests/trace tests/emulate \
@@ -82,9 +95,9 @@ types: $(DEV) ## mypy, strict, over src
 bench: $(DEV) ## measure a step against torch's own
 	@$(BIN)/python benchmarks/bench_step.py $(ARGS)
 
-clean: ## remove caches and build outputs; the environment stays (rm -r .venv for a new one)
+clean: ## remove caches and build outputs; the environments stay (rm -r .venv for a new one)
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -path './$(VENV)*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # numpy, because torch warns on import where it is missing.
 $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
@@ -98,10 +111,17 @@ $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	@$(INSTALL) -e '.[dev]'
 	@touch $(RUNTIME) $@
 
+# Without their dependencies, of which they name more than the tests use: constraints-frameworks.txt.
+$(FRAMEWORKS_DEV): pyproject.toml constraints.txt constraints-frameworks.txt | $(FRAMEWORKS)/bin/python
+	@echo "Installing fastai, timm, Ignite and torchtitan into $(FRAMEWORKS) ..."
+	@$(INSTALL) -c constraints-frameworks.txt -e . $(FRAMEWORKS_NEED)
+	@$(INSTALL) -c constraints-frameworks.txt --no-deps fastai timm torchtitan
+	@touch $@
+
 # A candidate is tried, not only looked up: a name on the PATH may be a shim for a version that is
 # not there, and Debian ships a python3 without ensurepip, which makes an environment without pip.
 # --clear replaces an environment whose interpreter has gone or that was left half made.
-$(BIN)/python:
+$(BIN)/python $(FRAMEWORKS)/bin/python:
 	@chosen=; incomplete=; \
 	for python in $(or $(PYTHON),$(CANDIDATES)); do \
 	  "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 || continue; \
@@ -118,5 +138,5 @@ $(BIN)/python:
 	  echo "Install Python 3.11, or name another: make PYTHON=/path/to/python" >&2; \
 	  exit 1; \
 	fi; \
-	echo "Creating $(VENV) with $$("$$chosen" --version) ..."; \
-	"$$chosen" -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }
+	echo "Creating $(@:/bin/python=) with $$("$$chosen" --version) ..."; \
+	"$$chosen" -m venv --clear $(@:/bin/python=) || { rm -rf $(@:/bin/python=); exit 1; }

@@ -868,3 +868,10 @@ def test_the_search_leaves_alone_what_is_ours_or_pythons(line):
     tree = ast.parse(f"import torch\nclass Ours:\n    def f(self):\n        {body}")
     trees = {**_trees(), SOURCE / "step" / "x.py": tree}
     assert not uses(SOURCE / "step" / "x.py", tree, _given(trees), _torchs_classes(trees))
+
+
+def test_a_script_function_that_counts_no_frames_is_called_as_it_is():
+    def script(obj, optimize=None):
+        return obj, optimize
+
+    assert _torch.script_for_caller(script, 3, optimize=4) == (3, 4)

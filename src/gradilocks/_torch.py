@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 import sys
 import threading
@@ -78,6 +79,7 @@ __all__ = [
     "same_version",
     "scale_of",
     "scaler_state",
+    "script_for_caller",
     "seen_by_function_modes",
     "seen_by_launcher",
     "sees_steps",
@@ -550,6 +552,17 @@ def _watch_fsdps_clip(notice: Noticed) -> None:
 
     measure.tells_of_clips = True  # type: ignore[attr-defined]
     setattr(module, "_get_grad_norm", measure)  # noqa: B010
+
+
+def script_for_caller(script: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.jit.script` for whoever calls the function that calls this one.
+
+    A class is compiled with the names that the caller's frame knows, found by counting frames. If
+    this torch does not count them so, its own count stands, and such names are not found.
+    """
+    if "_frames_up" in inspect.signature(script).parameters:
+        kwargs = {**kwargs, "_frames_up": kwargs.get("_frames_up", 0) + 2}
+    return script(*args, **kwargs)
 
 
 # --- GradScaler -----------------------------------------------------------------------------------

@@ -136,3 +136,55 @@ def test_nan_that_a_clip_has_made_is_that_of_its_own_step(guard, tmp_path):
     assert f"{said}: NaN in all 4 gradients" in shown.err
     assert "another rank" not in shown.err
     assert "in no module: likely it gets there after backward" in shown.err
+
+
+SCALED = """
+import sys
+import torch
+from torch import nn
+import gradilocks
+
+order, kind = sys.argv[1:]
+torch.manual_seed(0)
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = (gradilocks if kind == "ours" else torch.amp).GradScaler("cpu", init_scale=1024.0)
+for number in range(4):
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(2, 4) * (number + 1)).sum()).backward()
+    if order != "unscaled first":
+        nn.utils.clip_grad_norm_(model.parameters(), 16.0 * 1024.0)
+    if order == "written between":
+        for param in model.parameters():
+            param.grad.data.mul_(0.5)
+    if order != "not unscaled":
+        scaler.unscale_(optimizer)
+    if order == "unscaled first":
+        nn.utils.clip_grad_norm_(model.parameters(), 16.0)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's"])
+def test_a_clip_of_scaled_gradients_is_told_without_the_scale(kind, tmp_path):
+    write(tmp_path, "train.py", SCALED)
+    told = {}
+    for order in ("unscaled first", "unscaled later", "not unscaled", "written between"):
+        path = f"{order}.jsonl"
+        words = ("-o", path, "--detail-every", "1", "train.py", order, kind)
+        shown = forked(*words, cwd=tmp_path)
+        assert shown.status == 0, shown.err
+        told[order] = [
+            (step.norm, step.limit, step.clipped, step.detail.norm, step.detail.largest)
+            for step in read_run(tmp_path / path).steps
+        ]
+    truth = told["unscaled first"]
+    assert [clipped for _, _, clipped, *_ in truth] == [False, True, True, True]
+    assert told["unscaled later"] == told["not unscaled"] == truth
+    # Here the step finds half of what the clip has left, and tells what it finds.
+    for (norm, limit, clipped, *_), (before, *_) in zip(
+        told["written between"], truth, strict=True
+    ):
+        assert norm == pytest.approx(min(before, 16.0) / 2, rel=1e-5)
+        assert (limit, clipped) == (16.0, before > 16.0)

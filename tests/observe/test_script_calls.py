@@ -147,6 +147,21 @@ def test_compiled_code_is_compiled_once_whole_and_without_a_warning(way, when, w
     assert seen == ([] if way == "a function around it" else [net])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_class_knows_the_names_that_its_caller_knows(watched):
+    def doubled(x: float) -> float:
+        return 2.0 * x
+
+    def make():
+        class Scripted:
+            def __init__(self, x: float) -> None:
+                self.x = doubled(x)
+
+        return torch.jit.script(Scripted)
+
+    assert make()(2.0).x == 4.0
+
+
 def test_nothing_of_ours_goes_into_copies_pickles_or_scripts(watched):
     calls, steps, _ = watched
     net = Net()

@@ -10,6 +10,9 @@ a clip has made the first NaN itself, by a limit that is NaN. All three are read
 has written in between cannot be asked of torch: its counter of versions does not see
 `p.grad.data /= world_size`, a collective on `.data`, or NumPy.
 
+A script may clip gradients that carry the scale, and have a scaler unscale them after that: then
+what was found on both sides of the clip is divided by the scale too, and so is the limit.
+
 A clip is known by the memory of the gradients that it was of. Not by their parameters: Python gives
 the id of a parameter that is gone to a new one, and clearing a gradient ends its clip too.
 """
@@ -19,7 +22,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -44,6 +47,13 @@ class ClipEffect(NamedTuple):
     """What the 2-norm was to be at most; None if something else was bounded."""
     clipped: Tensor | bool
     """Whether it made them smaller."""
+
+    def divided(self, scale: Tensor) -> ClipEffect:
+        """Of gradients that carried a scale, in terms of those without it."""
+        limit = self.limit
+        if isinstance(limit, Tensor):
+            limit = moved(limit.detach(), scale.device)
+        return ClipEffect(None if limit is None else limit / scale, self.clipped)
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,8 @@ class ClippedGradients:
     after: Statistics | None = None
     effect: ClipEffect | None = None
     """None until the clip is over."""
+    untouched: Tensor | None = None
+    """While they are being unscaled: whether they were until then as the clip has left them."""
 
     def changed(self) -> Tensor | bool:
         """Whether the clip has changed one of them, as far as this process holds them."""
@@ -123,11 +135,53 @@ class GradientReader:
             clipped.after = _measured(tensors, detail=False)
         clipped.effect = _effect(clip, clipped)
 
+    def before_unscale(self, params: Sequence[Tensor]) -> None:
+        """Gradients that were clipped are about to be divided by the scale."""
+        for clipped, places in self._waiting(params).items():
+            now = _measured_at(params, places)
+            assert clipped.after is not None
+            clipped.untouched = _alike(now, clipped.after).all()
+
+    def after_unscale(self, params: Sequence[Tensor], scale: Tensor) -> None:
+        """They were divided: what was found of them is too, and so is the limit of the clip."""
+        for clipped, places in self._waiting(params).items():
+            if clipped.untouched is None or clipped.effect is None:
+                continue
+            now, divisor = _measured_at(params, places), moved(scale, clipped.before.norms.device)
+            # A norm that none can have: what somebody has written meanwhile is not the clip's.
+            norms = torch.where(clipped.untouched, now.norms, torch.full_like(now.norms, -1.0))
+            clipped.after, clipped.untouched = replace(now, norms=norms), None
+            clipped.before = _divided(clipped.before, divisor)
+            clipped.effect = clipped.effect.divided(divisor)
+
+    def _waiting(self, params: Sequence[Tensor]) -> dict[ClippedGradients, list[int]]:
+        """Clips that are over, all of whose gradients are among those of `params`: which ones."""
+        found: dict[ClippedGradients, dict[int, int]] = {}  # By row: the place in `params`.
+        for place, param in enumerate(params if self._clipped else ()):
+            gradient = param.grad
+            was = None if gradient is None else self._clipped.get(_key(gradient))
+            if gradient is not None and was is not None and was[0].is_of(gradient, was[1]):
+                found.setdefault(was[0], {})[was[1]] = place
+        return {
+            clipped: [rows[row] for row in range(len(rows))]
+            for clipped, rows in found.items()
+            if clipped.after is not None and len(rows) == len(clipped.storages)
+        }
+
     def gradients_clear(self, params: Iterable[Tensor]) -> None:
         """Gradients are about to be cleared, perhaps in place: what comes there is not clipped."""
         for param in params if self._clipped else ():
             if param.grad is not None:
                 self._clipped.pop(_key(param.grad), None)
+
+    def effects(self, params: Sequence[Tensor]) -> dict[str, Any]:
+        """`limit` and `clipped` of clips that no reading has told of; empty if there is none."""
+        effects: dict[int, ClipEffect] = {}  # Each of them once.
+        for gradient in _gradients(params, range(len(params))) if self._clipped else ():
+            was = self._clipped.pop(_key(gradient), None)
+            if was is not None and was[0].effect is not None and was[0].is_of(gradient, was[1]):
+                effects[id(was[0].effect)] = was[0].effect
+        return _together(list(effects.values()))
 
     def read(self, params: Sequence[Tensor], *, detail: bool) -> Reading:
         """Measures the gradients of `params`; those that a clip has left tell of before it."""
@@ -207,10 +261,8 @@ def _unclipped(
     def past(column: Tensor) -> Tensor:
         return moved(column, home)[there]
 
-    norms, left = now.norms[here], past(after.norms)
-    same = (norms == left) | (torch.isnan(norms) & torch.isnan(left))
-    same = same & (now.nan[here] == past(after.nan)) & (now.inf[here] == past(after.inf))
-    unchanged = same.all()
+    left = Statistics(past(after.norms), past(after.nan), past(after.inf))
+    unchanged = _alike(Statistics(now.norms[here], now.nan[here], now.inf[here]), left).all()
     if not has_other_ranks():  # Else it may come from the gradients that another rank holds.
         made = (bad_elements(before) == 0) & (bad_elements(after) > 0)
         unchanged = unchanged & torch.logical_not(moved(made, home))
@@ -233,6 +285,23 @@ def _unclipped(
 def bad_elements(found: Statistics) -> Tensor:
     """How many elements are NaN or Inf."""
     return (found.nan + found.inf).sum()
+
+
+def _alike(one: Statistics, other: Statistics) -> Tensor:
+    """By tensor: whether both are of the same elements, as far as norms and counts tell."""
+    same = (one.norms == other.norms) | (torch.isnan(one.norms) & torch.isnan(other.norms))
+    return same & (one.nan == other.nan) & (one.inf == other.inf)
+
+
+def _divided(found: Statistics, scale: Tensor) -> Statistics:
+    largest = None if found.largest is None else found.largest / scale
+    return replace(found, norms=found.norms / scale, largest=largest)
+
+
+def _measured_at(params: Sequence[Tensor], places: Sequence[int]) -> Statistics:
+    """Of the gradients of some of `params`, all of which have one."""
+    _, tensors = measurable_gradients([params[place] for place in places])
+    return _measured(tensors, detail=False)
 
 
 def _measured(tensors: Sequence[Tensor], *, detail: bool) -> Statistics:

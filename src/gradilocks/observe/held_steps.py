@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradilocks._torch import AMP_FLAG, unhooked
 from gradilocks.kernels.cuda_graph import capturing
+from gradilocks.observe.fastai_hooks import told_step
 from gradilocks.observe.gradient_reader import bad_elements
 from gradilocks.observe.patches import Patches
 from gradilocks.observe.script_models import are_whole, owners_of
@@ -81,7 +82,7 @@ class HeldSteps(StepListener):
         owner, own = _step_of(optimizer)
         if own in self._guarded:
             return
-        inner = unhooked(own)  # torch's hooks, which tell of the step, are put around it again.
+        inner = unhooked(own)  # The hooks, which tell of the step, are put around it again.
 
         @functools.wraps(inner)
         def step(this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +99,9 @@ class HeldSteps(StepListener):
         tell_compiled: Any = torch.compiler.assume_constant_result(compiled)  # type: ignore[no-untyped-call]
 
         register_guard(step)
-        guarded: Any = torch.optim.Optimizer.profile_hook_step(step)
+        is_torchs = isinstance(optimizer, torch.optim.Optimizer)
+        told: Any = torch.optim.Optimizer.profile_hook_step if is_torchs else told_step
+        guarded: Any = told(step)
         guarded.hooked = True
         self._guarded.add(guarded)
         self._patches.attribute(owner, "step", guarded)

@@ -15,7 +15,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import nn
 
-from gradilocks._torch import parameters_in
+from gradilocks._torch import parameters_in, script_for_caller
 from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.trace import KeptCalls, called_modules
 from gradilocks.names import is_compiled
@@ -78,7 +78,7 @@ class ScriptCalls(StepListener):
         @functools.wraps(original)
         def script(*args: Any, **kwargs: Any) -> Any:
             with self.kept.aside():
-                return original(*args, **kwargs)
+                return script_for_caller(original, *args, **kwargs)
 
         return script
 

@@ -8,6 +8,7 @@ waits for the device to know. Every rank does so by itself, and rank 0 tells wha
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections.abc import Callable
@@ -103,6 +104,8 @@ class ScriptTracer(StepListener):
             driver.steps = recorder.last_step(step.optimizers[0])
         if self._met != self._calls.met:
             self._met = self._calls.met
+            if len(self._calls.models) > 1:  # One that the script is done with may wait for it.
+                gc.collect()
             self._tracer.follow(self._calls.models)
 
     def closure_begins(self, step: Step) -> None:

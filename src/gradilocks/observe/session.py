@@ -122,7 +122,7 @@ class ScriptSession:
         self.guard: Any = None
         self.steps: Any = None
         self.calls: Any = None
-        self._hooks: Any = None
+        self._hooks: tuple[Any, ...] = ()
         self._patches: Any = None
         self._listeners: Sequence[Any] = ()
 
@@ -157,6 +157,7 @@ class ScriptSession:
         """torch is there."""
         self.imported_torch = True
         options = self._options
+        from gradilocks.observe.fastai_hooks import FastaiHooks
         from gradilocks.observe.script_calls import ScriptCalls
         from gradilocks.observe.step_recorder import Guard, StepRecorder
         from gradilocks.observe.torch_hooks import TorchHooks
@@ -172,8 +173,9 @@ class ScriptSession:
         self._listeners = [*guards(), self.guard.around(every)]
         for listener in self._listeners:
             EVENTS.add(listener)
-        self._hooks = TorchHooks()
-        self._hooks.install()
+        self._hooks = (TorchHooks(), FastaiHooks())
+        for hooks in self._hooks:
+            hooks.install()
         self.steps.data_wait.install()
         if options.swap or options.swap_optimizers:
             from gradilocks.observe.patches import Patches, swap
@@ -190,11 +192,12 @@ class ScriptSession:
         """Leaves torch as it was: nobody hears of anything any more."""
         if self._patches is not None:
             self._patches.undo()
-        if self._hooks is not None:
+        if self._hooks:
             from gradilocks.step.events import EVENTS
 
             self.guard.closed = True
-            self._hooks.remove()
+            for hooks in self._hooks:
+                hooks.remove()
             self.steps.data_wait.close()
             self.calls.close()
             for listener in self._listeners:

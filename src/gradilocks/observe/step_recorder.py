@@ -32,7 +32,12 @@ from gradilocks.kernels.reference import rounded, total_norm
 from gradilocks.names import Names, name_parameters, prefixed
 from gradilocks.observe.between_steps import Losses, parameters_of
 from gradilocks.observe.data_wait import DataWait
-from gradilocks.observe.gradient_reader import ClippedGradients, GradientReader, Reading
+from gradilocks.observe.gradient_reader import (
+    ClipEffect,
+    ClippedGradients,
+    GradientReader,
+    Reading,
+)
 from gradilocks.observe.process_end import SignalsHeld
 from gradilocks.observe.rank_parts import RankParts, letter_of, step_of_all
 from gradilocks.observe.rank_post import RankPost
@@ -418,6 +423,11 @@ class StepRecorder(StepListener):
             attempt.loss = loss.detach().clone()
         step.loss = attempt.loss
         attempt.clip = attempt.reading.clip
+        limit = attempt.clip.get("limit")
+        if limit is not None and isinstance(step.carried, Tensor):
+            # The clip was of gradients that carry the scale, as they still do.
+            effect = ClipEffect(limit, attempt.clip["clipped"]).divided(step.carried.detach())
+            attempt.clip = effect._asdict()
 
     def _only_losses(self, attempt: _Attempt) -> bool:
         """Whether rank 0, which has the same gradients or asks for none, needs nothing else of this
@@ -428,6 +438,9 @@ class StepRecorder(StepListener):
     def update_begins(self, step: Step) -> None:
         attempt = self._attempts.get(step)
         if attempt is not None:
+            if attempt.reading is not None:
+                # Of a clip between a scaler's look at the gradients and the optimizer's step.
+                attempt.clip = self._reader.effects(attempt.params) or attempt.clip
             self._read_weights(attempt)
 
     def _read_weights(self, attempt: _Attempt) -> None:
@@ -624,6 +637,12 @@ class StepRecorder(StepListener):
         gradients, self._clipping = self._clipping, None
         if gradients is not None:
             self._reader.after_clip(gradients, clip)
+
+    def unscale_begins(self, optimizer: Any) -> None:
+        self._reader.before_unscale(list(parameters_of(optimizer)))
+
+    def unscale_ended(self, optimizer: Any, scale: Tensor) -> None:
+        self._reader.after_unscale(list(parameters_of(optimizer)), scale)
 
     def gradients_clear(self, owner: Any) -> None:
         self._reader.gradients_clear(parameters_of(owner))

@@ -40,7 +40,7 @@ class TorchHooks:
     def __init__(self) -> None:
         self._patches = Patches()
         self._scalers: set[type] = set()
-        self._is_clipping = self._is_removed = False
+        self._is_clipping = self._is_unscaling = self._is_removed = False
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -78,7 +78,12 @@ class TorchHooks:
     def _hook_scaler(self, kind: type) -> None:
         """Wraps the methods that this class of scalers has of its own."""
         self._scalers.add(kind)
-        for name, around in (("scale", self._scale), ("step", self._scaler_step)):
+        methods = (
+            ("scale", self._scale),
+            ("step", self._scaler_step),
+            ("unscale_", self._unscale),
+        )
+        for name, around in methods:
             original = vars(kind).get(name)
             if original is not None:
                 self._patches.attribute(kind, name, _wrapped(original, around))
@@ -176,6 +181,21 @@ class TorchHooks:
             raise
         step.skip = step.held or _overflowed(state)
         EVENTS.end_step(step)
+        return returned
+
+    def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
+        scale = scale_of(scaler)
+        if self._is_unscaling or not scaler.is_enabled() or scale is None:
+            return original(scaler, optimizer)
+        for listener in EVENTS.listeners:
+            listener.unscale_begins(optimizer)
+        self._is_unscaling = True  # A class below calls that of torch.
+        try:
+            returned = original(scaler, optimizer)
+        finally:
+            self._is_unscaling = False
+        for listener in EVENTS.listeners:
+            listener.unscale_ended(optimizer, scale)
         return returned
 
     # --- backward and clips --------------------------------------------------------------------

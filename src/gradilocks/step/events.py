@@ -24,6 +24,7 @@ recorder, a tracer, an audit. Without a listener an emitter pays for a look at a
                                and closure_ended at each evaluation. Inside the step of a control or
                                a scaler only update_begins, for the first optimizer that steps there
       GradScaler.scale, step   as those of gradilocks.GradScaler
+      GradScaler.unscale_      unscale_begins, unscale_ended; of gradilocks' scaler too
       clip functions           as those of gradilocks
       backward                 backward_begins, backward_ended
       autograd.grad            grad_begins
@@ -203,6 +204,12 @@ class StepListener:
 
     def optimizer_made(self, optimizer: Any) -> None:
         """An optimizer of torch was made."""
+
+    def unscale_begins(self, optimizer: Any) -> None:
+        """The gradients of `optimizer` are about to be divided by the scale, in place."""
+
+    def unscale_ended(self, optimizer: Any, scale: Tensor) -> None:
+        """They were divided by `scale`."""
 
     def clip_begins(self, clip: Clip) -> None:
         """Gradients are about to be clipped."""
