@@ -624,15 +624,11 @@ class GradientControl:
         gradients, model_ranks = whole._find([True] * len(whole._optimizers))
         whole._asked_ahead = True
         try:
-            verdict = whole._engine.decide(
-                gradients,
-                unscaled=whole._order.unscaled,
-                model_ranks=model_ranks,
-                on_device=False,
+            return whole._engine.norm(
+                gradients, unscaled=whole._order.unscaled, model_ranks=model_ranks
             )
         finally:
             gradients.release()
-        return verdict.outcome.tensors["norm"].float()
 
     @property
     def outcome(self) -> Outcome | None:
