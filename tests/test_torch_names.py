@@ -277,6 +277,26 @@ def raw_stream(torch_, lost):
         )
 
 
+def clips(torch_, lost):
+    """Without the name nobody is told, and torch's functions go on as they are."""
+    clip, told = importlib.import_module("torch.nn.utils.clip_grad"), []
+    name = "_group_tensors_by_device_and_dtype"
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.full((2,), 3.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clip, name, torch_._sorts_gradients)
+        lost.watch_clips(lambda *args: told.append(args))
+        clip.clip_grad_norm_([param], 1.0)
+        assert told == []
+        torch_.watch_clips(lambda *args: told.append(args))
+        clip.clip_grad_norm_([param], 0.5)
+        clip.clip_grad_value_([param], 0.25)
+    (one, gradients, limit), (other, *_, value) = told
+    assert (one, limit) == ("torch.nn.utils.clip_grad_norm_", 0.5)
+    assert (other, value) == ("torch.nn.utils.clip_grad_value_", 0.25)
+    assert gradients == [param.grad]
+
+
 FOUND = {
     "torch._C.TensorBase": tensor_base,
     "torch.autograd._unsafe_preserve_version_counter": versions_kept,
@@ -303,6 +323,7 @@ FOUND = {
     "torch.optim.optimizer._global_optimizer_pre_hooks": hooks_of_all,
     "torch.optim.optimizer._global_optimizer_post_hooks": hooks_of_all,
     "torch._C._autograd._profiler_enabled": profiler,
+    "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype": clips,
     "torch.amp.grad_scaler._refresh_per_optimizer_state": fresh_state,
     "torch._C._cuda_getDevice": device_index,
     "torch._C._cuda_getCurrentRawStream": raw_stream,
@@ -549,6 +570,25 @@ def root_before():
         assert _torch.root_mesh("slice") == "slice"
 
 
+def fsdps_norm():
+    """Without the name a clip by an FSDP1 model is not noticed, and is what it was."""
+    place = "torch.distributed.fsdp.fully_sharded_data_parallel"
+    fsdp, told = importlib.import_module(place), []
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.tensor([3.0, 4.0])
+    given = [param], 2.0, torch.zeros(()), torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        real = fsdp._get_grad_norm
+        patch.setattr(fsdp, "_get_grad_norm", getattr(real, "__wrapped__", real))
+        _torch.watch_clips(lambda *args: told.append(args))
+        assert fsdp._get_grad_norm(*given).item() == 5.0
+        patch.delattr(fsdp, "_get_grad_norm")
+        _torch.watch_clips(lambda *args: told.append(args))
+    ((name, gradients, _),) = told
+    assert name == "FullyShardedDataParallel.clip_grad_norm_"
+    assert gradients == [param.grad]
+
+
 INSTANCE = {
     "_backward_hooks": hook_table,
     "_backward_metadata_inference": inference,
@@ -556,6 +596,7 @@ INSTANCE = {
     "_compiled_call_impl": compiled_in_place,
     "_device_types": kinds,
     "_fsdp_flattened": flattened,
+    "_get_grad_norm": fsdps_norm,
     "_get_root_mesh": root,
     "_indices": sparse("sparse_indices"),
     "_input_metadata": formats_of_a_node,

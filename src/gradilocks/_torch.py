@@ -14,6 +14,7 @@ torch's, because frameworks ask for that class and read them too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 import sys
@@ -94,6 +95,7 @@ __all__ = [
     "unscale_and_check_",
     "unseen_by_modes",
     "version",
+    "watch_clips",
     "without_gradient_hooks",
 ]
 
@@ -481,6 +483,77 @@ def unhooked(step: Any) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
+# --- clip functions -------------------------------------------------------------------------------
+
+_CLIPS = "torch.nn.utils.clip_grad"
+_WRITERS = {
+    "_clip_grads_with_norm_": "torch.nn.utils.clip_grads_with_norm_",
+    "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
+    "clip_grad_value_": "torch.nn.utils.clip_grad_value_",
+}
+_sorts_gradients: Any = _find(f"{_CLIPS}._group_tensors_by_device_and_dtype", None)
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+Noticed = Callable[[str, Sequence[Tensor], float], None]
+"""Takes the name of a clip function as users know it, the gradients that it is about to write, and
+its bound."""
+
+
+def watch_clips(notice: Noticed) -> None:
+    """From here on `notice` is called before a clip function of torch's writes to gradients.
+
+    The functions themselves stay as they are: somebody may have imported, wrapped or pickled them.
+    What is replaced is a function that each of them looks up in its module when it is called, and
+    that gets the gradients: so nothing is read for it. Compiled code goes without. Where torch has
+    no such function nobody is told, and training goes on.
+    """
+    _watch_torchs_clips(notice)
+    _watch_fsdps_clip(notice)
+
+
+def _watch_torchs_clips(notice: Noticed) -> None:
+    module, real = sys.modules[_CLIPS], _sorts_gradients
+    if real is None or getattr(module, real.__name__) is not real:  # It is being watched already.
+        return
+
+    @functools.wraps(real)
+    def sorts(lists: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            writer = sys._getframe(1)
+            name = _WRITERS.get(writer.f_code.co_name)  # And not who only measures.
+            if name is not None:
+                limits = [writer.f_locals.get(key) for key in ("max_norm", "clip_value")]
+                limit = next((each for each in limits if isinstance(each, float)), 0.0)
+                caller = writer.f_back
+                while caller is not None and caller.f_globals is vars(module):
+                    name = _WRITERS.get(caller.f_code.co_name, name)
+                    caller = caller.f_back
+                notice(name, lists[0], limit)
+        return real(lists, *args, **kwargs)
+
+    setattr(module, real.__name__, sorts)
+
+
+def _watch_fsdps_clip(notice: Noticed) -> None:
+    """FSDP1's models have a clip of their own, which measures their parameters first."""
+    module = sys.modules.get(_FSDP1)
+    measures: Any = getattr(module, "_get_grad_norm", None)
+    if measures is None or hasattr(measures, "tells_of_clips"):
+        return
+
+    @functools.wraps(measures)
+    def measure(params: Any, *args: Any, **kwargs: Any) -> Any:
+        params = list(params)
+        bound = sys._getframe(1).f_locals.get("max_norm")
+        gradients = [param.grad for param in params if param.grad is not None]
+        name = "FullyShardedDataParallel.clip_grad_norm_"
+        notice(name, gradients, bound if isinstance(bound, float) else 0.0)
+        return measures(params, *args, **kwargs)
+
+    measure.tells_of_clips = True  # type: ignore[attr-defined]
+    setattr(module, "_get_grad_norm", measure)  # noqa: B010
+
+
 def script_for_caller(script: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.jit.script` for whoever calls the function that calls this one.
 
@@ -752,6 +825,7 @@ INSTANCE_NAMES = (
     "_compiled_call_impl",
     "_device_types",
     "_fsdp_flattened",
+    "_get_grad_norm",
     "_get_root_mesh",
     "_indices",
     "_input_metadata",

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradilocks.eager import users_line
 from gradilocks.errors import NoGradients
 from gradilocks.names import Names
+from gradilocks.step.framework_wrappers import refuse_second_scaler
 from gradilocks.step.table import every_parameter, refuse_twice
 
 __all__ = [
@@ -41,6 +42,7 @@ def checked_optimizers(optimizers: Sequence[Any]) -> tuple[Any, ...]:
                 "GradientControl takes optimizers, objects with param_groups and step(), got "
                 f"{came}. Write GradientControl(optimizer, model=model)."
             )
+        refuse_second_scaler(optimizer)
     return tuple(optimizers)
 
 

@@ -11,6 +11,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,7 @@ from gradilocks.ranks.model_ranks import (
     refuse_thawed,
 )
 from gradilocks.record.environment import checked_config
-from gradilocks.record.journal import journal_for, recorder_of
+from gradilocks.record.journal import Journal, journal_of, recorder_for
 from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import DynamicScale, resolve_scale
@@ -67,9 +68,9 @@ from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.engine import Engine, Look, Verdict, look, multiply_
 from gradilocks.step.events import EVENTS, Step, StepEvents
+from gradilocks.step.framework_wrappers import ours_inside
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
-from gradilocks.step.own_step import is_ours
 from gradilocks.step.rank_drift import LoadCount
 from gradilocks.step.rank_losses import LossExchange, exchange_for
 from gradilocks.step.replica_check import Holdings, ReplicaCheck, check_every
@@ -221,6 +222,8 @@ class GradientControl:
         self._weights: Weights | None = None
         # Of DistributedDataParallel, if a rank records: how its ranks hear of each other's losses.
         self._exchange: LossExchange | None = None
+        # Of the last checkpoint, until it is in a run file: how many steps of each optimizer.
+        self._loaded: Sequence[int] = ()
         # Loaded before there was an optimizer.
         self._waiting_state: Mapping[str, Any] | None = None
         if optimizers:
@@ -230,18 +233,7 @@ class GradientControl:
         if keep_bad_step is not None and optimizers:
             self._keep_bad_step(keep_bad_step)
         if record is not None:
-            scale_policy, clip_policy = policies
-            self._events.add(
-                journal_for(
-                    record,
-                    self._optimizers,
-                    self._names,
-                    spread=self._ranks is not None,
-                    config=config,
-                    scale=scale_policy,
-                    clip=clip_policy,
-                )
-            )
+            self.attach(record, config=config)
 
     def _take(self, optimizers: tuple[Any, ...], model: Any, *, part: bool = False) -> None:
         """Controls these optimizers from here on; one that does not fit raises.
@@ -273,8 +265,7 @@ class GradientControl:
             raise ValueError(_NO_REPLICAS_KNOWN)
         engine.losses.adds_up = ranks is not None or self._replicas is not None
         # Not a method of its own: a control must go as soon as nobody holds it.
-        parameters = functools.partial(every_parameter, optimizers)
-        self._order.parameters = parameters if engine.scales else tuple
+        self._order.know(functools.partial(every_parameter, optimizers), engine)
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
@@ -305,11 +296,12 @@ class GradientControl:
         before, names = self._optimizers, self._names.model
         losses = self._engine.losses
         state = self._engine.saved() if before else self._waiting_state
+        steps: int | None = None
         self._take(checked, known)
         self._engine.forget_parameters()
         if state is not None:
             try:
-                self._engine.load(state, self._ranks)
+                steps = self._engine.load(state, self._ranks)
             except BadState:
                 if before:
                     self._take(before, names)
@@ -317,13 +309,21 @@ class GradientControl:
                 raise
         losses.adds_up = self._engine.losses.adds_up
         self._engine.losses = losses  # Gradients of theirs may be waiting.
-        if self._waiting_state is not None:
-            self._load_parts(self._waiting_state)
+        waited = self._waiting_state
+        if waited is not None:
+            self._load_parts(waited)
             self._waiting_state = None
         alive = {id(optimizer) for optimizer in checked}
         self._parts = {each: part for each, part in self._parts.items() if each in alive}
         if self._bad_step_path is not None and not before:
             self._keep_bad_step(self._bad_step_path)
+        journal = journal_of(self._events)
+        if journal is not None:
+            journal.rebind(before, checked)
+            loaded = () if journal.has_recorded else self._loaded
+            journal.goes_on_from(checked, self._steps_of_each(), loaded)
+        if waited is not None and steps is not None:
+            self._tell_loaded()
 
     def _keep_bad_step(self, path: object) -> None:
         from gradilocks.lab.trace import BadStepKeeper, checked_place
@@ -405,7 +405,73 @@ class GradientControl:
     @property
     def recorder(self) -> Recorder | None:
         """What records this control's steps; one that it has made goes when the control goes."""
-        return recorder_of(self._events)
+        journal = journal_of(self._events)
+        return None if journal is None else journal.recorder
+
+    def attach(
+        self,
+        record: object,
+        config: Mapping[str, Any] | None = None,
+        *,
+        exists: str = "refuse",
+    ) -> Recorder:
+        """Records this control's steps from here on, as `record=` does from the first.
+
+        At any time, also between `backward` and `step`: that step's loss is not known then. Steps
+        are numbered as `outcome.step` has them. After `load_state_dict`, before or after this, that
+        is by the checkpoint: in a file that is gone on in, the steps after it are superseded.
+        Attached after the first step, what needs an agreement of several ranks is left out: tensors
+        one by one where they hold the model together, losses of other ranks where each holds it.
+
+        Args:
+            record: a path for a run file, or a Recorder.
+            config: with a path, what its header is to tell of how the run was made.
+            exists: with a path, what to do if the file is there: "refuse", "append" or "replace".
+
+        Returns:
+            The Recorder; the one that was given, or one that goes when the control goes.
+
+        Raises:
+            ValueError: something records this control's steps already.
+
+        Example:
+            >>> control.load_state_dict(checkpoint["control"])  # doctest: +SKIP
+            >>> control.attach("runs/a.jsonl", exists="append")  # doctest: +SKIP
+        """
+        before = self.recorder
+        if before is not None and before.recording:
+            raise ValueError(
+                f"this control records its steps to {before.path} already, and has one recorder at "
+                "a time. Call control.detach() first, or close that one: control.recorder.close()."
+            )
+        recorder = recorder_for(
+            record,
+            config=checked_config(config),
+            exists=exists,
+            scale=self._engine.scale_policy,
+            clip=self._engine.clip_policy,
+        )
+        self.detach()
+        journal = Journal(recorder)
+        if self._optimizers and self._ranks is None:  # Else others' are told at the first step.
+            journal.introduce(self._optimizers, self._names)
+        journal.goes_on_from(self._optimizers, self._steps_of_each(), self._loaded)
+        self._events.add(journal)
+        return recorder
+
+    def detach(self) -> Recorder | None:
+        """Records no further steps; the file stays open as long as somebody holds its Recorder.
+
+        Returns:
+            The Recorder, to be closed or attached again; None if there was none.
+        """
+        journal = journal_of(self._events)
+        if journal is None:
+            return None
+        if journal.has_recorded:  # What it has written is of the run as it goes on.
+            self._loaded = ()
+        self._events.discard(journal)
+        return journal.recorder
 
     @property
     def scale(self) -> float:
@@ -553,6 +619,8 @@ class GradientControl:
             return whole._outcome.tensors["norm"].float()
         if not whole._asked_ahead:
             whole._engine.step_begun = False
+            if whole._loads is not None:
+                whole._loads.begin_step()
         gradients, model_ranks = whole._find([True] * len(whole._optimizers))
         whole._asked_ahead = True
         try:
@@ -722,13 +790,32 @@ class GradientControl:
             self._waiting_state = state_dict
             return
         before = self._engine.next_step
-        self._engine.load(state_dict, self._ranks)
+        steps = self._engine.load(state_dict, self._ranks)
         self._judged.clear()
         self._load_parts(state_dict)
         if self._loads is not None:
             self._loads.note(kept_step=self._engine.next_step == before)
         for each in (self, *self._parts.values()):
             each._order.note_step(each._all_parameters())  # What is there carries another scale.
+        if self._exchange is not None:
+            self._exchange.forget()
+        if steps is not None:
+            self._tell_loaded()
+
+    def _tell_loaded(self) -> None:
+        """A checkpoint that counts steps was loaded: the run goes on from there."""
+        self._loaded = self._steps_of_each()
+        for listener in self._events.listeners:
+            listener.state_loaded(self, self._loaded)
+
+    def _steps_of_each(self) -> list[int]:
+        """By optimizer, how many steps it was judged for: with all, and alone."""
+        parts = [self._parts.get(id(optimizer)) for optimizer in self._optimizers]
+        alone = [0 if part is None else part._engine.steps_so_far() for part in parts]
+        for number, state in self._part_states.items():
+            if number < len(alone):
+                alone[number] += operator.index(state["gradilocks"]["steps"])
+        return [self._engine.steps_so_far() + each for each in alone]
 
     def _begins_anew(self) -> bool:
         """Whether nothing is left of losses from before this one."""
@@ -949,11 +1036,11 @@ class GradientControl:
     def _step(self, closure: Callable[[], Tensor] | None) -> Outcome:
         if not self._asked_ahead:
             self._engine.step_begun = False
+            if self._loads is not None:
+                self._loads.begin_step()
         self._asked_ahead, self._weights = False, None
         if not self._optimizers:
             raise ValueError(_UNBOUND)
-        if self._loads is not None:
-            self._loads.begin_step()
         if closure is not None:
             check_closure(closure, len(self._optimizers))
             return self._step_with_closure(closure)
@@ -973,6 +1060,7 @@ class GradientControl:
                 overflow=None if self._seen is None else self._overflow_seen(),
                 model_ranks=model_ranks,
                 rating=rating,
+                moves=not self._is_part,
             )
             if verdict.together is not None:
                 self._keep_weights(verdict)
@@ -1002,8 +1090,9 @@ class GradientControl:
         """Steps each optimizer on its gradients, or none."""
         begin = 0
         for number, optimizer in enumerate(self._optimizers):
-            if verdict.settled and is_ours(optimizer):
-                optimizer.hold(gradients if len(self._optimizers) == 1 else None)
+            ours = ours_inside(optimizer) if verdict.settled else None
+            if ours is not None:
+                ours.hold(gradients if len(self._optimizers) == 1 else None)
             end = gradients.ends[number]
             update(
                 optimizer,
@@ -1138,7 +1227,9 @@ class GradientControl:
         loss = None if self._exchange is None else self._engine.losses.total()
         hopeless = self._engine.conclude(verdict, moves=not self._is_part)
         if self._is_part:
-            self._judged.append(verdict)
+            # A device that settles steps writes over its flag at the next.
+            flag = verdict.record.skip.clone()
+            self._judged.append(verdict._replace(record=replace(verdict.record, skip=flag)))
         for scheduler in self._schedules:
             if not self._is_part or scheduler.is_of(self._optimizers):
                 scheduler.note(verdict.record.row)

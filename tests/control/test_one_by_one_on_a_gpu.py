@@ -78,6 +78,7 @@ def test_two_optimizers_stepped_apart_are_those_of_torchs_scaler(make, how):
 
 @pytest.mark.parametrize("scale", [DynamicScale(**FAST), HeadroomScale(), None])
 @pytest.mark.parametrize("clip", [None, 0.5, ZScoreClip(warmup=2)])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_step_of_one_waits_for_the_device(scale, clip):
     models, d, g = pair(MAKERS["ours"])
     control = GradientControl(d, g, model=models, scale=scale, clip=clip, give_up_after=None)

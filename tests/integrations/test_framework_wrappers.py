@@ -79,11 +79,7 @@ def bare(make, loop):
 
 
 def agree(got, make, loop):
-    expected = bare(make, loop)
-    if loop is LOOPS["clipping control"]:  # One multiplies by what the other divides by.
-        torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
-    else:
-        assert same(got, expected)
+    assert same(got, bare(make, loop))
 
 
 @each_maker
@@ -125,6 +121,11 @@ def test_accelerate_learns_from_the_drop_in_which_steps_were_skipped(make):
         skipped.append(optimizer.step_was_skipped)
     assert skipped == [not math.isfinite(factor) for factor in BATCHES]
     assert same(weights(model), bare(make, by_scaler))
+
+
+def counted(make):
+    """Lightning counts calls of its wrapper's step, a skipped one too if the device skips it."""
+    return TAKEN if make is MAKERS["Adam foreach"] else len(BATCHES)
 
 
 def lit(make, loop=None):
@@ -182,7 +183,7 @@ def test_lightnings_optimizer_under_a_control_steps_as_the_bare_one(make, tmp_pa
     trainer = fitted(module, tmp_path)
     assert module.skipped == [not math.isfinite(factor) for factor in BATCHES]
     assert same(weights(module.net), bare(make, by_control))
-    assert trainer.global_step == TAKEN  # Counted by the wrapper's own step.
+    assert trainer.global_step == counted(make)
 
 
 @each_maker
@@ -203,7 +204,7 @@ def test_lightnings_optimizer_under_the_drop_in_steps_as_the_bare_one(make, tmp_
     trainer = fitted(module, tmp_path)
     assert module.skipped == [not math.isfinite(factor) for factor in BATCHES]
     assert same(weights(module.net), bare(make, by_scaler))
-    assert trainer.global_step == TAKEN
+    assert trainer.global_step == counted(make)
 
 
 @each_maker

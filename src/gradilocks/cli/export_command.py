@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from heapq import merge
 from operator import attrgetter
@@ -59,12 +60,17 @@ def export(
         ),
     ] = None,
     force: Annotated[bool, flag("--force", "Overwrite an earlier export.")] = False,
+    superseded: Annotated[
+        bool,
+        flag("--superseded", "Export what counts no more: steps from before a resume, alone."),
+    ] = False,
 ) -> None:
     """Export a run to CSV, Parquet or TensorBoard.
 
     CSV and Parquet get one row a step. If the run has detail of its tensors, a second file, whose
     name has .detail in it, gets one row a parameter and detailed step; numbers of your own go to a
-    further one with .logged in its name. Folders are made. Parquet needs
+    further one with .logged in its name. Steps that were superseded, when the run went on from an
+    earlier one, are left out; --superseded exports them instead. Folders are made. Parquet needs
     pip install 'gradilocks[parquet]', TensorBoard pip install 'gradilocks[tensorboard]'.
 
     \b
@@ -79,10 +85,15 @@ def export(
     if output is not None:
         settled(output)  # says at once what is wrong with it: reading may take a while
     run = read_with_bar(path)
+    if superseded:
+        if not run.superseded:
+            raise GradilocksError(f"{path} has no superseded steps: all of its steps count.")
+        run = replace(run, steps=list(run.superseded), logs=run.superseded_logs)
+    which = ".superseded" if superseded else ""
+    target = output or path.with_suffix(f"{which}.{to.value}")
     if to is Format.tensorboard:
-        written = [_to_tensorboard(run, output or path.with_suffix(".tensorboard"), force=force)]
+        written = [_to_tensorboard(run, target, force=force)]
     else:
-        target = output or path.with_suffix(f".{to.value}")
         written = _to_tables(run, to, target, force=force)
     for place, what in written:
         print(clean(f"{place}: {what}"))

@@ -185,6 +185,8 @@ class Watched:
         self.own: dict[str, OwnCourse] = {}
         self.new_logs: list[Logged] = []
         """The user's own numbers that `poll` has read last."""
+        self.went_back = False
+        """Whether `poll` has just found steps superseded that it had told of."""
         self.is_killed = False
         """Whether the process that wrote the file is gone, and has written no end."""
         self.seconds = 0.0
@@ -204,6 +206,7 @@ class Watched:
     def poll(self) -> list[Step]:
         """Reads on, and says which steps came; a file that was begun again is shown anew."""
         self.new_skips, self.new_logs, self.is_killed = [], [], False
+        self.went_back = False
         steps = self._read_on()
         if self.reader.end is None and not self.unread and self._writer_is_gone():
             steps += self._read_on()  # What it wrote before it went may have come since.
@@ -218,10 +221,13 @@ class Watched:
     def _read_on(self) -> list[Step]:
         before = self.follower.restarts
         steps = self.follower.poll(most=AT_A_TIME)
+        told_before = 0.0
         if self.follower.restarts != before:
             self._begin()
+            if self.reader.superseded:
+                self.went_back, told_before = True, self.reader.resumes[-1].time
         logs, self.reader.logs = self.reader.logs, []
-        self.new_logs += logs
+        self.new_logs += [each for each in logs if each.time >= told_before]
         for logged in logs:
             for name, value in logged.values.items():
                 self.own.setdefault(name, OwnCourse()).take(logged.step, value)
@@ -230,8 +236,11 @@ class Watched:
             self.seconds = step.time
             if step.skipped:
                 spoilt = self._spoilt.describe(step.optimizer)
-                why = describe_skip(_with_short_names(step), spoilt=spoilt)
-                self.new_skips.append((step, printable(why)))
+                why = printable(describe_skip(_with_short_names(step), spoilt=spoilt))
+                if step.time >= told_before:
+                    self.new_skips.append((step, why))
+                else:
+                    self.skips.append((step, why))
             self._spoilt.take(step)
         return steps
 
@@ -286,7 +295,9 @@ def _with_short_names(step: Step) -> Step:
 
 
 def plain_skips(watched: Watched) -> Iterator[str]:
-    """A line for every skip among the steps that came last."""
+    """A line for every skip among the steps that came last, and one if the run has gone back."""
+    if watched.went_back:
+        yield superseded_words(watched.reader)
     for step, why in watched.new_skips:
         yield f"step {step.step}{watched.of(step.optimizer)} skipped: {why}"
 
@@ -394,9 +405,18 @@ def _status(watched: Watched, width: int) -> list[Text]:
     lines = [whole] if len(whole) <= width else [numbers, line]
     if reader.torn:
         lines.append(Text(f"{reader.torn} torn line left out: a session was killed", style="dim"))
+    if reader.superseded:
+        lines.append(Text(superseded_words(reader), style="dim"))
     if reader.damaged:
         lines.append(Text(printable(describe_damage(reader.damaged)), style="yellow"))
     return lines
+
+
+def superseded_words(reader: Reader) -> str:
+    """How many steps of the file are left out, and why."""
+    many = len(reader.superseded)
+    steps = f"{many:,} step{'s' if many != 1 else ''}"
+    return f"{steps} left out: the run went on after step {reader.resumes[-1].step:,}"
 
 
 def _own_rows(watched: Watched, width: int, bars: str) -> Iterator[Text]:

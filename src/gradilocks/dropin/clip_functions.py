@@ -83,7 +83,7 @@ def _clip_by_norm(
 ) -> tuple[Tensor, Any]:
     """The norm before clipping, and the mesh if all gradients are DTensors on one."""
     bound = _bound("max_norm", max_norm)
-    refuse_scaled(params)
+    refuse_scaled(params, "clip_grad_norm_", bound)
     order = _order(norm_type)
     gradients = _found(params, foreach)
     settled = None if has_other_ranks() else norm_and_coefficient(gradients, bound, order)
@@ -121,7 +121,7 @@ def clip_grads_with_norm_(
     params = _listed(parameters)
     clip = EVENTS.begin_clip(params, max_norm) if EVENTS.listeners else None
     bound = _bound("max_norm", max_norm)
-    refuse_scaled(params)
+    refuse_scaled(params, "clip_grads_with_norm_", bound)
     gradients = _found(params, foreach)
     if gradients.tensors:
         device = gradients.tensors[0].device
@@ -180,7 +180,7 @@ def clip_grad_value_(
     params = _listed(parameters)
     clip = EVENTS.begin_clip(params, clip_value, by_value=True) if EVENTS.listeners else None
     bound = _bound("clip_value", clip_value)
-    refuse_scaled(params)
+    refuse_scaled(params, "clip_grad_value_", bound)
     gradients = _found(params, foreach)
     kept = own_write_begins(gradients.params)
     for device, places in kernels.by_device(gradients.tensors).items():

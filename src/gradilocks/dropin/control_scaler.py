@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ class ControlScaler(torch.amp.GradScaler):
     Args:
         control: whose steps.
     """
+
+    steps_by_a_control: ClassVar[bool] = True
+    """For a wrapper that steps through its scaler: inside a step of the control it hands on."""
 
     def __init__(self, control: Any) -> None:
         # torch's own attributes, which frameworks read: on "cpu", where it asks for no GPU.

@@ -67,6 +67,7 @@ from gradilocks.step.engine import (
     peak_of,
 )
 from gradilocks.step.events import EVENTS, Step
+from gradilocks.step.framework_wrappers import KINDS, refuse_second_scaler
 from gradilocks.step.outcome import ScalerOutcome, fetch
 from gradilocks.step.own_step import why_not_inside
 from gradilocks.step.table import Gradients, every_parameter, lists_of
@@ -263,6 +264,8 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled. "
                 "gradilocks.GradientControl.step(closure) is."
             )
+        if KINDS.get(type(optimizer), optimizer) is not None:  # A wrapper, or not met before.
+            refuse_second_scaler(optimizer, steps=True)
         if EVENTS.listeners:
             return self._step_told(optimizer, args, kwargs)
         return self._step_enabled(optimizer, args, kwargs)
@@ -743,7 +746,7 @@ class GradScaler(torch.amp.GradScaler):
         if flags:
             found_inf = moved(_any_flag(flags), scale.device)
             self._tell(optimizer, found_inf)
-        if isinstance(optimizer, torch.optim.SGD):
+        if isinstance(optimizer, torch.optim.SGD) or KINDS.get(type(optimizer)) is not None:
             multiplier = torch.ones_like(scale) if unscaled else torch.reciprocal(scale)
             if must_skip_on_host(optimizer, found_inf, multiplier):
                 return None

@@ -20,6 +20,7 @@ from gradilocks.runfile import (
     Header,
     Logged,
     OptimizerInfo,
+    Resume,
     SpoiltWeights,
     Step,
     describe_skip,
@@ -136,6 +137,18 @@ class TensorBoardSink:
                 )
             )
         self._add(values, at=step.time, step=step.step)
+
+    def resume(self, resume: Resume) -> None:
+        """Has TensorBoard leave out what it has of later steps, which are superseded.
+
+        By their numbers alone: of a run with several optimizers, which may count otherwise, later
+        steps stay.
+        """
+        self._spoilt.forget()
+        if len(self._optimizers) == 1:
+            begins = self._events.SessionLog(status=self._events.SessionLog.START)
+            at = self._started + resume.time
+            self._write(self._events.Event(wall_time=at, step=resume.step + 1, session_log=begins))
 
     def log(self, logged: Logged) -> None:
         """Adds numbers of the user's own."""

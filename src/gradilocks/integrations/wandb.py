@@ -13,6 +13,7 @@ from gradilocks.runfile import (
     Header,
     Logged,
     OptimizerInfo,
+    Resume,
     SpoiltWeights,
     Step,
     describe_skip,
@@ -94,6 +95,10 @@ class WandbSink:
         if step.skipped:
             numbers["why_skipped"] = describe_skip(step, most=32, spoilt=before)
         self._run.log({f"gradilocks/{name}": value for name, value in numbers.items()})
+
+    def resume(self, resume: Resume) -> None:
+        """Weights & Biases keeps what it was told: `gradilocks/step` goes back in its history."""
+        self._spoilt.forget()
 
     def log(self, logged: Logged) -> None:
         """Logs numbers of the user's own, as `gradilocks/log/<name>`."""

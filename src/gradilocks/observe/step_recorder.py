@@ -127,6 +127,7 @@ class _NoFile(RunFileWriter):
 
     def __init__(self, path: Path, *, goes_on: bool) -> None:
         self._path, self.steps_before, self.seconds_before = path, {}, 0.0
+        self.resumes = []
         if goes_on:
             with suppress(OSError, BadRunFile):  # It may be on another machine.
                 self._read_before()

@@ -7,5 +7,6 @@ nothing and the host need not know. Elsewhere they step as torch's fused optimiz
 
 from gradilocks.optim.adam import Adam, AdamW
 from gradilocks.optim.sgd import SGD
+from gradilocks.step.framework_wrappers import unwrapped
 
-__all__ = ["SGD", "Adam", "AdamW"]
+__all__ = ["SGD", "Adam", "AdamW", "unwrapped"]

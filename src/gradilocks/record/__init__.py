@@ -9,7 +9,7 @@ the machine. Training is bit for bit the same with recording and without.
 """
 
 from gradilocks.record.own_numbers import log
-from gradilocks.record.recorder import LogSink, Recorder, Sink
+from gradilocks.record.recorder import LogSink, Recorder, ResumeSink, Sink
 from gradilocks.record.sample import RankPart, Sample, Weights
 
-__all__ = ["LogSink", "RankPart", "Recorder", "Sample", "Sink", "Weights", "log"]
+__all__ = ["LogSink", "RankPart", "Recorder", "ResumeSink", "Sample", "Sink", "Weights", "log"]

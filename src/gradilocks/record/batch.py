@@ -71,6 +71,8 @@ class RecordedOptimizer:
         given = {id(param): number for number, param in enumerate(names)}
         ranked = sorted(((given.get(id(p), -1), at) for at, p in enumerate(params)), reverse=True)
         self.optimizer, self.steps, self.rank = weakly(optimizer), steps, rank
+        self.stepped = steps > 0
+        """Whether the file has steps of it."""
         self.info = OptimizerInfo(
             index=index,
             kind=type(optimizer).__name__,

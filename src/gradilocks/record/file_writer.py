@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile import Reader, line_batches, refuse_foreign
+from gradilocks.runfile import Reader, Resume, line_batches, refuse_foreign
 
 __all__ = ["EXISTS", "RunFileWriter", "Unwritable"]
 
@@ -31,8 +31,10 @@ class RunFileWriter:
     """An open run file, which begins with a header; its folder is made.
 
     Attributes:
-        steps_before: of a file that it goes on with, by optimizer: the number of its last step.
+        steps_before: of a file that it goes on with, by the index that its sessions had for an
+            optimizer: the number of its last step.
         seconds_before: likewise the time of the last step.
+        resumes: likewise where optimizers have gone on from an earlier step.
 
     Raises:
         BadRunFile: it cannot be written, or exists and is to be left alone, or is no run file. If
@@ -43,6 +45,7 @@ class RunFileWriter:
         self._path = path
         self.steps_before: dict[int, int] = {}
         self.seconds_before = 0.0
+        self.resumes: list[Resume] = []
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
@@ -97,11 +100,18 @@ class RunFileWriter:
         lines = [b""]
         with self._path.open("rb") as file:
             for lines in line_batches(self._path, file):
+                known = len(reader.resumes)
                 reader.feed_many(lines)
-                for step in reader.steps:
-                    self.steps_before[step.optimizer] = step.step
-                    self.seconds_before = max(self.seconds_before, step.time)
+                # Steps and resumes that come together, in the order in which they were.
+                told = [(each.time, each.optimizer, each.step) for each in reader.resumes[known:]]
+                told += [(s.time, reader.told_as[s.optimizer], s.step) for s in reader.steps]
+                if len(reader.resumes) > known:
+                    told.sort()
+                for time, optimizer, number in told:
+                    self.steps_before[optimizer] = number
+                    self.seconds_before = max(self.seconds_before, time)
                 reader.steps.clear()
+        self.resumes = reader.resumes
         return lines[-1].endswith(b"\n")
 
     def replace_header(self, header: str) -> None:

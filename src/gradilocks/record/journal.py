@@ -1,6 +1,6 @@
-"""A GradientControl's steps → Samples, one an optimizer, for its Recorder.
+"""Steps of a GradientControl or a GradScaler → Samples, one an optimizer, for its Recorder.
 
-The control tells of its losses and steps by `step/events.py`. What is asked here is read and never
+They tell of their losses and steps by `step/events.py`. What is asked here is read and never
 written, and nothing waits.
 """
 
@@ -22,35 +22,46 @@ from gradilocks.record.recorder import Recorder, refuse_capture
 from gradilocks.record.sample import Sample, SpreadSample, Weights
 from gradilocks.step.events import Step, StepEvents, StepListener
 from gradilocks.step.measure import measure
+from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter, gradients_of
 from gradilocks.step.together import Together
 from gradilocks.values import ROW, Statistics, StepRecord, wide
 
-__all__ = ["Journal", "journal_for", "recorder_of"]
+__all__ = ["Journal", "journal_of", "recorder_for"]
 
 _AT = {name: place for place, name in enumerate(ROW)}
 
 
 class Journal(StepListener):
-    """Records each step of one control.
+    """Records each step of one control, or of one scaler.
 
     Args:
         recorder: where to.
         find_names: the names of a control's parameters, given its own; by default just those.
+        names_of: of a scaler, the names of an optimizer's parameters.
 
     Attributes:
         loss: the sum of the losses since the last step; None if it is not known.
         waited: seconds of the host between the last step and the forward pass of the coming one,
             told by whoever knows; of several optimizers' steps the first carries them.
+        has_recorded: whether it has handed over a step.
     """
 
     def __init__(
-        self, recorder: Recorder, *, find_names: Callable[[Names], Names] | None = None
+        self,
+        recorder: Recorder,
+        *,
+        find_names: Callable[[Names], Names] | None = None,
+        names_of: Callable[[Any], Names] | None = None,
     ) -> None:
         self.recorder = recorder
         self.loss: Tensor | None = None
         self.waited: float | None = None
-        self._find_names = find_names
+        self.has_recorded = False
+        self._find_names, self._names_of = find_names, names_of
+        # By the id of an optimizer, before its next step: how many of its steps the control has
+        # counted, and how many in a state that it loaded.
+        self._goes_on_from: dict[int, tuple[int, int | None]] = {}
         # By the ids of the optimizers that step together.
         self._known: dict[tuple[int, ...], _Introduced] = {}
         # The optimizers that have stepped on the losses so far, each alone.
@@ -83,9 +94,51 @@ class Journal(StepListener):
             for optimizer, spread in zip(optimizers, every_rank, strict=False)
         ]
         parameters = None if together is None else together.parameters
-        known = _Introduced(indices, _counts(optimizers), parameters)
+        who = tuple(map(weakly, optimizers))
+        known = _Introduced(indices, _counts(optimizers), parameters, who)
         self._known[_key(optimizers)] = known
         return known
+
+    def goes_on_from(
+        self, optimizers: Sequence[Any], counted: Sequence[int], loaded: Sequence[int] = ()
+    ) -> None:
+        """The next step of each optimizer is the one after those that the control has counted.
+
+        Args:
+            optimizers: of the control.
+            counted: for each of them, so many.
+            loaded: likewise, how many it had counted in the last state that it loaded; () if it has
+                loaded none, which may still come.
+        """
+        marks = [*loaded, *[None] * len(optimizers)]
+        for optimizer, count, mark in zip(optimizers, counted, marks, strict=False):
+            self._goes_on_from[id(optimizer)] = count, mark
+        if loaded:
+            self._number_known()
+
+    def state_loaded(self, control: Any, steps: Sequence[int]) -> None:
+        self.loss = None
+        self.goes_on_from(control.optimizers, steps, steps)
+
+    def rebind(self, before: Sequence[Any], after: Sequence[Any]) -> None:
+        """A control has other optimizers: those that are new in a place go on for who was there."""
+        self._known = {}  # By ids, which new ones may have now.
+        self._goes_on_from = {}
+        for old, new in zip(before, after, strict=False):
+            if old is not new and not any(old is each for each in after):
+                self.recorder.replace_optimizer(old, new)
+
+    def _number_known(self) -> None:
+        """As `_number_steps`, of all optimizers that the recorder was told of."""
+        for key, known in list(self._known.items()):
+            self._number_steps(key, known)
+
+    def _number_steps(self, key: tuple[int, ...], known: _Introduced) -> None:
+        """Tells the recorder, once, from which step optimizers go on."""
+        for each, index in zip(key, known.indices, strict=False):
+            counts = self._goes_on_from.pop(each, None)
+            if counts is not None:
+                self.recorder.resume(index, counted=counts[0], loaded=counts[1])
 
     def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:
         if not self.recorder.recording:
@@ -98,11 +151,14 @@ class Journal(StepListener):
             return
         with torch.no_grad():  # A copy: the loss is the caller's, who may change it.
             mine = loss.reshape(()).to(wide(loss.device), copy=True)
+            before = self.loss
             # A loss after an optimizer's own step begins another sum.
-            before = None if first or self._stepped else self.loss
+            anew = first or len(self._stepped) > 0
             self._stepped = set()
-            if before is None:
+            if anew:
                 self.loss = mine
+            elif before is None:  # A part of the sum was not seen: attached since, or no scalar.
+                return
             elif averaged:
                 self.loss = before.to(mine.device) + (mine - before.to(mine.device)) / averaged
             else:
@@ -112,7 +168,9 @@ class Journal(StepListener):
         if not self.recorder.recording:
             return
         refuse_capture()
-        known = self._known.get(_key(step.optimizers))
+        known = self._introduced(step.optimizers)
+        if known is not None:
+            self._number_steps(_key(step.optimizers), known)
         plan = self.recorder.plan(known.indices[0] if known else None)
         step.plans.append(plan)
         self._weights, self._elements, self._two_norms = [], None, None
@@ -120,8 +178,8 @@ class Journal(StepListener):
             step.detail = step.detail or plan.wants_detail(0)
             return  # The ranks share what they find, and who holds what they tell at the step.
         if known is None or known.counts != _counts(step.optimizers):
-            assert step.names is not None
-            known = self.introduce(step.optimizers, step.names)
+            known = self.introduce(step.optimizers, self._names(step))
+            self._number_steps(_key(step.optimizers), known)
         wanted = [self.recorder.wants_detail(index) for index in known.indices]
         step.detail = step.detail or any(wanted)
         if any(wanted):
@@ -133,6 +191,28 @@ class Journal(StepListener):
                     f"{error}. Training goes on, and so does the record of whole steps."
                 )
 
+    def _introduced(self, optimizers: Sequence[Any]) -> _Introduced | None:
+        """What the recorder was told of these; None if it was not, or of others with their ids."""
+        known = self._known.get(_key(optimizers))
+        if known is None or any(
+            who() is not o for who, o in zip(known.who, optimizers, strict=True)
+        ):
+            return None
+        return known
+
+    def wants_detail(self, optimizer: Any) -> bool:
+        """Whether the coming step of one that steps alone is to be recorded tensor by tensor."""
+        known = self._introduced((optimizer,))
+        if known is None:  # As the recorder will number its first one.
+            return self.recorder.recording and self.recorder.plan(None).wants_detail(0)
+        return self.recorder.wants_detail(known.indices[0])
+
+    def _names(self, step: Step) -> Names:
+        if step.names is not None:
+            return step.names
+        assert self._names_of is not None
+        return self._names_of(step.optimizers[0])
+
     def _tells_of_all(self, step: Step) -> bool:
         """Whether what all ranks tell each other is recorded: on the first of them.
 
@@ -141,8 +221,7 @@ class Journal(StepListener):
         return self.recorder.rank in step.ranks[:1]
 
     def _read_detail(self, wanted: Sequence[bool], step: Step) -> None:
-        assert step.names is not None
-        found = gradients_of(list(step.parameters()), name=step.names)
+        found = gradients_of(list(step.parameters()), name=self._names(step))
         self._elements = [tensor.numel() for tensor in found.tensors]
         if step.order != 2.0 and found.tensors:
             assert isinstance(step.scale, Tensor)
@@ -158,6 +237,7 @@ class Journal(StepListener):
         record = step.record
         if not self.recorder.recording or record is None:
             return
+        self.has_recorded = True
         if step.together is not None and self._tells_of_all(step):
             self._record_of_all(step, record, loss, step.together, waited)
             return
@@ -188,7 +268,7 @@ class Journal(StepListener):
                     weight=weight,
                     update=update,
                     rank_losses=step.rank_losses,
-                    of_rank=len(step.ranks) > 0,
+                    of_rank=len(step.ranks) > 0 or step.of_rank,
                     waited=None if number else waited,
                     more=number + 1 < len(step.optimizers),
                 ),
@@ -196,6 +276,7 @@ class Journal(StepListener):
         self._weights = []
 
     def numbers_logged(self, numbers: Mapping[str, Tensor | float], *, step: int | None) -> None:
+        self._number_known()
         self.recorder.log(numbers, step=step)
 
     def _record_of_all(
@@ -209,8 +290,8 @@ class Journal(StepListener):
         """A step of a model that several ranks hold, as all of them have told it."""
         known = self._known.get(_key(step.optimizers))
         if known is None or known.parameters is not together.parameters:
-            assert step.names is not None
-            known = self.introduce(step.optimizers, step.names, together)
+            known = self.introduce(step.optimizers, self._names(step), together)
+            self._number_steps(_key(step.optimizers), known)
         row, one = record.row, len(known.indices) == 1
         for number, index in enumerate(known.indices):
             groups = step.optimizers[number].param_groups
@@ -277,18 +358,16 @@ class Journal(StepListener):
         return parts
 
 
-def journal_for(
+def recorder_for(
     record: object,
-    optimizers: Sequence[Any],
-    names: Names,
     *,
-    spread: bool,
     config: Mapping[str, Any] | None,
+    exists: str = "refuse",
     **settings: object,
-) -> Journal:
-    """What listens to a control with `record=`; `settings` are for the header of the run file.
+) -> Recorder:
+    """The Recorder that `record=` means; `settings` are for the header of its run file.
 
-    `spread` says whether several ranks hold the model, `config` is the control's.
+    `exists` and `config` are for one that is made here.
     """
     told = {key: str(value) for key, value in settings.items()}
     if isinstance(record, Recorder):
@@ -297,24 +376,26 @@ def journal_for(
                 "config= goes into the header of the run file, which this Recorder has written "
                 "already. Give it to the Recorder: Recorder(path, config=...)."
             )
+        if exists != "refuse":
+            raise ValueError(
+                f"exists={exists!r} says what to do with a file that is there, and this Recorder "
+                "has opened its own already. Give it to the Recorder: Recorder(path, exists=...)."
+            )
         record.describe(**told)
         recorder = record
     elif isinstance(record, (str, os.PathLike)) and not isinstance(record, bytes):
-        recorder = Recorder(record, settings=told, config=config)
+        recorder = Recorder(record, settings=told, config=config, exists=exists)
     else:
         raise TypeError(
             "record must be a path such as 'runs/a.jsonl', a gradilocks.Recorder or None, got "
             f"{type(record).__name__}."
         )
-    journal = Journal(recorder)
-    if not spread:  # Else the other ranks' parameters are known at the first step.
-        journal.introduce(optimizers, names)
-    return journal
+    return recorder
 
 
-def recorder_of(events: StepEvents) -> Recorder | None:
-    """The Recorder that was given to a control, by what listens to it."""
-    return next((each.recorder for each in events.own if isinstance(each, Journal)), None)
+def journal_of(events: StepEvents) -> Journal | None:
+    """What records the steps of a control, if somebody does."""
+    return next((each for each in events.own if isinstance(each, Journal)), None)
 
 
 class _Introduced(NamedTuple):
@@ -325,6 +406,8 @@ class _Introduced(NamedTuple):
     """How many parameters each of them has."""
     parameters: AllParameters | None
     """Of all ranks, where several hold the model."""
+    who: tuple[Callable[[], Any], ...]
+    """What returns each of them as long as it lives; Python gives its id to another then."""
 
 
 def _key(optimizers: Sequence[Any]) -> tuple[int, ...]:

@@ -58,6 +58,7 @@ from gradilocks.runfile import (
     Logged,
     OptimizerInfo,
     Precision,
+    Resume,
     Step,
     Trace,
     audit_line,
@@ -70,12 +71,14 @@ from gradilocks.runfile import (
     precision_line,
     process_here,
     rank_file,
+    resume_line,
     step_line,
     trace_line,
 )
+from gradilocks.step.own_step import weakly
 from gradilocks.values import RecordingPlan
 
-__all__ = ["LogSink", "Recorder", "Sink", "refuse_capture"]
+__all__ = ["LogSink", "Recorder", "ResumeSink", "Sink", "refuse_capture"]
 
 
 @runtime_checkable
@@ -96,6 +99,15 @@ class Sink(Protocol):
 
     def close(self, end: End | None) -> None:
         """The run ended; None if nobody knows how."""
+
+
+@runtime_checkable
+class ResumeSink(Protocol):
+    """A sink that hears of a run that goes on from an earlier step; one that does not hears of the
+    steps alone, whose numbers go back there."""
+
+    def resume(self, resume: Resume) -> None:
+        """An optimizer goes on from an earlier step."""
 
 
 @runtime_checkable
@@ -305,6 +317,7 @@ class Recorder:
         elif before.info == made.info:
             return index
         else:
+            made.stepped = before.stepped
             self.flush()  # Steps on their way are of the parameters as they were.
             self._optimizers[index] = made
         if self.recording:
@@ -312,6 +325,12 @@ class Recorder:
                 self._write([optimizer_line(made.info)])
                 self._tell_sinks("optimizer", made.info)
         return index
+
+    def replace_optimizer(self, before: Any, after: Any) -> None:
+        """Takes an optimizer for one that it was told of, whose steps it goes on with."""
+        for each in self._optimizers:
+            if each.optimizer() is before:
+                each.optimizer = weakly(after)
 
     def plan(self, index: int | None) -> RecordingPlan:
         """What it needs of the other ranks for the steps to come of that optimizer.
@@ -345,6 +364,45 @@ class Recorder:
             return max(self._file.steps_before.values(), default=0)
         return self._latest or 0
 
+    def resume(self, index: int, *, counted: int, loaded: int | None = None) -> None:
+        """An optimizer goes on, with its next step, as a control that counts steps itself has it.
+
+        Its steps are numbered by the control's count, as far as that fits what the file holds: a
+        control that has loaded the state of a checkpoint goes on after the checkpoint's step, and
+        the steps after that one that are in the file are superseded, which a line says. One that
+        has loaded none goes on after the last step in the file.
+
+        Args:
+            index: of the optimizer.
+            counted: how many steps of it the control has counted.
+            loaded: how many it had counted when it loaded a state; None if it has loaded none.
+        """
+        if not self.recording:
+            return
+        assert self._file is not None
+        optimizer = self._optimizers[index]
+        resumes = self._file.resumes
+        last = optimizer.steps
+        place = _number_of(counted if loaded is None else loaded, index, resumes)
+        if loaded is None:
+            now = place = max(place, last)
+        else:
+            now = place + counted - loaded
+        goes_back = now != last or place != now
+        renumbers = _number_of(counted, index, resumes) != now
+        if optimizer.stepped and (goes_back or renumbers):
+            self.flush()  # What was recorded before stands before the line.
+            own = counted if loaded is None else loaded
+            made = Resume(index, place, self.elapsed(), own)
+            resumes.append(made)
+            with self._working():
+                self._write([resume_line(made)])
+                if self._skips is not None:
+                    self._skips.resume()
+                self.bad.pop(index, None)
+                self._tell_sinks("resume", made)
+        optimizer.steps = self._latest = now
+
     def wants_detail(self, index: int) -> bool:
         """Whether the coming step of that optimizer is one to be recorded tensor by tensor."""
         if self._detail_every is None or not self.recording:
@@ -360,7 +418,9 @@ class Recorder:
         with self._working():
             try:
                 detail = self.wants_detail(index)
-                optimizer.steps += 1
+                if sample.spread is not None:  # All ranks had to know beforehand.
+                    detail = sample.spread.shared is not None
+                optimizer.steps, optimizer.stepped = optimizer.steps + 1, True
                 self._latest = optimizer.steps
                 now = self.elapsed()
                 self._queue.hold(
@@ -610,7 +670,7 @@ class Recorder:
     def _tell_sinks(self, method: str, record: Any) -> None:
         """Calls one method of every sink with a record; a sink that raises hears nothing more."""
         for sink in list(self._sinks):
-            if method == "log" and not isinstance(sink, LogSink):
+            if not isinstance(sink, _OPTIONAL.get(method, object)):
                 continue
             try:
                 getattr(sink, method)(record)
@@ -629,6 +689,8 @@ class Recorder:
         _open_recorders.discard(self)
 
 
+_OPTIONAL: Mapping[str, type] = {"log": LogSink, "resume": ResumeSink}
+"""By the name of a method that not every sink has: those that do."""
 _Arrived = tuple[Pending, Step | Logged]
 _TURNS = 5
 """How often the timer looks within `flush_seconds`."""
@@ -698,6 +760,18 @@ def _lines_of(ready: Sequence[_Arrived]) -> list[str]:
         if losses is not None:
             lines.append(losses_line(losses))
     return lines
+
+
+def _number_of(counted: int, index: int, resumes: Sequence[Resume]) -> int:
+    """Which number in the file a step has that a control counts as `counted`.
+
+    The same, unless the file says that a control which had counted otherwise went on in it. Of
+    several that might be meant, the last.
+    """
+    for each in reversed(resumes):
+        if each.optimizer == index and each.counted is not None and each.counted <= counted:
+            return counted - each.counted + each.step
+    return counted
 
 
 def _steps_of(ready: Sequence[_Arrived]) -> list[Step]:

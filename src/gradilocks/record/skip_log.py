@@ -94,6 +94,11 @@ class SkipLog:
         self._traces = [each for each in self._traces if each not in due]
         self._untold += [_Line((), f"step {each.step} traced: {each.text}") for each in due]
 
+    def resume(self) -> None:
+        """The run goes on from an earlier step, with the weights that it had then."""
+        self.settle()
+        self._spoilt.forget()
+
     def settle(self) -> None:
         """Tells of those whose next scale nobody has told yet, and of traces."""
         self._queue_traces()

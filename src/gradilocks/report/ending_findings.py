@@ -84,6 +84,16 @@ def ending(run: Run) -> Iterator[Finding]:
             "tells of the whole at every step."
         )
         yield Finding("of-one-rank", "note", title, told, {"rank": rank, "ranks": ranks})
+    if run.superseded:
+        many, back = len(run.superseded), sorted({each.step for each in run.resumes})
+        title = f"{count(many, 'step')} of the file {'is' if many == 1 else 'are'} superseded"
+        steps = ", ".join(f"{step:,}" for step in back[:5]) + (" and others" if back[5:] else "")
+        told = (
+            f"The run went on from an earlier step (after step {steps}), as from a checkpoint. "
+            "What had come after it stays in the file, and is left out of plots, counts and "
+            "findings: `gradilocks export --superseded` shows it."
+        )
+        yield Finding("superseded", "note", title, told, {"steps": many})
     if run.resumed:
         sessions = len(run.resumed) + 1
         title = f"The file holds {count(sessions, 'session')}"

@@ -30,6 +30,7 @@ from gradilocks.runfile.records import (
     OptimizerInfo,
     Precision,
     RankLosses,
+    Resume,
     Step,
     Trace,
 )
@@ -53,6 +54,8 @@ __all__ = [
     "optimizer_line",
     "precision_from",
     "precision_line",
+    "resume_from",
+    "resume_line",
     "step_line",
     "steps_from",
     "trace_from",
@@ -67,7 +70,7 @@ _Types = frozenset[type]
 
 _RECORDS: dict[str, Any] = {"header": Header, "optimizer": OptimizerInfo, "step": Step}
 _RECORDS |= {"precision": Precision, "losses": RankLosses, "log": Logged, "trace": Trace}
-_RECORDS |= {"end": End}
+_RECORDS |= {"resume": Resume, "end": End}
 # Attributes of records that a line has under another name.
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "header": {"version": "gradilocks"},
@@ -163,6 +166,14 @@ def losses_line(losses: RankLosses) -> str:
     return _line(_fields("losses", replace(losses, losses=means)))
 
 
+def resume_line(resume: Resume) -> str:
+    """Where an optimizer goes on from an earlier step."""
+    fields = _fields("resume", resume)
+    if resume.counted is None:
+        del fields["counted"]
+    return _line(fields)
+
+
 def log_line(logged: Logged) -> str:
     """Numbers of the user's own."""
     values = {name: _finite(value) for name, value in logged.values.items()}
@@ -197,7 +208,7 @@ def end_line(end: End) -> str:
 
 
 def _fields(
-    kind: str, record: Header | OptimizerInfo | Precision | RankLosses | Trace | End
+    kind: str, record: Header | OptimizerInfo | Precision | RankLosses | Resume | Trace | End
 ) -> Fields:
     """A record as a line has it: its attributes in their order, under the line's names."""
     names = _NAMES.get(kind, {})
@@ -275,6 +286,11 @@ def losses_from(fields: Fields) -> RankLosses:
         _check_all(f"the ranks of step {step}", [ranks], _LIST)
         _check_all(f"a rank of step {step}", ranks, _INT)
     return losses
+
+
+def resume_from(fields: Fields) -> Resume:
+    """Where an optimizer goes on from an earlier step."""
+    return Resume(**_attributes("resume", fields))
 
 
 def logged_from(fields: Fields) -> Logged:

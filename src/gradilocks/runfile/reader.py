@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields as fields_of
@@ -33,6 +34,7 @@ from gradilocks.runfile.lines import (
     losses_from,
     optimizer_from,
     precision_from,
+    resume_from,
     steps_from,
     trace_from,
 )
@@ -43,6 +45,7 @@ from gradilocks.runfile.records import (
     Logged,
     OptimizerInfo,
     RankLosses,
+    Resume,
     Run,
     Step,
     Trace,
@@ -240,6 +243,9 @@ class Reader:
         self.header: Header | None = None
         self.resumed: list[Header] = []
         self.begins: list[int] = []
+        self.resumes: list[Resume] = []
+        self.superseded: list[Step] = []
+        self.superseded_logs: list[Logged] = []
         self.optimizers: list[OptimizerInfo] = []
         self.steps: list[Step] = []
         self.traces: list[Trace] = []
@@ -253,6 +259,8 @@ class Reader:
         self.lines = 0
         self._broken: int | None = None  # The line that was no JSON, if it was the last so far.
         self._index: dict[int, int] = {}  # Optimizers as the session numbers them → as we do.
+        self.told_as: list[int] = []
+        """For each of `optimizers`, the number by which the session that described it knew it."""
         self._renumbered = False
         self._may_lack_optimizer = False  # A line that is damaged may have described it.
 
@@ -370,6 +378,8 @@ class Reader:
             self.computed_in = precision_from(fields).dtypes
         elif kind == "losses":
             self._take_losses(losses_from(fields))
+        elif kind == "resume":
+            self._take_resume(resume_from(fields))
         elif kind == "log":
             self.logs.append(logged_from(fields))
         elif kind == "trace":
@@ -399,6 +409,30 @@ class Reader:
                 loss=loss, loss_nonfinite=bool(bad), loss_ranks=told.ranks, bad_loss_ranks=bad
             )
 
+    def concerned(self, resume: Resume) -> set[int]:
+        """The optimizers whose steps before a resume it is about, as `Step.optimizer` has them."""
+        return {at for at, told in enumerate(self.told_as) if told == resume.optimizer}
+
+    def _take_resume(self, resume: Resume) -> None:
+        """Puts away the steps that it supersedes, and what was logged and traced since them."""
+        mine = self.concerned(resume)
+        gone = [
+            at
+            for at, step in enumerate(self.steps)
+            if step.optimizer in mine and step.step > resume.step
+        ]
+        if gone:
+            put_away = set(gone)
+            since = min(self.steps[at].time for at in gone)
+            self.superseded += [self.steps[at] for at in gone]
+            self.steps[:] = [s for at, s in enumerate(self.steps) if at not in put_away]
+            self.begins = [begin - bisect_left(gone, begin) for begin in self.begins]
+            self.superseded_logs += [each for each in self.logs if each.time >= since]
+            self.logs = [each for each in self.logs if each.time < since]
+            self.traces = [each for each in self.traces if each.step <= resume.step]
+        self.resumes.append(resume)
+        self.begins.append(len(self.steps))
+
     def _take_optimizer(self, info: OptimizerInfo) -> None:
         """A session that goes on describes its optimizers again: the same one, or another."""
         before = self._index.get(info.index)
@@ -406,6 +440,7 @@ class Reader:
             return
         here = len(self.optimizers)
         self._index[info.index] = here
+        self.told_as.append(info.index)
         self._renumbered |= here != info.index
         self.optimizers.append(replace(info, index=here))
 

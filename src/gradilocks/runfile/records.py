@@ -23,6 +23,7 @@ __all__ = [
     "OptimizerInfo",
     "Precision",
     "RankLosses",
+    "Resume",
     "Run",
     "Step",
     "Trace",
@@ -184,6 +185,20 @@ class Header:
     """The process that writes the file, by which a machine knows whether it still runs."""
 
 
+@dataclass(frozen=True)
+class Resume:
+    """An optimizer goes on from an earlier step than the last before it, or in another session."""
+
+    optimizer: int
+    step: int
+    """The last of its steps that counts: those with higher numbers that stand before this line
+    are superseded, and with them what was logged since the first of them."""
+    time: float
+    """Seconds of training since the run began, as a step has it."""
+    counted: int | None = None
+    """How many steps a GradientControl had counted by itself there; None if nobody has counted."""
+
+
 class Logged(NamedTuple):
     """Numbers of the user's own: what one call of `log` handed over."""
 
@@ -265,7 +280,15 @@ class Run:
     resumed: tuple[Header, ...] = ()
     """Headers of later sessions that went on in the same file."""
     begins: tuple[int, ...] = ()
-    """How many steps stand before each of those sessions."""
+    """How many steps stand before each place where training did not go on from the step before it:
+    a later session, or a resume."""
+    resumes: tuple[Resume, ...] = ()
+    """Where optimizers went on from an earlier step, as from a checkpoint, in the file's order."""
+    superseded: tuple[Step, ...] = ()
+    """Steps that are in the file and count no more: the run went on from one before them. They are
+    not in `steps`."""
+    superseded_logs: tuple[Logged, ...] = ()
+    """Numbers of the user's own that were logged between such steps; they are not in `logs`."""
     computed_in: tuple[str, ...] | None = None
     """The formats in which the first loss was computed, as in ('bfloat16', 'float32'); None if the
     file does not say, as older ones do not."""

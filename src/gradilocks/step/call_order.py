@@ -1,22 +1,27 @@
 """The order of calls: scaled loss, backward, perhaps unscale_, step, cleared gradients, again.
 
 Gradients carry the scale from backward to step and lose it there. Whoever mixes the two kinds
-trains on numbers that are wrong by a factor of the scale, and nothing else would ever say so.
+trains on numbers that are wrong by a factor of the scale, and nothing else would ever say so. A
+clip function called in between, torch's or ours, either takes scaled gradients for true ones or
+clips what the control clips again: ours refuses the first, and of the rest a warning tells.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gradilocks._torch import version
+from gradilocks._torch import version, watch_clips
+from gradilocks.eager import users_line
 from gradilocks.errors import ScaleMisuse, SharedParameter
 from gradilocks.ranks.layout import has_other_ranks
 
@@ -32,29 +37,45 @@ __all__ = [
 class CallOrder:
     """Knows what the gradients are at the moment, and refuses a call that does not fit."""
 
-    def __init__(self, parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:
-        self.parameters = parameters
-        """What returns the parameters whose gradients it knows."""
+    def __init__(self) -> None:
+        self._parameters: Callable[[], Iterable[Tensor]] = tuple
+        self._policies: _Policies | None = None
+        self._warned: set[str] = set()
+        self.is_part = False
+        """Whether another one knows its parameters too, which is behind it at times."""
         with _lock:
             _alive.add(self)
+        watch_clips(_clip_noticed)
         self.scaled = False
         """Whether a loss has been scaled since the last step."""
         self.handed_out = False
         """Whether a scaled loss was handed out, so that its backward may come at any time."""
         self.unscaled = False
         """Whether `unscale_` has made the gradients true already."""
-        self._number = next(_numbers)
+        self.number = next(_numbers)
+        """What marks gradients as its own; parts of a control have that of the whole."""
         self._leftovers: list[tuple[Tensor, int]] = []
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _number=next(_numbers), _leftovers=[])
+        self.__dict__.update(state, number=next(_numbers), _leftovers=[])
         with _lock:
             _alive.add(self)
+        watch_clips(_clip_noticed)
+
+    def know(self, parameters: Callable[[], Iterable[Tensor]], policies: _Policies) -> None:
+        """Whose gradients it knows, and what becomes of them.
+
+        Args:
+            parameters: returns them.
+            policies: say whether a loss is scaled, and how `step` clips.
+        """
+        self._parameters, self._policies = parameters, policies
 
     def begin_like(self, whole: CallOrder) -> None:
         """Knows some of the parameters of `whole`, and is where that one is; marks are common."""
         self.scaled, self.handed_out = whole.scaled, whole.handed_out
-        self.unscaled, self._number = whole.unscaled, whole._number
+        self.unscaled, self.number = whole.unscaled, whole.number
+        self._warned, self.is_part = whole._warned, True
 
     def check_backward(self, params: Sequence[Tensor]) -> None:
         """Before gradients are added to what is there: the first, the last and a few between."""
@@ -114,7 +135,7 @@ class CallOrder:
         return [first, last, *between]
 
     def _has_stepped_on(self, grad: Tensor) -> bool:
-        return getattr(grad, _STEPPED, None) == (self._number, version(grad))
+        return getattr(grad, _STEPPED, None) == (self.number, version(grad))
 
     def check_scaled(self, caller: str) -> None:
         """Before gradients are divided by the scale."""
@@ -152,7 +173,7 @@ class CallOrder:
         for param in (*listed[:: max(1, len(listed) // _MARKED)], *listed[-1:]):
             grad = param.grad
             if grad is not None:
-                setattr(grad, _STEPPED, (self._number, version(grad)))
+                setattr(grad, _STEPPED, (self.number, version(grad)))
 
     def note_cleared(self) -> None:
         """The gradients are gone. A loss that was handed out may still bring new ones."""
@@ -166,12 +187,41 @@ class CallOrder:
         """
         return not self.handed_out and all(param.grad is None for param in params)
 
-    def carries_scale(self, params: Iterable[Tensor]) -> bool:
-        """Whether one of these parameters has a gradient that is scaled at the moment."""
-        if not self.scaled or self.unscaled:
-            return False
-        mine = {id(param) for param in self.parameters()}
-        return any(id(param) in mine for param in params)
+    def clash(self) -> str:
+        """What a clip by somebody else would be now: "scaled", "twice", or "" if all is well."""
+        policies = self._policies
+        if policies is None:
+            return ""
+        if policies.scales and self.scaled and not self.unscaled:
+            return "scaled"
+        clips = policies.clip_policy.policy_name != "NoClip"
+        return "twice" if clips and (self.scaled or not policies.scales) else ""
+
+    def has_warned(self, clash: str) -> bool:
+        """Whether somebody has been told of this already."""
+        return clash in self._warned
+
+    def gradients(self) -> set[int]:
+        """The ids of the gradients that it knows."""
+        return {id(param.grad) for param in self._parameters() if param.grad is not None}
+
+    def warn(self, clash: str, caller: str) -> None:
+        """Tells, once, of a clip by `caller`."""
+        self._warned.add(clash)
+        assert self._policies is not None
+        clip = self._policies.clip_policy
+        text = _CLIPPED_TWICE.format(caller=caller, clip=clip)
+        if clash == "scaled":
+            own = "clips by nothing else" if clip.policy_name == "NoClip" else f"clips by {clip!r}"
+            text = _CLIPPED_SCALED.format(caller=caller, own=own)
+        warnings.warn(text, RuntimeWarning, stacklevel=users_line())
+
+
+class _Policies(Protocol):
+    """What an engine says of its policies."""
+
+    scales: bool
+    clip_policy: Any
 
 
 _alive: weakref.WeakSet[CallOrder] = weakref.WeakSet()
@@ -187,17 +237,62 @@ _UNSCALED = "_gradilocks_unscaled"
 _lock = threading.Lock()
 
 
-def refuse_scaled(params: Sequence[Tensor]) -> None:
-    """Raises if a clip function is about to take scaled gradients for true ones."""
+def refuse_scaled(params: Sequence[Tensor], caller: str, bound: float) -> None:
+    """Raises if a clip function of ours is about to take scaled gradients for true ones.
+
+    And warns if it clips what a control will clip again.
+
+    Args:
+        params: whose gradients.
+        caller: the name of the function.
+        bound: to which it clips; at infinity it only measures.
+    """
     with _lock:
         orders = list(_alive)
-    for order in orders:
-        if order.scaled and not order.unscaled and order.carries_scale(params):
+    if not orders:
+        return
+    gradients = [param.grad for param in params if param.grad is not None]
+    for order, clash in _clashes(orders, gradients):
+        if clash == "scaled":
             raise ScaleMisuse(
                 "these gradients still carry the scale of a GradientControl and would be clipped "
                 "by that much too far. Use GradientControl(..., clip=1.0), or call "
                 "control.unscale_() first."
             )
+        if bound < math.inf and not order.has_warned(clash):
+            order.warn(clash, f"gradilocks.{caller}")
+
+
+def _clip_noticed(caller: str, gradients: Sequence[Tensor], bound: float) -> None:
+    """A clip function of torch's is about to write to these gradients."""
+    if bound == math.inf:  # It only measures.
+        return
+    with _lock:
+        orders = list(_alive)
+    if not any((clash := order.clash()) and not order.has_warned(clash) for order in orders):
+        return
+    for order, clash in _clashes(orders, gradients):
+        if not order.has_warned(clash):
+            order.warn(clash, caller)
+
+
+def _clashes(
+    orders: Sequence[CallOrder], gradients: Sequence[Tensor]
+) -> Iterator[tuple[CallOrder, str]]:
+    """Those of the orders that know some of the gradients, and how a clip of them would clash.
+
+    Where an optimizer of a control is stepped alone, its own order has the say.
+    """
+    if not any(order.clash() for order in orders):
+        return
+    every = {id(gradient) for gradient in gradients}
+    left: dict[int, set[int]] = {}
+    for order in sorted(orders, key=lambda each: not each.is_part):
+        mine, clash = order.gradients(), order.clash()
+        rest = left.setdefault(order.number, every)
+        if mine & rest and clash:
+            yield order, clash
+        left[order.number] = rest - mine
 
 
 def _cleared_unseen(grad: Tensor) -> bool:
@@ -286,6 +381,19 @@ def own_write_ended(kept: Sequence[tuple[Tensor, int]]) -> None:
     for grad, number in kept:
         setattr(grad, _UNSCALED, (number, version(grad)))
 
+
+_CLIPPED_SCALED = (
+    "{caller} was called between backward() and step() of a GradientControl, on gradients that "
+    "still carry its scale: they are clipped by that much too far, and what the control then "
+    "measures and steps on is what is left of them. The control {own}. Use "
+    "GradientControl(..., clip=1.0) in its place, or call control.unscale_() before it."
+)
+
+_CLIPPED_TWICE = (
+    "{caller} clips gradients that a GradientControl clips again at its step(), by {clip!r}: the "
+    "two stack, and the norm that the control measures and records is that of clipped gradients. "
+    "Leave one of them out."
+)
 
 _A_STAGE = (
     " The stages of a pipeline that have no loss take part if the control knows that they are "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradilocks.step.framework_wrappers import refuse_second_scaler
 from gradilocks.step.own_step import inner_optimizers
 
 __all__ = ["BeforeStep", "step_with_closure"]
@@ -51,6 +52,7 @@ def step_with_closure(
         require_finite()
         return loss
 
+    refuse_second_scaler(optimizer, steps=True)
     before = BeforeStep(optimizer)
     try:
         if gradients_are_waiting:

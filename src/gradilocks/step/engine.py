@@ -75,6 +75,7 @@ from gradilocks.ranks.parameter_table import (
 from gradilocks.scale import NoScale, ScalePolicy, scale_gradient, scale_loss
 from gradilocks.state import checkpoint
 from gradilocks.step.diagnose import never_finite
+from gradilocks.step.framework_wrappers import KINDS, ours_inside
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, Streak, fetch
 from gradilocks.step.own_step import is_ours
@@ -323,6 +324,8 @@ class Engine:
     def find(self, optimizers: Sequence[Any]) -> Gradients:
         """The gradients of all optimizers; raises if one cannot be measured."""
         only: Any = optimizers[0] if len(optimizers) == 1 else None
+        if KINDS.get(type(only)) is not None:  # A framework's wrapper.
+            only = ours_inside(only)
         own = getattr(only, AMP_FLAG, False) and is_ours(only) and not self.table.adds_up
         if own:
             found: TableGradients | None = only.gradients()  # Its step will want the same.
@@ -718,6 +721,10 @@ class Engine:
             self.memory[name].copy_(known[name].index_select(0, places))
         self._of_all = here.table.placed, known
 
+    def steps_so_far(self) -> int:
+        """How many steps were counted; waits for the device if the host cannot know it."""
+        return int(fetch(self.steps)[0]) if self._counted is None else self._counted
+
     @property
     def next_step(self) -> int | None:
         """The number of the step that has not been concluded; None if only the device knows it."""
@@ -828,12 +835,17 @@ class Engine:
             return None, self.memory
         return [(name, "") for name in self.names.of(self._memory_of)], self.memory
 
-    def load(self, state_dict: Mapping[str, Any], model_ranks: ModelRanks | None = None) -> None:
+    def load(
+        self, state_dict: Mapping[str, Any], model_ranks: ModelRanks | None = None
+    ) -> int | None:
         """Goes on from a checkpoint; one that does not fit raises and changes nothing.
 
         Args:
             state_dict: of this class, or of another scaler.
             model_ranks: the ranks that hold the model together, if several do.
+
+        Returns:
+            How many steps had been counted there; None if another scaler has saved it.
         """
         owned = owned_parameters(every_parameter(self.names.optimizers), self.names, model_ranks)
         loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, owned=owned)
@@ -857,6 +869,7 @@ class Engine:
             self._of_all = placed, {name: moved(tensor, home) for name, tensor in known.items()}
             self._recalled = frozenset(placed)
         self.losses.forget()
+        return loaded.steps
 
     def load_scale(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on with the scale of a checkpoint, before the parameters are known."""

@@ -11,6 +11,7 @@ recorder, a tracer, an audit. Without a listener an emitter pays for a look at a
                                scale has moved on and the call order is noted, but before
                                NonFiniteGradient or NeverFinite is raised; step_failed if it raises
       log                      numbers_logged
+      load_state_dict          state_loaded
     gradilocks.log             numbers_logged
     gradilocks.GradScaler
       scale                    loss_scaled
@@ -75,17 +76,19 @@ class Step:
     detail: bool = False
     """For listeners: set at the beginning, it makes a control measure zeros and the largest."""
     apart: bool = False
-    """Of a control: whether it steps only some of its optimizers."""
+    """Whether the control steps only some of its optimizers; a scaler steps each alone."""
     frame: FrameType | None = None
     """Of torch's wrapper around the first optimizer's own step, once that has begun."""
     record: StepRecord | None = None
-    """At the end, of a control: what it has measured and decided."""
+    """At the end, of a control or of a scaler that records: what it has measured and decided."""
     next_scale: Tensor | None = None
     """At the end, of a control."""
     plans: list[RecordingPlan] = field(default_factory=list)
     """For listeners: at the beginning, what they need of the other ranks of a control."""
     ranks: tuple[int, ...] = ()
     """Of a control whose model several ranks hold: those ranks."""
+    of_rank: bool = False
+    """Of a scaler that records: whether this rank holds, or may hold, a part of the model."""
     rank_losses: RankedLosses | None = None
     """At the end, of a control whose model each rank holds: losses that the ranks have told."""
     together: Together | None = None
@@ -234,6 +237,10 @@ class StepListener:
 
     def numbers_logged(self, numbers: Mapping[str, Tensor | float], *, step: int | None) -> None:
         """The user has handed over numbers of their own, which were checked."""
+
+    def state_loaded(self, control: Any, steps: Sequence[int]) -> None:
+        """A control has loaded a checkpoint, in which it had counted so many steps of each of its
+        optimizers."""
 
 
 class StepEvents:

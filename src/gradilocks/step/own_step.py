@@ -27,6 +27,7 @@ __all__ = [
     "own_step",
     "register_guard",
     "register_ours",
+    "undecorated",
     "weakly",
     "why_not_inside",
 ]
@@ -57,6 +58,8 @@ class OwnStep:
     """Whether it is code that we know: that of torch or of `gradilocks.optim`."""
     goes_by_groups: bool
     """Whether it is torch's code, which goes by `fused` in the groups, or calls some step."""
+    code: CodeType
+    """What is inside torch's decorators."""
 
 
 def own_step(optimizer: Any) -> OwnStep | None:
@@ -102,7 +105,7 @@ def is_ours(optimizer: Any) -> bool:
 
 def register_ours(step: Any) -> None:
     """For `gradilocks.optim`, whose step reads the decision where its code does not show it."""
-    _ours.add(_undecorated(step))
+    _ours.add(undecorated(step))
 
 
 def register_guard(step: Any) -> None:
@@ -111,6 +114,16 @@ def register_guard(step: Any) -> None:
     They are looked through like torch's own decorators.
     """
     _guards.add(step)
+
+
+def undecorated(function: FunctionType) -> FunctionType:
+    """The function inside torch's decorators; `functools.wraps` of others proves nothing."""
+    while _is_torchs(function) or function in _guards:
+        inner = function.__dict__.get("__wrapped__")
+        if not isinstance(inner, FunctionType):
+            break
+        function = inner
+    return function
 
 
 def has_own_amp_flag(optimizer: Any) -> bool:
@@ -179,13 +192,13 @@ _guards: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 
 def _examine(step: FunctionType, kind: type) -> OwnStep:
     """What the code of `step` tells, as a method of the class `kind`."""
-    function = _undecorated(step)
+    function = undecorated(step)
     names = set(_names_in(function.__code__))
     # As `self.name` finds them: a class below may have a method of its own that reads nothing.
     called = [inspect.getattr_static(kind, name, None) for name in names - {"step"}]
     for method in called:
         if isinstance(method, FunctionType):
-            names.update(_names_in(_undecorated(method).__code__))
+            names.update(_names_in(undecorated(method).__code__))
     ours = function in _ours
     # One that takes the whole scaler has the older contract, and reads nothing else.
     older = "grad_scaler" in inspect.signature(function).parameters
@@ -194,6 +207,7 @@ def _examine(step: FunctionType, kind: type) -> OwnStep:
         is_ours=ours,
         is_proven=ours or _is_torchs(function),
         goes_by_groups=_is_torchs(function) or "step" in function.__code__.co_names,
+        code=function.__code__,
     )
 
 
@@ -202,16 +216,6 @@ def _may_step_another(optimizer: Any, attributes: dict[str, Any]) -> bool:
     if "param_groups" not in attributes or not has_own_amp_flag(optimizer):
         return True
     return bool(inner_optimizers(optimizer))
-
-
-def _undecorated(function: FunctionType) -> FunctionType:
-    """The function inside torch's decorators; `functools.wraps` of others proves nothing."""
-    while _is_torchs(function) or function in _guards:
-        inner = function.__dict__.get("__wrapped__")
-        if not isinstance(inner, FunctionType):
-            break
-        function = inner
-    return function
 
 
 def _is_torchs(function: FunctionType) -> bool:

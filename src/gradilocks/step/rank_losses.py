@@ -106,6 +106,10 @@ class LossExchange:
             self._tell_log()
         return told
 
+    def forget(self) -> None:
+        """The run goes on from a checkpoint, on all ranks: what is held is of other steps."""
+        self._held = []
+
     def _tell_log(self) -> None:
         """Tells of losses that were NaN or Inf, once the numbers have arrived."""
         if self._coming is None or not self._coming[0].arrived():

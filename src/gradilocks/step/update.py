@@ -1,9 +1,9 @@
 """A Decision in; an optimizer stepped, or left exactly as it was, comes out.
 
 An optimizer that can take the decision inside its own pass gets `grad_scale` and `found_inf`, and
-unscaling and clipping cost no pass of their own. Any other, and whatever wraps one, gets its
-gradients multiplied in place and is stepped or not, which the host has to know: one of the two
-places where it waits.
+unscaling and clipping cost no pass of their own; so does the one inside a framework's wrapper that
+is known to hand the step on. Any other, and whatever else wraps one, gets its gradients multiplied
+in place and is stepped or not, which the host has to know: one of the two places where it waits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks._torch import AMP_FLAG, note_stepped
 from gradilocks.kernels.host_numbers import numbers_on
+from gradilocks.step.framework_wrappers import KINDS, refuse_second_scaler, steppers
 from gradilocks.step.own_step import has_own_amp_flag, is_ours, own_step, why_not_inside
 from gradilocks.values import Decision, moved
 
@@ -67,6 +68,8 @@ def update(
     """
     if not tensors:
         return None
+    if KINDS.get(type(optimizer)) is not None:
+        refuse_second_scaler(optimizer, steps=True)
     if decision.factors is not None or decision.units is not None:
         _apply_factors(decision, tensors, begin=begin)
     if decision.bound is not None:
@@ -172,9 +175,17 @@ def refuse_unscaling_float16(
 def takes_decision(optimizer: Any) -> bool:
     """Whether `step` reads `grad_scale` and `found_inf` off the optimizer, as torch's fused do.
 
-    Only if that is proven (`own_step.OwnStep.reads_decision`), and so never for a wrapper: its
-    gradients are multiplied in place, and the host decides whether its step is called.
+    Only if that is proven (`own_step.OwnStep.reads_decision`), or if those inside a known wrapper
+    do (`framework_wrappers.steppers`). Of any other wrapper the gradients are multiplied in place,
+    and the host decides whether its step is called.
     """
+    if KINDS.get(type(optimizer), optimizer) is not None:  # A wrapper, or not met before.
+        inside = steppers(optimizer)
+        if inside is not None:
+            # ZeRO gives the one inside its own groups' settings at each step.
+            groups = optimizer.param_groups
+            unfused = any("fused" in group and not group["fused"] for group in groups)
+            return not unfused and all(map(takes_decision, inside))
     if not getattr(optimizer, AMP_FLAG, False):
         return False
     step = own_step(optimizer)
@@ -224,6 +235,10 @@ def must_skip_on_host(optimizer: Any, skip: Tensor, multiplier: Tensor) -> bool:
         skip: the step's flag.
         multiplier: what the gradients will be multiplied by.
     """
+    inside = None if KINDS.get(type(optimizer)) is None else steppers(optimizer)
+    if inside is not None:  # All of them, so that each gets the buffers that it lacks.
+        asked = [must_skip_on_host(each, skip, multiplier) for each in inside]
+        return any(asked)
     if not isinstance(optimizer, torch.optim.SGD) or is_ours(optimizer):
         return False
     lacking = [
@@ -278,22 +293,31 @@ def handing_over(
 ) -> Iterator[None]:
     """Sets `grad_scale` and `found_inf` on the optimizer for one step, whatever becomes of it.
 
-    A `grad_scale` that the user had set is multiplied in and put back afterwards; with `consume`
-    it is put back only if the step raises, and taken away otherwise, as torch's scaler does.
+    On those inside if it is a known wrapper. A `grad_scale` that the user had set is multiplied in
+    and put back afterwards; with `consume` it is put back only if the step raises, and taken away
+    otherwise, as torch's scaler does.
     """
-    before = {name: getattr(optimizer, name, _ABSENT) for name in ("grad_scale", "found_inf")}
-    preset = before["grad_scale"]
-    if preset is not _ABSENT and preset is not None:
-        grad_scale = preset if grad_scale is None else grad_scale * preset  # type: ignore[assignment,operator]
-    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    inside = None if KINDS.get(type(optimizer)) is None else steppers(optimizer)
+    takers = (optimizer,) if inside is None else inside
+    before = [
+        (taker, name, getattr(taker, name, _ABSENT))
+        for taker in takers
+        for name in ("grad_scale", "found_inf")
+    ]
+    for taker in takers:
+        preset = getattr(taker, "grad_scale", None)
+        mine: Any = grad_scale
+        if preset is not None:
+            mine = preset if grad_scale is None else grad_scale * preset
+        taker.grad_scale, taker.found_inf = mine, found_inf
     try:
         yield
     except BaseException:
         consume = False
         raise
     finally:
-        for name, value in before.items():
+        for taker, name, value in before:
             if value is _ABSENT or consume:
-                delattr(optimizer, name)
+                delattr(taker, name)
             else:
-                setattr(optimizer, name, value)
+                setattr(taker, name, value)

@@ -1,0 +1,392 @@
+"""Lightning's Trainer: a callback that puts a GradientControl in front of the precision plugin.
+
+`Trainer(callbacks=[GradientControlCallback(...)])` enters. When `fit` begins, the precision plugin
+that was chosen (by `precision=` or `plugins=`) is replaced by one like it, whose loss carries the
+control's scale and whose step is the control's. Schedules wait for skipped steps, and checkpoints
+carry the control's state. Works with `lightning` and with `pytorch_lightning`, whichever is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradilocks import ClipByNorm, ClipByValue, GradientControl, Outcome, Recorder
+from gradilocks.errors import BadState, MissingPackage
+from gradilocks.integrations.lightning_precision import (
+    ControlledPrecision,
+    in_front_of,
+    needs_closure,
+    rank_options,
+    scale_for,
+)
+
+__all__ = ["GradientControlCallback"]
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_LOGGED = ("norm", "scale", "skipped")
+_LOGGABLE = ("norm", "scale", "limit", "clipped", "skipped")
+_STATE = "gradilocks"
+"""Where a checkpoint of Lightning's has the control's state."""
+_TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+"""What the state of torch's scaler has, which Lightning's own plugin loads."""
+
+
+def _packages() -> list[Any]:
+    """The packages of Lightning's that the process has imported; all that it could, if none.
+
+    Whose Trainer will be used is not known yet, and each takes only callbacks of its own.
+    """
+    found = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
+    if not found:
+        there = [n for n in _PACKAGES if importlib.util.find_spec(n.partition(".")[0]) is not None]
+        found = [importlib.import_module(name) for name in there]
+    if not found:
+        raise MissingPackage("Lightning is not installed: pip install lightning")
+    return found
+
+
+class GradientControlCallback(*(package.Callback for package in _packages())):  # type: ignore[misc]
+    """Scales, checks, clips and steps the training of a Lightning Trainer by a GradientControl.
+
+    Args:
+        scale: "auto" scales dynamically where the Trainer itself would ("16-mixed"), beginning with
+            its scaler's settings, and not at all elsewhere; else as GradientControl takes it.
+        clip: None, a number (the largest norm) or a clip policy. `Trainer(gradient_clip_val=...)`
+            and `self.clip_gradients(...)` are taken as well, also with fused optimizers; where both
+            are given they must say the same.
+        record: a path for a run file, a Recorder, or None. A run that is resumed by `ckpt_path`, or
+            fitted again, continues the file. `fast_dev_run` records nothing.
+        config: with a path as `record`, what its header is to tell of how the run was made.
+        log: which numbers of each step go to `self.log`, as "gradilocks/norm": any of "norm",
+            "scale", "limit", "clipped", "skipped", or a mapping from these to names of your own;
+            None for none. Of several optimizers each has its number behind the name.
+        options: the further options of GradientControl: on_nonfinite, give_up_after, keep_bad_step,
+            process_group, mesh, distinct, copies, check_replicas_every.
+
+    Raises:
+        ValueError, TypeError: an option that GradientControl does not take.
+
+    Example:
+        >>> callback = GradientControlCallback(clip=1.0, record="runs/a.jsonl")
+        >>> trainer = Trainer(precision="16-mixed", callbacks=[callback])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        scale: object = "auto",
+        clip: object = None,
+        record: str | os.PathLike[str] | Recorder | None = None,
+        config: Mapping[str, Any] | None = None,
+        log: Sequence[str] | Mapping[str, str] | None = _LOGGED,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        # What is wrong is said here, and not when a machine has been waited for.
+        known = {name: options[name] for name in options if name != "keep_bad_step"}
+        GradientControl(scale=None if scale == "auto" else scale, clip=clip, **known)
+        if config is not None and (record is None or isinstance(record, Recorder)):
+            raise ValueError(
+                "config= goes into the header of a run file that the callback makes: give its path "
+                "as record=, or give config= to the Recorder."
+            )
+        if record is not None and not isinstance(record, (str, os.PathLike, Recorder)):
+            raise TypeError(
+                "record must be a path such as 'runs/a.jsonl', a gradilocks.Recorder or None, got "
+                f"{type(record).__name__}."
+            )
+        self._scale, self._clip, self._options = scale, clip, options
+        self._record, self._config = record, config
+        self._log = _checked_names(log)
+        self._plugin: _TrainerPrecision | None = None
+
+    @property
+    def control(self) -> GradientControl | None:
+        """What controls the training that began last with this callback; None before one has."""
+        return None if self._plugin is None else self._plugin.control
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plugin": None}  # A copy serves another Trainer.
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Puts itself in front of the precision plugin, before the strategy asks for it."""
+        if stage != "fit":
+            return
+        if sum(isinstance(each, GradientControlCallback) for each in trainer.callbacks) > 1:
+            raise ValueError(
+                "the Trainer has more than one GradientControlCallback, and a step has one "
+                "decision. Give it one callback with the options of both."
+            )
+        plugin = trainer.strategy.precision_plugin
+        if not isinstance(plugin, _TrainerPrecision) or plugin.callback is not self:
+            native = plugin.native if isinstance(plugin, _TrainerPrecision) else plugin
+            plugin = in_front_of(native, _TrainerPrecision, used_by="GradientControlCallback")
+            plugin.callback, plugin.trainer, plugin.outcomes = self, trainer, {}
+        self.clip_for(trainer)  # Raises if there are two.
+        trainer.strategy.precision_plugin = self._plugin = plugin
+
+    def clip_for(self, trainer: Any) -> object:
+        """What bounds the steps of a Trainer whose module asks for nothing else."""
+        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        return self.agreed_clip(_clip_of(value, algorithm))
+
+    def agreed_clip(self, asked: object) -> object:
+        """What bounds a step: the callback's clip or the Trainer's; raises if they differ."""
+        mine = ClipByNorm(self._clip) if isinstance(self._clip, (int, float)) else self._clip
+        if mine is not None and asked is not None and mine != asked:
+            raise ValueError(
+                f"two clips: GradientControlCallback(clip={self._clip!r}) and {asked!r}, which "
+                "Trainer(gradient_clip_val=...) or self.clip_gradients(...) has asked for. Give "
+                "one of them."
+            )
+        return asked if mine is None else mine
+
+    def control_by(self, plugin: _TrainerPrecision, optimizers: Sequence[Any], model: Any) -> None:
+        """Makes the control over what the Trainer has made, and hands it to the plugin."""
+        trainer, scale = plugin.trainer, scale_for(self._scale, plugin.native)
+        control = GradientControl(
+            *optimizers,
+            model=model,
+            scale=scale,
+            clip=self.clip_for(trainer),
+            **{**self._options, **rank_options(self._options, trainer.strategy, [model])},
+        )
+        plugin.follow(control, scales=scale is not None)
+        plugin.clip = self.clip_for(trainer)
+
+    def record_by(self, control: GradientControl, trainer: Any, *, again: bool) -> None:
+        """Has a `fit` that begins recorded; one that goes on continues its file."""
+        if self._record is None or trainer.fast_dev_run or control.recorder is self._record:
+            return
+        if isinstance(self._record, Recorder):
+            control.attach(self._record)
+        else:
+            exists = "append" if again or trainer.ckpt_path else "refuse"
+            control.attach(self._record, self._config, exists=exists)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs the numbers of the steps that this batch has led to, which stay on the device."""
+        outcomes = {} if self._plugin is None else self._plugin.outcomes
+        if self._log and not trainer.barebones:
+            several = len(trainer.optimizers) > 1
+            for number, outcome in outcomes.items():
+                values, behind = outcome.tensors, f"-{number}" if several else ""
+                named = {name + behind: values[which].float() for which, name in self._log.items()}
+                pl_module.log_dict(named, on_step=True, on_epoch=False, batch_size=1)
+        outcomes.clear()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Closes the run file with what has ended the run."""
+        recorder = None if self.control is None else self.control.recorder
+        if recorder is not None:
+            recorder.__exit__(type(exception), exception, exception.__traceback__)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Closes the run file, if this callback has made it."""
+        recorder = None if self.control is None else self.control.recorder
+        if stage == "fit" and recorder is not None and recorder is not self._record:
+            recorder.close()
+
+
+class _TrainerPrecision(ControlledPrecision):
+    """What the Trainer asks of a precision plugin."""
+
+    callback: GradientControlCallback
+    trainer: Any
+    outcomes: dict[int, Outcome]
+    """By the number of the optimizer: what became of its last step in this batch."""
+    asked: dict[int, object]
+    """By its number too: the clip that was asked for since its last step."""
+    clip: object
+    looked_at: bool
+    """Whether somebody looks at gradients before the step, and is to see them without the scale."""
+    is_loaded = False
+    """Whether the checkpoint that is being loaded has told the control's own state."""
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        inner: Any = super()
+        model, optimizers, lr_schedulers = inner.connect(model, optimizers, lr_schedulers)
+        params = [p for each in optimizers for p in inner.main_params(each)]
+        # Without `configure_optimizers` there is an optimizer that has nothing to train.
+        if self.trainer.state.fn == "fit" and any(param.requires_grad for param in params):
+            control = self._begin(model, optimizers)
+            for config in lr_schedulers:
+                config.scheduler = control.scheduler(config.scheduler)
+        return model, optimizers, lr_schedulers
+
+    def _begin(self, model: Any, optimizers: list[Any]) -> GradientControl:
+        """The control of the `fit` that begins, over the optimizers that have been made for it."""
+        again, self.outcomes, self.asked = self.control is not None, {}, {}
+        if self.control is None:
+            self.callback.control_by(self, optimizers, model)
+            assert self.control is not None
+        else:
+            self.control.bind(*optimizers, model=model)
+        self.callback.record_by(self.control, self.trainer, again=again)
+        self.looked_at = _somebody_looks(self.trainer)
+        return self.control
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        inner: Any = super()
+        return inner.pre_backward(self.scaled(tensor), module)  # type: ignore[no-any-return]
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        inner: Any = super()
+        if self.control is None:
+            return inner.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if kwargs:
+            raise TypeError(
+                f"a GradientControl steps {type(optimizer).__name__}, and takes a closure alone; "
+                f"got {', '.join(kwargs)}."
+            )
+        before, result = self.control.outcome, None
+        if needs_closure(optimizer):
+
+            def evaluate() -> Any:
+                loss = closure()
+                self._before_step(optimizer, model)
+                return loss
+
+            self.step_by_control(optimizer, evaluate)
+        else:
+            result = closure()
+            if result is None and model.automatic_optimization and self.scaler is not None:
+                inner._after_closure(model, optimizer)  # There was no loss: as Lightning's own.
+                return None
+            self._before_step(optimizer, model)
+            self.step_by_control(optimizer)
+        outcome = self.control.outcome
+        if outcome is not None and outcome is not before:
+            self.outcomes[self._number(optimizer)] = outcome
+        return result
+
+    def _before_step(self, optimizer: Any, model: Any) -> None:
+        """Between backward and step: the hooks of callbacks and module, and what they ask for."""
+        assert self.control is not None
+        inner: Any = super()
+        if self.looked_at:
+            self.unscale_for(optimizer)
+        inner._after_closure(model, optimizer)
+        clip = self.callback.agreed_clip(self.asked.pop(self._number(optimizer), None))
+        if clip != self.clip:
+            self.control.set_clip(clip)
+            self.clip = clip
+
+    def clip_gradients(
+        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        inner: Any = super()
+        if self.control is None:
+            inner.clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+            return
+        asked = _clip_of(clip_val, gradient_clip_algorithm)
+        if asked is not None:
+            self.asked[self._number(optimizer)] = self.callback.agreed_clip(asked)
+
+    def _number(self, optimizer: Any) -> int:
+        """Which of the control's it is; by hand it is handed over in Lightning's wrapper."""
+        assert self.control is not None
+        wrapped = any(kind.__name__ == "LightningOptimizer" for kind in type(optimizer).__mro__)
+        bare = optimizer.optimizer if wrapped else optimizer
+        return next(n for n, each in enumerate(self.control.optimizers) if each is bare)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What Lightning's own plugin would save and can load: the scaler's."""
+        inner: Any = super()
+        saved: dict[str, Any] = inner.state_dict()
+        return saved if self.control is None else {k: saved[k] for k in _TORCHS if k in saved}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        inner: Any = super()
+        inner.on_save_checkpoint(checkpoint)
+        if self.control is not None:
+            checkpoint[_STATE] = self.control.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        inner: Any = super()
+        inner.on_load_checkpoint(checkpoint)
+        self.is_loaded = _STATE in checkpoint
+        if self._is_resuming and self.is_loaded:
+            self._load(checkpoint[_STATE])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # That of Lightning's own plugin: of use if the checkpoint was saved without us.
+        if self._is_resuming and not self.is_loaded and self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+    @property
+    def _is_resuming(self) -> bool:
+        """Whether a checkpoint is loaded to train on, and not to evaluate."""
+        return self.control is not None and self.trainer.state.fn == "fit"
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint; if it was saved with other policies, with what fits."""
+        assert self.control is not None
+        try:
+            self.control.load_state_dict(saved)
+        except BadState as error:
+            warnings.warn(
+                f"the checkpoint was saved with other options of GradientControlCallback: {error} "
+                "What they had learned is left out.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            mine = self.control.state_dict()[_STATE]
+            clip = {name: value for name, value in mine.items() if name.startswith("clip")}
+            rest = {n: v for n, v in saved[_STATE].items() if not n.startswith("clip")}
+            try:
+                self.control.load_state_dict({**saved, _STATE: {**rest, **clip}})
+            except BadState:
+                self.control.as_scaler().load_state_dict({k: saved[k] for k in _TORCHS})
+        # Options of the Trainer's are its user's to change; what has a memory is the checkpoint's.
+        if self.clip is None or isinstance(self.clip, (ClipByNorm, ClipByValue)):
+            self.control.set_clip(self.clip)
+
+
+def _clip_of(value: float | None, algorithm: Any) -> object:
+    """The clip policy that Lightning's two options ask for; None for none."""
+    if not value or value < 0:
+        return None
+    by_value = str(getattr(algorithm, "value", algorithm)) == "value"
+    return ClipByValue(value) if by_value else ClipByNorm(value)
+
+
+def _somebody_looks(trainer: Any) -> bool:
+    """Whether a callback or the module has a hook between backward and step."""
+    package = next(p for p in _packages() if isinstance(trainer, p.Trainer))
+    helpers = importlib.import_module(f"{package.__name__}.utilities.model_helpers")
+    module = trainer.lightning_module
+    if helpers.is_overridden("configure_gradient_clipping", module):
+        return True
+    hook = "on_before_optimizer_step"
+    return any(helpers.is_overridden(hook, each) for each in (module, *trainer.callbacks))
+
+
+def _checked_names(log: object) -> dict[str, str]:
+    """What is logged → under which name."""
+    if log is None or log is False:
+        return {}
+    if isinstance(log, str) or not isinstance(log, (Sequence, Mapping)):
+        raise TypeError(
+            "log must be a list of what to log, as ['norm', 'scale'], a mapping from these to "
+            f"names, or None, got {log!r}."
+        )
+    if not isinstance(log, Mapping):
+        log = {which: f"gradilocks/{which}" for which in log}
+    named = dict(log)
+    unknown = [which for which in named if which not in _LOGGABLE]
+    if unknown:
+        raise ValueError(f"log can have {', '.join(_LOGGABLE)}; got {unknown[0]!r}.")
+    return named
