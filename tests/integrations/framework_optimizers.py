@@ -1,4 +1,4 @@
-"""Optimizers as frameworks hand them out: in wrappers of Lightning, Fabric, Accelerate and ZeRO.
+"""Optimizers as frameworks hand them out: in the wrappers of Lightning, Accelerate and others.
 
 `WRAPPERS` has them by name, one around the other too; `in_a_container` is like torchtitan's, which
 is not installed here.
