@@ -914,7 +914,7 @@ class GradScaler(torch.amp.GradScaler):
     def _tell_what_is_held(self, told: Step) -> None:
         """What a journal wants to know of a step before it begins."""
         params = list(told.parameters())
-        told.order = float(self._engines.clip.order) if self._clips else 2.0
+        told.order = self._engines.clip.order if self._clips else 2.0
         told.of_rank = has_other_ranks() and (
             self._process_group is not None
             or any_distributed(params)
