@@ -219,7 +219,7 @@ class Scheduler:
         return getattr(self._scheduler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the scheduler holds is set there: Accelerate adds to `_step_count` by itself."""
+        """What the scheduler holds is set there, as Accelerate does with `_step_count`."""
         inner = self.__dict__.get("_scheduler")
         if name not in _OWN and name in getattr(inner, "__dict__", ()):
             setattr(inner, name, value)
