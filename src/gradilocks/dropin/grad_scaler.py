@@ -919,12 +919,12 @@ class GradScaler(torch.amp.GradScaler):
     def _has_no_gradients(self) -> bool:
         """Whether no optimizer that was met has a gradient; False if none was met."""
         met = [o for ref, _ in list(self._engines.known.values()) if (o := ref()) is not None]
-        return bool(met) and all(param.grad is None for param in every_parameter(met))
+        return len(met) > 0 and all(param.grad is None for param in every_parameter(met))
 
     def _tell_what_is_held(self, told: Step) -> None:
         """What a journal wants to know of a step before it begins."""
         params = list(told.parameters())
-        told.order = float(self._engines.clip.order) if self._clips else 2.0
+        told.order = self._engines.clip.order if self._clips else 2.0
         told.of_rank = has_other_ranks() and (
             self._process_group is not None
             or any_distributed(params)
@@ -1199,7 +1199,7 @@ def _wide(number: Tensor | float, home: torch.device) -> Tensor:
     """A number as a row of ROW has it."""
     if isinstance(number, Tensor):
         return moved(number.reshape(()), home).to(wide(home))
-    return torch.full((), float(number), dtype=wide(home), device=home)
+    return torch.full((), number, dtype=wide(home), device=home)
 
 
 def _larger(before: Tensor | None, now: Tensor) -> Tensor:
