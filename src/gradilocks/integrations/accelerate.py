@@ -58,7 +58,7 @@ def take_control(
         record: a path for a run file, a Recorder, or None.
         config: with a path as `record`, what its header is to tell of how the run was made.
         adopt: whether torch's Adam, AdamW and SGD become those of `gradilocks.optim` when they are
-            prepared.
+            prepared; another optimizer raises TypeError then.
         settings: whatever else `GradientControl` takes, as `on_nonfinite="raise"`.
 
     Returns:
