@@ -1,6 +1,11 @@
 """Tests with fastai, timm, Ignite and torchtitan: `make test-frameworks`."""
 
+import warnings
 from pathlib import Path
+
+with warnings.catch_warnings():  # It uses what torch deprecates, at its import too.
+    warnings.simplefilter("ignore")
+    import fastai.basics  # noqa: F401
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 """To be on the path where timm is imported: a torchvision, which is not installed."""

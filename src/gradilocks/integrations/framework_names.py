@@ -55,5 +55,10 @@ FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
             "the step by which it sees that one was taken, made anew likewise"
         ),
     },
+    "fastai": {
+        "fastai.learner.Learner._step": (
+            "what steps the optimizer between before_step and after_step, where the control does it"
+        ),
+    },
 }
 """By framework: dotted name to what it is read for."""
