@@ -624,15 +624,11 @@ class GradientControl:
         gradients, model_ranks = whole._find([True] * len(whole._optimizers))
         whole._asked_ahead = True
         try:
-            verdict = whole._engine.decide(
-                gradients,
-                unscaled=whole._order.unscaled,
-                model_ranks=model_ranks,
-                on_device=False,
+            return whole._engine.norm(
+                gradients, unscaled=whole._order.unscaled, model_ranks=model_ranks
             )
         finally:
             gradients.release()
-        return verdict.outcome.tensors["norm"].float()
 
     @property
     def outcome(self) -> Outcome | None:
@@ -878,6 +874,7 @@ class GradientControl:
                 self._parts[id(optimizer)] = self._part_of(optimizer)
         part = self._parts[id(mine)]
         part._engine.follow(self._engine.state)
+        part._engine.losses = copy.copy(self._engine.losses)
         return part
 
     def _meet(self, optimizer: Any) -> None:
@@ -938,9 +935,6 @@ class GradientControl:
     def _step_apart(self, part: GradientControl, closure: Callable[[], Tensor] | None) -> Outcome:
         """A step of one optimizer alone."""
         part._order.check_leftovers(parameter_list(part._optimizers))
-        losses = self._engine.losses
-        part._engine.losses = copy.copy(losses)
-        part._engine.losses.adds_up = losses.adds_up
         try:
             return part._step_by(self, closure)
         finally:

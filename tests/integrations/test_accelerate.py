@@ -1,8 +1,4 @@
-"""Accelerate's loop under `take_control`, beside the same loop with its own scaler and clip.
-
-On a CPU Accelerate makes no scaler for float16. The one that it makes on a GPU is put in its place,
-`torch.amp.GradScaler`, with its own autocast in float16, in both arms alike.
-"""
+"""Accelerate's loop under `take_control`, beside the same loop with its own scaler and clip."""
 
 from __future__ import annotations
 
@@ -28,19 +24,14 @@ from tests.scripts import serving
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import GradScalerKwargs  # noqa: E402
 
 from gradilocks.integrations.accelerate import take_control  # noqa: E402
+from tests.integrations.accelerate_on_cpu import forget, use_float16  # noqa: E402
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 each_precision = pytest.mark.parametrize("precision", PRECISIONS)
-
-
-def forget():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +52,7 @@ def new(precision="fp32", accumulate=1, kind=Accelerator, **settings):
         **settings,
     )
     if precision == "fp16":
-        made.state._mixed_precision = "fp16"
-        made.native_amp = True
-        numbers = made.scaler_handler.to_kwargs() if made.scaler_handler is not None else {}
-        made.scaler = torch.amp.GradScaler("cpu", **numbers)
+        use_float16(made)
     return made
 
 

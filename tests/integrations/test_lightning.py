@@ -7,8 +7,11 @@ mixed precision) it is torch's loop by hand. On a CPU the plugin of 16-mixed has
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import pickle
+import signal
+import sys
 
 import pytest
 import torch
@@ -20,9 +23,11 @@ from gradilocks import (
     GradientControl,
     GradScaler,
     HeadroomScale,
+    Recorder,
     ZScoreClip,
+    read_run,
 )
-from gradilocks.errors import NonFiniteGradient
+from gradilocks.errors import BadRunFile, MissingPackage, NonFiniteGradient
 from tests.integrations import task
 from tests.integrations.lightning_task import (
     PRECISIONS,
@@ -835,3 +840,204 @@ def test_the_learning_rate_finder_leaves_no_trace():
     fitted(pl, native, plugins=[half(pl)])
     assert callback.control.scale == 2.0**15
     assert task.same(task.weights(module), task.weights(native))
+
+
+# --- the run file ---------------------------------------------------------------------------------
+
+
+@each_optimizer
+@each_precision
+@each_accumulation
+def test_the_run_file_has_every_step_its_loss_the_skip_and_the_culprit(
+    optimizer, precision, accumulate, tmp_path
+):
+    callback = GradientControlCallback(clip=CLIP, record=tmp_path / "run.jsonl")
+    outcomes, module = Outcomes(callback), Lit(optimizer)
+    fitted(
+        pl, module, **precision_of(pl, precision), callbacks=[callback, outcomes],
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    run = read_run(tmp_path / "run.jsonl")
+    losses = torch.tensor(module.losses).view(task.STEPS, accumulate).mean(1)
+    assert [step.step for step in run.steps] == list(range(1, task.STEPS + 1))
+    assert [step.loss for step in run.steps] == pytest.approx(losses.tolist())
+    assert [step.skipped for step in run.steps] == [k == task.BAD for k in range(task.STEPS)]
+    assert [c.name for step in run.steps for c in step.culprits] == [CULPRIT]
+    assert [step.norm for step in run.steps if not step.skipped] == [
+        each.norm for each in outcomes.read if not each.skipped
+    ]
+    assert run.end.status == "finished"
+    assert not callback.control.recorder.recording
+
+
+def test_recording_and_logging_change_no_bit(tmp_path):
+    plain, recorded = Lit("fused adamw"), Lit("fused adamw")
+    fitted(pl, plain, plugins=[half(pl)], callbacks=[GradientControlCallback(log=None)])
+    callback = GradientControlCallback(record=tmp_path / "run.jsonl", config={"lr": 0.01})
+    fitted(pl, recorded, plugins=[half(pl)], callbacks=[callback])
+    assert task.same(task.weights(plain), task.weights(recorded))
+    assert read_run(tmp_path / "run.jsonl").header.config == {"lr": 0.01}
+
+
+def test_a_resumed_run_continues_its_file_at_the_checkpoints_step(tmp_path):
+    record, settings = tmp_path / "run.jsonl", {"plugins": [half(pl)], "data": Resumable()}
+    saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="stopped", every_n_train_steps=3)
+    trained(
+        Lit(), callback=GradientControlCallback(record=record), extra=[saving], max_steps=5,
+        enable_checkpointing=True, **settings,
+    )  # fmt: skip
+    resumed = GradientControlCallback(record=record)
+    trained(
+        Lit(), callback=resumed, plugins=[half(pl)], data=Resumable(),
+        ckpt_path=tmp_path / "stopped.ckpt",
+    )  # fmt: skip
+    run = read_run(record)
+    assert [step.step for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    assert [step.step for step in run.superseded] == [4, 5]
+
+
+def test_fitted_again_the_file_goes_on(tmp_path):
+    callback, module = GradientControlCallback(record=tmp_path / "run.jsonl"), Lit()
+    trainer = fitted(pl, module, plugins=[half(pl)], callbacks=[callback])
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader())
+    run = read_run(tmp_path / "run.jsonl")
+    assert [step.step for step in run.steps] == list(range(1, 2 * task.STEPS + 1))
+    assert run.end.status == "finished"
+
+
+def test_a_file_that_is_there_is_not_overwritten_by_another_run(tmp_path):
+    record = tmp_path / "run.jsonl"
+    fitted(pl, Lit(), plugins=[half(pl)], callbacks=[GradientControlCallback(record=record)])
+    before = record.read_bytes()
+    with pytest.raises(BadRunFile, match="exists already"):
+        fitted(pl, Lit(), plugins=[half(pl)], callbacks=[GradientControlCallback(record=record)])
+    assert record.read_bytes() == before
+
+
+def test_a_fast_dev_run_writes_no_file(tmp_path):
+    record = tmp_path / "run.jsonl"
+    callback = GradientControlCallback(record=record)
+    fitted(pl, Lit(), plugins=[half(pl)], callbacks=[callback], fast_dev_run=2)
+    assert callback.control.outcome.step == 2
+    assert not record.exists()
+
+
+def raising(error):
+    def training_step(self, batch, index):
+        if index == 4:
+            raise error
+        return self.net(batch[0]).mean()
+
+    return module_of(pl, training_step=training_step)()
+
+
+def test_an_exception_closes_the_file_as_an_error(tmp_path):
+    callback = GradientControlCallback(record=tmp_path / "run.jsonl")
+    with pytest.raises(ZeroDivisionError):
+        fitted(pl, raising(ZeroDivisionError("by hand")), plugins=[half(pl)], callbacks=[callback])
+    run = read_run(tmp_path / "run.jsonl")
+    assert (run.end.status, len(run.steps)) == ("error", 4)
+    assert "ZeroDivisionError: by hand" in run.end.error
+
+
+def test_ctrl_c_closes_the_file_as_interrupted(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    callback = GradientControlCallback(record=tmp_path / "run.jsonl")
+    try:
+        with pytest.raises(SystemExit):
+            fitted(pl, raising(KeyboardInterrupt()), plugins=[half(pl)], callbacks=[callback])
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning has it ignored from then on.
+    run = read_run(tmp_path / "run.jsonl")
+    assert (run.end.status, len(run.steps)) == ("interrupted", 4)
+
+
+def test_a_recorder_of_the_users_own_stays_open(tmp_path):
+    with Recorder(tmp_path / "run.jsonl") as recorder:
+        callback = GradientControlCallback(record=recorder)
+        trainer = fitted(pl, Lit(), plugins=[half(pl)], callbacks=[callback])
+        assert recorder.recording
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(trainer.lightning_module, loader())
+        recorder.log(test_loss=0.5)
+    run = read_run(tmp_path / "run.jsonl")
+    assert [step.step for step in run.steps] == list(range(1, 2 * task.STEPS + 1))
+
+
+def test_two_optimizers_are_recorded_each_by_itself(tmp_path):
+    callback = GradientControlCallback(record=tmp_path / "run.jsonl")
+    fitted(pl, Gan("fused adamw"), plugins=[half(pl)], callbacks=[callback])
+    run = read_run(tmp_path / "run.jsonl")
+    skipped = {number: [] for number in (0, 1)}
+    for step in run.steps:
+        skipped[step.optimizer].append(step.skipped)
+    assert skipped == {0: [False] * 6, 1: [False, True, False]}
+    culprits = [c.name for step in run.steps for c in step.culprits]
+    assert culprits == [f"critic.{task.CULPRIT}"]
+
+
+def test_the_first_bad_step_is_kept(tmp_path):
+    callback = GradientControlCallback(keep_bad_step=tmp_path / "bad.pt")
+    fitted(pl, Lit(), plugins=[half(pl)], callbacks=[callback])
+    assert (tmp_path / "bad.pt").exists()
+
+
+# --- both packages --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other():
+    return pytest.importorskip("pytorch_lightning", reason="pytorch-lightning is not installed")
+
+
+def imported_anew():
+    """The module of the callback, as a process imports it that has imported what is there now."""
+    spec = importlib.util.find_spec("gradilocks.integrations.lightning")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def trained_by(package, callback):
+    ours, native = module_of(package)("fused adamw"), module_of(package)("fused adamw")
+    fitted(package, native, plugins=[half(package)])
+    trainer = fitted(package, ours, plugins=[half(package)], callbacks=callback)
+    assert task.same(task.weights(ours), task.weights(native))
+    assert trainer.callback_metrics["gradilocks/scale"] == 2.0**15
+
+
+def test_the_other_package_alone_is_enough(other, monkeypatch):
+    monkeypatch.delitem(sys.modules, "lightning.pytorch")
+    made = imported_anew().GradientControlCallback()
+    assert isinstance(made, other.Callback)
+    assert not isinstance(made, pl.Callback)
+    trained_by(other, made)  # Not in a list: Lightning looks whether it is a callback of its own.
+
+
+def test_where_nobody_has_imported_lightning_yet_either_may_come(other, monkeypatch):
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(
+        importlib,
+        "import_module",
+        lambda name: {"lightning.pytorch": pl, "pytorch_lightning": other}[name],
+    )
+    kind = imported_anew().GradientControlCallback
+    monkeypatch.undo()
+    for package in (pl, other):
+        assert isinstance(kind(), package.Callback)
+        trained_by(package, kind())
+
+
+def test_a_callback_of_the_one_serves_the_trainer_of_the_other(other):
+    trained_by(other, [GradientControlCallback()])
+
+
+def test_without_lightning_the_way_out_is_named(monkeypatch):
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    spec = importlib.util.find_spec("gradilocks.integrations.lightning")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(MissingPackage, match="pip install lightning"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

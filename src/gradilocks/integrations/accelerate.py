@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks import ClipByNorm, GradientControl, Outcome, optim
+from gradilocks import ClipByNorm, DynamicScale, GradientControl, Outcome, optim
 from gradilocks.errors import MissingPackage
 
 try:
@@ -74,17 +74,9 @@ def take_control(
         >>> model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     """
     _refuse_unfit(accelerator)
-    before = accelerator.scaler
-    scales = before is not None and before.is_enabled()
-    control = GradientControl(
-        scale=("dynamic" if scales else None) if scale == "auto" else scale,
-        clip=clip,
-        record=record,
-        config=config,
-        **settings,
-    )
-    if scale == "auto" and scales:
-        control.load_state_dict(before.state_dict())
+    if scale == "auto":
+        scale = _scale_of(accelerator.scaler)
+    control = GradientControl(scale=scale, clip=clip, record=record, config=config, **settings)
     kind = type(accelerator)
     if kind is Accelerator:
         accelerator.__class__ = ControlledAccelerator
@@ -92,6 +84,18 @@ def take_control(
         accelerator.__class__ = type(kind.__name__, (ControlledAccelerator, kind), {})
     accelerator.begin_control(control, clip=clip, adopt=adopt)
     return control
+
+
+def _scale_of(scaler: Any) -> DynamicScale | None:
+    """The rule of the scaler that Accelerate has made, if it has."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return DynamicScale(
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+    )
 
 
 def _refuse_unfit(accelerator: Any) -> None:
@@ -132,6 +136,7 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
 
     gradient_control: GradientControl
     """What `take_control` has returned."""
+    scaler: Any
 
     def begin_control(self, control: GradientControl, *, clip: object, adopt: bool) -> None:
         """For `take_control`: what it was told."""
@@ -405,6 +410,7 @@ class ControlledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 class ControlledScheduler(AcceleratedScheduler):  # type: ignore[misc]
     """A prepared schedule that waits for skipped steps without reading whether they were."""
 
+    optimizers: list[Any]
     _gate: Any = None
 
     def wait_for(self, control: GradientControl) -> None:

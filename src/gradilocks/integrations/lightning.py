@@ -210,6 +210,8 @@ class _TrainerPrecision(ControlledPrecision):
     clip: object
     looked_at: bool
     """Whether somebody looks at gradients before the step, and is to see them without the scale."""
+    _after_closure: Callable[[Any, Any], None]
+    """Lightning's own: calls the hooks between backward and step, and asks for the clip."""
     is_loaded = False
     """Whether the checkpoint that is being loaded has told the control's own state."""
 
@@ -263,7 +265,7 @@ class _TrainerPrecision(ControlledPrecision):
         else:
             result = closure()
             if result is None and model.automatic_optimization and self.scaler is not None:
-                inner._after_closure(model, optimizer)  # There was no loss: as Lightning's own.
+                self._after_closure(model, optimizer)  # There was no loss: as Lightning's own.
                 return None
             self._before_step(optimizer, model)
             self.step_by_control(optimizer)
@@ -275,10 +277,9 @@ class _TrainerPrecision(ControlledPrecision):
     def _before_step(self, optimizer: Any, model: Any) -> None:
         """Between backward and step: the hooks of callbacks and module, and what they ask for."""
         assert self.control is not None
-        inner: Any = super()
         if self.looked_at:
             self.unscale_for(optimizer)
-        inner._after_closure(model, optimizer)
+        self._after_closure(model, optimizer)
         clip = self.callback.agreed_clip(self.asked.pop(self._number(optimizer), None))
         if clip != self.clip:
             self.control.set_clip(clip)
@@ -367,11 +368,13 @@ def _somebody_looks(trainer: Any) -> bool:
     """Whether a callback or the module has a hook between backward and step."""
     package = next(p for p in _packages() if isinstance(trainer, p.Trainer))
     helpers = importlib.import_module(f"{package.__name__}.utilities.model_helpers")
-    module = trainer.lightning_module
-    if helpers.is_overridden("configure_gradient_clipping", module):
-        return True
-    hook = "on_before_optimizer_step"
-    return any(helpers.is_overridden(hook, each) for each in (module, *trainer.callbacks))
+    hook, module = "on_before_optimizer_step", trainer.lightning_module
+    others = [each for each in trainer.callbacks if not isinstance(each, GradientControlCallback)]
+    return (
+        helpers.is_overridden("configure_gradient_clipping", module, package.LightningModule)
+        or helpers.is_overridden(hook, module, package.LightningModule)
+        or any(helpers.is_overridden(hook, each, package.Callback) for each in others)
+    )
 
 
 def _checked_names(log: object) -> dict[str, str]:

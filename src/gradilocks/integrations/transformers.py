@@ -77,6 +77,7 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         self._record, self._config = record, config
         self._trainer: Any = None
         self._start: dict[str, Any] = {}
+        self._scales = False
         self._has_recorded = False
         # Of steps that the Trainer has not logged yet: bounded, for one that never logs.
         self._outcomes: deque[Outcome] = deque(maxlen=1000)
@@ -114,6 +115,13 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
                     "it keeps. Make another one for the other Trainer."
                 )
             return
+        rivals = [
+            each for each in trainer.callback_handler.callbacks if isinstance(each, type(self))
+        ]
+        if len(rivals) > 1:
+            raise ValueError(
+                f"a Trainer has one GradientControlCallback, and this one was given {len(rivals)}."
+            )
         self.control = take_control(
             trainer.accelerator,
             clip=self._resolved_clip(trainer.args),
@@ -122,6 +130,9 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             **self._settings,
         )
         self._trainer = trainer
+        self._scales = (
+            trainer.accelerator.had_scaler if self._scale == "auto" else bool(self._scale)
+        )
         self._start = self.control.state_dict()
 
     def _resolved_clip(self, args: Any) -> object:
@@ -190,7 +201,7 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         skipped = torch.stack([each["skipped"] for each in told]).tolist()
         clipped = torch.stack([each["clipped"] for each in told]).tolist()
         numbers: dict[str, float] = {"grad_norm": outcomes[-1].norm}
-        if outcomes[-1].scale != 1.0:
+        if self._scales:
             numbers["loss_scale"] = outcomes[-1].scale
         numbers["skipped_steps"], numbers["clipped_steps"] = sum(skipped), sum(clipped)
         reasons = [o.describe() for o, skip in zip(outcomes, skipped, strict=True) if skip]
@@ -210,6 +221,7 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
     one, the defaults.
     """
 
+    lr_scheduler: Any
     _gate: Any = None
     _logs_itself = False
     _has_logged = False
@@ -222,18 +234,15 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
         return control
 
     def _control_callback(self) -> GradientControlCallback:
-        found = [
-            each
-            for each in self.callback_handler.callbacks
-            if isinstance(each, GradientControlCallback)
-        ]
-        if len(found) > 1:
-            raise ValueError("a Trainer has one GradientControlCallback, and this one has several.")
-        if not found:
-            self.add_callback(GradientControlCallback())
-            return self._control_callback()
-        found[0].take(self)
-        return found[0]
+        callbacks = self.callback_handler.callbacks
+        found = next(
+            (each for each in callbacks if isinstance(each, GradientControlCallback)), None
+        )
+        if found is None:
+            found = GradientControlCallback()
+            self.add_callback(found)
+        found.take(self)
+        return found
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a run file ends with it, as "error" if it raises."""

@@ -462,6 +462,23 @@ class Engine:
         )
         return Verdict(decision, outcome, record, False, lesson, unscaled, together)
 
+    def norm(
+        self, gradients: Gradients, *, unscaled: bool, model_ranks: ModelRanks | None
+    ) -> Tensor:
+        """The norm of the true gradients, float32 and 0-d; decides nothing.
+
+        Args:
+            gradients, unscaled, model_ranks: as in `decide`.
+        """
+        home, order = self.state.scale.device, float(self.clip_policy.order)
+        if model_ranks is not None:  # As ranks that decide: they compare what they know there.
+            verdict = self.decide(
+                gradients, unscaled=unscaled, model_ranks=model_ranks, on_device=False
+            )
+            return verdict.outcome.tensors["norm"].float()
+        found = measure_all(gradients, home=home, order=order).norm
+        return (found if unscaled or not self.scales else found / self.state.scale).float()
+
     def _seen_over_ranks(
         self,
         mine: Seen,

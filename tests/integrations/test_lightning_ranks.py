@@ -1,0 +1,82 @@
+"""Two ranks under Lightning's and Fabric's strategies, beside one process by torch alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations import task
+from tests.ranks.rank_programs import run_all
+
+pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+from tests.integrations import lightning_ranks
+
+PROGRAMS = [
+    lightning_ranks.ddp,
+    lightning_ranks.fsdp2,
+    lightning_ranks.fabric_ddp,
+    lightning_ranks.fabric_fsdp2,
+]
+each_program = pytest.mark.parametrize("program", [each.__name__ for each in PROGRAMS])
+RESUMED = [lightning_ranks.ddp_resumed, lightning_ranks.fsdp2_resumed]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    return run_all([*PROGRAMS, *RESUMED], tmp_path_factory.mktemp("ranks"))
+
+
+def by_one_process():
+    """The weights and the losses of the same training, where the bad step is left out."""
+    model = task.Network()
+    optimizer, losses = task.OPTIMIZERS["fused adamw"](model.parameters()), []
+    for step, batch in enumerate(task.batches(bad=None)):
+        optimizer.zero_grad()
+        loss = model(batch).mean()
+        loss.backward()
+        losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), lightning_ranks.CLIP)
+        if step != task.BAD:
+            optimizer.step()
+    return task.weights(model), losses
+
+
+@each_program
+def test_ranks_end_with_the_same_weights_as_one_process(told, program):
+    first, second = told[program]
+    assert task.same(first["weights"], second["weights"])
+    assert first["state"] == second["state"]
+    assert first["state"]["scale"] == 2.0**15
+    expected, _ = by_one_process()
+    torch.testing.assert_close(first["weights"], expected, rtol=1e-5, atol=1e-6)
+
+
+@each_program
+def test_ranks_write_one_run_file(told, program):
+    (steps, status), other = (each["run"] for each in told[program])
+    assert (steps, status) == other
+    assert status == "finished"
+    if program.endswith("fsdp2"):  # Data-parallel ranks tell each other their losses later on.
+        _, losses = by_one_process()
+        assert [loss for loss, _, _ in steps] == pytest.approx(losses, rel=1e-5)
+    assert [skipped for _, skipped, _ in steps] == [k == task.BAD for k in range(task.STEPS)]
+    prefix = "" if program.startswith("fabric") else "net."
+    rank = " on rank 1" if program.endswith("fsdp2") else ""
+    assert [n for _, _, names in steps for n in names] == [f"{prefix}{task.CULPRIT}{rank}"]
+
+
+@pytest.mark.parametrize("program", ["ddp", "fsdp2"])
+def test_ranks_in_half_precision_decide_alike(told, program):
+    first, second = told[program]
+    assert task.same(first["half weights"], second["half weights"])
+    assert first["half state"] == second["half state"]
+    assert first["half state"]["scale"] == 2.0**15
+
+
+@pytest.mark.parametrize("program", [each.__name__ for each in RESUMED])
+def test_ranks_that_are_resumed_go_on_bit_for_bit(told, program):
+    for each in told[program]:
+        (weights, state), (resumed, state_resumed) = each["whole"], each["resumed"]
+        assert task.same(resumed, weights)
+        assert state_resumed == state
