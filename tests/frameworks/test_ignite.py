@@ -64,7 +64,8 @@ def test_clip_record_and_schedule_are_those_of_a_plain_loop(kind, accumulate, tm
     model, optimizer, control = made(kind, clip=0.05, record=tmp_path / "a.jsonl")
     scheduler = control.scheduler(torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5))
     trainer = trainer_of(model, optimizer, control.as_scaler(), accumulate)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=accumulate), scheduler.step)
+    # Not `scheduler.step` itself: Ignite would hand it the engine.
+    trainer.on(Events.ITERATION_COMPLETED(every=accumulate))(lambda: scheduler.step())
     trainer.run(loader(accumulate))
     control.recorder.close()
     case = {
@@ -101,7 +102,7 @@ def test_a_checkpoint_of_ignites_goes_on_to_the_bit(kind, tmp_path):
 
 
 def test_a_step_of_ones_own_needs_no_amp():
-    model, optimizer, control = made("sgd", scale=None, clip=0.05)
+    model, _, control = made("sgd", scale=None, clip=0.05)
     norms = []
 
     def train_step(engine, batch):
