@@ -75,6 +75,11 @@ FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
             "whom it asks, and waits for, whether a step was skipped"
         ),
     },
+    "fastai": {
+        "fastai.learner.Learner._step": (
+            "what steps the optimizer between before_step and after_step, where the control does it"
+        ),
+    },
     "transformers": {
         "transformers.trainer.Trainer._clip_grad_norm": "clips nothing: the control does",
         "transformers.trainer.Trainer._get_grad_norm": "the control's norm, before the step",
