@@ -241,6 +241,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         self._policy = _scale_policy(policy)
         self._clips = clip is not None
+        self._told_of_clips: set[str] = set()
         clip_policy = NoClip() if clip is None else resolve_clip(clip)
         self._engines = OptimizerEngines(self._policy, clip_policy, model)
         self._scale_state: ScaleState | None = None
@@ -312,6 +313,8 @@ class GradScaler(torch.amp.GradScaler):
     @eager
     def unscale_(self, optimizer: Any) -> None:
         """Divides the optimizer's gradients by the scale, looking for NaN and Inf on the way."""
+        if self._enabled and self._clips:
+            self._now.guard.will_clip(self._engines.clip, self._told_of_clips)
         super().unscale_(optimizer)
 
     @eager
