@@ -385,6 +385,34 @@ def test_a_bound_of_infinity_measures_and_clips_nothing(clip):
     assert ours.norms[-1] == control.outcome.norm
 
 
+@pytest.mark.parametrize("clip", [None, 0.04, ClipByNorm(0.04, order=1.0)])
+def test_a_norm_of_another_order_or_of_some_parameters_is_measured_too(clip):
+    accelerator = new("fp16")
+    take_control(accelerator, clip=clip)
+    model = Network()
+    model, optimizer = accelerator.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+    accelerator.backward(model(batches(bad=None)[0]).mean())
+    for params in (list(model.parameters()), list(model.head.parameters())):
+        for order in (1, 2, math.inf):
+            norm = accelerator.clip_grad_norm_(params, math.inf, norm_type=order)
+            grads = torch.cat([p.grad.flatten() for p in params])
+            assert norm.item() == pytest.approx(grads.norm(order).item(), rel=1e-6)
+    before = [p.grad.clone() for p in model.parameters()]
+    assert same([p.grad for p in model.parameters()], before)
+    optimizer.step()
+
+
+def test_a_model_that_is_prepared_to_be_evaluated_changes_nothing(monkeypatch):
+    accelerator = new("fp16")
+    control = take_control(accelerator)
+    training = Training(accelerator, OPTIMIZERS["sgd"]).run(batches()[:3])
+    monkeypatch.setattr(control, "bind", lambda *args, **settings: pytest.fail("bound again"))
+    accelerator.prepare(nn.Linear(2, 1))
+    training.run(batches()[3:])
+    expected = trained(new("fp16"), OPTIMIZERS["sgd"], precision="fp16")
+    assert same(training.weights, expected.weights)
+
+
 def test_a_step_without_a_call_of_clip_is_not_clipped():
     """Some loops clip only at first, or now and then."""
 

@@ -261,6 +261,22 @@ class GradScaler(torch.amp.GradScaler):
         if record is not None:
             self._begin_record(record, config)
 
+    @property
+    def model(self) -> nn.Module | Mapping[str, nn.Module] | None:
+        """The module that names the parameters.
+
+        It stays behind when the scaler is pickled, as for a process that was spawned, and may be
+        set there again: then it must have the same parameters. Without it, parameters are named
+        where their shape tells which ones they are; a clip that needs a name that cannot be told
+        raises ValueError at the first step.
+        """
+        return self._model
+
+    @model.setter
+    def model(self, model: nn.Module | Mapping[str, nn.Module] | None) -> None:
+        self._engines.take_model(model)
+        self._model = model
+
     # The contract of torch.amp.GradScaler.
 
     @property
@@ -485,12 +501,6 @@ class GradScaler(torch.amp.GradScaler):
             raise TypeError(
                 "a GradScaler with a process_group cannot be pickled: the group belongs to this "
                 "process, and without it the ranks would stop agreeing. Save state_dict() instead."
-            )
-        if self._model is not None and self._clips and self._engines.goes_by_names:
-            raise TypeError(
-                f"a GradScaler with model= and clip={self._engines.clip.policy_name}(...) "
-                "cannot be pickled: the model stays behind, and the policy goes by its names. Save "
-                "state_dict() instead."
             )
         state: dict[str, Any] = super().__getstate__()
         state.update(_model=None, _outcome=None, _now=None, _events=None)
