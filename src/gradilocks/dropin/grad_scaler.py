@@ -506,12 +506,12 @@ class GradScaler(torch.amp.GradScaler):
                 "process, and without it the ranks would stop agreeing. Save state_dict() instead."
             )
         state: dict[str, Any] = super().__getstate__()
-        state.update(_model=None, _outcome=None, _now=None)
+        state.update(_model=None, _outcome=None, _now=None, _events=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._now = _SinceUpdate()
+        self._now, self._events = _SinceUpdate(), StepEvents(EVENTS)
 
     def __copy__(self) -> GradScaler:
         """Shares the model and the process group; steps of its own from here on."""
