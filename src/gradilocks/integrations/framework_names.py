@@ -66,7 +66,6 @@ FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
         ),
         "accelerate.Accelerator()._optimizers": "which optimizers a control is bound to",
         "accelerate.Accelerator()._models": "whose parameters they are, for their names",
-        "accelerate.Accelerator()._schedulers": "which schedules wait for skipped steps",
         "accelerate.Accelerator().scaler": "the place of the control's scaler; not documented",
         "accelerate.scheduler.AcceleratedScheduler().optimizers": (
             "whom it asks, and waits for, whether a step was skipped"
