@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gradilocks import ClipByNorm, HeadroomScale, Outcome, Recorder, ZScoreClip, read_run
+from gradilocks.optim import AdamW
 from tests.integrations.task import (
     BAD,
     CULPRIT,
