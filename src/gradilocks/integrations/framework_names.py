@@ -73,7 +73,7 @@ FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
     },
     "transformers": {
         "transformers.trainer.Trainer._clip_grad_norm": "clips nothing: the control does",
-        "transformers.trainer.Trainer._get_grad_norm": "the control's norm, before the step",
+        "transformers.trainer.Trainer._get_grad_norm": "unscales for callbacks",
         "transformers.trainer.Trainer._get_learning_rate": (
             "the last that is asked for before the schedule is stepped"
         ),
