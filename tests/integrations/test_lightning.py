@@ -314,6 +314,34 @@ def test_what_is_logged_can_be_chosen_named_and_switched_off():
         GradientControlCallback(log="norm")
 
 
+def test_loggers_that_are_told_now_and_then_hear_of_every_skip():
+    kept, callback = Kept(), GradientControlCallback()
+    fitted(pl, Lit(), plugins=[half(pl)], callbacks=[callback], logger=kept, log_every_n_steps=2)
+    told = [each for each in kept.told if "gradilocks/norm" in each]
+    assert [each["gradilocks/skipped"] for each in told] == [0, 1, 0]
+    assert told[-1]["gradilocks/norm"] == callback.control.outcome.norm
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_steps": 5}, {"log_every_n_steps": 4}])
+def test_when_training_ends_the_metrics_are_those_of_the_last_step(settings):
+    callback = GradientControlCallback()
+    trainer = fitted(pl, Lit(), plugins=[half(pl)], callbacks=[callback], **settings)
+    assert trainer.callback_metrics["gradilocks/norm"].item() == callback.control.outcome.norm
+
+
+def test_a_number_that_is_monitored_is_there_at_every_step():
+    seen = []
+
+    class Watching(pl.callbacks.EarlyStopping):
+        def on_train_batch_end(self, trainer, *_):
+            seen.append(trainer.callback_metrics["gradilocks/norm"].item())
+
+    callback = GradientControlCallback()
+    outcomes, watching = Outcomes(callback), Watching("gradilocks/norm", check_finite=False)
+    fitted(pl, Lit(), plugins=[half(pl)], callbacks=[callback, watching, outcomes])
+    assert seen == [each.norm for each in outcomes.read]
+
+
 def test_logging_reads_nothing_from_the_device_at_a_step(monkeypatch):
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__", "numpy", "cpu"):

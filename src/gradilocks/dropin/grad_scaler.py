@@ -261,6 +261,22 @@ class GradScaler(torch.amp.GradScaler):
         if record is not None:
             self._begin_record(record, config)
 
+    @property
+    def model(self) -> nn.Module | Mapping[str, nn.Module] | None:
+        """The module that names the parameters.
+
+        It stays behind when the scaler is pickled, as for a process that was spawned, and may be
+        set there again: then it must have the same parameters. Without it, parameters are named
+        where their shape tells which ones they are; a clip that needs a name that cannot be told
+        raises ValueError at the first step.
+        """
+        return self._model
+
+    @model.setter
+    def model(self, model: nn.Module | Mapping[str, nn.Module] | None) -> None:
+        self._engines.take_model(model)
+        self._model = model
+
     # The contract of torch.amp.GradScaler.
 
     @property
@@ -485,12 +501,6 @@ class GradScaler(torch.amp.GradScaler):
             raise TypeError(
                 "a GradScaler with a process_group cannot be pickled: the group belongs to this "
                 "process, and without it the ranks would stop agreeing. Save state_dict() instead."
-            )
-        if self._model is not None and self._clips and self._engines.goes_by_names:
-            raise TypeError(
-                f"a GradScaler with model= and clip={self._engines.clip.policy_name}(...) "
-                "cannot be pickled: the model stays behind, and the policy goes by its names. Save "
-                "state_dict() instead."
             )
         state: dict[str, Any] = super().__getstate__()
         state.update(_model=None, _outcome=None, _now=None)
@@ -909,12 +919,12 @@ class GradScaler(torch.amp.GradScaler):
     def _has_no_gradients(self) -> bool:
         """Whether no optimizer that was met has a gradient; False if none was met."""
         met = [o for ref, _ in list(self._engines.known.values()) if (o := ref()) is not None]
-        return bool(met) and all(param.grad is None for param in every_parameter(met))
+        return len(met) > 0 and all(param.grad is None for param in every_parameter(met))
 
     def _tell_what_is_held(self, told: Step) -> None:
         """What a journal wants to know of a step before it begins."""
         params = list(told.parameters())
-        told.order = float(self._engines.clip.order) if self._clips else 2.0
+        told.order = self._engines.clip.order if self._clips else 2.0
         told.of_rank = has_other_ranks() and (
             self._process_group is not None
             or any_distributed(params)
@@ -1189,7 +1199,7 @@ def _wide(number: Tensor | float, home: torch.device) -> Tensor:
     """A number as a row of ROW has it."""
     if isinstance(number, Tensor):
         return moved(number.reshape(()), home).to(wide(home))
-    return torch.full((), float(number), dtype=wide(home), device=home)
+    return torch.full((), number, dtype=wide(home), device=home)
 
 
 def _larger(before: Tensor | None, now: Tensor) -> Tensor:
