@@ -808,6 +808,9 @@ def test_a_plugin_with_a_step_of_its_own_is_refused_by_name():
 
     with pytest.raises(ValueError, match="Stepping has an optimizer_step of its own"):
         fitted(pl, Lit(), plugins=[Stepping()], callbacks=[GradientControlCallback()])
+    plugin = pl.plugins.DeepSpeedPrecision("32-true")
+    with pytest.raises(ValueError, match="DeepSpeedPrecision has an optimizer_step of its own"):
+        fitted(pl, Lit(), plugins=[plugin], callbacks=[GradientControlCallback()])
 
 
 def test_a_plugin_with_other_things_of_its_own_keeps_them():
@@ -855,6 +858,53 @@ def test_callbacks_and_trainers_can_be_copied_and_pickled():
     plugin = copy.deepcopy(trainer.precision_plugin)
     assert type(plugin) is pl.plugins.MixedPrecision
     assert plugin.scaler.get_scale() == 2.0**16
+
+
+class Thawing(pl.callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net.first)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.first, optimizer)
+
+
+LIGHTNINGS = {
+    "StochasticWeightAveraging": lambda: [
+        pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    ],
+    "WeightAveraging": lambda: [pl.callbacks.WeightAveraging()],
+    "GradientAccumulationScheduler": lambda: [
+        pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
+    ],
+    "BaseFinetuning": lambda: [Thawing()],
+}
+
+
+@pytest.mark.parametrize("which", LIGHTNINGS)
+def test_lightnings_own_callbacks_work_beside_it(which):
+    def configure_optimizers(self):
+        trained = [param for param in self.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.01, fused=True)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+    Own = module_of(pl, configure_optimizers=configure_optimizers)  # noqa: N806
+    native, ours, callback = Own(), Own(), GradientControlCallback()
+    settings = {"data": loader(bad=None), "max_epochs": 3}
+    fitted(pl, native, **settings, plugins=[half(pl)], callbacks=LIGHTNINGS[which]())
+    fitted(pl, ours, **settings, plugins=[half(pl)], callbacks=[*LIGHTNINGS[which](), callback])
+    assert task.same(task.weights(ours), task.weights(native))
+    assert callback.control.outcome.step > task.STEPS
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true"])
+def test_other_precisions_are_as_lightnings_own(precision):
+    native, ours = Lit("fused adamw"), Lit("fused adamw")
+    settings = {"data": loader(bad=None), "precision": precision}
+    fitted(pl, native, **settings)
+    fitted(pl, ours, **settings, callbacks=[GradientControlCallback()])
+    assert task.same(task.weights(ours), task.weights(native))
+    assert ours.net.head.weight.dtype != torch.float32
 
 
 def test_the_learning_rate_finder_leaves_no_trace():
