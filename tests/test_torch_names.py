@@ -589,6 +589,19 @@ def fsdps_norm():
     assert gradients == [param.grad]
 
 
+def first_of_a_step():
+    """Without the name torch's step on an adopted optimizer is not refused, and is torch's."""
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        param = nn.Parameter(torch.ones(2))
+        optimizer = kind([param], lr=0.1)
+        held = optimizer.step
+        param.grad = torch.ones(2)
+        gradilocks.optim.adopt(optimizer)
+        with pytest.raises(RuntimeError, match="torch's step was called"):
+            held()
+        assert param.tolist() == [1.0, 1.0]
+
+
 INSTANCE = {
     "_backward_hooks": hook_table,
     "_backward_metadata_inference": inference,
@@ -599,6 +612,7 @@ INSTANCE = {
     "_get_grad_norm": fsdps_norm,
     "_get_root_mesh": root,
     "_indices": sparse("sparse_indices"),
+    "_init_group": first_of_a_step,
     "_input_metadata": formats_of_a_node,
     "_join_config": joined,
     "_local_tensor": local_elements,

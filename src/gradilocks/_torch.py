@@ -20,7 +20,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch.amp.grad_scaler import OptState
 
 __all__ = [
     "AMP_FLAG",
+    "BEGINS_GROUP",
     "CHECKPOINT_GENERATOR",
     "CHECKPOINT_WRAPPER",
     "COLLECTIVE_NAMESPACES",
@@ -75,6 +76,7 @@ __all__ = [
     "note_stepped",
     "parameters_in",
     "post_accumulate_hooks",
+    "rewrapped_by_schedule",
     "root_mesh",
     "same_version",
     "scale_of",
@@ -434,6 +436,11 @@ AMP_FLAG = "_step_supports_amp_scaling"
 torch's GradScaler goes by it too, so there is nothing else to go by."""
 
 
+BEGINS_GROUP = "_init_group"
+"""What the steps of torch's Adam, AdamW and SGD call first for each group. Ours put a check there:
+without the name nobody would notice who calls torch's step on an optimizer that was adopted."""
+
+
 def note_stepped(optimizer: Any) -> None:
     """Tells torch's LR schedules that a step has come before them; else they warn."""
     optimizer._opt_called = True
@@ -442,6 +449,27 @@ def note_stepped(optimizer: Any) -> None:
 def sees_steps(optimizer: Any) -> bool:
     """Whether a torch LR schedule is around this optimizer's step, and so knows of its steps."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def rewrapped_by_schedule(wrapper: FunctionType, step: Any) -> FunctionType | None:
+    """What a torch LR schedule has put around an optimizer's step, around another step.
+
+    Args:
+        wrapper: its function, which has the step in a variable of the function around it.
+        step: the function of the optimizer's class that it is to call.
+
+    Returns:
+        A function of its own; None where torch holds the step in another way.
+    """
+    wrapped, cells = wrapper.__dict__.get("__wrapped__"), wrapper.__closure__ or ()
+    if wrapped is None or not any(cell.cell_contents is wrapped for cell in cells):
+        return None
+    closure = tuple(CellType(step) if cell.cell_contents is wrapped else cell for cell in cells)
+    made = FunctionType(
+        wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure
+    )
+    made.__dict__.update(wrapper.__dict__, __wrapped__=step)
+    return made
 
 
 def inner_schedules(scheduler: Any) -> Sequence[Any]:
@@ -828,6 +856,7 @@ INSTANCE_NAMES = (
     "_get_grad_norm",
     "_get_root_mesh",
     "_indices",
+    "_init_group",
     "_input_metadata",
     "_join_config",
     "_local_tensor",

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import operator
 import os
 import warnings
@@ -101,6 +102,19 @@ def _warn_of_ranks(count: int) -> None:
 
 def _nobody() -> None:
     """In the place of a weak reference where there is nothing to refer to."""
+
+
+def _put_back(overflow: Tensor, gradients: Gradients) -> None:
+    """Writes Inf to one element if `overflow`: a device that settles a step finds it there.
+
+    What was NaN or Inf when it was unscaled may have been written over since. A step that is
+    skipped has no use for its gradients.
+    """
+    first = next((tensor for tensor in gradients.tensors if tensor.numel()), None)
+    if first is not None:
+        with torch.no_grad():
+            element = first.as_strided((1,), (1,))
+            element.copy_(torch.where(overflow > 0, math.inf, element))
 
 
 class GradientControl:
@@ -874,6 +888,7 @@ class GradientControl:
                 self._parts[id(optimizer)] = self._part_of(optimizer)
         part = self._parts[id(mine)]
         part._engine.follow(self._engine.state)
+        part._engine.losses = copy.copy(self._engine.losses)
         return part
 
     def _meet(self, optimizer: Any) -> None:
@@ -934,9 +949,6 @@ class GradientControl:
     def _step_apart(self, part: GradientControl, closure: Callable[[], Tensor] | None) -> Outcome:
         """A step of one optimizer alone."""
         part._order.check_leftovers(parameter_list(part._optimizers))
-        losses = self._engine.losses
-        part._engine.losses = copy.copy(losses)
-        part._engine.losses.adds_up = losses.adds_up
         try:
             return part._step_by(self, closure)
         finally:
@@ -1045,19 +1057,28 @@ class GradientControl:
         gradients, model_ranks = self._find(inside)
         self._is_stepping = True
         try:
-            rating, direct = None, False
-            if model_ranks is None and self._seen is None and engine.settles(gradients):
+            rating, direct, overflow = None, False, None
+            seen = self._seen if self._order.unscaled else None
+            if seen is not None:
+                overflow = seen.flag(engine.state.scale.device)
+            if model_ranks is None and engine.settles(gradients):
+                if overflow is not None:
+                    _put_back(overflow, gradients)
+                    overflow = None
                 direct = takes_directly(self._optimizers)
                 # Work out an optimizer's rates where the step is settled: one launch less.
                 rating = self._optimizers[0].ready(gradients) if direct else None
             verdict = engine.decide(
                 gradients,
                 unscaled=self._order.unscaled,
-                overflow=None if self._seen is None else self._overflow_seen(),
+                overflow=overflow,
                 model_ranks=model_ranks,
                 rating=rating,
                 moves=not self._is_part,
             )
+            if seen is not None and len(seen.places) == len(gradients.params):
+                # Who it was, before somebody has perhaps written over it.
+                verdict.outcome.count_by(functools.partial(seen.counts, engine.state.scale.device))
             if verdict.together is not None:
                 self._keep_weights(verdict)
             try:
@@ -1075,12 +1096,6 @@ class GradientControl:
             self._is_stepping = False
             gradients.release()
         return self._conclude(verdict, gradients.params)
-
-    def _overflow_seen(self) -> Tensor | None:
-        """1 if NaN or Inf were found while unscaling these gradients, else 0."""
-        if self._seen is None or not self._order.unscaled:
-            return None
-        return self._seen.flag(self._engine.state.scale.device)
 
     def _update(self, verdict: Verdict, gradients: Gradients, inside: Sequence[bool]) -> None:
         """Steps each optimizer on its gradients, or none."""
@@ -1216,10 +1231,7 @@ class GradientControl:
     def _conclude(self, verdict: Verdict, params: Sequence[Tensor]) -> Outcome:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         outcome = self._outcome = verdict.outcome
-        seen, self._seen = self._seen, None
-        if seen is not None and verdict.unscaled and len(seen.places) == len(params):
-            # Who it was, before somebody has perhaps written over it.
-            outcome.count_by(lambda: seen.counts(verdict.decision.skip.device))
+        self._seen = None
         loss = None if self._exchange is None else self._engine.losses.total()
         hopeless = self._engine.conclude(verdict, moves=not self._is_part)
         if self._is_part:

@@ -305,6 +305,10 @@ class Names:
         """The names of all parameters of the model; none without a model."""
         return [name for name, _ in self._named_parameters()]
 
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The name and the shape of all parameters of the model; none without a model."""
+        return [(name, tuple(param.shape)) for name, param in self._named_parameters()]
+
     def knows_all(self, params: Iterable[Tensor]) -> bool:
         """Whether all of `params` are the model's."""
         mine = {id(param) for _, param in self._named_parameters()}

@@ -155,9 +155,16 @@ def test_what_is_right_is_not_warned_of(model):
     backward(plain, model)
     clip_grad_norm_(model.parameters(), 1.0)
     plain.step()
+    # After the step: what is left of its gradients is nobody's.
+    clipping = control_over(model, scale=None, clip=1.0)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        clipping.step()
+        clip_grad_norm_(model.parameters(), 1.0)
     # Nobody controls them any more.
     backward(control, model)
-    del control, plain
+    del control, plain, clipping
     gc.collect()
     clip_grad_norm_(model.parameters(), 1.0)
 

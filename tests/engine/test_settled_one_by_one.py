@@ -60,3 +60,24 @@ def test_the_device_settles_them_as_the_policies_would(device, settling, togethe
     numbers = [repr(each) for each in expected_told]
     assert [repr(each) for each in told] == numbers
     assert torch.equal(found, expected)
+
+
+def test_what_was_found_while_unscaling_is_found_again(device, settling):
+    model = nn.Linear(3, 2).to(device)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    control = GradientControl(optimizer, model=model)
+    scaler = control.as_scaler()
+    for spoilt in (False, True, False):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 3, device=device)).square().mean()).backward()
+        if spoilt:
+            model.bias.grad[1] = -math.inf
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        before = model.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert control.outcome.skipped == spoilt
+        assert control.outcome.culprits == (("bias",) if spoilt else ())
+        assert torch.equal(before, model.weight) == spoilt
+    assert settling.count == 3

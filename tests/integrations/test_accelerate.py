@@ -1,8 +1,4 @@
-"""Accelerate's loop under `take_control`, beside the same loop with its own scaler and clip.
-
-On a CPU Accelerate makes no scaler for float16. The one that it makes on a GPU is put in its place,
-`torch.amp.GradScaler`, with its own autocast in float16, in both arms alike.
-"""
+"""Accelerate's loop under `take_control`, beside the same loop with its own scaler and clip."""
 
 from __future__ import annotations
 
@@ -28,19 +24,14 @@ from tests.scripts import serving
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import GradScalerKwargs  # noqa: E402
 
 from gradilocks.integrations.accelerate import take_control  # noqa: E402
+from tests.integrations.accelerate_on_cpu import forget, use_float16  # noqa: E402
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 each_precision = pytest.mark.parametrize("precision", PRECISIONS)
-
-
-def forget():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +52,7 @@ def new(precision="fp32", accumulate=1, kind=Accelerator, **settings):
         **settings,
     )
     if precision == "fp16":
-        made.state._mixed_precision = "fp16"
-        made.native_amp = True
-        numbers = made.scaler_handler.to_kwargs() if made.scaler_handler is not None else {}
-        made.scaler = torch.amp.GradScaler("cpu", **numbers)
+        use_float16(made)
     return made
 
 
@@ -395,6 +383,34 @@ def test_a_bound_of_infinity_measures_and_clips_nothing(clip):
     ours = trained(accelerator, OPTIMIZERS["sgd"], max_norm=math.inf)
     assert same(ours.weights, expected.weights)
     assert ours.norms[-1] == control.outcome.norm
+
+
+@pytest.mark.parametrize("clip", [None, 0.04, ClipByNorm(0.04, order=1.0)])
+def test_a_norm_of_another_order_or_of_some_parameters_is_measured_too(clip):
+    accelerator = new("fp16")
+    take_control(accelerator, clip=clip)
+    model = Network()
+    model, optimizer = accelerator.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+    accelerator.backward(model(batches(bad=None)[0]).mean())
+    for params in (list(model.parameters()), list(model.head.parameters())):
+        for order in (1, 2, math.inf):
+            norm = accelerator.clip_grad_norm_(params, math.inf, norm_type=order)
+            grads = torch.cat([p.grad.flatten() for p in params])
+            assert norm.item() == pytest.approx(grads.norm(order).item(), rel=1e-6)
+    before = [p.grad.clone() for p in model.parameters()]
+    assert same([p.grad for p in model.parameters()], before)
+    optimizer.step()
+
+
+def test_a_model_that_is_prepared_to_be_evaluated_changes_nothing(monkeypatch):
+    accelerator = new("fp16")
+    control = take_control(accelerator)
+    training = Training(accelerator, OPTIMIZERS["sgd"]).run(batches()[:3])
+    monkeypatch.setattr(control, "bind", lambda *args, **settings: pytest.fail("bound again"))
+    accelerator.prepare(nn.Linear(2, 1))
+    training.run(batches()[3:])
+    expected = trained(new("fp16"), OPTIMIZERS["sgd"], precision="fp16")
+    assert same(training.weights, expected.weights)
 
 
 def test_a_step_without_a_call_of_clip_is_not_clipped():

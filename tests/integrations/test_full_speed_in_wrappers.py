@@ -9,24 +9,32 @@ from __future__ import annotations
 
 import importlib
 import math
-import sys
-import types
 import weakref
 
+import accelerate
+import lightning
 import pytest
 import torch
-import torch.distributed as dist
 
 from gradilocks import GradientControl, GradScaler, optim
 from gradilocks.kernels import reference
 from gradilocks.step.framework_wrappers import steppers
 from gradilocks.step.update import takes_decision
 from tests.control.optimizer_wrappers import MAKERS, Forwards, Imitates, TrueGradients, state_of
+from tests.integrations.framework_optimizers import (
+    WRAPPERS,
+    Manual,
+    around_zero,
+    in_a_container,
+    in_accelerate,
+    in_fabric,
+    in_lightning,
+    in_zero,
+    module_called,
+    no_group_is_left,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 
 FUSED = [name for name in MAKERS if name != "Adam foreach"]
 FACTORS = [math.nan, 1.0, 0.5, math.inf, 2.0, 0.25]
@@ -37,69 +45,12 @@ def parameters():
     return [torch.nn.Parameter(torch.tensor([1.0, -2.0])), torch.nn.Parameter(torch.tensor([0.5]))]
 
 
-class Manual(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
-def in_lightning(inner, module=None, **settings):
-    """As `self.optimizers()` hands it out in a LightningModule."""
-    from lightning.pytorch.core.optimizer import LightningOptimizer
-
-    module = Manual() if module is None else module
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **settings,
-    )  # fmt: skip
-    trainer.strategy.connect(module)
-    trainer.strategy._lightning_module = module
-    module.trainer = trainer
-    wrapper = LightningOptimizer._to_lightning_optimizer(inner, trainer.strategy)
-    wrapper.keeps = module, trainer  # The wrapper has its strategy by a weak reference.
-    return wrapper
-
-
-def in_fabric(inner, **settings):
-    return lightning.Fabric(accelerator="cpu", devices=1, **settings).setup_optimizers(inner)
-
-
-def in_accelerate(inner, scaler=None):
-    accelerate.Accelerator(cpu=True)
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    return AcceleratedOptimizer(inner, device_placement=False, scaler=scaler)
-
-
-def in_zero(inner):
-    """torch's, which makes the optimizer by itself."""
-    if not dist.is_initialized():
-        store = dist.HashStore()
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    params = [param for group in inner.param_groups for param in group["params"]]
-    kept = {
-        key: inner.defaults[key] for key in ("lr", "momentum", "fused") if key in inner.defaults
-    }
-    return ZeroRedundancyOptimizer(params, optimizer_class=type(inner), **kept)
-
-
 @pytest.fixture(autouse=True)
-def _no_group_is_left():
+def _no_group():
     yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    no_group_is_left()
 
 
-WRAPPERS = {
-    "lightning": in_lightning,
-    "fabric": in_fabric,
-    "accelerate": in_accelerate,
-    "zero": in_zero,
-    "accelerate around zero": lambda inner: in_accelerate(in_zero(inner)),
-    "fabric around accelerate": lambda inner: in_fabric(in_accelerate(inner)),
-}
 SETTINGS = {
     "scaled": {},
     "clipped": {"clip": 0.1},
@@ -163,10 +114,6 @@ def multiplied(monkeypatch):
     real = reference.multiply_
     monkeypatch.setattr(reference, "multiply_", lambda *args: (calls.append(1), real(*args))[1])
     return calls
-
-
-def around_zero(wrap):
-    return wrap in (WRAPPERS["zero"], WRAPPERS["accelerate around zero"])
 
 
 @each_wrapper
@@ -428,39 +375,10 @@ def test_a_step_while_accelerate_accumulates_is_refused():
 # --- frameworks that are not here -----------------------------------------------------------------
 
 
-@pytest.fixture
-def module_called(monkeypatch):
-    def make(name, source):
-        module = types.ModuleType(name)
-        monkeypatch.setitem(sys.modules, name, module)
-        exec(source, vars(module))
-        return module
-
-    return make
-
-
-CONTAINER = """
-from torch.optim import Optimizer
-
-class OptimizersContainer(Optimizer):
-    def __init__(self, optimizers):
-        self.optimizers = optimizers
-        every = [p for each in optimizers for g in each.param_groups for p in g["params"]]
-        Optimizer.__init__(self, every, {"lr": 0.1})
-
-    def step(self, *args, **kwargs):
-        for optimizer in self.optimizers:
-            optimizer.step(*args, **kwargs)
-"""
-
-
 @each_fused
-def test_every_optimizer_in_torchtitans_container_takes_the_decision(
-    module_called, name, multiplied
-):
-    titan = module_called("torchtitan.components.optimizer", CONTAINER)
+def test_all_optimizers_of_a_container_decide_inside(monkeypatch, name, multiplied):
     ends = []
-    for wrap in (lambda pair: (titan.OptimizersContainer(pair),), lambda pair: pair):
+    for wrap in (lambda pair: (in_a_container(pair, monkeypatch),), lambda pair: pair):
         params = parameters()
         optimizers = wrap([MAKERS[name]([param]) for param in params])
         control = GradientControl(*optimizers, clip=0.1)
@@ -473,8 +391,8 @@ def test_every_optimizer_in_torchtitans_container_takes_the_decision(
     assert all(map(torch.equal, *ends))
     assert multiplied == []
     pair = [MAKERS[name]([param]) for param in parameters()]
-    assert optim.unwrapped(titan.OptimizersContainer(pair[:1])) is pair[0]
-    both = titan.OptimizersContainer(pair)
+    assert optim.unwrapped(in_a_container(pair[:1], monkeypatch)) is pair[0]
+    both = in_a_container(pair, monkeypatch)
     assert optim.unwrapped(both) is both
 
 
@@ -489,8 +407,8 @@ class FP16_Optimizer:
 """
 
 
-def test_an_optimizer_of_deepspeed_that_scales_by_itself_is_refused(module_called):
-    engine = module_called("deepspeed.runtime.fp16.fused_optimizer", DEEPSPEED)
+def test_an_optimizer_of_deepspeed_that_scales_by_itself_is_refused(monkeypatch):
+    engine = module_called("deepspeed.runtime.fp16.fused_optimizer", DEEPSPEED, monkeypatch)
     wrapped = engine.FP16_Optimizer(MAKERS["AdamW fused"](parameters()))
     with pytest.raises(ValueError, match="scales, clips and skips inside its own step"):
         GradientControl(wrapped)

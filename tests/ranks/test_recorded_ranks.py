@@ -256,7 +256,7 @@ def closed_early(rank: int) -> float:
     recorder.close()
     model = _model()
     for step in range(4):
-        for param in control._parameters():
+        for param in control._all_parameters():
             param.grad = torch.full_like(param, float(step))
         control._order.scaled = True
         control.step()

@@ -6,18 +6,21 @@ gradients work on every device, and a fused SGD whose first step is skipped star
 
 With `policy=` or `clip=` a step goes through the engine, as that of a GradientControl does: the
 gradients are read once, and one decision unscales, clips and steps. Without them each call does
-what torch's does.
+what torch's does. With `record=` the gradients are measured besides, before they are unscaled, and
+steps are written down as those of a GradientControl are.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +42,13 @@ from gradilocks.ranks.collective import largest_of_all
 from gradilocks.ranks.layout import (
     any_distributed,
     covers_world,
+    flattened_among,
     has_other_ranks,
     rank_groups_of,
     refuse_fsdp1_shards,
 )
+from gradilocks.record.environment import checked_config
+from gradilocks.record.journal import Journal, journal_of, recorder_for
 from gradilocks.scale import (
     LARGEST,
     SMALLEST,
@@ -66,9 +72,10 @@ from gradilocks.step.engine import (
     measure_all,
     peak_of,
 )
-from gradilocks.step.events import EVENTS, Step
+from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.framework_wrappers import KINDS, refuse_second_scaler
-from gradilocks.step.outcome import ScalerOutcome, fetch
+from gradilocks.step.measure import measure
+from gradilocks.step.outcome import Outcome, ScalerOutcome, fetch
 from gradilocks.step.own_step import why_not_inside
 from gradilocks.step.table import Gradients, every_parameter, lists_of
 from gradilocks.step.update import (
@@ -79,7 +86,19 @@ from gradilocks.step.update import (
     takes_scaler,
     update,
 )
-from gradilocks.values import ROW, NonFinite, RankGroup, ScaleState, moved, wide
+from gradilocks.values import (
+    ROW,
+    Measurement,
+    NonFinite,
+    RankGroup,
+    ScaleState,
+    StepRecord,
+    moved,
+    wide,
+)
+
+if TYPE_CHECKING:
+    from gradilocks.record import Recorder
 
 __all__ = ["GradScaler"]
 
@@ -114,6 +133,8 @@ class _OptimizerStep(NamedTuple):
     """What `unscale_` found in the gradients."""
     verdict: Verdict | None = None
     """What the engine decided, with `policy=` or `clip=`."""
+    measured: Measurement | None = None
+    """With `record=`: the gradients before they were unscaled."""
 
 
 class _SinceUpdate:
@@ -129,8 +150,19 @@ class _SinceUpdate:
         """Above 0 if a loss was NaN or Inf, if the scale policy asks for it."""
         self.loss_nonfinite_anywhere: Tensor | None = None
         """The same of all ranks, where they have told each other."""
+        self.losses = self.ran_backward = 0
+        """With `record=`: how many losses were scaled, and how many of them have run backward."""
         self.only_looking: Tensor | None = None
         """The 1 by which gradients are "unscaled" that are looked at and left as they are."""
+
+    def note_backward(self) -> Callable[[object], None]:
+        """What a loss is to call when it is run backward; it counts once."""
+        first = [1]
+
+        def ran(_: object) -> None:
+            self.ran_backward += first.pop() if first else 0
+
+        return ran
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -146,6 +178,10 @@ class GradScaler(torch.amp.GradScaler):
         policy: a scale policy in place of torch's rule and its numbers, such as HeadroomScale().
         clip: a number or a clip policy; `step` unscales and clips each optimizer's gradients, and
             with `enabled=False` it clips them as they are.
+        record: a path for a run file, a Recorder, or None. It changes no number and waits for
+            nothing; each step costs one more read of the gradients, and two after an `unscale_` of
+            your own. Of several ranks rank 0 writes what it holds itself.
+        config: with a path as `record`, what its header is to tell of how the run was made.
 
     Example:
         >>> scaler = GradScaler("cpu", model=model)
@@ -171,6 +207,8 @@ class GradScaler(torch.amp.GradScaler):
         process_group: Any = None,
         policy: object = None,
         clip: object = None,
+        record: object = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(device, nn.Module):
             raise TypeError(
@@ -218,6 +256,26 @@ class GradScaler(torch.amp.GradScaler):
                 self._show_policys_numbers(self._policy)
         self._outcome: ScalerOutcome | partial[ScalerOutcome] | None = None
         self._now = _SinceUpdate()
+        self._events = StepEvents(EVENTS)
+        config = checked_config(config)
+        if record is not None:
+            self._begin_record(record, config)
+
+    @property
+    def model(self) -> nn.Module | Mapping[str, nn.Module] | None:
+        """The module that names the parameters.
+
+        It stays behind when the scaler is pickled, as for a process that was spawned, and may be
+        set there again: then it must have the same parameters. Without it, parameters are named
+        where their shape tells which ones they are; a clip that needs a name that cannot be told
+        raises ValueError at the first step.
+        """
+        return self._model
+
+    @model.setter
+    def model(self, model: nn.Module | Mapping[str, nn.Module] | None) -> None:
+        self._engines.take_model(model)
+        self._model = model
 
     # The contract of torch.amp.GradScaler.
 
@@ -228,14 +286,25 @@ class GradScaler(torch.amp.GradScaler):
             self._outcome = self._outcome()
         return self._outcome
 
+    @property
+    def recorder(self) -> Recorder | None:
+        """What records the steps, with `record=`; one that it has made goes when the scaler goes.
+
+        A copy of a scaler records nothing.
+        """
+        journal = journal_of(self._events)
+        return None if journal is None else journal.recorder
+
     @eager
     def scale(self, outputs: Any) -> Any:
         """Multiplies a tensor, or every tensor of an iterable, by the scale; fp16 in float32."""
+        if self._events.own:
+            self._count_losses(outputs)
         if not self._enabled:
             return outputs
         self._now.guard.note_scaled(outputs)
         scaled = super().scale(self._widened(outputs))
-        for listener in EVENTS.listeners:
+        for listener in self._events.listeners:
             assert self._scale is not None
             listener.loss_scaled(self, outputs, scaled, self._scale)
         return scaled
@@ -258,6 +327,8 @@ class GradScaler(torch.amp.GradScaler):
             What `optimizer.step` returns, or None when the host knows that it was skipped.
         """
         if not self._enabled:
+            if self._events.own:
+                return self._step_disabled_told(optimizer, args, kwargs)
             return self._step_disabled(optimizer, args, kwargs)
         if "closure" in kwargs:
             raise RuntimeError(
@@ -266,22 +337,28 @@ class GradScaler(torch.amp.GradScaler):
             )
         if KINDS.get(type(optimizer), optimizer) is not None:  # A wrapper, or not met before.
             refuse_second_scaler(optimizer, steps=True)
-        if EVENTS.listeners:
+        if self._events.listeners:
             return self._step_told(optimizer, args, kwargs)
         return self._step_enabled(optimizer, args, kwargs)
 
     def _step_told(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
         """A step of which listeners are told: recorder, tracer, audit."""
-        if self._scale is None or EVENTS.step_around(optimizer) is not None:
+        if self._scale is None or self._events.step_around(optimizer) is not None:
             # Before the first loss, or inside a step that is told of already.
             return self._step_enabled(optimizer, args, kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         unscaled = state["stage"] is OptState.UNSCALED
-        told = EVENTS.begin_step(Step(self, (optimizer,), scale=self._scale, unscaled=unscaled))
+        journal, clipped = journal_of(self._events), None
+        told = Step(self, (optimizer,), scale=self._scale, unscaled=unscaled, apart=True)
+        if journal is not None:
+            self._tell_what_is_held(told)
+        self._events.begin_step(told)
         try:
+            if journal is not None:
+                clipped = self._measure_now(told)
             returned = self._step_enabled(optimizer, args, kwargs)
         except BaseException:
-            EVENTS.fail_step(told)
+            self._events.fail_step(told)
             raise
         verdict = self._now.steps[id(optimizer)].verdict
         if verdict is not None:
@@ -293,7 +370,9 @@ class GradScaler(torch.amp.GradScaler):
                 told.limit, told.clipped = row[ROW.index("limit")], row[ROW.index("clipped")]
         elif state["found_inf_per_device"]:
             told.skip = told.held or _any_flag(list(state["found_inf_per_device"].values()))
-        EVENTS.end_step(told)
+        if journal is not None:
+            self._note_record(told, journal, clipped)
+        self._events.end_step(told)
         return returned
 
     def _step_enabled(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
@@ -423,12 +502,6 @@ class GradScaler(torch.amp.GradScaler):
                 "a GradScaler with a process_group cannot be pickled: the group belongs to this "
                 "process, and without it the ranks would stop agreeing. Save state_dict() instead."
             )
-        if self._model is not None and self._clips and self._engines.goes_by_names:
-            raise TypeError(
-                f"a GradScaler with model= and clip={self._engines.clip.policy_name}(...) "
-                "cannot be pickled: the model stays behind, and the policy goes by its names. Save "
-                "state_dict() instead."
-            )
         state: dict[str, Any] = super().__getstate__()
         state.update(_model=None, _outcome=None, _now=None)
         return state
@@ -441,7 +514,7 @@ class GradScaler(torch.amp.GradScaler):
         """Shares the model and the process group; steps of its own from here on."""
         made = type(self).__new__(type(self))
         made.__dict__.update(super().__getstate__())
-        made._outcome, made._now = None, _SinceUpdate()
+        made._outcome, made._now, made._events = None, _SinceUpdate(), StepEvents(EVENTS)
         made._scale_state = copy.deepcopy(made._scale_state)
         made._engines = copy.deepcopy(self._engines).with_model(self._model)
         return made
@@ -548,6 +621,10 @@ class GradScaler(torch.amp.GradScaler):
             if self._process_group is not None or has_other_ranks():
                 params = list(every_parameter([optimizer]))
                 rank_groups = rank_groups_of(params, group=self._process_group)
+            before = self._now.steps.get(id(optimizer))
+            measured = None if before is None else before.measured
+            if self._events.own and measured is None:
+                measured = self._measured(optimizer, gradients, found_inf.device)
             peak = None
             if self._policy is not None and self._policy.needs_largest:
                 found = measure_all(
@@ -564,7 +641,7 @@ class GradScaler(torch.amp.GradScaler):
             if inv_scale is not None:
                 self._now.guard.mark(gradients.params)
             self._now.steps[id(optimizer)] = _OptimizerStep(
-                optimizer, gradients.params, engine=engine, seen=seen
+                optimizer, gradients.params, engine=engine, seen=seen, measured=measured
             )
             gradients.release()
         return flags
@@ -785,12 +862,17 @@ class GradScaler(torch.amp.GradScaler):
         own_write_ended(kept)
         gradients.release()
         returned: float | None = None
+        # NaN and Inf skip nothing here, unless the policy may reject gradients.
+        row = verdict.record.row.clone()
+        if decision.overflow is None:
+            row[ROW.index("skip")] = 0.0
+        record = StepRecord(row, decision.skip, verdict.record.found)
+        self._outcome = Outcome(record, engine.namer(gradients.params), step=engine.next_step)
+        told = verdict._replace(record=record, outcome=self._outcome)
+        self._now.steps[id(optimizer)] = _OptimizerStep(optimizer, verdict=told)
         if decision.overflow is None:
             returned = optimizer.step(**kwargs)
-        else:  # The policy may reject finite gradients.
-            self._outcome = ScalerOutcome.of_nothing(
-                skip=decision.skip + (decision.skip - decision.overflow)
-            )
+        else:
             if takes_decision(optimizer):
                 if not must_skip_on_host(optimizer, decision.skip, torch.ones_like(decision.skip)):
                     with handing_over(
@@ -801,6 +883,165 @@ class GradScaler(torch.amp.GradScaler):
                 asked = {"found_inf_per_device": {decision.skip.device: decision.skip}}
                 returned = self._maybe_opt_step(optimizer, asked, **kwargs)
         engine.conclude(verdict, moves=False)
+        return returned
+
+    # What is recorded.
+
+    def _begin_record(self, record: object, config: Mapping[str, Any] | None) -> None:
+        """Writes down what comes, as a GradientControl does; one journal for all optimizers."""
+        told = ", ".join(f"{name}={getattr(self, f'_{name}', '')}" for name in _DEFAULTS)
+        scale = self._policy or (f"GradScaler({told})" if self._enabled else NoScale())
+        engines = self._engines
+        recorder = recorder_for(record, config=config, scale=scale, clip=engines.clip)
+        self._events.add(Journal(recorder, names_of=lambda each: engines.of(each).names))
+
+    def _count_losses(self, outputs: Any) -> None:
+        """Tells the journal of losses that are about to be run backward.
+
+        They are those of the next step, together with those before them since the last, unless the
+        gradients of these are gone: they have run backward, and no parameter has one.
+        """
+        journal, now = journal_of(self._events), self._now
+        if journal is None:
+            return
+        dropped = 0 < now.losses <= now.ran_backward and self._has_no_gradients()
+        first = now.losses == 0 or dropped
+        for loss in outputs if isinstance(outputs, (list, tuple)) else (outputs,):
+            now.losses += 1
+            if isinstance(loss, Tensor):
+                journal.loss_counted(self, loss, first=first)
+                if loss.grad_fn is not None:
+                    loss.register_hook(now.note_backward())  # type: ignore[no-untyped-call]
+            else:  # Something that can be gone through once, as a generator.
+                journal.loss = None
+            first = False
+
+    def _has_no_gradients(self) -> bool:
+        """Whether no optimizer that was met has a gradient; False if none was met."""
+        met = [o for ref, _ in list(self._engines.known.values()) if (o := ref()) is not None]
+        return len(met) > 0 and all(param.grad is None for param in every_parameter(met))
+
+    def _tell_what_is_held(self, told: Step) -> None:
+        """What a journal wants to know of a step before it begins."""
+        params = list(told.parameters())
+        told.order = self._engines.clip.order if self._clips else 2.0
+        told.of_rank = has_other_ranks() and (
+            self._process_group is not None
+            or any_distributed(params)
+            or len(flattened_among(params)) > 0
+        )
+
+    def _measured(self, optimizer: Any, gradients: Gradients, home: torch.device) -> Measurement:
+        """The gradients as they stand, in as much detail as is to be recorded."""
+        journal = journal_of(self._events)
+        detail = journal is not None and journal.wants_detail(optimizer)
+        return measure_all(gradients, home=home, order=2.0, detail=detail)
+
+    @torch.no_grad()
+    def _measure_now(self, told: Step) -> Tensor | None:
+        """At the beginning of a step: measures what the step will not.
+
+        Returns:
+            Of gradients that were unscaled before: whether they have been made smaller since, as
+            by a clip function; None if that is not known.
+        """
+        (optimizer,) = told.optimizers
+        engine = self._engines.of(optimizer)
+        engine.detail = told.detail
+        known = self._now.steps.get(id(optimizer))
+        before = None if known is None else known.measured
+        # A clip policy measures by itself. So does a look at the gradients, which is to come, but
+        # for those whose optimizer looks by itself, or which a disabled scaler never looks at.
+        looks = self._enabled and not (told.unscaled or takes_scaler(optimizer))
+        if self._clips or looks or (self._enabled and told.unscaled and before is None):
+            return None
+        assert isinstance(told.scale, Tensor)
+        gradients = self._gradients(optimizer, engine, allow_fp16=True)
+        now = self._measured(optimizer, gradients, told.scale.device)
+        params = gradients.params
+        gradients.release()
+        if before is None:
+            known = known or _OptimizerStep(optimizer)
+            made = known._replace(params=params, engine=engine, measured=now)
+            self._now.steps[id(optimizer)] = made
+            return None
+        # Rounding, too, makes a norm smaller: by less than this.
+        return (now.norm < before.norm / told.scale * (1.0 - 1e-5)).to(torch.float32)
+
+    @torch.no_grad()
+    def _note_record(self, told: Step, journal: Journal, clipped: Tensor | None) -> None:
+        """Makes of a step what a GradientControl makes of its own, for journal and `outcome`."""
+        (optimizer,) = told.optimizers
+        known = self._now.steps[id(optimizer)]
+        engine = self._engines.of(optimizer)
+        engine.detail = False
+        if known.verdict is not None:
+            told.record = known.verdict.record
+            return
+        assert isinstance(told.scale, Tensor)
+        home = told.scale.device
+        measured = known.measured
+        if measured is None:  # Somebody who has overridden how gradients are looked at.
+            unknown = measure((), home=home)
+            measured = replace(unknown, norm=torch.full_like(unknown.norm, math.nan))
+        found, loss, number = measured.tensors, journal.loss, journal.recorder.last_step(optimizer)
+        loss_is_bad = False if loss is None else torch.logical_not(torch.isfinite(loss))
+        carried = told.scale
+        if told.unscaled:  # They were measured before that.
+            largest = None if found.largest is None else found.largest / carried
+            found = replace(found, norms=found.norms / carried, largest=largest)
+        numbers = {
+            "skip": told.skip,
+            "scale": told.scale,
+            "norm": measured.norm / carried,
+            "limit": math.inf,
+            "clipped": 0.0 if clipped is None else clipped,
+            "step": number + 1,
+            "loss_nonfinite": loss_is_bad,
+            "nan": found.nan.sum(),
+            "inf": found.inf.sum(),
+        }
+        row = torch.stack([_wide(numbers[name], home) for name in ROW])
+        told.record = StepRecord(row, row[0].to(torch.float32), lambda: found)
+        namer = engine.namer(known.params)
+        self._outcome = Outcome(told.record, namer, step=number + 1)
+
+    def _step_disabled_told(
+        self, optimizer: Any, args: Any, kwargs: dict[str, Any]
+    ) -> float | None:
+        """A step without scale and check, of which the recorder is told and nobody else: whoever
+        watches the process sees the optimizer's own."""
+        journal = journal_of(self._events)
+        first = next(every_parameter([optimizer]), None)
+        if journal is None or first is None:
+            return self._step_disabled(optimizer, args, kwargs)
+        one = torch.ones((), dtype=torch.float32, device=first.device)
+        told = Step(self, (optimizer,), scale=one, unscaled=True, apart=True)
+        self._tell_what_is_held(told)
+        self._now.steps.pop(id(optimizer), None)
+        journal.step_begins(told)
+        closure: Any = args[0] if args else kwargs.get("closure")
+
+        def evaluated() -> Any:
+            """What the last evaluation leaves is told, as a GradientControl has it."""
+            loss = closure()
+            self._now.steps.pop(id(optimizer), None)
+            self._measure_now(told)
+            return loss
+
+        if callable(closure) and not self._clips:
+            args = (evaluated, *args[1:]) if args else args
+            kwargs = kwargs if args else {**kwargs, "closure": evaluated}
+        else:
+            self._measure_now(told)
+        try:
+            returned = self._step_disabled(optimizer, args, kwargs)
+        except BaseException:
+            journal.step_failed(told)
+            raise
+        self._now.steps.setdefault(id(optimizer), _OptimizerStep(optimizer))
+        self._note_record(told, journal, None)
+        journal.step_ended(told)
         return returned
 
     def _overrides(self, *names: str) -> bool:
@@ -952,6 +1193,13 @@ def _any_flag(flags: Sequence[Tensor]) -> Tensor:
     """Exactly 1 if any flag is set, exactly 0 if none is; a sum of flags would be neither."""
     largest = flags[0] if len(flags) == 1 else _largest_flag(flags)
     return (largest > 0).to(torch.float32)
+
+
+def _wide(number: Tensor | float, home: torch.device) -> Tensor:
+    """A number as a row of ROW has it."""
+    if isinstance(number, Tensor):
+        return moved(number.reshape(()), home).to(wide(home))
+    return torch.full((), number, dtype=wide(home), device=home)
 
 
 def _larger(before: Tensor | None, now: Tensor) -> Tensor:

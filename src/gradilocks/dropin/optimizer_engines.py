@@ -2,16 +2,22 @@
 
 A scaler meets its optimizers one by one and owns none of them: engines are kept beside weak
 references. What a clip policy has learned of an optimizer is found again after a checkpoint by the
-names and sizes of its parameters.
+names and sizes of its parameters. Into another process the names and shapes of a model's parameters
+go along, and not the model: there it is given again, or a shape that only one of them has tells
+which parameter this is. What a clip needs and nobody can tell is refused.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from gradilocks.clip import AdaptiveClip, ClipPolicy
 from gradilocks.eager import users_line
@@ -43,22 +49,38 @@ class OptimizerEngines:
         self.known: dict[int, tuple[Callable[[], Any], Engine]] = {}
         """By the id of the optimizer: what returns it as long as it lives, and its engine."""
         self._loaded: list[dict[str, Any]] = []
+        # The names and shapes of a model that stayed behind in another process.
+        self._left_behind: list[tuple[str, tuple[int, ...]]] = []
         self._warned_of_misfits = False
         _refuse_patterns(clip, model)
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"known": {}, "_warned_of_misfits": False, "_model": None}
+        if self._model is not None:
+            fresh["_left_behind"] = Names(self._model, ()).shapes()
         return {**self.__dict__, **fresh, "_loaded": self._learned()}
 
     def with_model(self, model: Any) -> OptimizerEngines:
-        """Itself, naming parameters by `model` from here on."""
-        self._model = model
+        """Itself, naming parameters by `model` from here on; for a copy in this process."""
+        self._model, self._left_behind = model, [] if model is not None else self._left_behind
         return self
 
-    @property
-    def goes_by_names(self) -> bool:
-        """Whether parameters' names decide what the clip does, or where its memory belongs."""
-        return self.clip.learns or any(isinstance(key, str) for key in self.clip.misfits((), ()))
+    def take_model(self, model: Any) -> None:
+        """Names parameters by `model` from here on; raises if it is not the one left behind."""
+        names = Names(model, ())
+        given = names.shapes()
+        if self._left_behind and given != self._left_behind:
+            pairs = itertools.zip_longest(given, self._left_behind)
+            mine, theirs = next((one, other) for one, other in pairs if one != other)
+            raise ValueError(
+                "this GradScaler was pickled with another model. There the parameters have "
+                f"{_described(theirs)} where this model has {_described(mine)}. Give it the model "
+                "that it was made for, or make a new GradScaler."
+            )
+        _refuse_patterns(self.clip, model)
+        self.with_model(model)
+        for _, engine in list(self.known.values()):
+            engine.names.use(model, engine.names.optimizers)
 
     def of(self, optimizer: Any) -> Engine:
         """The engine of an optimizer, made when it is first met."""
@@ -79,6 +101,9 @@ class OptimizerEngines:
         except TypeError:  # A class with slots and none for references.
             ref = lambda: optimizer  # noqa: E731
         names = Names(self._model, _IfAlive(ref))
+        if self._left_behind:
+            names = _NamesByShape(self._left_behind, _IfAlive(ref))
+            self._refuse_untold(optimizer, names)
         engine = Engine(self.scale or NoScale(), self.clip, names=names)
         engine.table, engine.owner = GradientTable(refuse_twice=False), ref
         if self._loaded:
@@ -88,6 +113,27 @@ class OptimizerEngines:
                 del self._loaded[saved]
         self.known[place] = ref, engine
         return engine
+
+    def _refuse_untold(self, optimizer: Any, names: Names) -> None:
+        """Raises if the clip goes by names, or its memory does, and they cannot be told here."""
+        mine = _signature(optimizer, names)
+        if not any(map(is_unnamed, mine["names"])):
+            return
+        groups = {group.get("name") for group in optimizer.param_groups}
+        keys = [key for key in self.clip.misfits((), ()) if isinstance(key, str)]
+        why = next((repr(key) for key in keys if key not in groups or set(key) & _IN_A_PATTERN), "")
+        if self._loaded:
+            alike = [state for state in self._loaded if state["sizes"] == mine["sizes"]]
+            if len(alike) > 1 or self.clip.by_parameter:
+                why = why or "what it has learned so far"
+        if why:
+            place = next(filter(is_unnamed, mine["names"]))
+            raise ValueError(
+                "this GradScaler came from another process without its model, and "
+                f"clip={self.clip.policy_name}(...) needs the names of parameters, for {why}. "
+                f"Which of the model's parameters {place} is cannot be told: several have its "
+                "shape, or none. Say it before the first step: scaler.model = model."
+            )
 
     def warn_of_misfits(self) -> None:
         """Warns, once, of groups and patterns of the clip policy that fit no parameter so far."""
@@ -157,10 +203,13 @@ class OptimizerEngines:
             if all(state[key] == mine[key] for key in ("names", "sizes")):
                 return place
         for place, state in enumerate(self._loaded):
-            unnamed = any(all(map(is_unnamed, each["names"])) for each in (mine, state))
-            alike = unnamed or called_alike(mine["names"], state["names"])
-            if alike and state["sizes"] == mine["sizes"]:
-                return place
+            if state["sizes"] == mine["sizes"]:
+                pairs = zip(mine["names"], state["names"], strict=True)
+                agree = all(
+                    one == other or any(map(is_unnamed, (one, other))) for one, other in pairs
+                )
+                if agree or called_alike(mine["names"], state["names"]):
+                    return place
         if self.clip.learns:
             _logger.warning(
                 "%s starts afresh for an optimizer of %d parameters (%s, ...): the state_dict that "
@@ -184,6 +233,42 @@ class _IfAlive(Sequence[Any]):
     def __getitem__(self, place: Any) -> Any:
         optimizer = self._ref()
         return ([] if optimizer is None else [optimizer])[place]
+
+
+class _NamesByShape(Names):
+    """The names of a model that stayed behind, where a parameter's shape tells which one it is.
+
+    What its optimizer calls it has the say, if it was given names itself.
+    """
+
+    def __init__(self, left_behind: list[tuple[str, tuple[int, ...]]], optimizers: Any) -> None:
+        super().__init__(None, optimizers)
+        shapes = Counter(shape for _, shape in left_behind)
+        self._places = {
+            shape: (place, name)
+            for place, (name, shape) in enumerate(left_behind)
+            if shapes[shape] == 1
+        }
+
+    def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        if self.has_model:  # It has been given since.
+            return super()._named_parameters()
+        found: list[tuple[int, str, Tensor]] = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if not group.get("param_names"):
+                    found += [
+                        (*self._places[tuple(param.shape)], param)
+                        for param in group["params"]
+                        if tuple(param.shape) in self._places
+                    ]
+        shapes = Counter(place for place, *_ in found)  # Two of one shape, of which one is known.
+        found.sort(key=lambda each: each[0])
+        return [(name, param) for place, name, param in found if shapes[place] == 1]
+
+
+def _described(parameter: tuple[str, tuple[int, ...]] | None) -> str:
+    return "no more" if parameter is None else f"{parameter[0]} of shape {parameter[1]}"
 
 
 def _refuse_patterns(policy: ClipPolicy, model: Any) -> None:

@@ -64,12 +64,34 @@ FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
     },
     "accelerate": {
         "accelerate.optimizer.AcceleratedOptimizer.step": _WRAPPER,
-        "accelerate.optimizer.AcceleratedOptimizer()._optimizer_original_step_method": (
-            "the step that it puts back, made anew when the optimizer inside is adopted"
+        "accelerate.optimizer.AcceleratedOptimizer.__setstate__": (
+            "makes anew what it keeps of the step of an optimizer that was adopted"
         ),
-        "accelerate.optimizer.AcceleratedOptimizer()._optimizer_patched_step_method": (
-            "the step by which it sees that one was taken, made anew likewise"
+        "accelerate.Accelerator()._optimizers": "which optimizers a control is bound to",
+        "accelerate.Accelerator()._models": "whose parameters they are, for their names",
+        "accelerate.Accelerator()._schedulers": "which schedules wait for skipped steps",
+        "accelerate.Accelerator().scaler": "the place of the control's scaler; not documented",
+        "accelerate.scheduler.AcceleratedScheduler().optimizers": (
+            "whom it asks, and waits for, whether a step was skipped"
         ),
+    },
+    "fastai": {
+        "fastai.learner.Learner._step": (
+            "what steps the optimizer between before_step and after_step, where the control does it"
+        ),
+    },
+    "transformers": {
+        "transformers.trainer.Trainer._clip_grad_norm": "clips nothing: the control does",
+        "transformers.trainer.Trainer._get_grad_norm": "the control's norm, before the step",
+        "transformers.trainer.Trainer._get_learning_rate": (
+            "the last that is asked for before the schedule is stepped"
+        ),
+        "transformers.trainer.Trainer._maybe_log_save_evaluate": (
+            "around the Trainer's own log, after which its sum of losses is zero"
+        ),
+        "transformers.trainer.Trainer().callback_handler": "which callbacks it has; not documented",
+        "transformers.trainer.Trainer._save_scaler": "writes the control's state to a checkpoint",
+        "transformers.trainer.Trainer._load_scaler": "reads the control's state from a checkpoint",
     },
 }
 """By framework: dotted name to what it is read for."""

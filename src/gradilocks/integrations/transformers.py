@@ -34,6 +34,8 @@ __all__ = ["GradientControlCallback", "GradientControlMixin", "GradientControlTr
 
 STATE_NAME = "gradient_control.pt"
 """The file in a checkpoint, where the Trainer by itself would have no scaler to save."""
+_KEPT = 1000
+"""So many steps since the last log are kept for it whole."""
 _USUAL_CLIP = 1.0
 """`TrainingArguments.max_grad_norm`, if nobody has said anything."""
 
@@ -48,7 +50,8 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         scale: "auto" scales with `fp16=True` and not otherwise; or "dynamic", None, a number or a
             scale policy.
         record: a path for a run file, a Recorder, or None. A path is gone on with when training is
-            resumed from a checkpoint, and when `train` is called again.
+            resumed from a checkpoint, and when `train` is called again; a Trainer with `model_init`
+            trains another model then, whose file has a number in its name.
         config: with a path, what the header of the run file is to tell of how the run was made; by
             default the TrainingArguments.
         adopt: whether torch's Adam, AdamW and SGD, as the `optim="adamw_torch_fused"` that is the
@@ -66,7 +69,7 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         *,
         clip: object = "max_grad_norm",
         scale: object = "auto",
-        record: object = None,
+        record: str | os.PathLike[str] | Recorder | None = None,
         config: Mapping[str, Any] | None = None,
         adopt: bool = False,
         **settings: Any,
@@ -77,9 +80,12 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         self._record, self._config = record, config
         self._trainer: Any = None
         self._start: dict[str, Any] = {}
-        self._has_recorded = False
-        # Of steps that the Trainer has not logged yet: bounded, for one that never logs.
-        self._outcomes: deque[Outcome] = deque(maxlen=1000)
+        self._scales = False
+        self._recorded = 0
+        # Of steps that the Trainer has not logged yet; and of still older ones, how many were
+        # skipped and clipped.
+        self._outcomes: deque[Outcome] = deque()
+        self._older: Tensor | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes the control of the Trainer that is being made."""
@@ -88,7 +94,8 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             return
         kind = type(trainer)
         if not isinstance(trainer, GradientControlMixin):
-            trainer.__class__ = type(kind.__name__, (GradientControlMixin, kind), {})
+            home = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            trainer.__class__ = type(kind.__name__, (GradientControlMixin, kind), home)
         self.take(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -104,6 +111,9 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         """Keeps what became of the step for the next log."""
         if self.control is not None and self.control.outcome is not None:
             self._outcomes.append(self.control.outcome)
+        if len(self._outcomes) > _KEPT:
+            counts = _counted(self._outcomes.popleft())
+            self._older = counts if self._older is None else self._older + counts
 
     def take(self, trainer: Any) -> None:
         """For the Trainer: makes the control, once."""
@@ -114,6 +124,13 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
                     "it keeps. Make another one for the other Trainer."
                 )
             return
+        rivals = [
+            each for each in trainer.callback_handler.callbacks if isinstance(each, type(self))
+        ]
+        if len(rivals) > 1:
+            raise ValueError(
+                f"a Trainer has one GradientControlCallback, and this one was given {len(rivals)}."
+            )
         self.control = take_control(
             trainer.accelerator,
             clip=self._resolved_clip(trainer.args),
@@ -122,6 +139,9 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             **self._settings,
         )
         self._trainer = trainer
+        self._scales = (
+            trainer.accelerator.had_scaler if self._scale == "auto" else bool(self._scale)
+        )
         self._start = self.control.state_dict()
 
     def _resolved_clip(self, args: Any) -> object:
@@ -144,10 +164,10 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             resumes: whether it goes on from a checkpoint.
         """
         assert self.control is not None
-        self._outcomes.clear()
+        self._forget()
         if trainer.model_init is not None:  # It trains another model each time.
             self.control.load_state_dict(self._start)
-        recorder = self._recorder(trainer.args, goes_on=resumes or self._has_recorded)
+        recorder = self._recorder(trainer, resumes=resumes)
         args, hides = trainer.args, trainer.args.logging_nan_inf_filter
         args.logging_nan_inf_filter = False
         try:
@@ -163,17 +183,19 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         elif recorder is not None:
             recorder.close()
 
-    def _recorder(self, args: Any, *, goes_on: bool) -> Recorder | None:
+    def _recorder(self, trainer: Any, *, resumes: bool) -> Recorder | None:
         assert self.control is not None
         now = self.control.recorder
         if self._record is None or (now is not None and now.recording):
             return now
-        config = args.to_sanitized_dict() if self._config is None else self._config
-        exists = "append" if goes_on else "refuse"
-        self._has_recorded = True
+        self._recorded += 1
         if isinstance(self._record, Recorder):
             return self.control.attach(self._record)
-        return self.control.attach(self._record, config, exists=exists)
+        path, again = Path(self._record), self._recorded > 1
+        if again and trainer.model_init is not None:  # Another model, so another run.
+            path, again = path.with_stem(f"{path.stem}-{self._recorded}"), False
+        config = trainer.args.to_sanitized_dict() if self._config is None else self._config
+        return self.control.attach(path, config, exists="append" if resumes or again else "refuse")
 
     def numbers(self) -> tuple[dict[str, float], list[str]]:
         """For the Trainer's log: of the steps since the last one. Waits for the device.
@@ -182,19 +204,28 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             `grad_norm` of the last step; `loss_scale` if there is one; how many were skipped and
             clipped. And why each skipped one was.
         """
-        outcomes = list(self._outcomes)
-        self._outcomes.clear()
+        outcomes, older = list(self._outcomes), self._older
+        self._forget()
         if not outcomes:
             return {}, []
-        told = [each.tensors for each in outcomes]
-        skipped = torch.stack([each["skipped"] for each in told]).tolist()
-        clipped = torch.stack([each["clipped"] for each in told]).tolist()
+        counted = torch.stack(list(map(_counted, outcomes)))
+        total = counted.sum(dim=0) if older is None else counted.sum(dim=0) + older
         numbers: dict[str, float] = {"grad_norm": outcomes[-1].norm}
-        if outcomes[-1].scale != 1.0:
+        if self._scales:
             numbers["loss_scale"] = outcomes[-1].scale
-        numbers["skipped_steps"], numbers["clipped_steps"] = sum(skipped), sum(clipped)
-        reasons = [o.describe() for o, skip in zip(outcomes, skipped, strict=True) if skip]
-        return numbers, reasons
+        numbers["skipped_steps"], numbers["clipped_steps"] = total.tolist()
+        flags = counted[:, 0].tolist()
+        return numbers, [o.describe() for o, skip in zip(outcomes, flags, strict=True) if skip]
+
+    def _forget(self) -> None:
+        self._outcomes.clear()
+        self._older = None
+
+
+def _counted(outcome: Outcome) -> Tensor:
+    """Whether it was skipped and whether it was clipped, on the device."""
+    told = outcome.tensors
+    return torch.stack([told["skipped"], told["clipped"]]).to(torch.int64)
 
 
 if TYPE_CHECKING:
@@ -210,6 +241,7 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
     one, the defaults.
     """
 
+    lr_scheduler: Any
     _gate: Any = None
     _logs_itself = False
     _has_logged = False
@@ -222,18 +254,15 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
         return control
 
     def _control_callback(self) -> GradientControlCallback:
-        found = [
-            each
-            for each in self.callback_handler.callbacks
-            if isinstance(each, GradientControlCallback)
-        ]
-        if len(found) > 1:
-            raise ValueError("a Trainer has one GradientControlCallback, and this one has several.")
-        if not found:
-            self.add_callback(GradientControlCallback())
-            return self._control_callback()
-        found[0].take(self)
-        return found[0]
+        callbacks = self.callback_handler.callbacks
+        found = next(
+            (each for each in callbacks if isinstance(each, GradientControlCallback)), None
+        )
+        if found is None:
+            found = GradientControlCallback()
+            self.add_callback(found)
+        found.take(self)
+        return found
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a run file ends with it, as "error" if it raises."""

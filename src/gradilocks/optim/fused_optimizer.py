@@ -19,6 +19,7 @@ from torch import Tensor
 from gradilocks import kernels
 from gradilocks._torch import (
     AMP_FLAG,
+    BEGINS_GROUP,
     TensorBase,
     has_step_hooks,
     has_step_pre_hooks,
@@ -359,6 +360,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._table = GradientTable(may_share=True)
         if before is not None:  # Graphs from before a checkpoint was loaded go on.
             self._table.captured = before.captured
+        self._is_torchs_turn = False
         self._plan: Plan | None = None
         self._held: TableGradients | None = None
         self._looked_at: TableGradients | None = None
@@ -552,7 +554,22 @@ class FusedOptimizer(torch.optim.Optimizer):
             for base in type(self).__mro__
             if "step" in base.__dict__ and base.__module__.startswith("torch.optim.")
         )
-        unhooked(inherited)(self)
+        self._is_torchs_turn = True
+        try:
+            unhooked(inherited)(self)
+        finally:
+            self._is_torchs_turn = False
+
+    def _begin_group(self, *args: Any, **kwargs: Any) -> Any:
+        """What torch's own step calls first. Whoever else calls that has it from before `adopt`."""
+        if not self._is_torchs_turn:
+            raise RuntimeError(
+                f"torch's step was called on an optimizer that is gradilocks.optim's "
+                f"{type(self).__name__} by now: somebody has held it since before adopt(). Nothing "
+                "has moved. Hand the wrapper that holds it to adopt(), or adopt the optimizer "
+                "before its step is handed on."
+            )
+        return getattr(super(), BEGINS_GROUP)(*args, **kwargs)
 
     # What AdamW, Adam and SGD say of themselves.
 
@@ -602,6 +619,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 register_ours(FusedOptimizer.step)
+setattr(FusedOptimizer, BEGINS_GROUP, FusedOptimizer._begin_group)
 
 
 def _be_fused(group: dict[str, Any]) -> None:

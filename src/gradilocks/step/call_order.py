@@ -202,8 +202,11 @@ class CallOrder:
         return clash in self._warned
 
     def gradients(self) -> set[int]:
-        """The ids of the gradients that it knows."""
-        return {id(param.grad) for param in self._parameters() if param.grad is not None}
+        """The ids of the gradients that it knows; of none that the last step has used up."""
+        params = list(self._parameters())
+        if not self.scaled and self.is_stepped(params):
+            return set()
+        return {id(param.grad) for param in params if param.grad is not None}
 
     def warn(self, clash: str, caller: str) -> None:
         """Tells, once, of a clip by `caller`."""

@@ -31,6 +31,7 @@ __all__ = [
     "ours_inside",
     "refuse_second_scaler",
     "steppers",
+    "take_new_step",
     "unwrapped",
 ]
 
@@ -46,6 +47,8 @@ class _Wrapper(NamedTuple):
     """The scaler through which it would step, if it has one."""
     waits: Callable[[Any], bool] = lambda _: False
     """Whether its step would do nothing at the moment."""
+    take_new_step: Callable[[Any], None] = lambda _: None
+    """Takes over that the optimizer inside has another step, and is fused, from here on."""
 
 
 KINDS: weakref.WeakKeyDictionary[type, _Wrapper | None] = weakref.WeakKeyDictionary()
@@ -110,6 +113,15 @@ def ours_inside(optimizer: Any) -> Any:
     inside = steppers(optimizer) or (optimizer,)
     same = len(inside) == 1 and inside[0].param_groups is optimizer.param_groups
     return inside[0] if same and is_ours(inside[0]) else None
+
+
+def take_new_step(optimizer: Any) -> None:
+    """Tells known wrappers that the optimizers inside have become ours (`optim.adopt`)."""
+    wrapper = _kind_of(optimizer)
+    if wrapper is not None:
+        for inner in wrapper.inside(optimizer):
+            take_new_step(inner)
+        wrapper.take_new_step(optimizer)
 
 
 def refuse_second_scaler(optimizer: Any, *, steps: bool = False) -> None:
@@ -281,6 +293,22 @@ def _accelerated_hands_on(optimizer: Any) -> bool:
     )
 
 
+def _accelerated_takes_new_step(optimizer: Any) -> None:
+    """It keeps the step of the one inside, twice, and makes both anew when it is unpickled."""
+    optimizer.__setstate__({})
+
+
+def _zero_takes_new_step(optimizer: Any) -> None:
+    """Its groups are copied into those of the one inside at each step."""
+    for mine, inner in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
+        mine.update({key: value for key, value in inner.items() if key != "params"})
+
+
+def _container_takes_new_step(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group.update({key: key == "fused" for key in ("fused", "foreach") if key in group})
+
+
 def _zero_hands_on(optimizer: Any) -> bool:
     """After the local step the ranks send each other their parameters, as they then are.
 
@@ -311,15 +339,24 @@ _KNOWN: dict[str, tuple[str, _Wrapper]] = {
             _accelerated_hands_on,
             scaler=lambda optimizer: optimizer.scaler,
             waits=lambda optimizer: not optimizer.gradient_state.sync_gradients,
+            take_new_step=_accelerated_takes_new_step,
         ),
     ),
     "torch.distributed.optim.zero_redundancy_optimizer": (
         "ZeroRedundancyOptimizer",
-        _Wrapper(lambda optimizer: (optimizer.optim,), _zero_hands_on),
+        _Wrapper(
+            lambda optimizer: (optimizer.optim,),
+            _zero_hands_on,
+            take_new_step=_zero_takes_new_step,
+        ),
     ),
     "torchtitan.components.optimizer": (
         "OptimizersContainer",
-        _Wrapper(lambda optimizer: tuple(optimizer.optimizers), lambda _: True),
+        _Wrapper(
+            lambda optimizer: tuple(optimizer.optimizers),
+            lambda _: True,
+            take_new_step=_container_takes_new_step,
+        ),
     ),
 }
 """By the module that defines the step: the class there, and what is known of it."""

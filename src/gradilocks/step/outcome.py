@@ -82,6 +82,26 @@ class ScalerOutcome:
         return self._values[1]
 
     @property
+    def norm(self) -> float:
+        """Of an Outcome, the norm of the unscaled gradients; a plain scaler has measured none."""
+        raise _not_measured("norm")
+
+    @property
+    def limit(self) -> float:
+        """Of an Outcome, the bound that was put on the norm."""
+        raise _not_measured("limit")
+
+    @property
+    def clipped(self) -> bool:
+        """Of an Outcome, whether the gradients were pulled down."""
+        raise _not_measured("clipped")
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Of an Outcome, the numbers of the step on the device."""
+        raise _not_measured("tensors")
+
+    @property
     def culprits(self) -> tuple[str, ...]:
         """Names of the parameters with non-finite gradients, in backward order; () if none.
 
@@ -248,6 +268,15 @@ class Outcome(ScalerOutcome):
             f"Outcome(step={self.step}, skipped={self.skipped}, norm={self.norm:.6g}, "
             f"clipped={self.clipped}, scale={self.scale:g}, culprits={self.culprits})"
         )
+
+
+def _not_measured(name: str) -> AttributeError:
+    """What to raise for a number that nobody has: a wrong one would be worse."""
+    return AttributeError(
+        f"this outcome has no {name}: a GradScaler looks for NaN and Inf, as torch's does, and "
+        "measures no norm. GradScaler(clip=...) measures it, with clip=math.inf without clipping, "
+        "and so does GradScaler(record=...)."
+    )
 
 
 def nonfinite(outcome: Outcome) -> NonFiniteGradient:
