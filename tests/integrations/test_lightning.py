@@ -699,15 +699,55 @@ def test_another_clip_is_the_users_to_choose_when_a_run_is_resumed(tmp_path):
     assert other.control.outcome.step == task.STEPS
 
 
-def test_a_run_may_go_on_in_another_precision(tmp_path):
-    old, new = GradientControlCallback(), GradientControlCallback()
-    trained(Lit(), callback=old, plugins=[half(pl)], data=Resumable(bad=1), **stopping(tmp_path))
+OTHERS = {
+    # Of the run before, of the one that goes on, its precision, and its first scale.
+    "no scale": ({}, {}, "bf16-mixed", 1.0),
+    "another policy": ({}, {"scale": HeadroomScale()}, "16-mixed", 2.0**8),
+    "a fixed scale": ({}, {"scale": 2.0**5}, "16-mixed", 2.0**5),
+    "a scale at last": ({"scale": None}, {}, "16-mixed", 2.0**16),
+    "all": ({"scale": None, "clip": ZScoreClip()}, {"clip": CLIP}, "16-mixed", 2.0**16),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "precision", "scale"), OTHERS.values(), ids=OTHERS)
+def test_a_run_may_go_on_with_another_scale(old, new, precision, scale, tmp_path):
+    scales = []
+
+    class Scales(pl.Callback):
+        def on_train_start(self, *_):
+            scales.append(after.control.scale)
+
+    before, after = GradientControlCallback(**old), GradientControlCallback(**new)
+    settings = {"plugins": [half(pl)], "data": Resumable(bad=1)}
+    trained(Lit(), callback=before, **settings, **stopping(tmp_path))
     with pytest.warns(RuntimeWarning, match="saved with other options of GradientControlCallback"):
         trained(
-            Lit(), callback=new, precision="bf16-mixed", data=Resumable(bad=1),
-            ckpt_path=tmp_path / "stopped.ckpt",
+            Lit(), callback=after, **precision_of(pl, precision), data=Resumable(bad=1),
+            extra=[Scales()], ckpt_path=tmp_path / "stopped.ckpt",
         )  # fmt: skip
-    assert new.control.scale == 1.0
+    assert scales == [scale]
+    assert after.control.outcome.step == task.STEPS  # Its count goes on.
+
+
+@each_optimizer
+def test_two_optimizers_by_hand_are_resumed_bit_for_bit(optimizer, tmp_path):
+    class Saving(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2 and not trainer.ckpt_path:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    def run(**more):
+        callback = GradientControlCallback(**POLICIES["adaptive"])
+        module = Gan(optimizer, factor=0.5)
+        settings = {"plugins": [half(pl)], "data": Resumable(bad=4)}
+        trained(module, callback=callback, extra=[Saving()], **settings, **more)
+        return task.weights(module), callback.control.state_dict()
+
+    weights, state = run()
+    resumed, state_resumed = run(ckpt_path=tmp_path / "half.ckpt")
+    assert task.same(resumed, weights)
+    assert state_resumed == state
+    assert state["gradilocks"]["parts"] is not None
 
 
 def test_evaluation_leaves_the_control_alone(tmp_path):
