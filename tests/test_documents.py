@@ -1,7 +1,8 @@
 """What the documents say is true: their Python runs, their commands, links and paths exist.
 
 There is no way to exempt a block. One that cannot run is not Python a reader could use, so it is
-either made to run or fenced as something else. Scripts for two ranks are run in tests/ranks.
+either made to run or fenced as something else. Scripts for two ranks are run in tests/ranks, and
+blocks whose fence names a framework (`python fastai`) in tests/frameworks, which has them all.
 """
 
 import re
@@ -29,6 +30,7 @@ DOCUMENTS = sorted(
 # Its scripts need two processes each: tests/ranks/test_ranks_page.py runs every one of them.
 RANKS_PAGE = ROOT / "docs" / "ranks.md"
 
+FRAMEWORKS = ("fastai", "ignite", "timm", "torchtitan")
 SHELLS = {"bash", "console", "sh", "shell"}
 FENCE = re.compile(r"^\s*(?P<marks>`{3,}|~{3,})\s*(?P<info>.*?)\s*$")
 
@@ -70,8 +72,9 @@ def read(path: Path) -> tuple[list[Block], list[str]]:
     return split_document(path.read_text(encoding="utf-8"))
 
 
-def is_python(block: Block) -> bool:
-    return block.info == "python"
+def is_python(block: Block, framework: str = "") -> bool:
+    """Whether it is Python, and needs no more than `make test` has, or this framework."""
+    return block.info == f"python {framework}".rstrip()
 
 
 def name_of(path: Path) -> str:
@@ -87,11 +90,16 @@ def name_of(path: Path) -> str:
     ids=name_of,
 )
 def test_the_python_of_a_document_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
+    run_python(path, list(filter(is_python, read(path)[0])), tmp_path, monkeypatch)
+
+
+def run_python(path: Path, blocks: Sequence[Block], folder: Path, monkeypatch) -> None:
+    """Runs blocks of a document one after another, in `folder`."""
     # A module rather than a bare dictionary, so that a document may pickle what it defines.
     module = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", module)
-    monkeypatch.chdir(tmp_path)
-    for block in filter(is_python, read(path)[0]):
+    monkeypatch.chdir(folder)
+    for block in blocks:
         indent = min((len(x) - len(x.lstrip()) for x in block.lines if x.strip()), default=0)
         # The empty lines in front make every traceback point at the line in the document.
         source = "\n" * (block.first_line - 1) + "\n".join(x[indent:] for x in block.lines) + "\n"
@@ -120,9 +128,10 @@ def test_no_python_block_is_exempt_from_running(path):
     for block in read(path)[0]:
         language = re.split(r"[\s,{]", block.info.lower().lstrip("{"))[0]
         if language.startswith("py"):
-            assert is_python(block), (
+            assert any(is_python(block, framework) for framework in ("", *FRAMEWORKS)), (
                 f"{name_of(path)}:{block.first_line - 1}: the fence must say `python` and no more, "
-                f"got `{block.info}`; make the block run, or fence it as `text`"
+                f"or a framework of {FRAMEWORKS} after it, got `{block.info}`; make the block run, "
+                "or fence it as `text`"
             )
 
 

@@ -331,11 +331,12 @@ class GradientControl:
         self._parts = {each: part for each, part in self._parts.items() if each in alive}
         if self._bad_step_path is not None and not before:
             self._keep_bad_step(self._bad_step_path)
-        journal = journal_of(self._events)
+        counts, journal = self._steps_of_each(), journal_of(self._events)
+        if self._loaded:  # Of one that is new, too, the checkpoint knows.
+            self._loaded = [*self._loaded, *counts[len(self._loaded) :]]
         if journal is not None:
             journal.rebind(before, checked)
-            loaded = () if journal.has_recorded else self._loaded
-            journal.goes_on_from(checked, self._steps_of_each(), loaded)
+            journal.goes_on_from(checked, counts, self._loaded)
         if waited is not None and steps is not None:
             self._tell_loaded()
 
@@ -1058,8 +1059,9 @@ class GradientControl:
         self._is_stepping = True
         try:
             rating, direct, overflow = None, False, None
-            if self._seen is not None and self._order.unscaled:
-                overflow = self._seen.flag(engine.state.scale.device)
+            seen = self._seen if self._order.unscaled else None
+            if seen is not None:
+                overflow = seen.flag(engine.state.scale.device)
             if model_ranks is None and engine.settles(gradients):
                 if overflow is not None:
                     _put_back(overflow, gradients)
@@ -1075,6 +1077,9 @@ class GradientControl:
                 rating=rating,
                 moves=not self._is_part,
             )
+            if seen is not None and len(seen.places) == len(gradients.params):
+                # Who it was, before somebody has perhaps written over it.
+                verdict.outcome.count_by(functools.partial(seen.counts, engine.state.scale.device))
             if verdict.together is not None:
                 self._keep_weights(verdict)
             try:
@@ -1227,10 +1232,7 @@ class GradientControl:
     def _conclude(self, verdict: Verdict, params: Sequence[Tensor]) -> Outcome:
         """Moves the scale on, takes note of the step, and raises if the caller wants to know."""
         outcome = self._outcome = verdict.outcome
-        seen, self._seen = self._seen, None
-        if seen is not None and verdict.unscaled and len(seen.places) == len(params):
-            # Who it was, before somebody has perhaps written over it.
-            outcome.count_by(lambda: seen.counts(verdict.decision.skip.device))
+        self._seen = None
         loss = None if self._exchange is None else self._engine.losses.total()
         hopeless = self._engine.conclude(verdict, moves=not self._is_part)
         if self._is_part:

@@ -242,10 +242,13 @@ def test_whether_a_step_was_skipped_is_read_for_the_log_alone(tmp_path, monkeypa
     assert reads
 
 
-def test_several_steps_between_two_logs_are_counted_together(tmp_path):
+@pytest.mark.parametrize("kept", [1000, 1])
+def test_several_steps_between_two_logs_are_counted_together(kept, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradilocks.integrations.transformers._KEPT", kept)
     made = trained(tmp_path, GradientControlCallback(clip=0.04), precision="fp16", logging_steps=3)
     first, second = steps_of(made)
     assert (first["skipped_steps"], second["skipped_steps"]) == (1, 0)
+    assert (first["clipped_steps"], second["clipped_steps"]) == (2, 2)
     assert first["grad_norm"] == math.inf
     assert first["culprits"] == [f"Inf in {CULPRIT}"]
 
@@ -462,7 +465,8 @@ def test_each_model_of_model_init_begins_with_a_fresh_control(tmp_path):
         train_sampling_strategy="sequential", logging_steps=1,
     )  # fmt: skip
     args.in_float16 = True
-    callback = GradientControlCallback(clip=ZScoreClip(threshold=0.5, warmup=2))
+    clip = ZScoreClip(threshold=0.5, warmup=2)
+    callback = GradientControlCallback(clip=clip, record=tmp_path / "a.jsonl")
     made = OnCpu(
         args=args, model_init=lambda: Model(), train_dataset=Rows(rows()), callbacks=[callback]
     )
@@ -472,6 +476,8 @@ def test_each_model_of_model_init_begins_with_a_fresh_control(tmp_path):
     assert same(weights(made.model), first[0])
     assert made.gradient_control.state_dict() == first[1]
     assert made.gradient_control.scale == 2.0**15
+    runs = [read_run(tmp_path / name) for name in ("a.jsonl", "a-2.jsonl")]
+    assert [len(run.steps) for run in runs] == [STEPS, STEPS]
 
 
 def test_a_plateau_schedule_is_stepped_by_evaluations(tmp_path):

@@ -99,9 +99,9 @@ def test_a_checkpoint_of_another_policy_is_refused_and_changes_nothing():
 
 def stepped(policy):
     control = control_with(policy)
-    for param in control._parameters():
+    for param in control._all_parameters():
         param.grad = None
-    loss = sum(param.sum() for param in control._parameters())
+    loss = sum(param.sum() for param in control._all_parameters())
     control.backward(loss)
     control.step()
     return control
@@ -142,7 +142,7 @@ def test_parameters_that_are_added_later_start_afresh():
     optimizer.add_param_group({"params": [new]})
     before = learned(control)["usual"]
     control.zero_grad()
-    control.backward(sum(param.sum() for param in control._parameters()))
+    control.backward(sum(param.sum() for param in control._all_parameters()))
     control.step()
     after = learned(control)["usual"]
     assert len(after) == 3
@@ -158,7 +158,7 @@ def test_what_was_learned_stays_with_its_parameter():
 
     def step(*sizes):
         control.zero_grad()
-        every = list(control._parameters())
+        every = list(control._all_parameters())
         control.backward(sum((p * size).sum() for p, size in zip(every, sizes, strict=True)))
         control.step()
         return learned(control)["usual"]

@@ -101,7 +101,7 @@ def control_with(policy):
 
 def step(control, flag):
     """A step whose gradient is Inf if `flag`, else 0."""
-    (param,) = control._parameters()
+    (param,) = control._all_parameters()
     control.zero_grad()
     control.scale_loss(torch.zeros((), requires_grad=True) * 1.0)
     param.grad = torch.tensor([float("inf") if flag else 0.0])

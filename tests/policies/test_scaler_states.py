@@ -281,7 +281,7 @@ def one():
 
 
 def one_step(control):
-    control.backward(sum(param.sum() for param in control._parameters()))
+    control.backward(sum(param.sum() for param in control._all_parameters()))
     control.step()
     return control
 

@@ -191,6 +191,22 @@ def test_a_schedule_that_is_ahead_stands_still_after_it_was_resumed(name, monkey
         assert second.seen[1:] == straight.seen[8:]
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_scheduler_of_torchs_takes_a_state_with_pending_steps_and_hands_it_back(name):
+    first, bare = Session(name, bare=False), Session(name, bare=True)
+    first.train(range(4), last_uncounted=True)
+    bare.load(first)
+    again = Session(name, bare=False)
+    again.load(bare)
+    assert again.plan.state_dict() == first.plan.state_dict()
+    assert again.plan.state_dict()["gradilocks"]["since"] == "taken"
+    straight = Session(name, bare=True)
+    straight.train(range(6))
+    bare.count(3)
+    bare.train(range(4, 6))
+    assert bare.seen == straight.seen[4:]
+
+
 def test_torch_takes_a_state_with_pending_steps_and_hands_it_back():
     first = Session("StepLR", bare=False)
     first.train(range(4), last_uncounted=True)

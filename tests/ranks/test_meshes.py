@@ -1160,7 +1160,7 @@ def one_rank_refuses(rank: int) -> dict[str, list[str]]:
 
     def run(name: str, control: gradilocks.GradientControl, *args: Any) -> None:
         told = [_told(lambda: control.step(*args)), _told(lambda: control.step(*args))]
-        values = [value for param in control._parameters() for value in _local(param)]  # type: ignore[arg-type]
+        values = [value for param in control._all_parameters() for value in _local(param)]  # type: ignore[arg-type]
         found[name] = [*told, "" if not any(values) else "moved"]
 
     param = _on(_mesh(), [1.0, 2.0], Replicate())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from typing import Any
 
 import pytest
@@ -85,9 +86,11 @@ def sharded_apart(rank: int) -> list[Any]:
 
 
 def recorded(rank: int) -> list[Any]:
-    found = sharded(rank, "run.jsonl")
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    found = sharded(rank, f"{folder[0]}/run.jsonl")
     dist.barrier()
-    run = read_run("run.jsonl")
+    run = read_run(f"{folder[0]}/run.jsonl")
     return [*found, [[step.optimizer, step.step, step.skipped, step.loss] for step in run.steps]]
 
 

@@ -506,12 +506,12 @@ class GradScaler(torch.amp.GradScaler):
                 "process, and without it the ranks would stop agreeing. Save state_dict() instead."
             )
         state: dict[str, Any] = super().__getstate__()
-        state.update(_model=None, _outcome=None, _now=None)
+        state.update(_model=None, _outcome=None, _now=None, _events=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._now = _SinceUpdate()
+        self._now, self._events = _SinceUpdate(), StepEvents(EVENTS)
 
     def __copy__(self) -> GradScaler:
         """Shares the model and the process group; steps of its own from here on."""
@@ -922,12 +922,12 @@ class GradScaler(torch.amp.GradScaler):
     def _has_no_gradients(self) -> bool:
         """Whether no optimizer that was met has a gradient; False if none was met."""
         met = [o for ref, _ in list(self._engines.known.values()) if (o := ref()) is not None]
-        return bool(met) and all(param.grad is None for param in every_parameter(met))
+        return len(met) > 0 and all(param.grad is None for param in every_parameter(met))
 
     def _tell_what_is_held(self, told: Step) -> None:
         """What a journal wants to know of a step before it begins."""
         params = list(told.parameters())
-        told.order = float(self._engines.clip.order) if self._clips else 2.0
+        told.order = self._engines.clip.order if self._clips else 2.0
         told.of_rank = has_other_ranks() and (
             self._process_group is not None
             or any_distributed(params)
@@ -1202,7 +1202,7 @@ def _wide(number: Tensor | float, home: torch.device) -> Tensor:
     """A number as a row of ROW has it."""
     if isinstance(number, Tensor):
         return moved(number.reshape(()), home).to(wide(home))
-    return torch.full((), float(number), dtype=wide(home), device=home)
+    return torch.full((), number, dtype=wide(home), device=home)
 
 
 def _larger(before: Tensor | None, now: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradilocks import ClipByNorm, DynamicScale, GradientControl, Outcome, optim
+from gradilocks import (
+    ClipByNorm,
+    DynamicScale,
+    GradientControl,
+    Outcome,
+    get_total_norm,
+    optim,
+)
 from gradilocks.errors import MissingPackage
 
 try:
@@ -58,7 +66,7 @@ def take_control(
         record: a path for a run file, a Recorder, or None.
         config: with a path as `record`, what its header is to tell of how the run was made.
         adopt: whether torch's Adam, AdamW and SGD become those of `gradilocks.optim` when they are
-            prepared.
+            prepared; another optimizer raises TypeError then.
         settings: whatever else `GradientControl` takes, as `on_nonfinite="raise"`.
 
     Returns:
@@ -81,7 +89,8 @@ def take_control(
     if kind is Accelerator:
         accelerator.__class__ = ControlledAccelerator
     else:  # Somebody's own: what it overrides stays.
-        accelerator.__class__ = type(kind.__name__, (ControlledAccelerator, kind), {})
+        home = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        accelerator.__class__ = type(kind.__name__, (ControlledAccelerator, kind), home)
     accelerator.begin_control(control, clip=clip, adopt=adopt)
     return control
 
@@ -146,6 +155,8 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         self.scaler = control.as_scaler()
         self._own_clip, self._adopts = clip, adopt
         self._is_bound = False
+        self._bound_to: list[Any] = []  # The optimizers and models that the control knows of.
+        self._waiting_schedules: list[ControlledScheduler] = []  # For the control to be bound.
         self._has_loss = False
         # The max_norm that clip_grad_norm_ was called with, and whether for the coming step.
         self._asked_clip: ClipByNorm | None = None
@@ -188,11 +199,14 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
             prepared.__class__ = ControlledScheduler
             if self._is_bound:
                 prepared.wait_for(self.gradient_control)
+            else:
+                self._waiting_schedules.append(prepared)
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's; the control goes on with what is prepared next."""
         self._is_bound = self._has_loss = False
+        self._bound_to, self._waiting_schedules = [], []
         self._made_true.clear()
         return super().free_memory(*objects)
 
@@ -201,10 +215,15 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         if self._is_bound or not self._optimizers:
             return
         optimizers = list(map(_innermost, self._optimizers))
-        self.gradient_control.bind(*optimizers, model=_trained(self._models, optimizers))
-        for scheduler in self._schedulers:
-            if isinstance(scheduler, ControlledScheduler):
-                scheduler.wait_for(self.gradient_control)
+        models = _trained(self._models, optimizers)
+        now = [*optimizers, *models.values()]
+        # Not for another model alone, as one to evaluate.
+        if len(now) != len(self._bound_to) or any(map(operator.is_not, now, self._bound_to)):
+            self.gradient_control.bind(*optimizers, model=models.get("", models) or None)
+            self._bound_to = now
+        for schedule in self._waiting_schedules:
+            schedule.wait_for(self.gradient_control)
+        self._waiting_schedules = []
         self._is_bound = True
 
     # --- a step ---------------------------------------------------------------------------------
@@ -251,27 +270,33 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
             0-d, on the device, without a wait.
         """
         self._bind()
-        control = self.gradient_control
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         policy = ClipByNorm(float(max_norm), float(norm_type))
-        measures = policy.max_norm == math.inf
-        if self._own_clip is not None and not measures:
-            self._refuse_another(policy)
         of = self._whose(given)
-        if not of or (self._own_clip is None and len(self._optimizers) > 1):
-            if self._own_clip is not None and not measures:
+        if policy.max_norm == math.inf:
+            return self._norm_of(given, of, policy.order)
+        if self._own_clip is not None:
+            self._refuse_another(policy)
+            if not of:
                 raise ValueError(_SOME_ALONE)
+        elif not of or len(self._optimizers) > 1:
             return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[no-any-return]
-        self.unscale_gradients(of)
-        if self._own_clip is None and not measures:
+        else:
             if policy != self._asked_clip:
-                control.set_clip(policy)
+                self.gradient_control.set_clip(policy)
                 self._asked_clip = policy
             self._asks_now = True
-        elif measures and policy.order != _order_of(self._own_clip):
-            return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[no-any-return]
-        norm = control.norm(only=of[0] if len(of) == 1 else None)
-        return norm.to(torch.float32)
+        return self._norm_of(given, of, policy.order)
+
+    def _norm_of(self, params: list[Tensor], of: list[Any], order: float) -> Tensor:
+        """The norm of true gradients: of the optimizers that have just these, if there are any."""
+        self.unscale_gradients(of or None)
+        control = self.gradient_control
+        clip = self._own_clip if self._asked_clip is None else self._asked_clip
+        if of and order == getattr(clip, "order", 2.0):
+            return control.norm(only=of[0] if len(of) == 1 else None)
+        norm = get_total_norm([p.grad for p in params if p.grad is not None], order)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """As torch's, at once, on gradients that are unscaled first; NaN and Inf stay as they are.
@@ -475,18 +500,12 @@ def _parameters(optimizers: Iterable[Any]) -> Iterable[Tensor]:
             yield from group["params"]
 
 
-def _order_of(clip: object) -> float:
-    return float(getattr(clip, "order", 2.0))
-
-
-def _trained(
-    models: Sequence[nn.Module], optimizers: Sequence[Any]
-) -> nn.Module | dict[str, nn.Module] | None:
-    """The models that the optimizers train: one alone, or several by the names of their classes."""
+def _trained(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> dict[str, nn.Module]:
+    """The models that the optimizers train: one under "", or several by their classes' names."""
     mine = {id(param) for param in _parameters(optimizers)}
     found = [model for model in models if any(id(param) in mine for param in model.parameters())]
-    if len(found) < 2:
-        return found[0] if found else None
+    if len(found) == 1:
+        return {"": found[0]}
     named: dict[str, nn.Module] = {}
     for model in found:
         name = kind = type(extract_model_from_parallel(model)).__name__

@@ -45,6 +45,9 @@ FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
         "lightning.pytorch.core.optimizer.LightningOptimizer.optimizer": (
             "which optimizer self.clip_gradients() was called with (integrations.lightning)"
         ),
+        "lightning.pytorch.trainer.trainer.Trainer()._logger_connector": (
+            "at which steps loggers are told (integrations.lightning)"
+        ),
         "lightning.pytorch.utilities.model_helpers.is_overridden": (
             "whether a hook looks at gradients before the step (integrations.lightning)"
         ),
@@ -66,15 +69,19 @@ FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
         ),
         "accelerate.Accelerator()._optimizers": "which optimizers a control is bound to",
         "accelerate.Accelerator()._models": "whose parameters they are, for their names",
-        "accelerate.Accelerator()._schedulers": "which schedules wait for skipped steps",
         "accelerate.Accelerator().scaler": "the place of the control's scaler; not documented",
         "accelerate.scheduler.AcceleratedScheduler().optimizers": (
             "whom it asks, and waits for, whether a step was skipped"
         ),
     },
+    "fastai": {
+        "fastai.learner.Learner._step": (
+            "what steps the optimizer between before_step and after_step, where the control does it"
+        ),
+    },
     "transformers": {
         "transformers.trainer.Trainer._clip_grad_norm": "clips nothing: the control does",
-        "transformers.trainer.Trainer._get_grad_norm": "the control's norm, before the step",
+        "transformers.trainer.Trainer._get_grad_norm": "unscales for callbacks",
         "transformers.trainer.Trainer._get_learning_rate": (
             "the last that is asked for before the schedule is stepped"
         ),

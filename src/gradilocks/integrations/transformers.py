@@ -34,6 +34,8 @@ __all__ = ["GradientControlCallback", "GradientControlMixin", "GradientControlTr
 
 STATE_NAME = "gradient_control.pt"
 """The file in a checkpoint, where the Trainer by itself would have no scaler to save."""
+_KEPT = 1000
+"""So many steps since the last log are kept for it whole."""
 _USUAL_CLIP = 1.0
 """`TrainingArguments.max_grad_norm`, if nobody has said anything."""
 
@@ -48,7 +50,8 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         scale: "auto" scales with `fp16=True` and not otherwise; or "dynamic", None, a number or a
             scale policy.
         record: a path for a run file, a Recorder, or None. A path is gone on with when training is
-            resumed from a checkpoint, and when `train` is called again.
+            resumed from a checkpoint, and when `train` is called again; a Trainer with `model_init`
+            trains another model then, whose file has a number in its name.
         config: with a path, what the header of the run file is to tell of how the run was made; by
             default the TrainingArguments.
         adopt: whether torch's Adam, AdamW and SGD, as the `optim="adamw_torch_fused"` that is the
@@ -66,7 +69,7 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         *,
         clip: object = "max_grad_norm",
         scale: object = "auto",
-        record: object = None,
+        record: str | os.PathLike[str] | Recorder | None = None,
         config: Mapping[str, Any] | None = None,
         adopt: bool = False,
         **settings: Any,
@@ -78,9 +81,11 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer: Any = None
         self._start: dict[str, Any] = {}
         self._scales = False
-        self._has_recorded = False
-        # Of steps that the Trainer has not logged yet: bounded, for one that never logs.
-        self._outcomes: deque[Outcome] = deque(maxlen=1000)
+        self._recorded = 0
+        # Of steps that the Trainer has not logged yet; and of still older ones, how many were
+        # skipped and clipped.
+        self._outcomes: deque[Outcome] = deque()
+        self._older: Tensor | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes the control of the Trainer that is being made."""
@@ -89,7 +94,8 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             return
         kind = type(trainer)
         if not isinstance(trainer, GradientControlMixin):
-            trainer.__class__ = type(kind.__name__, (GradientControlMixin, kind), {})
+            home = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            trainer.__class__ = type(kind.__name__, (GradientControlMixin, kind), home)
         self.take(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -105,6 +111,9 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         """Keeps what became of the step for the next log."""
         if self.control is not None and self.control.outcome is not None:
             self._outcomes.append(self.control.outcome)
+        if len(self._outcomes) > _KEPT:
+            counts = _counted(self._outcomes.popleft())
+            self._older = counts if self._older is None else self._older + counts
 
     def take(self, trainer: Any) -> None:
         """For the Trainer: makes the control, once."""
@@ -155,10 +164,10 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             resumes: whether it goes on from a checkpoint.
         """
         assert self.control is not None
-        self._outcomes.clear()
+        self._forget()
         if trainer.model_init is not None:  # It trains another model each time.
             self.control.load_state_dict(self._start)
-        recorder = self._recorder(trainer.args, goes_on=resumes or self._has_recorded)
+        recorder = self._recorder(trainer, resumes=resumes)
         args, hides = trainer.args, trainer.args.logging_nan_inf_filter
         args.logging_nan_inf_filter = False
         try:
@@ -174,17 +183,19 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         elif recorder is not None:
             recorder.close()
 
-    def _recorder(self, args: Any, *, goes_on: bool) -> Recorder | None:
+    def _recorder(self, trainer: Any, *, resumes: bool) -> Recorder | None:
         assert self.control is not None
         now = self.control.recorder
         if self._record is None or (now is not None and now.recording):
             return now
-        config = args.to_sanitized_dict() if self._config is None else self._config
-        exists = "append" if goes_on else "refuse"
-        self._has_recorded = True
+        self._recorded += 1
         if isinstance(self._record, Recorder):
             return self.control.attach(self._record)
-        return self.control.attach(self._record, config, exists=exists)
+        path, again = Path(self._record), self._recorded > 1
+        if again and trainer.model_init is not None:  # Another model, so another run.
+            path, again = path.with_stem(f"{path.stem}-{self._recorded}"), False
+        config = trainer.args.to_sanitized_dict() if self._config is None else self._config
+        return self.control.attach(path, config, exists="append" if resumes or again else "refuse")
 
     def numbers(self) -> tuple[dict[str, float], list[str]]:
         """For the Trainer's log: of the steps since the last one. Waits for the device.
@@ -193,19 +204,28 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             `grad_norm` of the last step; `loss_scale` if there is one; how many were skipped and
             clipped. And why each skipped one was.
         """
-        outcomes = list(self._outcomes)
-        self._outcomes.clear()
+        outcomes, older = list(self._outcomes), self._older
+        self._forget()
         if not outcomes:
             return {}, []
-        told = [each.tensors for each in outcomes]
-        skipped = torch.stack([each["skipped"] for each in told]).tolist()
-        clipped = torch.stack([each["clipped"] for each in told]).tolist()
+        counted = torch.stack(list(map(_counted, outcomes)))
+        total = counted.sum(dim=0) if older is None else counted.sum(dim=0) + older
         numbers: dict[str, float] = {"grad_norm": outcomes[-1].norm}
         if self._scales:
             numbers["loss_scale"] = outcomes[-1].scale
-        numbers["skipped_steps"], numbers["clipped_steps"] = sum(skipped), sum(clipped)
-        reasons = [o.describe() for o, skip in zip(outcomes, skipped, strict=True) if skip]
-        return numbers, reasons
+        numbers["skipped_steps"], numbers["clipped_steps"] = total.tolist()
+        flags = counted[:, 0].tolist()
+        return numbers, [o.describe() for o, skip in zip(outcomes, flags, strict=True) if skip]
+
+    def _forget(self) -> None:
+        self._outcomes.clear()
+        self._older = None
+
+
+def _counted(outcome: Outcome) -> Tensor:
+    """Whether it was skipped and whether it was clipped, on the device."""
+    told = outcome.tensors
+    return torch.stack([told["skipped"], told["clipped"]]).to(torch.int64)
 
 
 if TYPE_CHECKING:
@@ -263,10 +283,12 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
         return None  # The control clips inside the step.
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
-        # Callbacks look at the gradients next, in `on_pre_optimizer_step`.
-        self.accelerator.unscale_gradients()
-        return self.gradient_control.norm().to(torch.float32)
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor | None:
+        usual = TrainerCallback.on_pre_optimizer_step
+        callbacks = self.callback_handler.callbacks
+        if any(type(each).on_pre_optimizer_step is not usual for each in callbacks):
+            self.accelerator.unscale_gradients()  # They look at the gradients next.
+        return None  # The step measures it, and it is wanted for the log.
 
     def _get_learning_rate(self) -> float:
         # Asked for just before the loop asks whether to step the schedule.
@@ -276,10 +298,15 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
 
     # --- the log --------------------------------------------------------------------------------
 
-    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        outcome = self.gradient_control.outcome
+        if outcome is not None:
+            grad_norm = outcome.tensors["norm"]
         self._logs_itself, self._has_logged = True, False
         try:
-            super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
         finally:
             self._logs_itself = False
         if self._has_logged:  # The Trainer subtracts what it has logged, and NaN - NaN is NaN.

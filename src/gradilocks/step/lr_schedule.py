@@ -30,6 +30,10 @@ __all__ = ["Flag", "Listeners", "Scheduler"]
 
 _logger = logging.getLogger("gradilocks")
 _PENDING = "gradilocks"
+_OWN = frozenset(
+    ("_scheduler", "_control", "_since", "_unconfirmed", "_ahead", "_replayed", "_together")
+)
+"""The attributes of a Scheduler; all others are those of the one inside."""
 
 
 class Flag:
@@ -213,6 +217,14 @@ class Scheduler:
         if name.startswith("__") or "_scheduler" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the scheduler holds is set there, as Accelerate does with `_step_count`."""
+        inner = self.__dict__.get("_scheduler")
+        if name not in _OWN and name in getattr(inner, "__dict__", ()):
+            setattr(inner, name, value)
+        else:
+            object.__setattr__(self, name, value)
 
     def _settle(self, *, wait: bool = False) -> None:
         """Looks at steps that were counted unconfirmed, oldest first, as far as flags are here."""
