@@ -204,6 +204,7 @@ def test_the_schedule_stands_still_on_a_skipped_step_and_the_log_says_who_it_was
 
     class Looks(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
+            made._get_learning_rate()
             seen.append(made.accelerator.optimizer_step_was_skipped)
 
     made = trainer(tmp_path, GradientControlCallback(), Looks(), make=make, precision="fp16")

@@ -76,6 +76,8 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.control: GradientControl | None = None
         """The control, as soon as there is a Trainer."""
+        self.has_stepped = False
+        """For the Trainer: whether it has stepped and not asked for the learning rate since."""
         self._clip, self._scale, self._adopt, self._settings = clip, scale, adopt, settings
         self._record, self._config = record, config
         self._trainer: Any = None
@@ -109,6 +111,7 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keeps what became of the step for the next log."""
+        self.has_stepped = True
         if self.control is not None and self.control.outcome is not None:
             self._outcomes.append(self.control.outcome)
         if len(self._outcomes) > _KEPT:
@@ -291,9 +294,11 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
         return None  # The step measures it, and it is wanted for the log.
 
     def _get_learning_rate(self) -> float:
-        # Asked for just before the loop asks whether to step the schedule.
-        if self._gate is not None and self.lr_scheduler is self._gate:
+        # After a step the loop asks for it just before it asks whether to step the schedule.
+        callback = self._control_callback()
+        if callback.has_stepped and self.lr_scheduler is self._gate:
             self.accelerator.let_schedule_decide()
+        callback.has_stepped = False
         return float(super()._get_learning_rate())
 
     # --- the log --------------------------------------------------------------------------------
