@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from gradilocks import HeadroomScale, ZScoreClip, read_run
+from gradilocks import GradientControl, HeadroomScale, ZScoreClip, read_run
 from gradilocks.integrations.fabric import control_for
+from gradilocks.integrations.lightning_precision import rank_options
 from tests.integrations import task
 from tests.integrations.lightning_task import QUIET, Resumable, half, module_of
 
@@ -189,3 +190,32 @@ def fabric_fsdp2(rank):
     module = fabric.setup_module(net)
     optimizer = fabric.setup_optimizers(task.OPTIMIZERS["fused adamw"](module.parameters()))
     return _fabric_loop(rank, fabric, net, module, optimizer, folder)
+
+
+def fsdp1(rank):
+    """What is found of FullyShardedDataParallel, which Lightning wraps models in on GPUs only."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    def found(strategy):
+        net = FullyShardedDataParallel(
+            task.Network(), device_id=torch.device("cpu"), sharding_strategy=strategy
+        )
+        return net, rank_options({}, None, [net])
+
+    net, options = found(ShardingStrategy.FULL_SHARD)
+    group = options["process_group"]
+    control = GradientControl(
+        torch.optim.SGD(net.parameters(), lr=0.1), model=net, scale=None, clip=CLIP, **options
+    )
+    for rows in _part(rank).batches:
+        control.zero_grad()
+        control.backward(net(rows).mean())
+        control.step()
+    with FullyShardedDataParallel.summon_full_params(net):
+        weights = [param.detach().clone() for param in net.parameters()]
+    return {
+        "ranks": dist.get_process_group_ranks(group),
+        "copies": found(ShardingStrategy.NO_SHARD)[1],
+        "said": rank_options({"process_group": group}, None, [net]),
+        "weights": weights,
+    }

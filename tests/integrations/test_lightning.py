@@ -699,15 +699,55 @@ def test_another_clip_is_the_users_to_choose_when_a_run_is_resumed(tmp_path):
     assert other.control.outcome.step == task.STEPS
 
 
-def test_a_run_may_go_on_in_another_precision(tmp_path):
-    old, new = GradientControlCallback(), GradientControlCallback()
-    trained(Lit(), callback=old, plugins=[half(pl)], data=Resumable(bad=1), **stopping(tmp_path))
+OTHERS = {
+    # Of the run before, of the one that goes on, its precision, and its first scale.
+    "no scale": ({}, {}, "bf16-mixed", 1.0),
+    "another policy": ({}, {"scale": HeadroomScale()}, "16-mixed", 2.0**8),
+    "a fixed scale": ({}, {"scale": 2.0**5}, "16-mixed", 2.0**5),
+    "a scale at last": ({"scale": None}, {}, "16-mixed", 2.0**16),
+    "all": ({"scale": None, "clip": ZScoreClip()}, {"clip": CLIP}, "16-mixed", 2.0**16),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "precision", "scale"), OTHERS.values(), ids=OTHERS)
+def test_a_run_may_go_on_with_another_scale(old, new, precision, scale, tmp_path):
+    scales = []
+
+    class Scales(pl.Callback):
+        def on_train_start(self, *_):
+            scales.append(after.control.scale)
+
+    before, after = GradientControlCallback(**old), GradientControlCallback(**new)
+    settings = {"plugins": [half(pl)], "data": Resumable(bad=1)}
+    trained(Lit(), callback=before, **settings, **stopping(tmp_path))
     with pytest.warns(RuntimeWarning, match="saved with other options of GradientControlCallback"):
         trained(
-            Lit(), callback=new, precision="bf16-mixed", data=Resumable(bad=1),
-            ckpt_path=tmp_path / "stopped.ckpt",
+            Lit(), callback=after, **precision_of(pl, precision), data=Resumable(bad=1),
+            extra=[Scales()], ckpt_path=tmp_path / "stopped.ckpt",
         )  # fmt: skip
-    assert new.control.scale == 1.0
+    assert scales == [scale]
+    assert after.control.outcome.step == task.STEPS  # Its count goes on.
+
+
+@each_optimizer
+def test_two_optimizers_by_hand_are_resumed_bit_for_bit(optimizer, tmp_path):
+    class Saving(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2 and not trainer.ckpt_path:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    def run(**more):
+        callback = GradientControlCallback(**POLICIES["adaptive"])
+        module = Gan(optimizer, factor=0.5)
+        settings = {"plugins": [half(pl)], "data": Resumable(bad=4)}
+        trained(module, callback=callback, extra=[Saving()], **settings, **more)
+        return task.weights(module), callback.control.state_dict()
+
+    weights, state = run()
+    resumed, state_resumed = run(ckpt_path=tmp_path / "half.ckpt")
+    assert task.same(resumed, weights)
+    assert state_resumed == state
+    assert state["gradilocks"]["parts"] is not None
 
 
 def test_evaluation_leaves_the_control_alone(tmp_path):
@@ -808,6 +848,9 @@ def test_a_plugin_with_a_step_of_its_own_is_refused_by_name():
 
     with pytest.raises(ValueError, match="Stepping has an optimizer_step of its own"):
         fitted(pl, Lit(), plugins=[Stepping()], callbacks=[GradientControlCallback()])
+    plugin = pl.plugins.DeepSpeedPrecision("32-true")
+    with pytest.raises(ValueError, match="DeepSpeedPrecision has an optimizer_step of its own"):
+        fitted(pl, Lit(), plugins=[plugin], callbacks=[GradientControlCallback()])
 
 
 def test_a_plugin_with_other_things_of_its_own_keeps_them():
@@ -855,6 +898,53 @@ def test_callbacks_and_trainers_can_be_copied_and_pickled():
     plugin = copy.deepcopy(trainer.precision_plugin)
     assert type(plugin) is pl.plugins.MixedPrecision
     assert plugin.scaler.get_scale() == 2.0**16
+
+
+class Thawing(pl.callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net.first)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.first, optimizer)
+
+
+LIGHTNINGS = {
+    "StochasticWeightAveraging": lambda: [
+        pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    ],
+    "WeightAveraging": lambda: [pl.callbacks.WeightAveraging()],
+    "GradientAccumulationScheduler": lambda: [
+        pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
+    ],
+    "BaseFinetuning": lambda: [Thawing()],
+}
+
+
+@pytest.mark.parametrize("which", LIGHTNINGS)
+def test_lightnings_own_callbacks_work_beside_it(which):
+    def configure_optimizers(self):
+        trained = [param for param in self.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.01, fused=True)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+    Own = module_of(pl, configure_optimizers=configure_optimizers)  # noqa: N806
+    native, ours, callback = Own(), Own(), GradientControlCallback()
+    settings = {"data": loader(bad=None), "max_epochs": 3}
+    fitted(pl, native, **settings, plugins=[half(pl)], callbacks=LIGHTNINGS[which]())
+    fitted(pl, ours, **settings, plugins=[half(pl)], callbacks=[*LIGHTNINGS[which](), callback])
+    assert task.same(task.weights(ours), task.weights(native))
+    assert callback.control.outcome.step > task.STEPS
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true"])
+def test_other_precisions_are_as_lightnings_own(precision):
+    native, ours = Lit("fused adamw"), Lit("fused adamw")
+    settings = {"data": loader(bad=None), "precision": precision}
+    fitted(pl, native, **settings)
+    fitted(pl, ours, **settings, callbacks=[GradientControlCallback()])
+    assert task.same(task.weights(ours), task.weights(native))
+    assert ours.net.head.weight.dtype != torch.float32
 
 
 def test_the_learning_rate_finder_leaves_no_trace():

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
+from gradilocks import read_run
+from tests import PATIENCE
 from tests.integrations import task
 from tests.ranks.rank_programs import run_all
 
@@ -24,20 +30,20 @@ RESUMED = [lightning_ranks.ddp_resumed, lightning_ranks.fsdp2_resumed]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    return run_all([*PROGRAMS, *RESUMED], tmp_path_factory.mktemp("ranks"))
+    return run_all([*PROGRAMS, *RESUMED, lightning_ranks.fsdp1], tmp_path_factory.mktemp("ranks"))
 
 
-def by_one_process():
+def by_one_process(make=task.OPTIMIZERS["fused adamw"], bad=task.BAD):
     """The weights and the losses of the same training, where the bad step is left out."""
     model = task.Network()
-    optimizer, losses = task.OPTIMIZERS["fused adamw"](model.parameters()), []
+    optimizer, losses = make(model.parameters()), []
     for step, batch in enumerate(task.batches(bad=None)):
         optimizer.zero_grad()
         loss = model(batch).mean()
         loss.backward()
         losses.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), lightning_ranks.CLIP)
-        if step != task.BAD:
+        if step != bad:
             optimizer.step()
     return task.weights(model), losses
 
@@ -80,3 +86,43 @@ def test_ranks_that_are_resumed_go_on_bit_for_bit(told, program):
         (weights, state), (resumed, state_resumed) = each["whole"], each["resumed"]
         assert task.same(resumed, weights)
         assert state_resumed == state
+
+
+def test_the_group_of_fully_sharded_models_is_found(told):
+    for each in told["fsdp1"]:
+        assert each["ranks"] == [0, 1]
+        assert each["copies"] == {}
+        assert each["said"] == {}
+        expected, _ = by_one_process(lambda params: torch.optim.SGD(params, lr=0.1), bad=None)
+        torch.testing.assert_close(each["weights"], expected, rtol=1e-5, atol=1e-6)
+
+
+SPAWNING = """
+import sys
+import lightning.pytorch as pl
+from gradilocks.integrations.lightning import GradientControlCallback
+from tests.integrations.lightning_task import QUIET, loader, module_of
+
+class Lit(module_of(pl)):
+    pass
+
+if __name__ == "__main__":
+    callback = GradientControlCallback(clip=0.02, record=sys.argv[1])
+    trainer = pl.Trainer(**{**QUIET, "devices": 2}, strategy="ddp_spawn", callbacks=[callback])
+    trainer.fit(Lit("fused adamw"), loader(bad=None))
+    print(sorted(trainer.callback_metrics))
+"""
+
+
+@pytest.mark.long
+def test_processes_that_lightning_spawns_have_the_callback_too(tmp_path):
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING)
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", script, tmp_path / "run.jsonl"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert "gradilocks/norm" in told.stdout, told.stderr
+    run = read_run(tmp_path / "run.jsonl")
+    assert (len(run.steps), run.end.status) == (task.STEPS // 2, "finished")

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -201,7 +201,7 @@ class GradientControlCallback(*(package.Callback for package in _packages())):  
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Closes the run file with what has ended the run."""
         recorder = None if self.control is None else self.control.recorder
-        if recorder is not None:
+        if recorder is not None and trainer.state.fn == "fit":
             recorder.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -247,7 +247,8 @@ class _TrainerPrecision(ControlledPrecision):
             names = {name for n in numbers for name in self.callback.logged(n).values()}
             self.is_monitored = not names.isdisjoint(monitors)
             for config in lr_schedulers:
-                config.scheduler = control.scheduler(config.scheduler)
+                if callable(getattr(config.scheduler, "step", None)):  # Else it is stepped by hand.
+                    config.scheduler = control.scheduler(config.scheduler)
         return model, optimizers, lr_schedulers
 
     def _begin(self, model: Any, optimizers: list[Any]) -> GradientControl:
@@ -302,7 +303,9 @@ class _TrainerPrecision(ControlledPrecision):
     def _note(self, number: int | None, outcome: Outcome) -> None:
         """Keeps what is to be logged of a step."""
         logged = self.callback.logged(number)
-        self.outcomes[number], self.has_stepped = outcome, bool(logged)
+        if not logged:
+            return
+        self.outcomes[number], self.has_stepped = outcome, True
         before = self.skipped.setdefault(number, {})
         if "skipped" in logged:
             skipped = outcome.tensors["skipped"].float()
@@ -369,27 +372,37 @@ class _TrainerPrecision(ControlledPrecision):
         return self.control is not None and self.trainer.state.fn == "fit"
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint; if it was saved with other policies, with what fits."""
+        """Goes on from a checkpoint; if it was saved with other policies, with all that fits."""
         assert self.control is not None
-        try:
-            self.control.load_state_dict(saved)
-        except BadState as error:
+        mine, misfit = self.control.state_dict(), None
+        for kept in (saved, *_mixed(saved, mine)):
+            try:
+                self.control.load_state_dict(kept)
+                break
+            except BadState as error:
+                misfit = misfit or error
+        if misfit is not None:
             warnings.warn(
-                f"the checkpoint was saved with other options of GradientControlCallback: {error} "
-                "What they had learned is left out.",
+                f"the checkpoint was saved with other options of GradientControlCallback: {misfit} "
+                "What does not fit begins anew.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            mine = self.control.state_dict()[_STATE]
-            clip = {name: value for name, value in mine.items() if name.startswith("clip")}
-            rest = {n: v for n, v in saved[_STATE].items() if not n.startswith("clip")}
-            try:
-                self.control.load_state_dict({**saved, _STATE: {**rest, **clip}})
-            except BadState:
-                self.control.as_scaler().load_state_dict({k: saved[k] for k in _TORCHS})
         # Options of the Trainer's are its user's to change; what has a memory is the checkpoint's.
         if self.clip is None or isinstance(self.clip, (ClipByNorm, ClipByValue)):
             self.control.set_clip(self.clip)
+
+
+def _mixed(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The state of a checkpoint with the clip, the scale or both as a control has them now."""
+    ours, own = saved[_STATE], mine[_STATE]
+    clip = {name for name in {*ours, *own} if name.startswith("clip")}
+    scale = {name for name in {*ours, *own} if name.startswith("scale")} | {"hysteresis"}
+    for taken in (clip, scale, clip | scale):
+        mixed = {name: ours[name] for name in ours if name not in taken}
+        mixed |= {name: own[name] for name in own if name in taken}
+        top = mine if scale <= taken else saved
+        yield {**top, _STATE: {**mixed, "parts": None}}
 
 
 def _clip_of(value: float | None, algorithm: Any) -> object:

@@ -151,7 +151,9 @@ def rank_options(
         return {}
     if hasattr(type(strategy), "device_mesh"):
         return {"mesh": strategy.device_mesh}
-    for module in (each for model in models for each in model.modules()):
+    modules: Iterable[Any] = (each for model in models for each in model.modules())
+    for module in modules:
         if type(module).__name__ == "FullyShardedDataParallel":
-            return {"process_group": module.process_group}
+            shards = module.sharding_strategy.name != "NO_SHARD"
+            return {"process_group": module.process_group} if shards else {}
     return {}
