@@ -331,11 +331,12 @@ class GradientControl:
         self._parts = {each: part for each, part in self._parts.items() if each in alive}
         if self._bad_step_path is not None and not before:
             self._keep_bad_step(self._bad_step_path)
-        journal = journal_of(self._events)
+        counts, journal = self._steps_of_each(), journal_of(self._events)
+        if self._loaded:  # Of one that is new, too, the checkpoint knows.
+            self._loaded = [*self._loaded, *counts[len(self._loaded) :]]
         if journal is not None:
             journal.rebind(before, checked)
-            loaded = () if journal.has_recorded else self._loaded
-            journal.goes_on_from(checked, self._steps_of_each(), loaded)
+            journal.goes_on_from(checked, counts, self._loaded)
         if waited is not None and steps is not None:
             self._tell_loaded()
 

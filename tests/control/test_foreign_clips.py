@@ -213,6 +213,29 @@ def test_a_framework_that_unscales_and_clips_by_the_controls_scaler_is_not_warne
         scaler.update()
 
 
+@pytest.mark.parametrize("clip", [clip_grad_norm_, gradilocks.clip_grad_norm_])
+def test_a_scaler_that_clips_by_itself_tells_of_two_clips(clip, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = gradilocks.GradScaler("cpu", clip=0.5)
+    said = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        scaler.unscale_(optimizer)
+        clip(model.parameters(), math.inf)
+        said += warnings_of(lambda: clip(model.parameters(), 1.0))
+        scaler.step(optimizer)
+        scaler.update()
+    (only,) = said
+    assert "clips gradients that a GradScaler clips again" in only
+    assert "ClipByNorm(max_norm=0.5" in only
+    plain = gradilocks.GradScaler("cpu")
+    optimizer.zero_grad()
+    plain.scale(model(torch.ones(1, 3)).sum()).backward()
+    plain.unscale_(optimizer)
+    assert warnings_of(lambda: clip(model.parameters(), 1.0)) == []
+
+
 def test_torchs_functions_are_what_they_were(model):
     control_over(model)
     assert torch.nn.utils.clip_grad_norm_ is clip_grad_norm_

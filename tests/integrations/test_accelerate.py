@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradilocks import ClipByNorm, HeadroomScale, Outcome, ZScoreClip, read_run
+from gradilocks import ClipByNorm, HeadroomScale, Outcome, Recorder, ZScoreClip, read_run
+from gradilocks.optim import AdamW
 from tests.integrations.task import (
     BAD,
     CULPRIT,
@@ -362,6 +363,32 @@ def test_states_are_named_and_found_by_accelerate(tmp_path):
     assert (control.state_dict(), True) == (saved[0], same(training.weights, saved[1]))
 
 
+def test_a_resumed_run_goes_on_in_its_file_at_the_step_of_the_state(tmp_path):
+    for resumes in (False, True):
+        accelerator = new("fp16")
+        recorder = Recorder(tmp_path / "a.jsonl", exists="append" if resumes else "refuse")
+        take_control(accelerator, record=recorder)
+        training = Training(accelerator, OPTIMIZERS["sgd"])
+        if resumes:
+            accelerator.load_state(str(tmp_path / "state"))
+            training.run(batches()[3:])
+        else:
+            training.run(batches()[:3])
+            accelerator.save_state(str(tmp_path / "state"))
+            training.run(batches()[3:5])
+        accelerator.end_training()
+    run = read_run(tmp_path / "a.jsonl")
+    assert [step.step for step in run.steps] == list(range(1, STEPS + 1))
+    assert [step.step for step in run.superseded] == [4, 5]
+
+
+def test_the_first_bad_step_is_kept_to_be_run_again(tmp_path):
+    accelerator = new("fp16")
+    take_control(accelerator, keep_bad_step=tmp_path / "bad.pt")
+    trained(accelerator, OPTIMIZERS["sgd"], precision="fp16")
+    assert (tmp_path / "bad.pt").is_file()
+
+
 # --- clips ----------------------------------------------------------------------------------------
 
 
@@ -665,6 +692,20 @@ def test_a_scaler_that_is_turned_off_scales_nothing():
     control = take_control(accelerator)
     trained(accelerator, OPTIMIZERS["sgd"])
     assert control.scale == 1.0
+
+
+def test_torchs_optimizers_are_adopted_if_asked_for_and_others_refused():
+    plain = new("fp16")
+    take_control(plain, clip=0.04)
+    theirs = trained(plain, OPTIMIZERS["fused adamw"], precision="fp16", schedule=inverse)
+    accelerator = new("fp16")
+    take_control(accelerator, clip=0.04, adopt=True)
+    ours = trained(accelerator, OPTIMIZERS["fused adamw"], precision="fp16", schedule=inverse)
+    assert isinstance(ours.optimizer.optimizer, AdamW)
+    assert ours.rates == theirs.rates
+    torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-6)
+    with pytest.raises(TypeError, match="got RMSprop"):
+        accelerator.prepare(torch.optim.RMSprop([nn.Parameter(torch.ones(1))]))
 
 
 def test_a_scale_may_be_asked_for_in_any_precision():

@@ -27,7 +27,8 @@ def _programs() -> list[Callable[[int], Any]]:
         sharded, sharded_by_policies, sharded_and_only_rank_0_records, gone_on_with, closed_early,
         rank_files, with_a_closure, two_optimizers, stages, stages_of_one_name, flat_shards,
         replicated, replicated_without_a_recorder, replicated_and_joined, several_losses,
-        collectives_of_a_step, added_later, bad_in_backward,
+        collectives_of_a_step, added_later, bad_in_backward, attached_later, sharded_and_gone_back,
+        replicated_and_gone_back, scaler_over_shards,
     ]  # fmt: skip
 
 
@@ -615,3 +616,89 @@ def test_parameters_that_come_later_are_recorded_too(returned: Any) -> None:
     run = read_run(_runs() / "later.jsonl")
     assert [len(info.names) for info in run.optimizers] == [2, 4]
     assert [len(step.detail.norm) for step in run.steps if step.detail] == [2, 4]
+
+
+def attached_later(rank: int) -> None:
+    """After the first step, on rank 0 alone: nothing hangs, and rank 0 tells what it can."""
+    control = _sharded(None, rank)
+    if rank == 0:
+        control.attach(_runs() / "attached.jsonl")
+    _train(control, control._names.model, rank=rank, steps=3, bad={(2, 1): INF})
+    if rank == 0:
+        control.recorder.close()
+
+
+def test_a_recorder_attached_later_tells_of_whole_steps(returned: Any) -> None:
+    run = read_run(_runs() / "attached.jsonl")
+    assert [step.step for step in run.steps] == [STEPS + 1, STEPS + 2, STEPS + 3]
+    assert [step.skipped for step in run.steps] == [False, True, False]
+    assert run.steps[1].bad_loss_ranks == (1,)
+    assert {step.of_rank for step in run.steps} == {None}
+    assert {step.detail for step in run.steps} == {None}
+    assert run.optimizers[0].names == ("0.weight", "0.bias", "2.weight", "2.bias")
+
+
+def sharded_and_gone_back(rank: int) -> None:
+    """A session that is resumed from the third step, and a loop that goes back by itself."""
+    path = _runs() / "back.jsonl"
+    with Recorder(path, detail_every=2) as recorder:
+        control = _sharded(recorder, rank)
+        state = control.state_dict()
+        _train(control, control._names.model, rank=rank, steps=2, bad={})
+    dist.barrier()
+    with Recorder(path, detail_every=2, exists="append") as recorder:
+        control = _sharded(None, rank)
+        control.load_state_dict(state)
+        control.attach(recorder)
+        _train(control, control._names.model, rank=rank, steps=3, bad={})
+        control.load_state_dict(state)
+        _train(control, control._names.model, rank=rank, steps=4, bad={})
+
+
+def test_sharded_runs_go_on_from_a_checkpoint(returned: Any) -> None:
+    run = read_run(_runs() / "back.jsonl")
+    assert [step.step for step in run.steps] == list(range(1, STEPS + 5))
+    assert [step.step - STEPS for step in run.superseded] == [1, 2, 1, 2, 3]
+    assert len(run.optimizers) == 1
+
+
+def replicated_and_gone_back(rank: int) -> None:
+    """In the midst of an exchange of losses: those of superseded steps are nobody's."""
+    with Recorder(_runs() / "replicas_back.jsonl", flush_every=4) as recorder:
+        control, model = _replicated(rank, recorder)
+        _train(control, model, rank=rank, steps=2, bad={})
+        state = control.state_dict()
+        _train(control, model, rank=rank, steps=1, bad={(1, 1): INF})
+        control.load_state_dict(state)
+        _train(control, model, rank=rank, steps=4, bad={})
+
+
+def test_losses_of_replicas_stand_with_the_steps_that_they_are_of(returned: Any) -> None:
+    run = read_run(_runs() / "replicas_back.jsonl")
+    assert [step.step for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    assert [step.step for step in run.superseded] == [3]
+    assert [step.loss_ranks for step in run.steps] == [None, None, 2, 2, 2, 2]
+    assert not any(step.bad_loss_ranks for step in run.steps)
+
+
+def scaler_over_shards(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = _model()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = gradilocks.GradScaler("cpu", model=model, record=_runs() / "scaler.jsonl")
+    for step in (1, 2):
+        bad = INF if (step, rank) == (2, 1) else 1.0
+        scaler.scale(_loss(model, _batch(step).chunk(2)[rank]) * bad).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    scaler.recorder.close()
+
+
+def test_a_scalers_file_says_that_its_numbers_are_of_what_rank_0_holds(returned: Any) -> None:
+    run = read_run(_runs() / "scaler.jsonl")
+    assert [step.skipped for step in run.steps] == [False, True]
+    assert {step.of_rank for step in run.steps} == {True}
+    assert "of-one-rank" in {each.rule for each in examine(run).findings}

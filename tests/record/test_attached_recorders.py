@@ -394,6 +394,41 @@ def test_optimizers_that_step_at_different_times_each_go_on_from_their_own_step(
     assert [(step.optimizer, step.step) for step in run.superseded] == [(0, 3), (1, 2), (1, 3)]
 
 
+def test_optimizers_that_a_controls_scaler_meets_one_by_one_go_on_each_from_its_step(tmp_path):
+    path = tmp_path / "a.jsonl"
+
+    def begun(exists, state=None):
+        model = small_model()
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+        control = GradientControl(model=model)
+        control.attach(path, exists=exists)
+        scaler = control.as_scaler()
+        if state is not None:
+            scaler.load_state_dict(state)
+
+        def steps(whose):
+            for number in whose:
+                scaler.scale(model(torch.ones(4, 6)).square().mean()).backward()
+                scaler.step(optimizers[number])
+                scaler.update()
+                model.zero_grad()
+
+        return control, scaler, steps
+
+    control, scaler, steps = begun("refuse")
+    steps([0, 0, 1])
+    state = scaler.state_dict()
+    steps([0, 1, 1])
+    control.recorder.close()
+    control, _, steps = begun("append", state)
+    steps([0, 1, 0])
+    control.recorder.close()
+    run = read_run(path)
+    found = [(step.optimizer, step.step) for step in run.steps]
+    assert found == [(0, 1), (0, 2), (1, 1), (0, 3), (1, 2), (0, 4)]
+    assert [(step.optimizer, step.step) for step in run.superseded] == [(0, 3), (1, 2), (1, 3)]
+
+
 def test_what_was_traced_in_superseded_steps_is_gone_and_what_follows_is_there(tmp_path):
     path = tmp_path / "a.jsonl"
     control, model = made(path)

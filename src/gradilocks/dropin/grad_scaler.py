@@ -241,6 +241,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         self._policy = _scale_policy(policy)
         self._clips = clip is not None
+        self._told_of_clips: set[str] = set()
         clip_policy = NoClip() if clip is None else resolve_clip(clip)
         self._engines = OptimizerEngines(self._policy, clip_policy, model)
         self._scale_state: ScaleState | None = None
@@ -312,6 +313,8 @@ class GradScaler(torch.amp.GradScaler):
     @eager
     def unscale_(self, optimizer: Any) -> None:
         """Divides the optimizer's gradients by the scale, looking for NaN and Inf on the way."""
+        if self._enabled and self._clips:
+            self._now.guard.will_clip(self._engines.clip, self._told_of_clips)
         super().unscale_(optimizer)
 
     @eager
@@ -503,12 +506,12 @@ class GradScaler(torch.amp.GradScaler):
                 "process, and without it the ranks would stop agreeing. Save state_dict() instead."
             )
         state: dict[str, Any] = super().__getstate__()
-        state.update(_model=None, _outcome=None, _now=None)
+        state.update(_model=None, _outcome=None, _now=None, _events=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._now = _SinceUpdate()
+        self._now, self._events = _SinceUpdate(), StepEvents(EVENTS)
 
     def __copy__(self) -> GradScaler:
         """Shares the model and the process group; steps of its own from here on."""

@@ -156,6 +156,7 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         self._own_clip, self._adopts = clip, adopt
         self._is_bound = False
         self._bound_to: list[Any] = []  # The optimizers and models that the control knows of.
+        self._waiting_schedules: list[ControlledScheduler] = []  # For the control to be bound.
         self._has_loss = False
         # The max_norm that clip_grad_norm_ was called with, and whether for the coming step.
         self._asked_clip: ClipByNorm | None = None
@@ -198,12 +199,14 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
             prepared.__class__ = ControlledScheduler
             if self._is_bound:
                 prepared.wait_for(self.gradient_control)
+            else:
+                self._waiting_schedules.append(prepared)
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's; the control goes on with what is prepared next."""
         self._is_bound = self._has_loss = False
-        self._bound_to = []
+        self._bound_to, self._waiting_schedules = [], []
         self._made_true.clear()
         return super().free_memory(*objects)
 
@@ -218,9 +221,9 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         if len(now) != len(self._bound_to) or any(map(operator.is_not, now, self._bound_to)):
             self.gradient_control.bind(*optimizers, model=models.get("", models) or None)
             self._bound_to = now
-        for scheduler in self._schedulers:
-            if isinstance(scheduler, ControlledScheduler):
-                scheduler.wait_for(self.gradient_control)
+        for schedule in self._waiting_schedules:
+            schedule.wait_for(self.gradient_control)
+        self._waiting_schedules = []
         self._is_bound = True
 
     # --- a step ---------------------------------------------------------------------------------

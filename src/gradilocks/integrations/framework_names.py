@@ -66,7 +66,6 @@ FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
         ),
         "accelerate.Accelerator()._optimizers": "which optimizers a control is bound to",
         "accelerate.Accelerator()._models": "whose parameters they are, for their names",
-        "accelerate.Accelerator()._schedulers": "which schedules wait for skipped steps",
         "accelerate.Accelerator().scaler": "the place of the control's scaler; not documented",
         "accelerate.scheduler.AcceleratedScheduler().optimizers": (
             "whom it asks, and waits for, whether a step was skipped"
@@ -79,7 +78,7 @@ FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
     },
     "transformers": {
         "transformers.trainer.Trainer._clip_grad_norm": "clips nothing: the control does",
-        "transformers.trainer.Trainer._get_grad_norm": "the control's norm, before the step",
+        "transformers.trainer.Trainer._get_grad_norm": "unscales for callbacks",
         "transformers.trainer.Trainer._get_learning_rate": (
             "the last that is asked for before the schedule is stepped"
         ),

@@ -283,10 +283,12 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
         return None  # The control clips inside the step.
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
-        # Callbacks look at the gradients next, in `on_pre_optimizer_step`.
-        self.accelerator.unscale_gradients()
-        return self.gradient_control.norm().to(torch.float32)
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor | None:
+        usual = TrainerCallback.on_pre_optimizer_step
+        callbacks = self.callback_handler.callbacks
+        if any(type(each).on_pre_optimizer_step is not usual for each in callbacks):
+            self.accelerator.unscale_gradients()  # They look at the gradients next.
+        return None  # The step measures it, and it is wanted for the log.
 
     def _get_learning_rate(self) -> float:
         # Asked for just before the loop asks whether to step the schedule.
@@ -296,10 +298,15 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
 
     # --- the log --------------------------------------------------------------------------------
 
-    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        outcome = self.gradient_control.outcome
+        if outcome is not None:
+            grad_norm = outcome.tensors["norm"]
         self._logs_itself, self._has_logged = True, False
         try:
-            super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
         finally:
             self._logs_itself = False
         if self._has_logged:  # The Trainer subtracts what it has logged, and NaN - NaN is NaN.

@@ -62,6 +62,7 @@ class Journal(StepListener):
         # By the id of an optimizer, before its next step: how many of its steps the control has
         # counted, and how many in a state that it loaded.
         self._goes_on_from: dict[int, tuple[int, int | None]] = {}
+        self._numbered: set[int] = set()  # Those that go on so, as the recorder knows them.
         # By the ids of the optimizers that step together.
         self._known: dict[tuple[int, ...], _Introduced] = {}
         # The optimizers that have stepped on the losses so far, each alone.
@@ -104,6 +105,8 @@ class Journal(StepListener):
     ) -> None:
         """The next step of each optimizer is the one after those that the control has counted.
 
+        Not of those that this journal has numbered already, until another state is loaded.
+
         Args:
             optimizers: of the control.
             counted: for each of them, so many.
@@ -118,6 +121,7 @@ class Journal(StepListener):
 
     def state_loaded(self, control: Any, steps: Sequence[int]) -> None:
         self.loss = None
+        self._numbered.clear()
         self.goes_on_from(control.optimizers, steps, steps)
 
     def rebind(self, before: Sequence[Any], after: Sequence[Any]) -> None:
@@ -137,7 +141,8 @@ class Journal(StepListener):
         """Tells the recorder, once, from which step optimizers go on."""
         for each, index in zip(key, known.indices, strict=False):
             counts = self._goes_on_from.pop(each, None)
-            if counts is not None:
+            if counts is not None and index not in self._numbered:
+                self._numbered.add(index)
                 self.recorder.resume(index, counted=counts[0], loaded=counts[1])
 
     def loss_counted(self, control: Any, loss: Tensor, *, first: bool, averaged: int = 0) -> None:

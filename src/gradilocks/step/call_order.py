@@ -213,7 +213,7 @@ class CallOrder:
         self._warned.add(clash)
         assert self._policies is not None
         clip = self._policies.clip_policy
-        text = _CLIPPED_TWICE.format(caller=caller, clip=clip)
+        text = _CLIPPED_TWICE.format(caller=caller, clip=clip, who="GradientControl")
         if clash == "scaled":
             own = "clips by nothing else" if clip.policy_name == "NoClip" else f"clips by {clip!r}"
             text = _CLIPPED_SCALED.format(caller=caller, own=own)
@@ -251,8 +251,8 @@ def refuse_scaled(params: Sequence[Tensor], caller: str, bound: float) -> None:
         bound: to which it clips; at infinity it only measures.
     """
     with _lock:
-        orders = list(_alive)
-    if not orders:
+        orders, guards = list(_alive), [each for each in _guards if each.clip is not None]
+    if not orders and not guards:
         return
     gradients = [param.grad for param in params if param.grad is not None]
     for order, clash in _clashes(orders, gradients):
@@ -264,12 +264,16 @@ def refuse_scaled(params: Sequence[Tensor], caller: str, bound: float) -> None:
             )
         if bound < math.inf and not order.has_warned(clash):
             order.warn(clash, f"gradilocks.{caller}")
+    if bound < math.inf:
+        for guard in guards:
+            guard.warn_of_clip(f"gradilocks.{caller}", gradients)
 
 
 def _clip_noticed(caller: str, gradients: Sequence[Tensor], bound: float) -> None:
     """A clip function of torch's is about to write to these gradients."""
     if bound == math.inf:  # It only measures.
         return
+    _warn_of_scalers(caller, gradients)
     with _lock:
         orders = list(_alive)
     if not any((clash := order.clash()) and not order.has_warned(clash) for order in orders):
@@ -277,6 +281,14 @@ def _clip_noticed(caller: str, gradients: Sequence[Tensor], bound: float) -> Non
     for order, clash in _clashes(orders, gradients):
         if not order.has_warned(clash):
             order.warn(clash, caller)
+
+
+def _warn_of_scalers(caller: str, gradients: Sequence[Tensor]) -> None:
+    """Tells if one of our scalers will clip these gradients again."""
+    with _lock:
+        guards = [each for each in _guards if each.clip is not None]
+    for guard in guards:
+        guard.warn_of_clip(caller, gradients)
 
 
 def _clashes(
@@ -321,8 +333,31 @@ class UnscaledGuard:
         self._losses = 0
         self._number = next(_numbers)
         self.has_marked = False
+        self.clip: Any = None
+        """The policy by which the scaler will clip what it has unscaled, if it has one."""
+        self._warned: set[str] = set()
         with _lock:
             _guards.add(self)
+
+    def will_clip(self, clip: Any, warned: set[str]) -> None:
+        """The scaler clips at its step, by a policy of its own.
+
+        Args:
+            clip: the policy.
+            warned: what the scaler's user has been told already.
+        """
+        self.clip, self._warned = clip, warned
+        watch_clips(_clip_noticed)
+
+    def warn_of_clip(self, caller: str, gradients: Sequence[Tensor]) -> None:
+        """Tells, once, if `caller` clips gradients that the scaler has unscaled and clips again."""
+        if self._warned or not any(
+            getattr(gradient, _UNSCALED, (None, 0))[0] == self._number for gradient in gradients
+        ):
+            return
+        self._warned.add("twice")
+        text = _CLIPPED_TWICE.format(caller=caller, clip=self.clip, who="GradScaler")
+        warnings.warn(text, RuntimeWarning, stacklevel=users_line())
 
     def note_scaled(self, outputs: Any) -> None:
         """Losses have been scaled; with more than one, backward may come between two steps."""
@@ -393,9 +428,8 @@ _CLIPPED_SCALED = (
 )
 
 _CLIPPED_TWICE = (
-    "{caller} clips gradients that a GradientControl clips again at its step(), by {clip!r}: the "
-    "two stack, and the norm that the control measures and records is that of clipped gradients. "
-    "Leave one of them out."
+    "{caller} clips gradients that a {who} clips again at its step(), by {clip!r}: the two stack, "
+    "and the norm that it measures and records is that of clipped gradients. Leave one of them out."
 )
 
 _A_STAGE = (
