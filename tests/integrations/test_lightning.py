@@ -969,10 +969,12 @@ def test_other_precisions_are_as_lightnings_own(precision):
     assert ours.net.head.weight.dtype != torch.float32
 
 
-def test_the_learning_rate_finder_leaves_no_trace():
+def test_the_learning_rate_finder_leaves_no_trace(tmp_path):
     callback, module = GradientControlCallback(), Lit()
     module.lr = 0.05
-    trainer = pl.Trainer(**QUIET, plugins=[half(pl)], callbacks=[callback])
+    trainer = pl.Trainer(
+        **QUIET, plugins=[half(pl)], callbacks=[callback], default_root_dir=tmp_path
+    )
     tuner = pl.tuner.Tuner(trainer)
     tuner.lr_find(module, loader(bad=None), num_training=5, update_attr=False)
     trainer.fit(module, loader())
