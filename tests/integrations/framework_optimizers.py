@@ -13,6 +13,8 @@ import accelerate
 import lightning
 import torch.distributed as dist
 
+from tests.integrations.accelerate_on_cpu import forget
+
 
 class Manual(lightning.LightningModule):
     def __init__(self):
@@ -42,6 +44,7 @@ def in_fabric(inner, **settings):
 
 
 def in_accelerate(inner, scaler=None):
+    forget()
     accelerate.Accelerator(cpu=True)
     from accelerate.optimizer import AcceleratedOptimizer
 

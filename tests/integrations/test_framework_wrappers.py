@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradilocks import GradientControl, GradScaler
 from tests.control.optimizer_wrappers import MAKERS
+from tests.integrations.accelerate_on_cpu import forget
 
 # Of the frameworks' own making: advice on workers and accelerators, deprecations inside them.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -97,6 +98,7 @@ def test_an_optimizer_that_fabric_has_set_up_steps_as_the_bare_one(make, loop):
 @each_loop
 def test_an_optimizer_that_accelerate_has_prepared_steps_as_the_bare_one(make, loop):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    forget()
     accelerator = accelerate.Accelerator(cpu=True)
     model = network()
     module, optimizer = accelerator.prepare(model, make(model.parameters()))
@@ -109,6 +111,8 @@ def test_accelerate_learns_from_the_drop_in_which_steps_were_skipped(make):
     """It replaces `step` for the time of a step and looks whether its own was called."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     from accelerate.optimizer import AcceleratedOptimizer
+
+    forget()
 
     accelerate.Accelerator(cpu=True)
     model, scaler = network(), GradScaler("cpu")

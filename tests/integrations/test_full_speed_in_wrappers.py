@@ -21,6 +21,7 @@ from gradilocks.kernels import reference
 from gradilocks.step.framework_wrappers import steppers
 from gradilocks.step.update import takes_decision
 from tests.control.optimizer_wrappers import MAKERS, Forwards, Imitates, TrueGradients, state_of
+from tests.integrations.accelerate_on_cpu import forget
 from tests.integrations.framework_optimizers import (
     WRAPPERS,
     Manual,
@@ -229,6 +230,8 @@ def test_a_subclass_is_known_unless_it_steps_in_a_way_of_its_own():
                     param.grad.mul_(0.5)
             return super().step(closure)
 
+    forget()
+
     accelerate.Accelerator(cpu=True)
     inner = MAKERS["SGD fused"](parameters())
     assert takes_decision(Named(inner))
@@ -356,6 +359,7 @@ def test_a_scaler_that_comes_later_is_refused_at_the_step():
 
 def test_a_step_while_accelerate_accumulates_is_refused():
     params = parameters()
+    forget()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = torch.nn.Linear(1, 1)
     optimizer = accelerator.prepare(MAKERS["AdamW fused"](params))
