@@ -308,7 +308,7 @@ class GradientControl:
             raise TypeError("bind() takes the optimizers that the control is to step, got none.")
         known = self._names.model if model is None else model
         before, names = self._optimizers, self._names.model
-        losses = self._engine.losses
+        losses, parts = self._engine.losses, self._states_of_parts()
         state = self._engine.saved() if before else self._waiting_state
         steps: int | None = None
         self._take(checked, known)
@@ -327,6 +327,10 @@ class GradientControl:
         if waited is not None:
             self._load_parts(waited)
             self._waiting_state = None
+        else:  # Of one that is made anew in the place of another, what is known goes on.
+            fresh = [id(optimizer) not in self._parts for optimizer in checked]
+            places = {k for k, is_fresh in enumerate(fresh) if is_fresh}
+            self._part_states = {k: saved for k, saved in parts.items() if k in places}
         alive = {id(optimizer) for optimizer in checked}
         self._parts = {each: part for each, part in self._parts.items() if each in alive}
         if self._bad_step_path is not None and not before:

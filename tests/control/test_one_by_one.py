@@ -331,3 +331,31 @@ def test_the_norm_is_there_before_and_after_the_step():
     control.backward(loss_of(models["d"], 5.0))
     assert control.norm().item() > outcome.norm
     assert before[1].item() < before[0].item()
+
+
+def test_optimizers_made_anew_go_on_each_with_what_is_known_of_it():
+    def train(control, models, steps):
+        for of_d, of_g in steps:
+            for optimizer, model, factor in zip(
+                control.optimizers, models.values(), (of_d, of_g), strict=True
+            ):
+                optimizer.zero_grad()
+                control.backward(loss_of(model, factor))
+                control.step(only=optimizer)
+        return weights(models)
+
+    def made():
+        models, *_ = pair(plain)
+        pairs = [plain(model.parameters()) for model in models.values()]
+        return models, GradientControl(*pairs, model=models, clip=ZScoreClip(warmup=2))
+
+    def plain(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    models, control = made()
+    expected = train(control, models, STEPS)
+    models, control = made()
+    train(control, models, STEPS[:4])
+    control.bind(*(plain(model.parameters()) for model in models.values()))
+    assert same(train(control, models, STEPS[4:]), expected)
+    assert control.outcome.step == len(STEPS)

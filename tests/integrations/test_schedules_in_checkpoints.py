@@ -69,8 +69,11 @@ def straight(name):
 
 
 @pytest.fixture
-def accelerator(tmp_path):
-    """Makes an Accelerator, one at a time: they share what is theirs for the life of a process."""
+def accelerator():
+    """Makes an Accelerator, one at a time: they share what is theirs for the life of a process.
+
+    So does the one that a Trainer of Transformers makes.
+    """
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -83,6 +86,7 @@ def accelerator(tmp_path):
         forget()
         return Accelerator(cpu=True, **settings)
 
+    forget()
     yield make
     forget()
 
@@ -174,7 +178,9 @@ def test_a_schedule_goes_through_lightnings_checkpoints(name, first, second, tmp
 
 @both_ways
 @pytest.mark.parametrize("name", ["LambdaLR", "OneCycleLR", "ChainedScheduler"])
-def test_a_schedule_goes_through_the_files_of_a_transformers_trainer(name, first, second, tmp_path):
+def test_a_schedule_goes_through_the_files_of_a_transformers_trainer(
+    name, first, second, accelerator, tmp_path
+):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
     def trainer_of(loop):

@@ -476,7 +476,12 @@ class Engine:
                 gradients, unscaled=unscaled, model_ranks=model_ranks, on_device=False
             )
             return verdict.outcome.tensors["norm"].float()
-        found = measure_all(gradients, home=home, order=order).norm
+        settled = norm_and_coefficient(gradients, math.inf, order)
+        found = (
+            measure_all(gradients, home=home, order=order).norm
+            if settled is None
+            else moved(settled[0], home)
+        )
         return (found if unscaled or not self.scales else found / self.state.scale).float()
 
     def _seen_over_ranks(
