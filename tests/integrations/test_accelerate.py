@@ -35,14 +35,6 @@ each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMI
 each_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
-@pytest.fixture(autouse=True)
-def one_accelerator_at_a_time():
-    """What Accelerators share for the life of a process."""
-    forget()
-    yield
-    forget()
-
-
 def new(precision="fp32", accumulate=1, kind=Accelerator, **settings):
     """An Accelerator, which scales in float16 as it would on a GPU."""
     forget()

@@ -48,13 +48,6 @@ each_precision = pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 each_accumulation = pytest.mark.parametrize("accumulate", [1, 2])
 
 
-@pytest.fixture(autouse=True)
-def one_accelerator_at_a_time():
-    forget()
-    yield
-    forget()
-
-
 class Rows(Dataset):
     def __init__(self, table):
         self.table = table
