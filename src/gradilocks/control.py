@@ -583,6 +583,12 @@ class GradientControl:
         """
         self._unscale(only, decides=False)
 
+    def _unscale_for_scaler(self, optimizer: Any) -> None:
+        """For its scaler: makes the gradients of one optimizer true, if they carry a scale."""
+        if self._engine.scales:
+            self._unscale(optimizer, decides=True)
+        self._whole(optimizer)._order.by_scaler = True
+
     def _unscale(self, only: Any, *, decides: bool) -> None:
         """Makes the gradients true in place.
 
@@ -751,16 +757,18 @@ class GradientControl:
         for listener in self._events.listeners:
             listener.numbers_logged(numbers, step=step)
 
-    def scheduler(self, lr_scheduler: Any) -> Scheduler:
+    def scheduler(self, lr_scheduler: Any, *, every_call: bool = False) -> Scheduler:
         """`lr_scheduler`, stepped only for steps that were taken, without a wait.
 
         Args:
             lr_scheduler: one of torch's, over an optimizer of this control.
+            every_call: whether a call without any step since the last one counts too, as with the
+                scheduler itself; for frameworks, which say by themselves when it is to be stepped.
 
         Returns:
             What to call `step()` on, after `control.step()`.
         """
-        made = Scheduler(lr_scheduler, self, self._all_parameters())
+        made = Scheduler(lr_scheduler, self, self._all_parameters(), every_call=every_call)
         self._schedules.add(made)
         return made
 

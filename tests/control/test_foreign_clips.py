@@ -148,13 +148,6 @@ def test_what_is_right_is_not_warned_of(model):
     backward(control, model)
     get_total_norm([param.grad for param in model.parameters()])
     clip_grad_norm_(model.parameters(), math.inf)
-    # Neither a scale nor a clip.
-    plain = control_over(model, scale=None)
-    backward(plain, model)
-    control.zero_grad()
-    backward(plain, model)
-    clip_grad_norm_(model.parameters(), 1.0)
-    plain.step()
     # After the step: what is left of its gradients is nobody's.
     clipping = control_over(model, scale=None, clip=1.0)
     for _ in range(2):
@@ -164,17 +157,29 @@ def test_what_is_right_is_not_warned_of(model):
         clip_grad_norm_(model.parameters(), 1.0)
     # Nobody controls them any more.
     backward(control, model)
-    del control, plain, clipping
+    del control, clipping
     gc.collect()
     clip_grad_norm_(model.parameters(), 1.0)
 
 
 def test_another_clip_from_the_next_step_on_is_known(model):
-    control = control_over(model, scale=None)
+    control = control_over(model)
     backward(control, model)
+    control.unscale_()
     assert warnings_of(lambda: clip_grad_norm_(model.parameters(), 1.0)) == []
     control.set_clip(0.5)
     assert len(warnings_of(lambda: clip_grad_norm_(model.parameters(), 1.0))) == 1
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, gradilocks.clip_grad_norm_])
+def test_a_clip_that_hides_the_norm_from_a_control_without_one_is_told_of(clip, model):
+    control = control_over(model, scale=None)
+    for number in range(2):
+        backward(control, model)
+        said = warnings_of(lambda: clip(model.parameters(), 1e-3))
+        assert [("norm that the control reports" in each) for each in said] == [True] * (not number)
+        assert control.step().norm == pytest.approx(1e-3, rel=1e-3)
+        control.zero_grad()
 
 
 def test_our_own_clip_refuses_scaled_gradients_and_tells_of_two_clips(model):

@@ -341,6 +341,26 @@ def test_a_state_of_ours_goes_on_without_us(name, precision, tmp_path):
         assert after.scaler.state_dict()["_growth_tracker"] == STEPS
 
 
+@each_precision
+def test_a_clip_that_the_script_calls_for_is_none_of_the_saved_state(precision, tmp_path):
+    given = batches(bad=bad_of(precision))
+    make = OPTIMIZERS["sgd"]
+
+    def made():
+        accelerator = new(precision)
+        take_control(accelerator)
+        return Training(accelerator, make, max_norm=0.05)
+
+    whole = made().run(given)
+    first = made().run(given[:3])
+    first.accelerator.save_state(str(tmp_path / "state"))
+    second = made()
+    second.accelerator.load_state(str(tmp_path / "state"))
+    assert same(second.run(given[3:]).weights, whole.weights)
+    first.accelerator.load_state(str(tmp_path / "state"))  # Where it has been called for already.
+    assert same(first.run(given[3:]).weights, whole.weights)
+
+
 def test_states_are_named_and_found_by_accelerate(tmp_path):
     from accelerate.utils import ProjectConfiguration
 

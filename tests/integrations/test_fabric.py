@@ -286,3 +286,21 @@ def test_the_package_of_its_own_works_too():
         fabric_of(package=package), "fused adamw", batches_for("16-mixed"), control=control_for
     )
     assert task.same(ours, native)
+
+
+def test_an_optimizer_that_the_control_was_not_given_is_refused_before_anything_moves():
+    fabric = fabric_of("32-true")
+    first, second = task.Network(), task.Network(seed=4)
+    module, optimizer = fabric.setup(first, task.OPTIMIZERS["sgd"](first.parameters()))
+    other, probe = fabric.setup(second, task.OPTIMIZERS["sgd"](second.parameters()))
+    control = control_for(fabric, module, optimizer)
+    (batch,) = task.batches(1, bad=None)
+    fabric.backward(module(batch).mean())
+    optimizer.step()
+    before = task.weights(first), task.weights(second)
+    fabric.backward(other(batch).mean())
+    with pytest.raises(ValueError, match="none of those that the control was given"):
+        probe.step()
+    assert task.same(task.weights(first), before[0])
+    assert task.same(task.weights(second), before[1])
+    assert control.outcome.step == 1

@@ -772,6 +772,27 @@ def test_two_optimizers_by_hand_are_resumed_bit_for_bit(optimizer, tmp_path):
     assert state["gradilocks"]["parts"] is not None
 
 
+@each_precision
+def test_schedules_go_on_where_lightning_steps_them_without_a_step(precision):
+    def training_step(self, batch, number):
+        return None if number % 3 == 1 else self.net(batch[0]).mean()
+
+    found = []
+    for callbacks in ([], [GradientControlCallback()]):
+        lit = module_of(pl, training_step=training_step)(
+            schedule=lambda made: {
+                "scheduler": torch.optim.lr_scheduler.ExponentialLR(made, 0.5),
+                "interval": "step",
+            }
+        )
+        fitted(pl, lit, data=loader(bad=None), callbacks=callbacks, **precision_of(pl, precision))
+        found.append((lit.rates, task.weights(lit)))
+    (native, of_native), (ours, of_ours) = found
+    assert ours == native
+    assert len(set(ours)) == task.STEPS
+    assert task.same(of_ours, of_native)
+
+
 def test_evaluation_leaves_the_control_alone(tmp_path):
     def validation_step(self, batch, _):
         self.log("val_loss", self.net(batch[0]).mean())

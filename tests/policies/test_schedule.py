@@ -366,3 +366,19 @@ def test_the_state_of_something_else_is_refused(given):
     plan = GradientControl(optimizer).scheduler(lr.ExponentialLR(optimizer, 0.5))
     with pytest.raises(BadState, match="none of ExponentialLR"):
         plan.load_state_dict(given)
+
+
+def test_a_schedule_that_counts_every_call_stands_still_for_skipped_steps_alone():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    control = GradientControl(optimizer)
+    plan = control.scheduler(lr.LambdaLR(optimizer, lambda k: 1.0 + k), every_call=True)
+    rates = []
+    for factor in (1.0, None, math.inf, None, 1.0):  # None: no step at all.
+        if factor is not None:
+            control.backward(model(torch.ones(1, 2)).sum() * factor)
+            control.step()
+            control.zero_grad()
+        plan.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [2.0, 3.0, 3.0, 4.0, 5.0]

@@ -99,8 +99,7 @@ class ControlScaler(torch.amp.GradScaler):
             )
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        if self.control._engine.scales:
-            self.control._unscale(optimizer, decides=True)
+        self.control._unscale_for_scaler(optimizer)
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:

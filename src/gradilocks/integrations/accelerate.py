@@ -12,10 +12,11 @@ Needs the `accelerate` package.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +386,26 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
 
     # --- checkpoints and the end ------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _without_asked_clip(self) -> Iterator[None]:
+        """Inside, the control has the clip that it was made with, if any, and a state fits it.
+
+        One that `clip_grad_norm_` is called for is the script's, which calls it again.
+        """
+        asked = self._asked_clip
+        if asked is not None:
+            self.gradient_control.set_clip(None)
+        try:
+            yield
+        finally:
+            if asked is not None:
+                self.gradient_control.set_clip(asked)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; without a clip that `clip_grad_norm_` was called for."""
+        with self._without_asked_clip():
+            return super().save_state(*args, **kwargs)
+
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         """As Accelerate's, also of states that were saved without a scaler.
 
@@ -394,7 +415,8 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         scaler, self.scaler = self.scaler, None  # Accelerate would insist on its file.
         hook = self.register_load_state_pre_hook(lambda _, folder: _load_scaler(scaler, folder))
         try:
-            super().load_state(input_dir, *args, **kwargs)
+            with self._without_asked_clip():
+                super().load_state(input_dir, *args, **kwargs)
         finally:
             self.scaler = scaler
             hook.remove()
@@ -442,7 +464,7 @@ class ControlledScheduler(AcceleratedScheduler):  # type: ignore[misc]
         """Steps with the taken steps of `control`, if the schedule goes with the optimizer."""
         if self.step_with_optimizer and self._gate is None:
             self.optimizers = []  # Whom Accelerate would ask, and wait for.
-            self._gate = control.scheduler(_TakenSteps(self))
+            self._gate = control.scheduler(_TakenSteps(self), every_call=True)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """As Accelerate's: on each of the steps that were taken, as often as there are ranks."""

@@ -115,6 +115,14 @@ class _FabricPrecision(ControlledPrecision):
                 f"a GradientControl steps {type(optimizer).__name__}, and takes a closure alone; "
                 f"got {', '.join(kwargs)}."
             )
+        assert self.control is not None
+        if not any(each is optimizer for each in self.control.optimizers):
+            raise ValueError(
+                f"this {type(optimizer).__name__} was set up by a Fabric whose steps are a "
+                "GradientControl's, and it is none of those that the control was given: its "
+                "gradients may carry the control's scale. Give it all that Fabric steps: "
+                "control_for(fabric, {'first': model, 'second': other}, optimizer, another)."
+            )
         if closure is not None and needs_closure(optimizer):
             return self.step_by_control(optimizer, closure)
         result = None if closure is None else closure()

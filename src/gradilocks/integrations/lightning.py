@@ -248,7 +248,7 @@ class _TrainerPrecision(ControlledPrecision):
             self.is_monitored = not names.isdisjoint(monitors)
             for config in lr_schedulers:
                 if callable(getattr(config.scheduler, "step", None)):  # Else it is stepped by hand.
-                    config.scheduler = control.scheduler(config.scheduler)
+                    config.scheduler = control.scheduler(config.scheduler, every_call=True)
         return model, optimizers, lr_schedulers
 
     def _begin(self, model: Any, optimizers: list[Any]) -> GradientControl:

@@ -52,7 +52,7 @@ class ControlledPrecision:
         """
         assert self.control is not None
         try:
-            self.control.step(closure, only=self.alone(optimizer))
+            self.control.step(closure, only=optimizer)
         except NoGradients:
             if self.scaler is not None:
                 raise
@@ -61,12 +61,7 @@ class ControlledPrecision:
         """Makes the gradients of that optimizer true for somebody who looks at them."""
         assert self.control is not None
         if self.scales and not self.control.unscaled:
-            self.control.unscale_(only=self.alone(optimizer))
-
-    def alone(self, optimizer: Any) -> Any:
-        """`optimizer` if it is one of several, for `only=`."""
-        assert self.control is not None
-        return optimizer if len(self.control.optimizers) > 1 else None
+            self.control.unscale_(only=optimizer)
 
     def follow(self, control: GradientControl, *, scales: bool) -> None:
         """Steps by that control, which also stands where the plugin has its scaler, if it has one.

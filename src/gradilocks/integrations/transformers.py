@@ -278,7 +278,7 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
         made = super().create_scheduler(*args, **kwargs)
         control = self.gradient_control
         if made is self.lr_scheduler and made is not self._gate and control.optimizers:
-            self.lr_scheduler = self._gate = control.scheduler(made)
+            self.lr_scheduler = self._gate = control.scheduler(made, every_call=True)
         return self.lr_scheduler
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:

@@ -43,6 +43,8 @@ class CallOrder:
         self._warned: set[str] = set()
         self.never_scales = False
         """Whether gradients are true all the time, whoever runs backward."""
+        self.by_scaler = False
+        """Whether code that knows of a scaler alone has unscaled, and will clip by itself."""
         self.is_part = False
         """Whether another one knows its parameters too, which is behind it at times."""
         with _lock:
@@ -171,7 +173,7 @@ class CallOrder:
         A few of them are marked, the first and the last among them: somebody may clear or replace
         some and forget the others, and marking 2,000 would take longer than a step should.
         """
-        self.scaled = self.handed_out = self.unscaled = False
+        self.scaled = self.handed_out = self.unscaled = self.by_scaler = False
         listed = params if isinstance(params, list) else list(params)
         for param in (*listed[:: max(1, len(listed) // _MARKED)], *listed[-1:]):
             grad = param.grad
@@ -191,14 +193,22 @@ class CallOrder:
         return not self.handed_out and all(param.grad is None for param in params)
 
     def clash(self) -> str:
-        """What a clip by somebody else would be now: "scaled", "twice", or "" if all is well."""
+        """What a clip by somebody else would be now.
+
+        "scaled" if it took scaled gradients for true ones, "twice" beside a clip of the control's
+        own, "before" if the control would take what it leaves for what there was; "" if it is no
+        matter, as after `unscale_()`, which is there for writing to gradients.
+        """
         policies = self._policies
         if policies is None:
             return ""
         if policies.scales and self.scaled and not self.unscaled:
             return "scaled"
-        clips = policies.clip_policy.policy_name != "NoClip"
-        return "twice" if clips and (self.scaled or self.never_scales) else ""
+        if not self.scaled and not self.never_scales:
+            return ""
+        if policies.clip_policy.policy_name != "NoClip":
+            return "twice"
+        return "" if policies.scales or self.by_scaler else "before"
 
     def has_warned(self, clash: str) -> bool:
         """Whether somebody has been told of this already."""
@@ -217,6 +227,8 @@ class CallOrder:
         assert self._policies is not None
         clip = self._policies.clip_policy
         text = _CLIPPED_TWICE.format(caller=caller, clip=clip, who="GradientControl")
+        if clash == "before":
+            text = _CLIPPED_BEFORE.format(caller=caller)
         if clash == "scaled":
             own = "clips by nothing else" if clip.policy_name == "NoClip" else f"clips by {clip!r}"
             text = _CLIPPED_SCALED.format(caller=caller, own=own)
@@ -429,6 +441,13 @@ _CLIPPED_SCALED = (
     "still carry its scale: they are clipped by that much too far, and what the control then "
     "measures and steps on is what is left of them. The control {own}. Use "
     "GradientControl(..., clip=1.0) in its place, or call control.unscale_() before it."
+)
+
+_CLIPPED_BEFORE = (
+    "{caller} was called on gradients that a GradientControl is about to step on. They are "
+    "clipped, but the norm that the control reports and records is the one that this clip leaves, "
+    "and it knows of no limit. Give the clip to the control and leave the call out: "
+    "GradientControl(..., clip=...)."
 )
 
 _CLIPPED_TWICE = (

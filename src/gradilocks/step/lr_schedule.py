@@ -88,7 +88,9 @@ class Scheduler:
         >>> schedule.step()
     """
 
-    def __init__(self, scheduler: Any, control: Any, params: Iterable[Tensor]) -> None:
+    def __init__(
+        self, scheduler: Any, control: Any, params: Iterable[Tensor], *, every_call: bool = False
+    ) -> None:
         fits = callable(getattr(scheduler, "step", None)) and hasattr(scheduler, "state_dict")
         if not fits or isinstance(scheduler, torch.optim.Optimizer):
             raise TypeError(
@@ -109,6 +111,7 @@ class Scheduler:
         self._unconfirmed: deque[list[Flag]] = deque()
         self._ahead = 0
         self._replayed = False
+        self._every_call = every_call
         self._together = has_other_ranks()
         if _PENDING in getattr(scheduler, "__dict__", ()):  # It has loaded a state of ours.
             _, pending = _split_state(scheduler.state_dict())
@@ -147,7 +150,7 @@ class Scheduler:
             kwargs: likewise.
         """
         self._settle()
-        if not self._since and not self._replayed:
+        if not self._since and not self._replayed and not self._every_call:
             return  # No step has been tried since the last call.
         flags = self._since
         # Of ranks one may know already what another does not.
@@ -202,7 +205,7 @@ class Scheduler:
         self._settle(wait=True)
         made._since = [Flag(None, known=float(bool(skipped))) for skipped in told]
         made._unconfirmed, made._ahead, made._replayed = deque(), self._ahead, self._replayed
-        made._together = self._together
+        made._together, made._every_call = self._together, self._every_call
         made._control = (lambda: None) if control is None else weakref.ref(control)
         if control is not None:
             control._schedules.add(made)
