@@ -773,6 +773,23 @@ def test_two_optimizers_by_hand_are_resumed_bit_for_bit(optimizer, tmp_path):
 
 
 @each_precision
+def test_two_clips_that_a_module_asks_for_come_one_after_the_other(precision):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+        self.clip_gradients(optimizer, gradient_clip_val=0.002, gradient_clip_algorithm="value")
+
+    found = []
+    for callbacks in ([], [GradientControlCallback()]):
+        made = module_of(pl, configure_gradient_clipping=configure_gradient_clipping)()
+        fitted(pl, made, data=loader(bad=None), callbacks=callbacks, **precision_of(pl, precision))
+        found.append(task.weights(made))
+    for ours, native in zip(*found, strict=True):
+        assert torch.allclose(ours, native, rtol=1e-6, atol=1e-7)
+
+
+@each_precision
 def test_schedules_go_on_where_lightning_steps_them_without_a_step(precision):
     def training_step(self, batch, number):
         return None if number % 3 == 1 else self.net(batch[0]).mean()

@@ -433,3 +433,22 @@ def test_of_several_inside_one_wrapper_none_is_changed_if_one_is_refused(monkeyp
     with pytest.raises(TypeError, match="Adagrad"):
         optim.adopt(container)
     assert type(container.optimizers[0]) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_groups_may_be_added_afterwards(make):
+    found = []
+    for adopts in (False, True):
+        torch.manual_seed(0)
+        first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+        optimizer = make(first.parameters(), lr=0.1)
+        if adopts:
+            optim.adopt(optimizer)
+        optimizer.add_param_group({"params": list(second.parameters()), "lr": 0.2})
+        for _ in range(2):
+            optimizer.zero_grad()
+            (first(torch.ones(1, 3)) + second(torch.ones(1, 3))).square().sum().backward()
+            optimizer.step()
+        found.append([*first.parameters(), *second.parameters()])
+    for ours, torchs in zip(*found, strict=True):
+        assert torch.allclose(ours, torchs, rtol=1e-6)

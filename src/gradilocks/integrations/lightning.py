@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradilocks import ClipByNorm, ClipByValue, GradientControl, Outcome, Recorder
+from gradilocks import ClipByNorm, ClipByValue, GradientControl, Outcome, Recorder, chain
 from gradilocks.errors import BadState, MissingPackage
 from gradilocks.integrations.lightning_precision import (
     ControlledPrecision,
@@ -331,7 +331,11 @@ class _TrainerPrecision(ControlledPrecision):
             return
         asked = _clip_of(clip_val, gradient_clip_algorithm)
         if asked is not None:
-            self.asked[self._number(optimizer)] = self.callback.agreed_clip(asked)
+            number = self._number(optimizer)
+            before = self.asked.get(number)  # Called twice for one step: one after the other.
+            self.asked[number] = self.callback.agreed_clip(
+                asked if before in (None, asked) else chain(before, asked)
+            )
 
     def _number(self, optimizer: Any) -> int | None:
         """Which of several it is; None if it is alone. By hand it comes in Lightning's wrapper."""

@@ -151,6 +151,7 @@ def _become(optimizer: Any, kind: Any) -> None:
     # As after an unpickling: missing settings, counts as tensors, torch's hooks around the class's
     # step, and all that our own constructors prepare.
     optimizer.__setstate__({})
+    optimizer.defaults.setdefault("master_weights", False)  # For groups that are added later.
     if isinstance(around, FunctionType):
         optimizer.step = rewrapped_by_schedule(around, kind.step)
     elif around is not None:  # A bound method, as accelerate leaves it after a step.
