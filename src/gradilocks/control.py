@@ -12,7 +12,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,7 +66,7 @@ from gradilocks.scale import DynamicScale, resolve_scale
 from gradilocks.state.checkpoint import check_scale
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
-from gradilocks.step.engine import Engine, Look, Verdict, look, multiply_
+from gradilocks.step.engine import Engine, Evidence, Look, Verdict, look, multiply_
 from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.framework_wrappers import ours_inside
 from gradilocks.step.lr_schedule import Listeners, Scheduler
@@ -218,12 +217,13 @@ class GradientControl:
         self._outcome: Outcome | None = None
         # What was found while unscaling, if that is to decide.
         self._seen: Look | None = None
+        self._is_seen_told = False  # Whether the scale has heard of it.
         # What steps one of its optimizers alone, with `only=`, by the id of that one; and what such
         # parts are to go on from, by the optimizer's number.
         self._parts: dict[int, GradientControl] = {}
         self._part_states: dict[int, Mapping[str, Any]] = {}
         # Steps of parts that the scale has not heard of yet; a part has the list of its whole.
-        self._judged: list[Verdict] = []
+        self._judged: list[Evidence] = []
         self._is_part = False
         self._is_stepping = False
         # Whether an optimizer that it does not have may still be handed to its scaler.
@@ -310,6 +310,8 @@ class GradientControl:
         before, names = self._optimizers, self._names.model
         losses, parts = self._engine.losses, self._states_of_parts()
         state = self._engine.saved() if before else self._waiting_state
+        if state is not None:
+            parts, state = self._divided(parts, state, before, checked)
         steps: int | None = None
         self._take(checked, known)
         self._engine.forget_parameters()
@@ -344,6 +346,31 @@ class GradientControl:
         if waited is not None and steps is not None:
             self._tell_loaded()
 
+    def _divided(
+        self,
+        parts: dict[int, Mapping[str, Any]],
+        state: Mapping[str, Any],
+        before: Sequence[Any],
+        now: Sequence[Any],
+    ) -> tuple[dict[int, Mapping[str, Any]], Mapping[str, Any]]:
+        """What single optimizers and the whole go on from, where a whole of one becomes a part.
+
+        Or the other way round: with one optimizer, what is known of it is known of the whole.
+
+        Args:
+            parts: by the number of an optimizer, what is known of it alone.
+            state: of the whole.
+            before, now: the optimizers.
+        """
+        is_new = state["gradilocks"]["steps"] == 0 if "gradilocks" in state else True
+        if len(before) == 1 and not parts and not is_new and (len(now) > 1 or self._grows):
+            kept = [k for k, each in enumerate(now) if each is before[0]]
+            return {kept[0] if kept else 0: state}, state
+        if len(now) == 1 and not self._grows and is_new and parts:
+            kept = [k for k, each in enumerate(before) if each is now[0]]
+            return {}, parts.get(kept[0] if kept else 0, state)
+        return parts, state
+
     def _keep_bad_step(self, path: object) -> None:
         from gradilocks.lab.trace import BadStepKeeper, checked_place
 
@@ -369,7 +396,6 @@ class GradientControl:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        self._move_on()
         # A copy is over other parameters, so it asks again who holds them. What was said of the
         # ranks goes along; to another process as far as torch lets it.
         left: dict[str, Any] = {
@@ -383,7 +409,6 @@ class GradientControl:
             "_exchange": None,
             "_parts": {},
             "_part_states": self._states_of_parts(),
-            "_judged": [],
             "_seen": None,
             "_outcome": None,
         }
@@ -495,8 +520,8 @@ class GradientControl:
     @property
     def scale(self) -> float:
         """What the next loss is multiplied by. Reading it waits for the device."""
-        self._move_on()
-        return fetch(self._engine.state.scale)[0]
+        with self._ahead():
+            return fetch(self._engine.state.scale)[0]
 
     @eager
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -583,11 +608,17 @@ class GradientControl:
         """
         self._unscale(only, decides=False)
 
-    def _unscale_for_scaler(self, optimizer: Any) -> None:
-        """For its scaler: makes the gradients of one optimizer true, if they carry a scale."""
+    def _unscale_for_scaler(self, optimizer: Any) -> dict[torch.device, Tensor]:
+        """For its scaler: makes the gradients of one optimizer true, if they carry a scale.
+
+        Returns:
+            For each device a flag, above 0 if they hold NaN or Inf.
+        """
         if self._engine.scales:
             self._unscale(optimizer, decides=True)
-        self._whole(optimizer)._order.by_scaler = True
+        whole = self._whole(optimizer)
+        whole._order.by_scaler = True
+        return {} if whole._seen is None else dict(whole._seen.flags)
 
     def _unscale(self, only: Any, *, decides: bool) -> None:
         """Makes the gradients true in place.
@@ -604,7 +635,7 @@ class GradientControl:
         with torch.no_grad():
             factor = torch.reciprocal(whole._engine.state.scale)
             if decides:
-                whole._seen = look(gradients, factor)
+                whole._seen, whole._is_seen_told = look(gradients, factor), False
             else:
                 multiply_(gradients, factor)
         gradients.release()
@@ -615,6 +646,10 @@ class GradientControl:
         """Whether the gradients that wait for `step` have lost the scale already."""
         return self._order.unscaled
 
+    def is_unscaled(self, only: Any) -> bool:
+        """As `unscaled`, of one of the optimizers."""
+        return self._whole(only)._order.unscaled
+
     def assume_unscaled(self, only: Any = None) -> None:
         """Somebody else has divided the gradients by the scale: `step` is not to do it again.
 
@@ -623,7 +658,7 @@ class GradientControl:
         """
         whole = self._whole(only)
         for each in (whole, *whole._parts.values()):
-            each._order.note_unscaled()
+            each._order.note_unscaled(parameter_list(each._optimizers))
 
     @eager
     def norm(self, only: Any = None) -> Tensor:
@@ -778,12 +813,12 @@ class GradientControl:
         With a DynamicScale it also carries the keys of torch's `GradScaler.state_dict()`, so
         torch's scaler loads it as it is.
         """
-        self._move_on()
         if not self._optimizers and self._waiting_state is not None:
             return dict(self._waiting_state)
-        saved = self._engine.saved()
-        # One value to torch.distributed.checkpoint, which a fresh control must have as well.
-        saved["gradilocks"]["parts"] = tuple(self._states_of_parts().items()) or None
+        with self._ahead():
+            saved = self._engine.saved()
+            # One value to torch.distributed.checkpoint, which a fresh control must have as well.
+            saved["gradilocks"]["parts"] = tuple(self._states_of_parts().items()) or None
         return saved
 
     def as_scaler(self) -> ControlScaler:
@@ -813,6 +848,11 @@ class GradientControl:
             self._waiting_state = state_dict
             return
         before = self._engine.next_step
+        ours = state_dict.get("gradilocks")
+        saved = dict((ours.get("parts") or ()) if isinstance(ours, Mapping) else ())
+        if len(self._optimizers) == 1 and len(saved) == 1 and not self._grows:
+            # Saved where others might have come: what is known of the one is known of the whole.
+            _, state_dict = self._divided(saved, state_dict, (), self._optimizers)
         steps = self._engine.load(state_dict, self._ranks)
         self._judged.clear()
         self._load_parts(state_dict)
@@ -852,10 +892,11 @@ class GradientControl:
     def _scaled(self, loss: Tensor, *, as_it_is: bool = False) -> Tensor:
         check_loss(loss)
         parts = self._parts.values()
-        if parts:
+        if self._judged:
             self._move_on()
+        if parts:
             for part in parts:
-                part._order.note_leftovers(parameter_list(part._optimizers))
+                part._order.note_loss(parameter_list(part._optimizers))
         elif self._engine.scales:
             self._order.check_backward(parameter_list(self._optimizers))
         first = next(self._all_parameters(), None)
@@ -902,6 +943,7 @@ class GradientControl:
         part = self._parts[id(mine)]
         part._engine.follow(self._engine.state)
         part._engine.losses = copy.copy(self._engine.losses)
+        part._order.look_again(parameter_list(part._optimizers))
         return part
 
     def _meet(self, optimizer: Any) -> None:
@@ -921,7 +963,17 @@ class GradientControl:
         return self._is_stepping or any(part._is_stepping for part in self._parts.values())
 
     def _update_scale(self, new_scale: float | Tensor | None) -> None:
-        """For its scaler: moves the scale on, or sets it."""
+        """For its scaler: moves the scale on, or sets it.
+
+        What was found while unscaling counts, as with torch's scaler, also for an optimizer that
+        has not stepped on it.
+        """
+        if not self._engine.scale_policy.needs_largest:
+            for each in (self, *self._parts.values()):
+                if each._seen is not None and not each._is_seen_told:
+                    each._is_seen_told = True
+                    flag = each._seen.flag(self._engine.state.scale.device)
+                    self._judged.append(Evidence(flag, None))
         self._move_on()
         if new_scale is not None and self._engine.scales:
             lowest, highest = self._engine.scale_policy.bounds()
@@ -955,6 +1007,8 @@ class GradientControl:
         part._schedules, part._events = self._schedules, self._events
         part._order.begin_like(self._order)
         state = self._part_states.pop(self._optimizers.index(optimizer), None)
+        if state is None and len(self._optimizers) == 1:  # Others may still come.
+            state = self._engine.saved()
         if state is not None:
             part._engine.load(state, part._ranks)
         return part
@@ -995,19 +1049,39 @@ class GradientControl:
         """
         if not self._judged or self._is_part:
             return
-        verdicts = list(self._judged)
+        judged = list(self._judged)
         self._judged.clear()
         engine = self._engine
         if not engine.scales:
             return
         before = engine.state.scale.clone()
-        engine.advance_scale(verdicts)
+        engine.advance_scale(judged)
         for part in self._parts.values():
+            part._order.look_again(parameter_list(part._optimizers))
             if part._order.waits(parameter_list(part._optimizers)):
                 gradients, _ = part._find([True], steps=False)
                 with torch.no_grad():
                     multiply_(gradients, engine.state.scale / before)
                 gradients.release()
+
+    @contextlib.contextmanager
+    def _ahead(self) -> Iterator[None]:
+        """Inside, the scale is where the steps of single optimizers will have moved it.
+
+        Looked at on a copy: who reads it does not move it for optimizers that are still to step.
+        """
+        state, engine = self._engine.state, self._engine
+        if self._judged and engine.scales and not self._is_part:
+            engine.state = copy.deepcopy(state)
+            engine.advance_scale(self._judged)
+        for part in self._parts.values():
+            part._engine.follow(engine.state)
+        try:
+            yield
+        finally:
+            engine.state = state
+            for part in self._parts.values():
+                part._engine.follow(state)
 
     def _states_of_parts(self) -> dict[int, Mapping[str, Any]]:
         """Of optimizers that have been stepped alone, by their number: all that is to go on."""
@@ -1248,9 +1322,9 @@ class GradientControl:
         loss = None if self._exchange is None else self._engine.losses.total()
         hopeless = self._engine.conclude(verdict, moves=not self._is_part)
         if self._is_part:
+            seen = self._engine.evidence(verdict)
             # A device that settles steps writes over its flag at the next.
-            flag = verdict.record.skip.clone()
-            self._judged.append(verdict._replace(record=replace(verdict.record, skip=flag)))
+            self._judged.append(seen._replace(skip=seen.skip.clone()))
         for scheduler in self._schedules:
             if not self._is_part or scheduler.is_of(self._optimizers):
                 scheduler.note(verdict.record.row)

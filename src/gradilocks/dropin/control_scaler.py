@@ -41,6 +41,7 @@ class ControlScaler(torch.amp.GradScaler):
         super().__init__("cpu", enabled=True)
         self.control = control
         """The GradientControl behind it."""
+        self._has_stepped = False
 
     def __reduce__(self) -> Any:
         return ControlScaler, (self.control,)
@@ -99,7 +100,7 @@ class ControlScaler(torch.amp.GradScaler):
             )
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self.control._unscale_for_scaler(optimizer)
+        state["found_inf_per_device"] = self.control._unscale_for_scaler(optimizer)
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -123,7 +124,7 @@ class ControlScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         outcome = self.control.step(only=optimizer)
-        state["stage"] = OptState.STEPPED
+        state["stage"], self._has_stepped = OptState.STEPPED, True
         skipped = outcome.tensors["skipped"]
         state["found_inf_per_device"] = {skipped.device: skipped}
         return None
@@ -131,10 +132,17 @@ class ControlScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves the scale on by the steps since the last `update`, or sets it to `new_scale`."""
         self.control._update_scale(new_scale)
+        self._has_stepped = False
         self._per_optimizer_states = defaultdict(new_scaler_state)
 
     def get_scale(self) -> float:
-        """The scale; 1.0 if the control has none. Reading it waits for the device."""
+        """The scale; 1.0 if the control has none. Reading it waits for the device.
+
+        Until `update` it is the one that the gradients of this iteration carry, as torch has it.
+        """
+        outcome = self.control.outcome
+        if self._has_stepped and outcome is not None:
+            return outcome.scale  # type: ignore[no-any-return]
         return self.control.scale  # type: ignore[no-any-return]
 
     def is_enabled(self) -> bool:

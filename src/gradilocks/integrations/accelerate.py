@@ -25,9 +25,11 @@ from torch import Tensor, nn
 
 from gradilocks import (
     ClipByNorm,
+    ClipByValue,
     DynamicScale,
     GradientControl,
     Outcome,
+    chain,
     get_total_norm,
     optim,
 )
@@ -159,10 +161,9 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         self._bound_to: list[Any] = []  # The optimizers and models that the control knows of.
         self._waiting_schedules: list[ControlledScheduler] = []  # For the control to be bound.
         self._has_loss = False
-        # The max_norm that clip_grad_norm_ was called with, and whether for the coming step.
-        self._asked_clip: ClipByNorm | None = None
+        # The clip that the script has called for, and whether for the coming step.
+        self._asked_clip: Any = None
         self._asks_now = False
-        self._made_true: set[int] = set()  # The ids of optimizers whose gradients are unscaled.
         self._schedule_knows = False
 
     # --- preparing ------------------------------------------------------------------------------
@@ -208,7 +209,6 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         """As Accelerate's; the control goes on with what is prepared next."""
         self._is_bound = self._has_loss = False
         self._bound_to, self._waiting_schedules = [], []
-        self._made_true.clear()
         return super().free_memory(*objects)
 
     def _bind(self) -> None:
@@ -248,9 +248,8 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
             inner = _innermost(each)
             waits = any(p.grad is not None for p in _parameters([inner]))
-            if waits and id(inner) not in self._made_true and not control.unscaled:
+            if waits and not control.is_unscaled(inner):
                 self.scaler.unscale_(inner)
-                self._made_true.add(id(inner))
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
@@ -283,11 +282,18 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         elif not of or len(self._optimizers) > 1:
             return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[no-any-return]
         else:
-            if policy != self._asked_clip:
-                self.gradient_control.set_clip(policy)
-                self._asked_clip = policy
-            self._asks_now = True
+            self._ask_for(policy)
         return self._norm_of(given, of, policy.order)
+
+    def _ask_for(self, policy: ClipByNorm | ClipByValue) -> None:
+        """Has the coming step clip by that, after what it was asked for already."""
+        wanted: Any = policy
+        if self._asks_now and self._asked_clip not in (None, policy):
+            wanted = chain(self._asked_clip, policy)
+        if wanted != self._asked_clip:
+            self.gradient_control.set_clip(wanted)
+            self._asked_clip = wanted
+        self._asks_now = True
 
     def _norm_of(self, params: list[Tensor], of: list[Any], order: float) -> Tensor:
         """The norm of true gradients: of the optimizers that have just these, if there are any."""
@@ -300,9 +306,11 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """As torch's, at once, on gradients that are unscaled first; NaN and Inf stay as they are.
+        """Bounds each element of the true gradients, inside the coming step.
 
-        Clipped, an Inf would be a number, and the coming step would be taken with it.
+        The gradients are unscaled in place, as Accelerate does it. Of some of the parameters, or of
+        several optimizers, they are clipped at once; NaN and Inf stay as they are, as an Inf that
+        is clipped would be a number, and the coming step would be taken with it.
         """
         if self._own_clip is not None:
             raise ValueError(
@@ -310,10 +318,15 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
                 "would clip twice. Leave out one of them, or say both there: "
                 f"take_control(clip=gradilocks.chain(ClipByValue({clip_value}), ...))."
             )
+        self._bind()
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self.unscale_gradients()
+        if len(self._optimizers) == 1 and self._whose(given):
+            self._ask_for(ClipByValue(float(clip_value)))
+            return
         most = float(clip_value)
         with torch.no_grad():
-            for param in [parameters] if isinstance(parameters, Tensor) else parameters:
+            for param in given:
                 grad = param.grad
                 if grad is not None:
                     grad.copy_(torch.where(grad.isfinite(), grad.clamp(-most, most), grad))
@@ -349,7 +362,6 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         else:
             control.step(closure, only=optimizer)
         self._asks_now = self._has_loss = self._schedule_knows = False
-        self._made_true.discard(id(optimizer))
         return control.outcome
 
     def _only_makes_state(self, optimizer: Any) -> bool:
@@ -421,7 +433,6 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
             self.scaler = scaler
             hook.remove()
         self._has_loss = False
-        self._made_true.clear()
 
     def end_training(self) -> None:
         """As Accelerate's; a run file that the control writes is finished."""

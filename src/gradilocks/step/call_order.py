@@ -58,10 +58,15 @@ class CallOrder:
         """Whether `unscale_` has made the gradients true already."""
         self.number = next(_numbers)
         """What marks gradients as its own; parts of a control have that of the whole."""
+        # Some gradients and how often they were written to by then: those of the last step that
+        # were still there at a loss; as they were made true; and such ones at a loss since.
         self._leftovers: list[tuple[Tensor, int]] = []
+        self._made_true: list[tuple[Tensor, int]] = []
+        self._true_at_loss: list[tuple[Tensor, int]] | None = None
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, number=next(_numbers), _leftovers=[])
+        left: dict[str, object] = {"_leftovers": [], "_made_true": [], "_true_at_loss": None}
+        self.__dict__.update(state, number=next(_numbers), **left)
         with _lock:
             _alive.add(self)
         watch_clips(_clip_noticed)
@@ -101,14 +106,6 @@ class CallOrder:
                 "scaled gradients to them. Clear them with control.zero_grad() after every "
                 "control.step()."
             )
-
-    def note_leftovers(self, params: Sequence[Tensor]) -> None:
-        """Before a loss that may be another optimizer's: these gradients were stepped on.
-
-        Whether its backward pass adds to them is known only when they are stepped on again.
-        """
-        there = [grad for grad in self._some(params) if self._has_stepped_on(grad)]
-        self._leftovers = [(grad, version(grad)) for grad in there if not _cleared_unseen(grad)]
 
     def check_leftovers(self, params: Sequence[Tensor]) -> None:
         """Before a step: raises if scaled gradients were added to some of the last step."""
@@ -163,9 +160,45 @@ class CallOrder:
         if not elsewhere:
             self.check_scaled("unscale_()")
 
-    def note_unscaled(self) -> None:
-        """The gradients have been made true in place."""
+    def note_unscaled(self, params: Sequence[Tensor] = ()) -> None:
+        """The gradients have been made true in place.
+
+        Args:
+            params: whose, if losses of other optimizers may come before their step.
+        """
         self.unscaled = True
+        self._made_true = [(grad, version(grad)) for grad in self._some(params)]
+        self._true_at_loss = None
+
+    def note_loss(self, params: Sequence[Tensor]) -> None:
+        """Before a loss that may be another optimizer's, while others wait for their step."""
+        self.look_again(params)
+        if self.unscaled:
+            self._true_at_loss = [(grad, version(grad)) for grad in self._some(params)]
+        there = [grad for grad in self._some(params) if self._has_stepped_on(grad)]
+        self._leftovers = [(grad, version(grad)) for grad in there if not _cleared_unseen(grad)]
+
+    def look_again(self, params: Sequence[Tensor]) -> None:
+        """Whether gradients that were made true still are, after losses that may be others'.
+
+        New ones, and ones that were cleared in place and have had something added since, carry the
+        scale. Something added to true ones is refused.
+        """
+        if not self.unscaled or self._true_at_loss is None:
+            return
+        now, then = self._some(params), self._true_at_loss
+        if [(id(grad), version(grad)) for grad in now] == [(id(g), writes) for g, writes in then]:
+            return  # The backward pass was another optimizer's.
+        as_made = [(id(grad), writes) for grad, writes in self._made_true]
+        if [id(grad) for grad in now] == [k for k, _ in as_made] and as_made == [
+            (id(grad), writes) for grad, writes in then
+        ]:
+            raise ScaleMisuse(
+                "gradients were unscaled for a step that has not come, and a loss that was run "
+                "backward since has added scaled ones to them. Step that optimizer first, or clear "
+                "its gradients with control.zero_grad(only=optimizer)."
+            )
+        self.unscaled, self._true_at_loss = False, None
 
     def note_step(self, params: Iterable[Tensor]) -> None:
         """The gradients of `params` have been used up; they should be cleared next.

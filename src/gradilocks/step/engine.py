@@ -110,6 +110,7 @@ from gradilocks.values import (
 
 __all__ = [
     "Engine",
+    "Evidence",
     "Look",
     "Losses",
     "Verdict",
@@ -149,6 +150,19 @@ class Verdict(NamedTuple):
     """Whether the gradients had lost the scale already."""
     together: Together | None = None
     """What all ranks have found, if several hold the model."""
+
+
+class Evidence(NamedTuple):
+    """What a scale policy hears of one step; 0-d each."""
+
+    skip: Tensor
+    """Whether the gradients were not finite."""
+    rejected: Tensor | None
+    """Whether a clip policy has rejected finite ones."""
+    peak: Tensor | None = None
+    """The largest magnitude of the scaled gradients, if the policy asks for it."""
+    loss_nonfinite: Tensor | None = None
+    """Whether a loss was NaN or Inf, likewise, if all ranks know."""
 
 
 class PartHere(NamedTuple):
@@ -717,7 +731,7 @@ class Engine:
         if verdict.lesson is not None:  # Before the scale moves, under which the policy was asked.
             self._learn(verdict.lesson, verdict.decision.skip)
         if moves:
-            self.advance_scale([verdict])
+            self.advance_scale([self.evidence(verdict)])
         self.steps.add_(1)
         return self.streak.note(verdict.record)
 
@@ -780,15 +794,32 @@ class Engine:
             described=described,
         )
 
-    def advance_scale(self, verdicts: Sequence[Verdict]) -> None:
+    def evidence(self, verdict: Verdict) -> Evidence:
+        """What a scale policy is to hear of a step, taken down before the scale moves."""
+        decision, record = verdict.decision, verdict.record
+        rejected = None if decision.overflow is None else decision.skip - decision.overflow
+        if not self.scale_policy.needs_largest:
+            return Evidence(record.skip, rejected)
+        together = verdict.together
+        peak = peak_of(record) if together is None else together.largest("peak")
+        if verdict.unscaled:
+            peak = peak * self.state.scale
+        # Ranks that hold another copy of the model have seen other losses, and the same peak:
+        # what not all of them know decides nothing.
+        if has_other_ranks() and (
+            together is None or (self.copies_elsewhere and len(together.ranks) != world_size())
+        ):
+            return Evidence(record.skip, rejected, peak)
+        return Evidence(record.skip, rejected, peak, record.row[ROW.index("loss_nonfinite")])
+
+    def advance_scale(self, seen: Sequence[Evidence]) -> None:
         """Moves the scale on by steps that were judged under it, as one step would.
 
         Not if a clip policy has rejected one and none overflowed: nothing was learned.
         """
         policy = self.scale_policy
-        flag = _largest([verdict.record.skip for verdict in verdicts])
-        decisions = [each.decision for each in verdicts]
-        rejected = [each.skip - each.overflow for each in decisions if each.overflow is not None]
+        flag = _largest([each.skip for each in seen])
+        rejected = [each.rejected for each in seen if each.rejected is not None]
         if not rejected and not policy.needs_largest:
             policy.advance(self.state, flag)
             return
@@ -799,28 +830,14 @@ class Engine:
             if not policy.needs_largest:
                 policy.advance(self.state, flag)
                 return
-            peaks, losses = zip(*map(self._seen_by_scale, verdicts), strict=True)
-            told = [loss for loss in losses if loss is not None]
+            peaks = [each.peak for each in seen if each.peak is not None]
+            losses = [each.loss_nonfinite for each in seen if each.loss_nonfinite is not None]
             policy.advance(
                 self.state,
                 flag,
                 largest=_largest(peaks),
-                loss_nonfinite=_largest(told) if len(told) == len(losses) else None,
+                loss_nonfinite=_largest(losses) if len(losses) == len(seen) else None,
             )
-
-    def _seen_by_scale(self, verdict: Verdict) -> tuple[Tensor, Tensor | None]:
-        """The largest magnitude of the scaled gradients, and whether a loss was NaN or Inf."""
-        together = verdict.together
-        peak = peak_of(verdict.record) if together is None else together.largest("peak")
-        if verdict.unscaled:
-            peak = peak * self.state.scale
-        # Ranks that hold another copy of the model have seen other losses, and the same peak:
-        # what not all of them know decides nothing.
-        if has_other_ranks() and (
-            together is None or (self.copies_elsewhere and len(together.ranks) != world_size())
-        ):
-            return peak, None
-        return peak, verdict.record.row[ROW.index("loss_nonfinite")]
 
     def saved(self) -> dict[str, Any]:
         """Policies and state as a checkpoint.
