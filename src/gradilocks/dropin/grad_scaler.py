@@ -178,9 +178,10 @@ class GradScaler(torch.amp.GradScaler):
         policy: a scale policy in place of torch's rule and its numbers, such as HeadroomScale().
         clip: a number or a clip policy; `step` unscales and clips each optimizer's gradients, and
             with `enabled=False` it clips them as they are.
-        record: a path for a run file, a Recorder, or None. It changes no number and waits for
-            nothing; each step costs one more read of the gradients, and two after an `unscale_` of
-            your own. Of several ranks rank 0 writes what it holds itself.
+        record: a path for a run file, a folder ("runs/") in which it gets a name of its own, a
+            Recorder, or None. It changes no number and waits for nothing; each step costs one more
+            read of the gradients, and two after an `unscale_` of your own. Of several ranks rank 0
+            writes what it holds itself.
         config: with a path as `record`, what its header is to tell of how the run was made.
 
     Example:
