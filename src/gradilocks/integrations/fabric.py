@@ -99,6 +99,10 @@ class _FabricControl(GradientControl):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         self.fabric.backward(loss, **kwargs)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, policies: str = "control") -> None:
+        # `fabric.load` calls it, and what `control_for` was given is the user's to change.
+        super().load_state_dict(state_dict, policies=policies)
+
 
 class _FabricPrecision(ControlledPrecision):
     """What Fabric asks of a precision plugin."""
