@@ -125,7 +125,8 @@ class _FabricPrecision(ControlledPrecision):
                 f"this {type(optimizer).__name__} was set up by a Fabric whose steps are a "
                 "GradientControl's, and it is none of those that the control was given: its "
                 "gradients may carry the control's scale. Give it all that Fabric steps: "
-                "control_for(fabric, {'first': model, 'second': other}, optimizer, another)."
+                "control_for(fabric, {'first': model, 'second': other}, optimizer, another), or "
+                "control.bind(...) where it has taken the place of another."
             )
         if closure is not None and needs_closure(optimizer):
             return self.step_by_control(optimizer, closure)

@@ -279,6 +279,7 @@ class _TrainerPrecision(ControlledPrecision):
                 f"a GradientControl steps {type(optimizer).__name__}, and takes a closure alone; "
                 f"got {', '.join(kwargs)}."
             )
+        self._take_if_new(optimizer)
         before, result = self.control.outcome, None
         if needs_closure(optimizer):
 
@@ -336,6 +337,13 @@ class _TrainerPrecision(ControlledPrecision):
             self.asked[number] = self.callback.agreed_clip(
                 asked if before in (None, asked) else chain(before, asked)
             )
+
+    def _take_if_new(self, optimizer: Any) -> None:
+        """Another optimizer that a user has put into the Trainer is stepped from here on."""
+        assert self.control is not None
+        mine, theirs = self.control.optimizers, self.trainer.optimizers
+        if not any(each is optimizer for each in mine) and any(o is optimizer for o in theirs):
+            self.control.bind(*theirs)
 
     def _number(self, optimizer: Any) -> int | None:
         """Which of several it is; None if it is alone. By hand it comes in Lightning's wrapper."""
