@@ -372,13 +372,15 @@ class GradientControl:
             state: of the whole.
             before, now: the optimizers.
         """
-        is_new = not state["gradilocks"].get("steps") if "gradilocks" in state else True
-        if len(before) == 1 and not parts and not is_new and (len(now) > 1 or self._grows):
+
+        def steps_of(saved: Mapping[str, Any]) -> int:
+            return saved["gradilocks"]["steps"] if "gradilocks" in saved else 0  # type: ignore[no-any-return]
+
+        if len(before) == 1 and not parts and steps_of(state) and (len(now) > 1 or self._grows):
             kept = [k for k, each in enumerate(now) if each is before[0]]
             return {kept[0] if kept else 0: state}, state
-        if len(now) == 1 and not self._grows and is_new and parts:
-            kept = [k for k, each in enumerate(before) if each is now[0]]
-            return {}, parts.get(kept[0] if kept else 0, state)
+        if len(now) == 1 and not self._grows and 0 in parts:
+            return {}, max(state, parts[0], key=steps_of)
         return parts, state
 
     def _keep_bad_step(self, path: object) -> None:
