@@ -374,7 +374,7 @@ class GradientControl:
         """
 
         def steps_of(saved: Mapping[str, Any]) -> int:
-            return saved["gradilocks"]["steps"] if "gradilocks" in saved else 0  # type: ignore[no-any-return]
+            return saved["gradilocks"]["steps"] if "gradilocks" in saved else 0
 
         if len(before) == 1 and not parts and steps_of(state) and (len(now) > 1 or self._grows):
             kept = [k for k, each in enumerate(now) if each is before[0]]
