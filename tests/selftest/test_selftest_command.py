@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).resolve().parents[2]
 BROKEN = Path(__file__).with_name("broken_library.py")
 broken_library = pytest.mark.long
-"""It hangs and dies on purpose, which takes half a minute; tests/selftest has each part by itself."""
+"""It hangs and dies on purpose, for half a minute; tests/selftest has each part by itself."""
 
 
 class Run(NamedTuple):
