@@ -52,7 +52,7 @@ def rows_of(text: str) -> list[list[str]]:
 def test_runs_are_listed_newest_first_with_the_verdict_of_their_report(folder, capsys):
     assert main(["ls"]) == 0
     heads, *rows = rows_of(capsys.readouterr().out)
-    assert heads == ["run", "started", "steps", "last loss", "verdict", "ended"]
+    assert heads == ["run", "started", "steps", "loss, end", "verdict", "ended"]
     assert [row[0] for row in rows] == ["deep/new", "bad", "old"]
     assert [row[2] for row in rows] == ["80", "60", "60"]
     assert [row[5] for row in rows] == ["killed", "no end", "finished"]

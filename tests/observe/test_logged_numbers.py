@@ -57,6 +57,21 @@ def test_a_watched_script_logs_to_its_run_file_and_trains_as_before(tmp_path, wo
     assert (alone.status, alone.out) == (0, done.out), alone.err
 
 
+def test_a_watched_script_that_records_by_itself_has_its_numbers_once_in_either_file(tmp_path):
+    own = SCRIPT.replace("Control(optimizer)", "Control(optimizer, record='own.jsonl')")
+    own = own.replace("(control or gradilocks)", "gradilocks")
+    write(tmp_path, "train.py", own)
+    done = forked("-o", "a.jsonl", "train.py", "control", cwd=tmp_path)
+    assert done.status == 0, done.err
+    for name in ("a.jsonl", "own.jsonl"):
+        assert read_run(tmp_path / name).logged["number"] == [(3, 3.0), (6, 6.0)], name
+    watched = read_run(tmp_path / "own.jsonl")
+    (tmp_path / "own.jsonl").unlink()
+    alone = forked("train.py", "control", cwd=tmp_path, command="python")
+    assert (alone.status, alone.out) == (0, done.out), alone.err
+    assert read_run(tmp_path / "own.jsonl").logged == watched.logged
+
+
 def test_a_bad_value_stops_a_script_alike_with_and_without_a_watch(tmp_path):
     write(tmp_path, "train.py", "import gradilocks\ngradilocks.log(loss='high')\n")
     for done in (

@@ -160,6 +160,7 @@ def test_options_of_a_path_are_refused_beside_a_recorder(tmp_path):
             control.attach(recorder, exists="append")
         with pytest.raises(ValueError, match=r"Recorder\(path, config=\.\.\.\)"):
             control.attach(recorder, {"lr": 1})
+        recorder.log(seen=1)
     with pytest.raises(ValueError, match="exists must be one of"):
         control.attach(tmp_path / "b.jsonl", exists="maybe")
     with pytest.raises(gradilocks.errors.BadRunFile, match="exists already"):

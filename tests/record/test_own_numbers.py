@@ -121,7 +121,8 @@ def test_who_watches_the_process_hears_of_every_log(tmp_path):
     finally:
         EVENTS.discard(listener)
     assert listener.heard == [({"a": 1.0}, 5), ({"b": 2.0}, None)]
-    assert read_run(tmp_path / "a").logged == {"b": [(1, 2.0)], "c": [(1, 3.0)]}
+    logged = read_run(tmp_path / "a").logged
+    assert logged == {"a": [(5, 1.0)], "b": [(1, 2.0)], "c": [(1, 3.0)]}
 
 
 @pytest.mark.parametrize("log", ["package", "recorder"])
@@ -216,3 +217,41 @@ def test_compiled_code_may_log(tmp_path):
 
         evaluated(torch.ones(3))
     assert read_run(tmp_path / "a").logged == {"y": [(0, 2.0)]}
+
+
+def test_gradilocks_log_reaches_the_run_file_of_every_control_and_scaler_once(tmp_path):
+    """A script that records by itself, or by a callback, and logs where it has no control."""
+    shared = Recorder(tmp_path / "shared")
+    first, _ = recorded(shared, steps=2)
+    second, model = recorded(shared, steps=1)
+    third, _ = recorded(tmp_path / "late", steps=3)
+    scaler = gradilocks.GradScaler("cpu", model=model, record=tmp_path / "scaler")
+    alone = Recorder(tmp_path / "alone")  # Of no control: it has a `log` of its own.
+    gradilocks.log(val_loss=torch.tensor(0.5))
+    gradilocks.log({"val/loss": 0.25}, step=9)
+    third.recorder.close()
+    gradilocks.log(late=1)
+    del first
+    shared.close()
+    scaler.recorder.close()
+    alone.close()
+    at = {"shared": 1, "late": 3, "scaler": 0}
+    for name, step in at.items():
+        logged = read_run(tmp_path / name).logged
+        late = {} if name == "late" else {"late": [(step, 1.0)]}
+        assert logged == {"val_loss": [(step, 0.5)], "val/loss": [(9, 0.25)], **late}, name
+    assert read_run(tmp_path / "alone").logged == {}
+    assert second.recorder is shared
+
+
+def test_gradilocks_log_follows_a_recorder_that_is_attached_and_detached(tmp_path):
+    model = small_model()
+    control = GradientControl(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    gradilocks.log(early=1)
+    recorder = control.attach(tmp_path / "a")
+    train(control, model, steps=2)
+    gradilocks.log(seen=1)
+    control.detach()
+    gradilocks.log(afterwards=1)
+    recorder.close()
+    assert read_run(tmp_path / "a").logged == {"seen": [(2, 1.0)]}

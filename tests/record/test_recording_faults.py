@@ -151,11 +151,13 @@ def test_a_read_only_folder_is_a_warning_and_training_goes_on(open_folder):
     )
 
 
-@pytest.mark.parametrize("name", ["", "file/a.jsonl"])
+@pytest.mark.parametrize("name", ["file/", "file/a.jsonl"])
 def test_a_path_that_cannot_be_is_an_error_when_recording_begins(tmp_path, name):
     (tmp_path / "file").touch()
-    with pytest.raises(BadRunFile, match=r"is a folder|cannot be written"):
-        Recorder(tmp_path / name)
+    with pytest.raises(BadRunFile, match="cannot be written"):
+        Recorder(f"{tmp_path}/{name}")
+    with pytest.raises(ValueError, match=r"is empty. Expected one such as 'runs/a.jsonl'"):
+        Recorder("")
 
 
 class Broken:

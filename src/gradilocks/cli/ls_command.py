@@ -28,7 +28,7 @@ def ls(
         bool, flag("--json", "Print everything that is known of each run as JSON.")
     ] = False,
 ) -> None:
-    """List runs, newest first: steps, last loss, verdict.
+    """List runs, newest first: steps, the loss at the end, verdict.
 
     The verdict is that of `gradilocks report`. What was found in a file is kept until the file
     changes, so that only new runs are read.
@@ -65,7 +65,7 @@ def show_table(runs: list[ListedRun]) -> None:
     table.add_column("run", overflow="fold")
     table.add_column("started", no_wrap=True)
     table.add_column("steps", justify="right", no_wrap=True)
-    table.add_column("last loss", justify="right", no_wrap=True)
+    table.add_column("loss, end", justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     table.add_column("ended", no_wrap=True)
     for run in runs:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,13 @@ from gradilocks.git_state import git_state
 from gradilocks.observe import interpreter
 from gradilocks.observe.process_end import Ending, ProcessEnd
 from gradilocks.observe.stopping import Stopper
-from gradilocks.runfile import rank_file, refuse_foreign, refuse_source_name
+from gradilocks.runfile import (
+    fresh_file,
+    is_abandoned,
+    rank_file,
+    refuse_foreign,
+    refuse_source_name,
+)
 
 __all__ = ["Options", "ScriptSession", "Summary", "check_target", "run_script"]
 
@@ -104,7 +109,7 @@ class ScriptSession:
         rank = os.environ.get("RANK", "0")
         self.rank = int(rank) if rank.isdigit() else 0
         self.records = records = self.rank == 0 or options.all_ranks
-        given = options.output or _fresh_name(program.stem)
+        given = options.output or fresh_file(Path("runs"), program.stem)
         self._path = Path(os.path.abspath(given))
         self.shown = rank_file(given, self.rank if options.all_ranks else 0)
         self.target = Path(os.path.abspath(self.shown))
@@ -471,16 +476,6 @@ def _snapshot(run_file: Path, options: Options) -> Path | None:
     return path if options.exists == "replace" else fresh_place(path)
 
 
-def _fresh_name(stem: str) -> Path:
-    """A name under runs/ that nobody has taken."""
-    base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    name, number = base, 1
-    while (path := Path("runs", f"{name}.jsonl")).exists():
-        number += 1
-        name = f"{base}-{number}"
-    return path
-
-
 def check_target(path: Path, shown: Path, exists: str, *, ways: str) -> list[Path]:
     """Refuses a run file before the script runs, and not after an hour of it.
 
@@ -492,7 +487,7 @@ def check_target(path: Path, shown: Path, exists: str, *, ways: str) -> list[Pat
     if path.exists():
         if path.is_file():
             refuse_foreign(shown)  # It may be the script itself.
-        if exists == "refuse":
+        if exists == "refuse" and not is_abandoned(path):
             raise BadRunFile(f"{shown} is there already. {ways}")
         if not os.access(path, os.W_OK):
             raise BadRunFile(f"{shown} cannot be written. Choose another name.")

@@ -8,7 +8,7 @@
 the machine. Training is bit for bit the same with recording and without.
 """
 
-from gradilocks.record.own_numbers import log
+from gradilocks.record.journal import log
 from gradilocks.record.recorder import LogSink, Recorder, ResumeSink, Sink
 from gradilocks.record.sample import RankPart, Sample, Weights
 

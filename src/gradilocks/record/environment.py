@@ -14,13 +14,26 @@ import torch
 
 from gradilocks._version import __version__
 
-__all__ = ["checked_config", "command_here", "hardware_here", "rank_here", "versions_here"]
+__all__ = [
+    "checked_config",
+    "command_here",
+    "hardware_here",
+    "program_here",
+    "rank_here",
+    "versions_here",
+]
 
 
 def command_here() -> tuple[str, ...]:
     """The command line of this process."""
     program, *arguments = sys.orig_argv or ("python",)
     return Path(program).name, *arguments
+
+
+def program_here() -> str:
+    """A short name of what runs, for files: 'train' of train.py; 'run' where it has none."""
+    file = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "run")
+    return file.absolute().parent.name if file.stem == "__main__" else file.stem
 
 
 def checked_config(config: object) -> dict[str, Any] | None:

@@ -1,9 +1,10 @@
 """Lines → a file that stays whole: made or refused at the start, never a reason to stop training.
 
 What is there already is overwritten only if it is a run file: nobody's script or data are lost to a
-name that was mistyped. Every write is of whole lines, in one call, at a place that is known. One
-that fails is cut off again, so that a full disk leaves no half line behind; a process that is
-killed can leave one, at the very end, and whoever goes on in the file closes it with a newline.
+name that was mistyped. A run that has ended before its first step keeps nobody from its name. Every
+write is of whole lines, in one call, at a place that is known. One that fails is cut off again, so
+that a full disk leaves no half line behind; a process that is killed can leave one, at the very
+end, and whoever goes on in the file closes it with a newline.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradilocks.errors import BadRunFile
-from gradilocks.runfile import Reader, Resume, line_batches, refuse_foreign
+from gradilocks.runfile import Reader, Resume, is_abandoned, line_batches, refuse_foreign
 
-__all__ = ["EXISTS", "RunFileWriter", "Unwritable"]
+__all__ = ["EXISTS", "RunFileWriter", "Taken", "Unwritable"]
 
 EXISTS = ("refuse", "append", "replace")
+
+
+class Taken(BadRunFile):
+    """There is a run file of that name, which is to be left alone."""
 
 
 class Unwritable(BadRunFile):
@@ -48,11 +53,10 @@ class RunFileWriter:
         self.resumes: list[Resume] = []
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                raise BadRunFile(
-                    f"{path} is a folder; give the file a name, as in {path / 'run.jsonl'}."
-                )
             is_new = not path.exists()
+            replaces = exists == "refuse" and is_abandoned(path)
+            if replaces:
+                exists = "replace"
             flags = os.O_RDWR | os.O_CREAT | (os.O_EXCL if exists == "refuse" else 0)
             flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
             self._fd = os.open(path, flags, 0o666)
@@ -60,15 +64,11 @@ class RunFileWriter:
             if not path.is_file():
                 raise _unwritable(path, error) from error
             refuse_foreign(path)
-            raise BadRunFile(
-                f"{path} exists already and is not overwritten. Take another name, go on in it "
-                "with Recorder(path, exists='append'), or overwrite it with "
-                "Recorder(path, exists='replace')."
-            ) from error
+            raise _taken(path) from error
         except OSError as error:
             raise _unwritable(path, error) from error
         try:
-            self._begin(exists, header)
+            self._begin(exists, header, replaces=replaces)
         except BaseException as error:
             self.close()
             if is_new:
@@ -78,9 +78,23 @@ class RunFileWriter:
                 raise _unwritable(path, error) from error
             raise
 
-    def _begin(self, exists: str, header: str) -> None:
+    def _is_still_abandoned(self) -> bool:
+        """Looks once more, when no other process can find the same; the lock goes with the file."""
+        try:
+            import fcntl
+
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # There are none of these locks on Windows.
+            pass
+        except OSError:
+            return False
+        return is_abandoned(self._path)
+
+    def _begin(self, exists: str, header: str, *, replaces: bool) -> None:
         found = os.fstat(self._fd)
         self._identity = found.st_dev, found.st_ino
+        if replaces and not self._is_still_abandoned():
+            raise _taken(self._path)
         if stat.S_ISBLK(found.st_mode):
             raise BadRunFile(f"{self._path} is a device; give the path of a file.")
         if stat.S_ISREG(found.st_mode):
@@ -163,6 +177,13 @@ class RunFileWriter:
 
 
 _PASSING = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EFBIG, errno.EIO}
+
+
+def _taken(path: Path) -> Taken:
+    return Taken(
+        f"{path} exists already and is not overwritten. Take another name, go on in it with "
+        "Recorder(path, exists='append'), or overwrite it with Recorder(path, exists='replace')."
+    )
 
 
 def _unwritable(path: Path, error: OSError) -> BadRunFile:

@@ -14,20 +14,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradilocks.eager import eager
 from gradilocks.names import Names
 from gradilocks.ranks.all_parameters import AllParameters
 from gradilocks.ranks.layout import is_distributed
+from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.precision import formats_behind
 from gradilocks.record.recorder import Recorder, refuse_capture
 from gradilocks.record.sample import Sample, SpreadSample, Weights
-from gradilocks.step.events import Step, StepEvents, StepListener
+from gradilocks.step.events import EVENTS, Step, StepEvents, StepListener
 from gradilocks.step.measure import measure
 from gradilocks.step.own_step import weakly
 from gradilocks.step.table import every_parameter, gradients_of
 from gradilocks.step.together import Together
 from gradilocks.values import ROW, Statistics, StepRecord, wide
 
-__all__ = ["Journal", "journal_of", "recorder_for"]
+__all__ = ["Journal", "journal_of", "log", "recorder_for"]
 
 _AT = {name: place for place, name in enumerate(ROW)}
 
@@ -401,6 +403,37 @@ def recorder_for(
 def journal_of(events: StepEvents) -> Journal | None:
     """What records the steps of a control, if somebody does."""
     return next((each for each in events.own if isinstance(each, Journal)), None)
+
+
+@eager
+def log(
+    values: Mapping[str, object] | None = None, /, *, step: int | None = None, **more: object
+) -> None:
+    """Records numbers of your own beside the steps; does nothing if nobody records.
+
+    In every run file of the process: those of its controls and scalers, and that of `gradilocks
+    run`. There they are plotted by `gradilocks report`, compared by `compare`, exported by
+    `export`. On a GPU nothing waits.
+
+    Args:
+        values: names and numbers, for names that are no Python names, as "val/loss".
+        step: the step that they belong to; the last one that an optimizer took, if None.
+        more: names and numbers: Python's, NumPy's, or tensors of one element.
+
+    Raises:
+        TypeError: a name is no text, or a value is no number.
+        ValueError: a tensor of several elements, a name that cannot be shown, or given twice.
+
+    Example:
+        >>> gradilocks.log(val_loss=0.31, accuracy=0.92)
+        >>> gradilocks.log({"val/loss": 0.31}, step=1000)
+    """
+    numbers = checked_numbers(values, more, step=step)
+    for listener in EVENTS.listeners:
+        listener.numbers_logged(numbers, step=step)
+    journals = filter(None, map(journal_of, EVENTS.of_drivers()))
+    for recorder in {id(each.recorder): each.recorder for each in journals}.values():
+        recorder.log(numbers, step=step)  # Once, also where several controls share it.
 
 
 class _Introduced(NamedTuple):

@@ -1,4 +1,4 @@
-"""Numbers of the user's own enter, by name: checked here, and told to whoever records.
+"""Numbers of the user's own enter, by name; what a recorder can hold leaves, or an error.
 
 `gradilocks.log`, `Recorder.log` and `GradientControl.log` take the same: numbers of Python and of
 NumPy, and tensors of one element, which stay on their device until the recorder's next batch. What
@@ -15,40 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gradilocks.eager import eager
 from gradilocks.ranks.layout import is_distributed
-from gradilocks.step.events import EVENTS
 
-__all__ = ["checked_numbers", "log"]
+__all__ = ["checked_numbers"]
 
 LONGEST_NAME = 200
-
-
-@eager
-def log(
-    values: Mapping[str, object] | None = None, /, *, step: int | None = None, **more: object
-) -> None:
-    """Records numbers of your own in a script that `gradilocks run` watches; else does nothing.
-
-    They are written to the run file beside the steps: plotted by `gradilocks report`, compared by
-    `compare`, exported by `export`. On a GPU nothing waits.
-
-    Args:
-        values: names and numbers, for names that are no Python names, as "val/loss".
-        step: the step that they belong to; the last one that an optimizer took, if None.
-        more: names and numbers: Python's, NumPy's, or tensors of one element.
-
-    Raises:
-        TypeError: a name is no text, or a value is no number.
-        ValueError: a tensor of several elements, a name that cannot be shown, or given twice.
-
-    Example:
-        >>> gradilocks.log(val_loss=0.31, accuracy=0.92)
-        >>> gradilocks.log({"val/loss": 0.31}, step=1000)
-    """
-    numbers = checked_numbers(values, more, step=step)
-    for listener in EVENTS.listeners:
-        listener.numbers_logged(numbers, step=step)
 
 
 def checked_numbers(
@@ -57,7 +28,8 @@ def checked_numbers(
     """What was handed to `log`: its numbers by name; tensors that are not on the CPU as they are.
 
     Raises:
-        TypeError, ValueError: as `log` has it.
+        TypeError: a name is no text, or a value is no number.
+        ValueError: a tensor of several elements, a name that cannot be shown, or given twice.
     """
     if values is not None and not isinstance(values, Mapping):
         raise TypeError(

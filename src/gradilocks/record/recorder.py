@@ -43,10 +43,11 @@ from gradilocks.record.environment import (
     checked_config,
     command_here,
     hardware_here,
+    program_here,
     rank_here,
     versions_here,
 )
-from gradilocks.record.file_writer import EXISTS, RunFileWriter, Unwritable
+from gradilocks.record.file_writer import EXISTS, RunFileWriter, Taken, Unwritable
 from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Sample
 from gradilocks.record.skip_log import SkipLog
@@ -64,6 +65,7 @@ from gradilocks.runfile import (
     audit_line,
     describe_error,
     end_line,
+    fresh_file,
     header_line,
     log_line,
     losses_line,
@@ -136,13 +138,16 @@ class Recorder:
     `flush_every`-th step (16 bytes a step). No host waits, and `close` waits for no rank.
 
     Args:
-        path: the run file; its folder is made.
+        path: the run file; its folder is made. If it ends with a slash, or is a folder, the file
+            gets a name of its own in there, of the script and the time, as `gradilocks run` gives
+            it: 'runs/' becomes 'runs/train-20261116-124023.jsonl'.
         flush_every: so many steps reach the host and the file together. A kill loses at most these.
         flush_seconds: steps are not kept back for longer than this, however few they are. If
             training stands still, those whose numbers have reached the host are written too.
         detail_every: every so many steps are recorded tensor by tensor, from the first; None: none.
         exists: what to do if the file is there: "refuse", "append" or "replace". What is no run
-            file is neither continued nor overwritten.
+            file is neither continued nor overwritten. "refuse" takes the place of a run that has
+            ended without a step and without numbers of its own. In a folder the file is new.
         settings: what else the header is to tell; anything that JSON can hold.
         config: what the run was made from, as `vars(args)`: a mapping of numbers, text, lists and
             mappings. It stands in the header, beside the commit of the code.
@@ -150,10 +155,10 @@ class Recorder:
         sinks: objects that hear of the run too, as they are in `gradilocks.record.Sink`.
         log: whether skipped steps are told through `logging`.
         all_ranks: whether the other ranks write too, what each of them saw itself, to
-            `a.rank1.jsonl` and so on.
+            `a.rank1.jsonl` and so on. They need the name of a file for that.
 
     Raises:
-        BadRunFile: the file is there already, or is a folder or no run file. One that cannot be
+        BadRunFile: the file is there already, or is no run file. One that cannot be
             written, for want of room or permission, is a warning: training goes on unrecorded.
 
     Example:
@@ -199,6 +204,12 @@ class Recorder:
         """Which rank this is."""
         self._alone = ranks == 1
         self.path = Path(path)
+        """The run file. Of a rank that writes none, and was given a folder, that folder."""
+        in_folder = _is_folder(path)
+        if in_folder and all_ranks:
+            raise ValueError(
+                f"all_ranks needs the name of a file, so that all ranks use one, got {str(path)!r}."
+            )
         if all_ranks:
             self.path = rank_file(self.path, rank)
         self.steps = 0
@@ -246,13 +257,23 @@ class Recorder:
         )
         first = _header_line(self._header)  # Before the file is made: settings may be no JSON.
         try:
-            self._file = RunFileWriter(self.path, exists=exists, header=first)
+            if in_folder:
+                self._file = self._open_in(self.path, first)
+            else:
+                self._file = RunFileWriter(self.path, exists=exists, header=first)
         except Unwritable as error:
             self.warn_once(f"{error} Training goes on, and nothing is recorded.")
             return
         self._began = time.perf_counter() - self._file.seconds_before
         self._tell_sinks("open", self._header)
         _open_recorders.add(self)
+
+    def _open_in(self, folder: Path, header: str) -> RunFileWriter:
+        """A new file in that folder; another, if another process takes the name meanwhile."""
+        while True:
+            self.path = fresh_file(folder, program_here())
+            with contextlib.suppress(Taken):
+                return RunFileWriter(self.path, exists="refuse", header=header)
 
     def __repr__(self) -> str:
         return f"Recorder({str(self.path)!r}, recording={self.recording})"
@@ -794,6 +815,14 @@ def _check_sinks(sinks: Sequence[Sink]) -> None:
                 f"a sink needs the methods {', '.join(methods)}; {type(sink).__name__} has no "
                 f"{', '.join(missing)}."
             )
+
+
+def _is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names the folder of a run file, and not the file."""
+    text = os.fsdecode(path)
+    if not text:
+        raise ValueError("the path of a run file is empty. Expected one such as 'runs/a.jsonl'.")
+    return text.endswith((os.sep, os.altsep or os.sep)) or os.path.isdir(text)
 
 
 def _header_line(header: Header) -> str:

@@ -45,6 +45,8 @@ from gradilocks.runfile.lines import (
 )
 from gradilocks.runfile.reader import (
     Reader,
+    fresh_file,
+    is_abandoned,
     line_batches,
     open_run_file,
     rank_file,
@@ -103,8 +105,10 @@ __all__ = [
     "describe_weights",
     "end_line",
     "format_scale",
+    "fresh_file",
     "has_bad_gradients",
     "header_line",
+    "is_abandoned",
     "is_bad",
     "is_running",
     "line_batches",

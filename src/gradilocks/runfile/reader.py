@@ -10,6 +10,8 @@ newline for gigabytes.
 from __future__ import annotations
 
 import gc
+import os
+import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -50,9 +52,12 @@ from gradilocks.runfile.records import (
     Step,
     Trace,
 )
+from gradilocks.runfile.writing_process import is_running
 
 __all__ = [
     "Reader",
+    "fresh_file",
+    "is_abandoned",
     "line_batches",
     "open_run_file",
     "os_errors",
@@ -139,6 +144,51 @@ def rank_file(path: Path, rank: int) -> Path:
         'runs/a.rank3.jsonl'
     """
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+
+
+def fresh_file(folder: Path, stem: str) -> Path:
+    """A run file in that folder whose name nobody has taken: 'train-20261116-124023.jsonl'."""
+    base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name, number = base, 1
+    while _is_given(path := folder / f"{name}.jsonl"):
+        number += 1
+        name = f"{base}-{number}"
+    return path
+
+
+_given: set[str] = set()
+"""Names that this process has found, of files that may be made later: `gradilocks run` makes its
+own at the first step, and the script that it runs may ask for one before."""
+
+
+def _is_given(path: Path) -> bool:
+    """Whether a name is taken; it is from here on."""
+    name = os.path.abspath(path)
+    taken = name in _given or os.path.lexists(name)
+    _given.add(name)
+    return taken
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether it is surely a run file of a run that has ended before anything came of it.
+
+    It tells of no step, and of nothing else that happened in the run; and nobody will add to it:
+    it has an end, or the process that was to write it is gone. Where that is not known, False.
+    """
+    reader = Reader(path)
+    try:
+        if not path.is_file():  # To open a pipe is to wait for whoever writes to it.
+            return False
+        with open_run_file(path) as (file, _):
+            for raw in file:
+                reader.feed(raw)
+                if reader.tells_of_more_than_its_start:
+                    return False
+        run = reader.finish()
+    except (BadRunFile, OSError):
+        return False
+    latest = (run.header, *run.resumed)[-1]
+    return not run.torn and (run.end is not None or is_running(latest.process) is False)
 
 
 def refuse_source_name(path: Path) -> None:
@@ -280,6 +330,12 @@ class Reader:
             else:
                 self._note_broken_before()
                 self._broken = self.lines
+
+    @property
+    def tells_of_more_than_its_start(self) -> bool:
+        """Whether anything came but headers, optimizers, formats and ends."""
+        come = (self.steps, self.superseded, self.resumes, self.logs, self.traces, self.notes)
+        return any(come) or bool(self.damaged) or self.audit is not None
 
     def feed_many(self, lines: Sequence[bytes]) -> None:
         """The next lines: as `feed` for each of them, and faster."""

@@ -12,7 +12,7 @@ recorder, a tracer, an audit. Without a listener an emitter pays for a look at a
                                NonFiniteGradient or NeverFinite is raised; step_failed if it raises
       log                      numbers_logged
       load_state_dict          state_loaded
-    gradilocks.log             numbers_logged
+    gradilocks.log             numbers_logged; recorders of controls and scalers it tells itself
     gradilocks.GradScaler
       scale                    loss_scaled
       step                     step_begins, step_ended or step_failed; nothing if it is not enabled
@@ -279,6 +279,10 @@ class StepEvents:
         self.listeners = self.own + everywhere
         for child in list(self._children):
             child._update()
+
+    def of_drivers(self) -> list[StepEvents]:
+        """Those of the controls and scalers of the process that live."""
+        return list(self._children)
 
     def begin_step(self, step: Step) -> Step:
         """A step begins; if a listener raises, which refuses it, it has not begun."""
