@@ -20,6 +20,7 @@ __all__ = [
     "check_give_up_after",
     "check_loss",
     "check_parameters",
+    "check_policies_from",
     "check_scalar_loss",
     "checked_optimizers",
     "no_gradients",
@@ -83,6 +84,11 @@ def check_give_up_after(value: object) -> None:
         raise TypeError(f"give_up_after must be an int or None, got {type(value).__name__}.")
     if value < 1:
         raise ValueError(f"give_up_after must be at least 1, or None for never, got {value}.")
+
+
+def check_policies_from(policies: object) -> None:
+    if policies not in ("checkpoint", "control"):
+        raise ValueError(f"policies must be 'checkpoint' or 'control', got {policies!r}.")
 
 
 def check_loss(loss: object) -> None:

@@ -23,6 +23,7 @@ from gradilocks.checks import (
     check_give_up_after,
     check_loss,
     check_parameters,
+    check_policies_from,
     check_scalar_loss,
     checked_optimizers,
     no_gradients,
@@ -63,7 +64,7 @@ from gradilocks.record.journal import Journal, journal_of, recorder_for
 from gradilocks.record.own_numbers import checked_numbers
 from gradilocks.record.sample import Weights
 from gradilocks.scale import DynamicScale, resolve_scale
-from gradilocks.state.checkpoint import check_scale
+from gradilocks.state.checkpoint import check_scale, fitted
 from gradilocks.step.call_order import CallOrder
 from gradilocks.step.closure import step_with_closure
 from gradilocks.step.engine import Engine, Evidence, Look, Verdict, look, multiply_
@@ -71,6 +72,7 @@ from gradilocks.step.events import EVENTS, Step, StepEvents
 from gradilocks.step.framework_wrappers import ours_inside
 from gradilocks.step.lr_schedule import Listeners, Scheduler
 from gradilocks.step.outcome import Outcome, fetch, nonfinite
+from gradilocks.step.own_step import inner_optimizers
 from gradilocks.step.rank_drift import LoadCount
 from gradilocks.step.rank_losses import LossExchange, exchange_for
 from gradilocks.step.replica_check import Holdings, ReplicaCheck, check_every
@@ -310,6 +312,12 @@ class GradientControl:
         before, names = self._optimizers, self._names.model
         losses, parts = self._engine.losses, self._states_of_parts()
         state = self._engine.saved() if before else self._waiting_state
+        # By their new places; of one that is made anew, by the place of the one before.
+        places = {id(optimizer): k for k, optimizer in enumerate(checked)}
+        parts = {
+            places.get(id(before[k]), k) if k < len(before) else k: saved
+            for k, saved in parts.items()
+        }
         if state is not None:
             parts, state = self._divided(parts, state, before, checked)
         steps: int | None = None
@@ -322,6 +330,9 @@ class GradientControl:
                 if before:
                     self._take(before, names)
                     self._engine.load(state, self._ranks)
+                else:
+                    self._optimizers = ()
+                    self._names.use(names, ())  # type: ignore[arg-type]
                 raise
         losses.adds_up = self._engine.losses.adds_up
         self._engine.losses = losses  # Gradients of theirs may be waiting.
@@ -330,9 +341,8 @@ class GradientControl:
             self._load_parts(waited)
             self._waiting_state = None
         else:  # Of one that is made anew in the place of another, what is known goes on.
-            fresh = [id(optimizer) not in self._parts for optimizer in checked]
-            places = {k for k, is_fresh in enumerate(fresh) if is_fresh}
-            self._part_states = {k: saved for k, saved in parts.items() if k in places}
+            fresh = {k for k, each in enumerate(checked) if id(each) not in self._parts}
+            self._part_states = {k: saved for k, saved in parts.items() if k in fresh}
         alive = {id(optimizer) for optimizer in checked}
         self._parts = {each: part for each, part in self._parts.items() if each in alive}
         if self._bad_step_path is not None and not before:
@@ -362,13 +372,15 @@ class GradientControl:
             state: of the whole.
             before, now: the optimizers.
         """
-        is_new = state["gradilocks"]["steps"] == 0 if "gradilocks" in state else True
-        if len(before) == 1 and not parts and not is_new and (len(now) > 1 or self._grows):
+
+        def steps_of(saved: Mapping[str, Any]) -> int:
+            return saved["gradilocks"]["steps"] if "gradilocks" in saved else 0
+
+        if len(before) == 1 and not parts and steps_of(state) and (len(now) > 1 or self._grows):
             kept = [k for k, each in enumerate(now) if each is before[0]]
             return {kept[0] if kept else 0: state}, state
-        if len(now) == 1 and not self._grows and is_new and parts:
-            kept = [k for k, each in enumerate(before) if each is now[0]]
-            return {}, parts.get(kept[0] if kept else 0, state)
+        if len(now) == 1 and not self._grows and 0 in parts:
+            return {}, max(state, parts[0], key=steps_of)
         return parts, state
 
     def _keep_bad_step(self, path: object) -> None:
@@ -629,6 +641,13 @@ class GradientControl:
                 then, as with torch's scaler.
         """
         whole = self._whole(only)
+        if whole._parts and any(part._order.unscaled for part in whole._parts.values()):
+            # Those that are not yet; gradients of others are true.
+            for optimizer in whole._optimizers:
+                if not whole._parts[id(optimizer)]._order.unscaled:
+                    whole._unscale(optimizer, decides=decides)
+            whole._order.note_unscaled()
+            return
         # Of a pipeline's stages only the last has a loss, and the others unscale too.
         whole._order.check_unscale(elsewhere=whole._ranks is not None)
         gradients, _ = whole._find([False] * len(whole._optimizers), steps=False)
@@ -677,6 +696,16 @@ class GradientControl:
         whole = self._whole(only)
         if whole._outcome is not None and whole._is_stepped():
             return whole._outcome.tensors["norm"].float()
+        unscaled = {part._order.unscaled for part in whole._parts.values()}
+        if len(unscaled) > 1:  # Some carry the scale, and some do not.
+            norms = [
+                whole.norm(only=each).double()
+                for each in whole._optimizers
+                if any(param.grad is not None for param in every_parameter([each]))
+            ]
+            order = float(whole._engine.clip_policy.order)
+            together: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+            return together.float()
         if not whole._asked_ahead:
             whole._engine.step_begun = False
             if whole._loads is not None:
@@ -710,7 +739,11 @@ class GradientControl:
             refuse_misfits(policy, self._names)
         for each in (self, *self._parts.values()):
             each._engine.set_clip(policy)
-        self._part_states = {}
+        scale = self._engine.scale_policy
+        states = self._part_states.items()
+        self._part_states = {k: fitted(state, scale, policy) for k, state in states}
+        if self._waiting_state is not None:
+            self._waiting_state = fitted(self._waiting_state, scale, policy)
 
     @eager
     def step(self, closure: Callable[[], Tensor] | None = None, *, only: Any = None) -> Outcome:
@@ -821,7 +854,7 @@ class GradientControl:
             saved["gradilocks"]["parts"] = tuple(self._states_of_parts().items()) or None
         return saved
 
-    def as_scaler(self) -> ControlScaler:
+    def as_scaler(self, *, policies: str = "checkpoint") -> ControlScaler:
         """A torch.amp.GradScaler in front of this control, for code that asks for one.
 
         Its `scale`, `unscale_`, `step` and `update` are this control's, in the order in which
@@ -829,20 +862,48 @@ class GradientControl:
         Without an optimizer as yet, the control is bound to those that are handed to `unscale_` and
         `step`.
 
+        Args:
+            policies: as in `load_state_dict`, for what its `load_state_dict` takes from a state.
+
         Example:
             >>> scaler = control.as_scaler()
             >>> scaler.scale(loss).backward()
             >>> scaler.step(optimizer)
             >>> scaler.update()
         """
-        return ControlScaler(self)
+        check_policies_from(policies)
+        return ControlScaler(self, policies)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, policies: str = "checkpoint"
+    ) -> None:
         """Goes on from a checkpoint of this class or of torch's `GradScaler`.
 
-        The policies' settings come from the checkpoint, as with torch's. A checkpoint that does not
-        fit raises BadState and changes nothing.
+        A checkpoint that does not fit raises BadState and changes nothing.
+
+        Args:
+            state_dict: from `state_dict()`.
+            policies: "checkpoint" takes the policies' settings from there, as torch's scaler does;
+                "control" keeps those of this control, and takes from there what fits them: the
+                scale, the step count, and what a policy of the same class has learned.
         """
+        given: Any = state_dict
+        if not isinstance(given, Mapping):
+            raise TypeError(f"state_dict must be a dict, got {type(given).__name__}.")
+        check_policies_from(policies)
+        if policies == "control" and state_dict:
+            engine = self._engine
+            steps = int(fetch(engine.steps)[0])
+            state_dict = fitted(state_dict, engine.scale_policy, engine.clip_policy, steps=steps)
+        before = None if not self._optimizers else self.state_dict()
+        try:
+            self._load(state_dict)
+        except BadState:
+            if before is not None:
+                self._load(before)
+            raise
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         if not self._optimizers:  # The scale counts from here on, the rest when it is bound.
             self._engine.load_scale(state_dict)
             self._waiting_state = state_dict
@@ -923,11 +984,7 @@ class GradientControl:
         """
         if only is None:
             return self
-        mine = next((each for each in self._optimizers if each is only), None)
-        if mine is None and hasattr(only, "param_groups"):
-            first = next(every_parameter([only]), None)
-            same = (each for each in self._optimizers if first is next(every_parameter([each])))
-            mine = None if first is None else next(same, None)
+        mine = self._mine(only)
         if mine is None:
             kinds = ", ".join(type(each).__name__ for each in self._optimizers) or "none"
             raise ValueError(
@@ -937,25 +994,47 @@ class GradientControl:
             )
         if len(self._optimizers) == 1 and not self._grows:
             return self
+        group = 0
         for optimizer in self._optimizers:  # All at once: those that wait move with the scale.
             if id(optimizer) not in self._parts:
                 self._parts[id(optimizer)] = self._part_of(optimizer)
+            self._parts[id(optimizer)]._names.first_group = group
+            group += len(optimizer.param_groups)
         part = self._parts[id(mine)]
         part._engine.follow(self._engine.state)
         part._engine.losses = copy.copy(self._engine.losses)
         part._order.look_again(parameter_list(part._optimizers))
         return part
 
+    def _mine(self, optimizer: Any) -> Any:
+        """The one of its optimizers that this is, that it wraps, or that is wrapped in it."""
+        for each in self._optimizers:
+            if each is optimizer:
+                return each
+        for each in self._optimizers:
+            pairs = ((each, optimizer), (optimizer, each))
+            if any(inner is one for outer, one in pairs for inner in inner_optimizers(outer)):
+                return each
+        return None
+
     def _meet(self, optimizer: Any) -> None:
         """For its scaler: has `optimizer` among its own from here on.
 
-        Then others may come, in the same iteration too, and the scale waits for `update`.
+        In the place of those that have parameters of it. Then others may come, in the same
+        iteration too, and the scale waits for `update`.
         """
-        first = next(every_parameter([optimizer]), None)
-        if any(first is next(every_parameter([each]), None) for each in self._optimizers):
+        if self._mine(optimizer) is not None:
             return
         self._grows = True
-        self.bind(*self._optimizers, optimizer)
+        theirs = {id(param) for param in every_parameter([optimizer])}
+        now: list[Any] = []
+        for each in self._optimizers:
+            replaced = any(id(param) in theirs for param in every_parameter([each]))
+            if not replaced:
+                now.append(each)
+            elif not any(one is optimizer for one in now):
+                now.append(optimizer)
+        self.bind(*now, *(() if any(one is optimizer for one in now) else (optimizer,)))
 
     @property
     def _is_inside_step(self) -> bool:
@@ -980,8 +1059,11 @@ class GradientControl:
             scale = self._engine.state.scale
             set_scale(scale, new_scale, device=scale.device.type, lowest=lowest, highest=highest)
 
-    def _load_scalers(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_scalers(self, state_dict: Mapping[str, Any], policies: str) -> None:
         """For its scaler: goes on from a state of its own or of torch's scaler."""
+        if policies == "control":
+            self.load_state_dict(state_dict, policies=policies)
+            return
         policy = self._engine.scale_policy
         if "gradilocks" not in state_dict and not isinstance(policy, DynamicScale):
             if not self._engine.scales or "scale" not in state_dict:
@@ -1024,6 +1106,14 @@ class GradientControl:
     def _refuse_stepped_parts(self) -> None:
         """Before a step of all: raises if some have been stepped by themselves on what is there."""
         self._move_on()
+        waiting = [
+            part
+            for part in self._parts.values()
+            if any(param.grad is not None for param in part._all_parameters())
+        ]
+        all_unscaled = bool(waiting) and all(part._order.unscaled for part in waiting)
+        if all_unscaled:
+            self._order.note_unscaled()
         for part in self._parts.values():
             kind = type(part._optimizers[0]).__name__
             if part._is_stepped() and any(p.grad is not None for p in part._all_parameters()):
@@ -1032,7 +1122,7 @@ class GradientControl:
                     "by step(only=...). Clear them with control.zero_grad(only=...), or step the "
                     "others by only= too."
                 )
-            if part._order.unscaled and not self._order.unscaled:
+            if part._order.unscaled and not self._order.unscaled and not all_unscaled:
                 raise ScaleMisuse(
                     f"step() steps all optimizers, and of these the gradients of {kind} alone are "
                     "unscaled. Step it by step(only=...), or call unscale_() without only=."

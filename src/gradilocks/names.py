@@ -285,6 +285,8 @@ class Names:
         self._model = model
         self.optimizers = optimizers
         """Whose parameters are named."""
+        self.first_group = 0
+        """The number of their first group, if others come before them."""
 
     @property
     def model(self) -> object:
@@ -299,7 +301,8 @@ class Names:
     def groups(self) -> list[tuple[int, str | None]]:
         """For each parameter the number of its group, counted over all optimizers, and its name."""
         every = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [(g, group.get("name")) for g, group in enumerate(every) for _ in group["params"]]
+        numbered = enumerate(every, self.first_group)
+        return [(g, group.get("name")) for g, group in numbered for _ in group["params"]]
 
     def every(self) -> list[str]:
         """The names of all parameters of the model; none without a model."""

@@ -177,3 +177,43 @@ def test_gradients_that_somebody_else_has_unscaled_are_not_unscaled_again():
     assert control.norm().item() == pytest.approx(truth, rel=1e-6)
     assert control.step().norm == pytest.approx(truth, rel=1e-6)
     assert not control.unscaled
+
+
+def test_a_first_optimizer_that_does_not_fit_the_loaded_state_leaves_it_waiting():
+    model = network()
+    first = GradientControl(sgd(model), model=model, clip=AdaGC(warmup=2))
+    train(first, model, FACTORS[:5])
+    second = GradientControl(clip=AdaGC(warmup=2))
+    second.load_state_dict(first.state_dict())
+    other = nn.Linear(2, 2)
+    with pytest.raises(BadState, match="AdaGC"):
+        second.bind(sgd(other), model=other)
+    assert second.optimizers == ()
+    second.bind(sgd(model), model=model)
+    assert second.state_dict() == first.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's"])
+def test_the_controls_own_policies_may_stay_when_a_state_is_loaded(kind):
+    model = network()
+    if kind == "ours":
+        before = GradientControl(sgd(model), model=model, scale=DynamicScale(2.0**7), clip=1.0)
+        train(before, model, FACTORS[:2])
+        saved = before.state_dict()
+    else:
+        saved = torch.amp.GradScaler("cpu", init_scale=2.0**7).state_dict()
+    own = DynamicScale(2.0**10, growth_interval=3)
+    for clip in (0.25, ZScoreClip(), None):
+        after = GradientControl(sgd(model), model=model, scale=own, clip=clip)
+        limits = after.state_dict()["gradilocks"]["clip_policy"]
+        after.load_state_dict(saved, policies="control")
+        assert after.scale == 2.0**7
+        told = after.state_dict()
+        assert told["growth_interval"] == 3
+        assert told["gradilocks"]["clip_policy"] == limits
+        assert told["gradilocks"]["steps"] == (2 if kind == "ours" else 0)
+    fixed = GradientControl(sgd(model), scale=None)
+    fixed.load_state_dict(saved, policies="control")
+    assert fixed.scale == 1.0
+    with pytest.raises(ValueError, match="'checkpoint' or 'control', got 'mine'"):
+        fixed.load_state_dict(saved, policies="mine")

@@ -13,6 +13,7 @@ from torch import nn
 import gradilocks.optim
 from gradilocks import (
     ClipByNorm,
+    ClipPerGroup,
     DynamicScale,
     GradientControl,
     HeadroomScale,
@@ -359,3 +360,136 @@ def test_optimizers_made_anew_go_on_each_with_what_is_known_of_it():
     control.bind(*(plain(model.parameters()) for model in models.values()))
     assert same(train(control, models, STEPS[4:]), expected)
     assert control.outcome.step == len(STEPS)
+
+
+def test_reading_the_scale_between_two_steps_moves_nothing():
+    found = []
+    for reads in (False, True):
+        models, d, g = pair()
+        control = GradientControl(d, g, model=models, scale=DynamicScale(**FAST))
+        for of_d, of_g in STEPS:
+            control.backward(loss_of(models["d"], of_d) + loss_of(models["g"], of_g))
+            control.step(only=d)
+            if reads:
+                ahead = control.scale
+                assert control.scale == ahead == control.state_dict()["scale"]
+                copy.deepcopy((models, d, g, control))
+            control.step(only=g)
+            control.zero_grad()
+        found.append((weights(models), control.scale))
+    assert found[0][1] == found[1][1]
+    assert same(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("clears", ["none", "zeros", "control"])
+def test_gradients_unscaled_for_a_step_that_never_came_do_not_vouch_for_later_ones(clears):
+    models, d, g = pair()
+    control = GradientControl(d, g, model=models, scale=256.0)
+    control.backward(loss_of(models["d"]) + loss_of(models["g"]))
+    control.unscale_(only=d)
+    control.unscale_(only=g)
+    control.step(only=d)
+    if clears == "control":
+        control.zero_grad(only=g)
+    else:
+        g.zero_grad(set_to_none=clears == "none")
+    control.backward(loss_of(models["g"], 2.0))
+    truth = torch.cat([p.grad.flatten() for p in models["g"].parameters()]).norm().item() / 256.0
+    assert control.norm(only=g).item() == pytest.approx(truth, rel=1e-6)
+    assert control.step(only=g).norm == pytest.approx(truth, rel=1e-6)
+
+
+def test_scaled_gradients_added_to_unscaled_ones_are_refused():
+    models, d, g = pair()
+    control = GradientControl(d, g)
+    control.backward(loss_of(models["d"]) + loss_of(models["g"]))
+    control.unscale_(only=g)
+    control.step(only=d)
+    d.zero_grad()
+    control.backward(loss_of(models["g"]))
+    with pytest.raises(ScaleMisuse, match="added scaled ones to them"):
+        control.step(only=g)
+
+
+def test_unscaling_the_rest_leaves_what_is_unscaled_alone():
+    models, d, g = pair()
+    control = GradientControl(d, g, scale=256.0)
+    control.backward(loss_of(models["d"]) + loss_of(models["g"]))
+    truth = [param.grad / 256.0 for param in models.parameters()]
+    whole = torch.cat([t.flatten() for t in truth]).norm().item()
+    control.unscale_(only=d)
+    assert control.norm().item() == pytest.approx(whole, rel=1e-6)
+    control.unscale_()
+    assert same([param.grad for param in models.parameters()], truth)
+    assert control.step().norm == pytest.approx(whole, rel=1e-6)
+
+
+def test_all_unscaled_one_by_one_may_be_stepped_together():
+    models, d, g = pair()
+    control = GradientControl(d, g, scale=256.0)
+    control.backward(loss_of(models["d"]) + loss_of(models["g"]))
+    whole = torch.cat([p.grad.flatten() / 256.0 for p in models.parameters()]).norm().item()
+    control.unscale_(only=d)
+    control.unscale_(only=g)
+    assert control.step().norm == pytest.approx(whole, rel=1e-6)
+
+
+def test_groups_have_the_same_numbers_alone_and_together():
+    def made():
+        torch.manual_seed(1)
+        models = nn.ModuleDict({"d": nn.Linear(3, 2), "g": nn.Linear(3, 2)})
+        optimizers = [
+            torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+            for model in models.values()
+        ]
+        limits = ClipPerGroup({0: 1e-1, 1: 1e-2, 2: 1e-3, 3: 1e-4})
+        return models, optimizers, GradientControl(*optimizers, model=models, clip=limits)
+
+    norms = []
+    for alone in (False, True):
+        models, optimizers, control = made()
+        control.backward(loss_of(models["d"], 50.0) + loss_of(models["g"], 50.0))
+        before = weights(models)
+        for only in optimizers if alone else [None]:
+            control.step(only=only)
+        moved = zip(weights(models), before, strict=True)
+        norms.append([((now - old).norm() / 0.1).item() for now, old in moved])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    # As far as weights of float32 tell what was taken from them.
+    assert norms[0] == pytest.approx([1e-1, 1e-2, 1e-3, 1e-4], rel=1e-3)
+
+
+def test_what_is_known_of_one_optimizer_stays_known_beside_others_and_alone_again():
+    def train(control, model, steps, only=None):
+        for factor in steps:
+            control.zero_grad()
+            control.backward(loss_of(model, factor))
+            control.step(only=only)
+        return control.outcome
+
+    factors = [1.0, 2.0, 3.0, 1.0, 2.0, 9.0, 1.0, 12.0]
+    models, d, g = pair()
+    alone = GradientControl(d, model=models, clip=ZScoreClip(warmup=2))
+    expected = train(alone, models["d"], factors)
+    models, d, g = pair()
+    control = GradientControl(d, model=models, clip=ZScoreClip(warmup=2))
+    train(control, models["d"], factors[:3])
+    control.bind(g, d)
+    train(control, models["d"], factors[3:6], only=d)
+    control.bind(d)
+    found = train(control, models["d"], factors[6:])
+    assert (found.step, found.limit, found.norm) == (8, expected.limit, expected.norm)
+
+
+def test_another_clip_keeps_the_counts_of_single_optimizers():
+    models, d, g = pair()
+    control = GradientControl(d, g, model=models, clip=1.0)
+    control.backward(loss_of(models["d"]))
+    control.step(only=d)
+    other = GradientControl(d, g, model=models, clip=1.0)
+    other.load_state_dict(control.state_dict())
+    other.set_clip(0.5)
+    other.zero_grad()
+    other.backward(loss_of(models["d"], 30.0))
+    outcome = other.step(only=d)
+    assert (outcome.step, outcome.limit) == (2, 0.5)

@@ -77,6 +77,7 @@ def test_verdicts_are_those_of_the_summary(all_arms: tuple[Path, str]) -> None:
         assert f"{verdict['name'].capitalize()}: {words}\n" in printed
 
 
+@pytest.mark.long  # Trains twice; that a file of somebody else's is safe runs with the others.
 def test_a_second_run_replaces_its_own_files_and_leaves_all_others(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "fp32-9.jsonl").write_text("mine too")

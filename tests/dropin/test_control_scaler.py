@@ -312,3 +312,58 @@ def test_it_is_pickled_with_its_control():
     again = pickle.loads(pickle.dumps(scaler))
     assert again.get_scale() == 64.0
     assert again.control.optimizers[0] is not optimizer
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+def test_the_scale_is_that_of_the_iteration_until_update(bound):
+    told = []
+    for ours in (False, True):
+        model = network()
+        optimizer = MAKERS["sgd"](model.parameters())
+        scaler = torch.amp.GradScaler("cpu", **FAST)
+        if ours:
+            control = GradientControl(*[optimizer] * bound, scale=DynamicScale(**FAST), model=model)
+            scaler = control.as_scaler()
+        seen = []
+        for factor in FACTORS:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, factor)).backward()
+            scaler.unscale_(optimizer)
+            found = [float(flag) for flag in scaler._found_inf_per_device(optimizer).values()]
+            scaler.step(optimizer)
+            before = scaler.get_scale()
+            scaler.update()
+            seen.append((before, scaler.get_scale(), found))
+        told.append(seen)
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+def test_another_optimizer_over_the_same_parameters_takes_the_place_of_the_first(bound):
+    results = []
+    for ours in (False, True):
+        model = network()
+        first = torch.optim.SGD(model[0].parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", **FAST)
+        if ours:
+            control = GradientControl(*[first] * bound, scale=DynamicScale(**FAST), model=model)
+            scaler = control.as_scaler()
+        plainly(scaler, model, first, 1.0)
+        second = torch.optim.Adam(model.parameters(), lr=0.05)
+        for factor in FACTORS:
+            plainly(scaler, model, second, factor)
+        results.append((weights(model), scaler.get_scale()))
+    assert results[0][1] == results[1][1]
+    assert same(results[0][0], results[1][0])
+    assert control.optimizers == (second,)
+
+
+def test_what_unscaling_found_counts_at_update_though_nobody_steps():
+    model = network()
+    optimizer = MAKERS["sgd"](model.parameters())
+    control = GradientControl(optimizer, scale=DynamicScale(**FAST))
+    scaler = control.as_scaler()
+    scaler.scale(loss_of(model, math.inf)).backward()
+    scaler.unscale_(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == FAST["init_scale"] / 2

@@ -231,3 +231,15 @@ def test_names_are_those_of_the_model_inside_its_wrappers():
         steps=range(3),
     )
     assert list(scaler.control.outcome.culprits) == [task.CULPRIT]
+
+
+def test_a_loop_that_clips_is_resumed_with_the_clip_of_its_call():
+    whole, *_ = train(NativeScaler("cpu"), "sgd", clip_grad=0.02)
+    first = NativeScaler("cpu")
+    _, model, optimizer = train(first, "sgd", steps=range(3), clip_grad=0.02)
+    second = NativeScaler("cpu")
+    second.load_state_dict(first.state_dict())
+    found, *_ = train(
+        second, "sgd", steps=range(3, task.STEPS), start=(model, optimizer), clip_grad=0.02
+    )
+    assert task.same(found, whole)

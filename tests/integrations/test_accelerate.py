@@ -361,6 +361,65 @@ def test_a_clip_that_the_script_calls_for_is_none_of_the_saved_state(precision, 
     assert same(first.run(given[3:]).weights, whole.weights)
 
 
+@each_precision
+@pytest.mark.parametrize("clip", [1e-3, None, ZScoreClip()])
+def test_another_clip_is_the_users_to_choose_when_a_state_is_loaded(clip, precision, tmp_path):
+    given = batches(bad=None)
+    accelerator = new(precision)
+    take_control(accelerator, clip=1.0)
+    Training(accelerator, OPTIMIZERS["sgd"]).run(given[:3])
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator = new(precision)
+    control = take_control(accelerator, clip=clip)
+    training = Training(accelerator, OPTIMIZERS["sgd"])
+    accelerator.load_state(str(tmp_path / "state"))
+    training.run(given[3:])
+    assert control.outcome.step == STEPS
+    assert control.outcome.limit == pytest.approx(clip if clip == 1e-3 else math.inf)
+
+
+def test_a_step_without_gradients_does_nothing_as_natively():
+    accelerator = new()
+    control = take_control(accelerator)
+    training = Training(accelerator, OPTIMIZERS["sgd"])
+    before = training.weights
+    training.optimizer.step()
+    assert same(training.weights, before)
+    assert control.outcome is None
+
+
+@each_precision
+@pytest.mark.parametrize("clears", ["none", "zeros"])
+def test_a_gan_whose_parts_are_clipped_each_is_accelerates_own(precision, clears):
+    found = []
+    for ours in (False, True):
+        accelerator = new(precision)
+        if ours:
+            take_control(accelerator)
+        torch.manual_seed(0)
+        generator, critic = (
+            nn.Linear(6, 6),
+            nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)),
+        )
+        pair = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (generator, critic)]
+        generator, critic, of_generator, of_critic = accelerator.prepare(generator, critic, *pair)
+        norms = []
+        for batch in batches(bad=None):
+            rows, none = batch[:, :6], clears == "none"
+            of_generator.zero_grad(set_to_none=none)
+            accelerator.backward(critic(generator(rows)).mean())
+            norms.append(accelerator.clip_grad_norm_(generator.parameters(), 0.3).item())
+            of_generator.step()
+            of_critic.zero_grad(set_to_none=none)
+            accelerator.backward((critic(rows) - critic(generator(rows).detach())).mean())
+            norms.append(accelerator.clip_grad_norm_(critic.parameters(), 0.3).item())
+            of_critic.step()
+        found.append((norms, [*weights(generator), *weights(critic)]))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    for one, other in zip(found[1][1], found[0][1], strict=True):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
 def test_states_are_named_and_found_by_accelerate(tmp_path):
     from accelerate.utils import ProjectConfiguration
 

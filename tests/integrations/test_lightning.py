@@ -724,7 +724,7 @@ def test_another_clip_is_the_users_to_choose_when_a_run_is_resumed(tmp_path):
 OTHERS = {
     # Of the run before, of the one that goes on, its precision, and its first scale.
     "no scale": ({}, {}, "bf16-mixed", 1.0),
-    "another policy": ({}, {"scale": HeadroomScale()}, "16-mixed", 2.0**8),
+    "another policy": ({}, {"scale": HeadroomScale()}, "16-mixed", 2.0**15),
     "a fixed scale": ({}, {"scale": 2.0**5}, "16-mixed", 2.0**5),
     "a scale at last": ({"scale": None}, {}, "16-mixed", 2.0**16),
     "all": ({"scale": None, "clip": ZScoreClip()}, {"clip": CLIP}, "16-mixed", 2.0**16),

@@ -362,6 +362,18 @@ def test_a_checkpoint_resumes_bit_for_bit_with_adaptive_policies(make, precision
     assert [step.step for step in run.superseded] == list(range(AT + 1, STEPS + 1))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("clip", [1e-3, None, ZScoreClip()])
+def test_another_clip_is_the_users_to_choose_when_a_run_is_resumed(clip, precision, tmp_path):
+    settings = {"precision": precision, "save_strategy": "steps", "save_steps": AT, "bad": None}
+    trained(tmp_path, GradientControlCallback(clip=1.0), **settings)
+    resumed = trainer(tmp_path, GradientControlCallback(clip=clip), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{AT}"))
+    outcome = resumed.gradient_control.outcome
+    assert outcome.step == STEPS
+    assert outcome.limit == pytest.approx(clip if clip == 1e-3 else math.inf)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("saves", ["native", "ours"])
 def test_checkpoints_are_exchanged_with_the_trainer_itself(precision, saves, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import pickle
 
 import pytest
 import torch
@@ -194,7 +193,7 @@ def test_two_of_a_size_are_told_apart_by_their_names():
     assert learned == {"a.weight": 5, "b.weight": 4}
 
 
-def test_names_go_along_with_a_deep_copy_and_a_pickle_is_refused():
+def test_names_go_along_with_a_deep_copy():
     model = nn.Sequential(nn.Linear(3, 2))
     (optimizer,) = sgd([model])
     scaler = GradScaler("cpu", clip=ClipPerGroup({"0.*": 1e-3}), model=model)
@@ -208,9 +207,6 @@ def test_names_go_along_with_a_deep_copy_and_a_pickle_is_refused():
         each.update()
         norms = [param.grad.norm() for param in net.parameters()]
         assert torch.stack(norms).norm() == pytest.approx(1e-3, rel=1e-4)
-    with pytest.raises(TypeError, match=r"model= and clip=ClipPerGroup.* cannot be pickled"):
-        pickle.dumps(scaler)
-    pickle.loads(pickle.dumps(GradScaler("cpu", clip=1.0, model=model)))
     alone = copy.deepcopy(GradScaler("cpu", clip=ClipPerGroup({"0.*": 1e-3}), model=model))
     assert alone._model is model
 

@@ -178,7 +178,11 @@ def _trained(
     return seen
 
 
-@pytest.fixture(scope="module", params=[2, 4, 8])
+# Eight processes on two cores: with `make long`.
+EIGHT = pytest.param(8, marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=[2, 4, EIGHT])
 def returned(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:
@@ -203,7 +207,7 @@ def test_training_is_that_of_one_process_bit_for_bit(returned: dict[str, list[An
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, EIGHT])
 def test_all_policies_train_as_one_process_in_all_layouts(
     tmp_path_factory: pytest.TempPathFactory, ranks: int
 ) -> None:

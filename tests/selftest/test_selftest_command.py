@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(
 
 ROOT = Path(__file__).resolve().parents[2]
 BROKEN = Path(__file__).with_name("broken_library.py")
+broken_library = pytest.mark.long
+"""It hangs and dies on purpose, for half a minute; tests/selftest has each part by itself."""
 
 
 class Run(NamedTuple):
@@ -138,12 +140,14 @@ def test_the_file_says_what_ran_and_nothing_of_the_user(whole: Run) -> None:
         assert private not in whole.file or len(private) < 3
 
 
+@broken_library
 def test_a_broken_library_is_found_out(broken: Run) -> None:
     assert broken.status == 1, broken.out + broken.err
     assert json.loads(broken.file)["passed"] is False
     assert "checks FAILED: plain torch" in broken.out
 
 
+@broken_library
 @pytest.mark.parametrize(
     ("check", "state", "text"),
     [
@@ -164,17 +168,20 @@ def test_each_fault_is_told_in_its_own_way(broken: Run, check: str, state: str, 
     assert f"{state.upper():<10}{check}" in broken.out
 
 
+@broken_library
 def test_a_hang_says_where(broken: Run) -> None:
     (told,) = [t for t in broken.checks["experts, copies="]["problems"] if t.startswith("rank 1:")]
     assert "broken_library.py" in told
     assert "gradilocks/ranks/model_ranks.py" in told
 
 
+@broken_library
 def test_the_checks_after_a_fault_still_run(broken: Run) -> None:
     for name in ("DDP", "FSDP2", "FSDP2, gradilocks.optim", "TP", "a rank without experts"):
         assert broken.checks[name]["state"] == "ok", broken.checks[name]
 
 
+@broken_library
 def test_what_the_user_would_not_publish_is_left_out(broken: Run) -> None:
     assert "sabotage in" in broken.file
     for private in (SECRET, "somebody", str(ROOT), sys.prefix):

@@ -25,7 +25,10 @@ def test_a_checkpoint_of_before_loads_and_training_goes_on_as_it_did(name, kind)
         assert first.step(factor) == pytest.approx(expected, rel=1e-6)
     resumed = Training(name, kind)
     resumed.holder.load_state_dict(told["state_dict"])
-    assert json.loads(json.dumps(resumed.holder.state_dict())) == told["state_dict"]
+    saved = json.loads(json.dumps(resumed.holder.state_dict()))
+    if kind == "control":  # Of optimizers that were stepped alone, which was not possible then.
+        assert saved["gradilocks"].pop("parts") is None
+    assert saved == told["state_dict"]
     # The checkpoint is that of the holder alone; model and optimizer bring theirs.
     resumed.model.load_state_dict(first.model.state_dict())
     resumed.optimizer.load_state_dict(first.optimizer.state_dict())

@@ -31,20 +31,22 @@ class ControlScaler(torch.amp.GradScaler):
 
     Args:
         control: whose steps.
+        policies: whose settings count after `load_state_dict`, as `GradientControl.load_state_dict`
+            has it.
     """
 
     steps_by_a_control: ClassVar[bool] = True
     """For a wrapper that steps through its scaler: inside a step of the control it hands on."""
 
-    def __init__(self, control: Any) -> None:
+    def __init__(self, control: Any, policies: str = "checkpoint") -> None:
         # torch's own attributes, which frameworks read: on "cpu", where it asks for no GPU.
         super().__init__("cpu", enabled=True)
         self.control = control
         """The GradientControl behind it."""
-        self._has_stepped = False
+        self._has_stepped, self._policies = False, policies
 
     def __reduce__(self) -> Any:
-        return ControlScaler, (self.control,)
+        return ControlScaler, (self.control, self._policies)
 
     def __repr__(self) -> str:
         return f"{self.control!r}.as_scaler()"
@@ -160,7 +162,7 @@ class ControlScaler(torch.amp.GradScaler):
         scale nothing. An empty one, as a disabled scaler saves it, changes nothing.
         """
         if state_dict:
-            self.control._load_scalers(state_dict)
+            self.control._load_scalers(state_dict, self._policies)
 
     def _settings(self) -> dict[str, Any]:
         policy = self.control._engine.scale_policy.as_given

@@ -12,11 +12,10 @@ Needs the `accelerate` package.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +154,7 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         self.gradient_control = control
         self.had_scaler = self.scaler is not None
         """Whether Accelerate has made a scaler of its own."""
-        self.scaler = control.as_scaler()
+        self.scaler = control.as_scaler(policies="control")
         self._own_clip, self._adopts = clip, adopt
         self._is_bound = False
         self._bound_to: list[Any] = []  # The optimizers and models that the control knows of.
@@ -356,11 +355,13 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         if self._asked_clip is not None and not self._asks_now:
             control.set_clip(None)
             self._asked_clip = None
-        if closure is None:
+        if closure is not None:
+            control.step(closure, only=optimizer)
+        elif self.had_scaler or any(p.grad is not None for p in _parameters([optimizer])):
             self.scaler.step(optimizer)
             self.scaler.update()
-        else:
-            control.step(closure, only=optimizer)
+        else:  # As torch's optimizers: nothing to do.
+            return None
         self._asks_now = self._has_loss = self._schedule_knows = False
         return control.outcome
 
@@ -398,26 +399,6 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
 
     # --- checkpoints and the end ------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _without_asked_clip(self) -> Iterator[None]:
-        """Inside, the control has the clip that it was made with, if any, and a state fits it.
-
-        One that `clip_grad_norm_` is called for is the script's, which calls it again.
-        """
-        asked = self._asked_clip
-        if asked is not None:
-            self.gradient_control.set_clip(None)
-        try:
-            yield
-        finally:
-            if asked is not None:
-                self.gradient_control.set_clip(asked)
-
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; without a clip that `clip_grad_norm_` was called for."""
-        with self._without_asked_clip():
-            return super().save_state(*args, **kwargs)
-
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         """As Accelerate's, also of states that were saved without a scaler.
 
@@ -427,8 +408,7 @@ class ControlledAccelerator(Accelerator):  # type: ignore[misc]
         scaler, self.scaler = self.scaler, None  # Accelerate would insist on its file.
         hook = self.register_load_state_pre_hook(lambda _, folder: _load_scaler(scaler, folder))
         try:
-            with self._without_asked_clip():
-                super().load_state(input_dir, *args, **kwargs)
+            super().load_state(input_dir, *args, **kwargs)
         finally:
             self.scaler = scaler
             hook.remove()

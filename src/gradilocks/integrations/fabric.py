@@ -99,6 +99,10 @@ class _FabricControl(GradientControl):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         self.fabric.backward(loss, **kwargs)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, policies: str = "control") -> None:
+        # `fabric.load` calls it, and what `control_for` was given is the user's to change.
+        super().load_state_dict(state_dict, policies=policies)
+
 
 class _FabricPrecision(ControlledPrecision):
     """What Fabric asks of a precision plugin."""
@@ -121,7 +125,8 @@ class _FabricPrecision(ControlledPrecision):
                 f"this {type(optimizer).__name__} was set up by a Fabric whose steps are a "
                 "GradientControl's, and it is none of those that the control was given: its "
                 "gradients may carry the control's scale. Give it all that Fabric steps: "
-                "control_for(fabric, {'first': model, 'second': other}, optimizer, another)."
+                "control_for(fabric, {'first': model, 'second': other}, optimizer, another), or "
+                "control.bind(...) where it has taken the place of another."
             )
         if closure is not None and needs_closure(optimizer):
             return self.step_by_control(optimizer, closure)

@@ -202,7 +202,7 @@ class GradientControlCallback(Callback):  # type: ignore[misc] # fastai has no t
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict` of this callback, of a control or of torch's GradScaler."""
-        self.control.as_scaler().load_state_dict(dict(state_dict))
+        self.control.load_state_dict(state_dict, policies="control")
 
 
 class _Saving:

@@ -13,13 +13,13 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gradilocks import ClipByNorm, ClipByValue, GradientControl, Outcome, Recorder, chain
-from gradilocks.errors import BadState, MissingPackage
+from gradilocks.errors import MissingPackage
 from gradilocks.integrations.lightning_precision import (
     ControlledPrecision,
     in_front_of,
@@ -279,6 +279,7 @@ class _TrainerPrecision(ControlledPrecision):
                 f"a GradientControl steps {type(optimizer).__name__}, and takes a closure alone; "
                 f"got {', '.join(kwargs)}."
             )
+        self._take_if_new(optimizer)
         before, result = self.control.outcome, None
         if needs_closure(optimizer):
 
@@ -337,6 +338,13 @@ class _TrainerPrecision(ControlledPrecision):
                 asked if before in (None, asked) else chain(before, asked)
             )
 
+    def _take_if_new(self, optimizer: Any) -> None:
+        """Another optimizer that a user has put into the Trainer is stepped from here on."""
+        assert self.control is not None
+        mine, theirs = self.control.optimizers, self.trainer.optimizers
+        if not any(each is optimizer for each in mine) and any(o is optimizer for o in theirs):
+            self.control.bind(*theirs)
+
     def _number(self, optimizer: Any) -> int | None:
         """Which of several it is; None if it is alone. By hand it comes in Lightning's wrapper."""
         assert self.control is not None
@@ -378,35 +386,20 @@ class _TrainerPrecision(ControlledPrecision):
     def _load(self, saved: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint; if it was saved with other policies, with all that fits."""
         assert self.control is not None
-        mine, misfit = self.control.state_dict(), None
-        for kept in (saved, *_mixed(saved, mine)):
-            try:
-                self.control.load_state_dict(kept)
-                break
-            except BadState as error:
-                misfit = misfit or error
-        if misfit is not None:
+        mine = self.control.state_dict()[_STATE]
+        misfits = [
+            f"{kind[:-7]} was {saved[_STATE][kind]['name']} and is {mine[kind]['name']}"
+            for kind in ("scale_policy", "clip_policy")
+            if saved[_STATE][kind]["name"] != mine[kind]["name"]
+        ]
+        self.control.load_state_dict(saved, policies="control")
+        if misfits:
             warnings.warn(
-                f"the checkpoint was saved with other options of GradientControlCallback: {misfit} "
-                "What does not fit begins anew.",
+                "the checkpoint was saved with other options of GradientControlCallback: "
+                f"{' and '.join(misfits)}. What does not fit begins anew.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        # Options of the Trainer's are its user's to change; what has a memory is the checkpoint's.
-        if self.clip is None or isinstance(self.clip, (ClipByNorm, ClipByValue)):
-            self.control.set_clip(self.clip)
-
-
-def _mixed(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The state of a checkpoint with the clip, the scale or both as a control has them now."""
-    ours, own = saved[_STATE], mine[_STATE]
-    clip = {name for name in {*ours, *own} if name.startswith("clip")}
-    scale = {name for name in {*ours, *own} if name.startswith("scale")} | {"hysteresis"}
-    for taken in (clip, scale, clip | scale):
-        mixed = {name: ours[name] for name in ours if name not in taken}
-        mixed |= {name: own[name] for name in own if name in taken}
-        top = mine if scale <= taken else saved
-        yield {**top, _STATE: {**mixed, "parts": None}}
 
 
 def _clip_of(value: float | None, algorithm: Any) -> object:

@@ -72,7 +72,7 @@ class ControlledPrecision:
         """
         self.control, self.scales = control, scales
         if getattr(self.native, "scaler", None) is not None:
-            self.scaler = control.as_scaler()
+            self.scaler = control.as_scaler(policies="control")
 
 
 def _itself(plugin: Any) -> Any:

@@ -59,7 +59,7 @@ class NativeScaler:
         self._model = None if model is None else _inside(model)
         self._clip = clip
         self.control = GradientControl(model=self._model, scale=scale, clip=clip, **options)
-        self._scaler = self.control.as_scaler()
+        self._scaler = self.control.as_scaler(policies="control")
 
     def __call__(
         self,

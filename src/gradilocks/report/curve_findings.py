@@ -98,6 +98,8 @@ NEVER_IN = 200
 # A sum of gradients under a clip is the limit and one gradient more.
 NOT_MUCH_ABOVE = 3.0
 # Of the clipped steps: so many whose norm was below the limit are no accident of rounding.
+CUT_BY_A_SCALE = 1e-3
+"""A limit below so much of the norm was hardly meant: the clip saw gradients times a scale."""
 BELOW_THE_LIMIT = 0.9
 # So far above the limit, a usual norm says that the limit was set for another model.
 FAR_ABOVE = 10.0
@@ -520,14 +522,24 @@ def _usually_below(ordered: Sequence[float], usual: float) -> float:
 
 
 def clipped_while_scaled(track: Track) -> Iterator[Finding]:
-    """Notices a clip before the gradients were unscaled: it cut what was below its limit."""
+    """Notices a clip before the gradients were unscaled: it cut what was below its limit.
+
+    A run file has the limit without the scale, and one of version 0.1 as the script wrote it.
+    """
     clipped = [i for i, is_clipped in enumerate(track.clipped) if is_clipped and track.limit[i] > 0]
-    below = [i for i in clipped if track.norm[i] < 0.99 * track.limit[i] and track.scale[i] > 1]
-    scaled = [i for i in below if track.norm[i] * track.scale[i] > track.limit[i]]
-    if len(clipped) < FEWEST_NORMS or len(scaled) < BELOW_THE_LIMIT * len(clipped):
+    limits: dict[int, float] = {}
+    for i in clipped:
+        norm, limit, scale = track.norm[i], track.limit[i], track.scale[i]
+        if scale > 1 and norm < 0.99 * limit and norm * scale > limit:
+            limits[i] = limit
+        # A script that multiplies its limit by the scale does not cut to a thousandth.
+        elif scale > 1 and limit < norm * CUT_BY_A_SCALE and norm < 0.99 * limit * scale:
+            limits[i] = limit * scale
+    if len(clipped) < FEWEST_NORMS or len(limits) < BELOW_THE_LIMIT * len(clipped):
         return
+    scaled = list(limits)
     first = scaled[0]
-    limit, scale = nanmedian(track.limit[i] for i in scaled), track.scale[scaled[-1]]
+    limit, scale = nanmedian(limits.values()), track.scale[scaled[-1]]
     title = "The gradients were clipped before they were unscaled"
     told = (
         f"At {len(scaled):,} of {count(len(clipped), 'clipped step')} the norm was below the limit "

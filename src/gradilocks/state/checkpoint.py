@@ -30,6 +30,7 @@ __all__ = [
     "Loaded",
     "check_scale",
     "describe",
+    "fitted",
     "load",
     "load_memory",
     "load_scale",
@@ -174,6 +175,56 @@ def load(
         steps=_check_count("steps", ours["steps"]),
         streak=_check_count("streak", ours["streak"]),
     )
+
+
+def fitted(
+    saved: Mapping[str, Any],
+    scale_policy: ScalePolicy,
+    clip_policy: ClipPolicy,
+    *,
+    steps: int = 0,
+) -> dict[str, Any]:
+    """A checkpoint that was saved with other policies or settings, made to fit these.
+
+    The scale is taken as far as its bounds allow, and what a policy has learned if it is of the
+    same class. Of another scaler's checkpoint the scale is left, and of a control that does not
+    scale, nothing.
+
+    Args:
+        saved: from `save`, or from torch's `GradScaler.state_dict()`.
+        scale_policy, clip_policy: to go on with.
+        steps: how many there have been, if `saved` does not know.
+    """
+    fresh = scale_policy.start(_HOST)
+    lowest, highest = scale_policy.bounds()
+    scale = min(max(check_scale(saved["scale"]), lowest), highest) if "scale" in saved else None
+    ours = saved.get("gradilocks")
+    if not isinstance(ours, Mapping):
+        nothing: dict[str, Any] = {"memory": None, "parameters": None, "streak": 0}
+        made = save(scale_policy, clip_policy, fresh, steps=steps, **nothing)
+        ours, saved = made["gradilocks"], {**made, **saved}
+    ours = dict(ours)
+    name = ours.get("clip_policy", {}).get("name")
+    if name != clip_policy.policy_name or name == "Chain":
+        ours["clip_state"] = None
+        ours.pop("clip_parameters", None)
+    ours["clip_policy"] = describe(clip_policy)
+    tracker = saved.get("_growth_tracker", 0)
+    before = ours.get("scale_policy", {}).get("name")
+    if before != scale_policy.policy_name:
+        scale = None if before == "NoScale" else scale
+        kept = save_scale(scale_policy, fresh)
+        ours |= {"hysteresis": kept["hysteresis"], "scale_state": kept["state"]}
+        tracker = _plain(fresh.growth_tracker)
+    ours["scale_policy"] = describe(scale_policy)
+    parts = ours.get("parts") or ()
+    ours["parts"] = tuple((k, fitted(each, scale_policy, clip_policy)) for k, each in parts) or None
+    return {
+        **saved,
+        "scale": _plain(fresh.scale) if scale is None else scale,
+        "_growth_tracker": tracker,
+        "gradilocks": ours,
+    }
 
 
 def _load_from_others(
