@@ -152,7 +152,8 @@ class GradientControl:
             hold the same parameters and gradients have the same bits, and raise
             ReplicasDiffer on all of them if not. Such a step reads parameters and gradients once
             more, has one more collective, and waits for the device.
-        record: a path for a run file, a Recorder, or None. It changes no number. Of several ranks
+        record: a path for a run file, a folder ("runs/") in which it gets a name of its own, a
+            Recorder, or None. It changes no number. Of several ranks
             rank 0 writes, for all of them; give it on every rank or on rank 0.
         config: with a path as `record`, what its header is to tell of how the run was made, as
             `vars(args)`: a mapping of numbers, text, lists and mappings.
@@ -480,7 +481,7 @@ class GradientControl:
         one by one where they hold the model together, losses of other ranks where each holds it.
 
         Args:
-            record: a path for a run file, or a Recorder.
+            record: a path for a run file, a folder in which it gets a name, or a Recorder.
             config: with a path, what its header is to tell of how the run was made.
             exists: with a path, what to do if the file is there: "refuse", "append" or "replace".
 
@@ -703,9 +704,7 @@ class GradientControl:
                 for each in whole._optimizers
                 if any(param.grad is not None for param in every_parameter([each]))
             ]
-            order = float(whole._engine.clip_policy.order)
-            together: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
-            return together.float()
+            return whole._engine.joined_norm(norms)
         if not whole._asked_ahead:
             whole._engine.step_begun = False
             if whole._loads is not None:

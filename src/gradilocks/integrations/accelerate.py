@@ -65,7 +65,8 @@ def take_control(
             `accelerator.clip_grad_norm_` clips, at the steps at which it is called.
         scale: "auto" scales if the Accelerator does, so with `mixed_precision="fp16"`, and begins
             with its numbers (`GradScalerKwargs`); or "dynamic", None, a number or a scale policy.
-        record: a path for a run file, a Recorder, or None.
+        record: a path for a run file, a folder ("runs/") in which it gets a name of its own, a
+            Recorder, or None.
         config: with a path as `record`, what its header is to tell of how the run was made.
         adopt: whether torch's Adam, AdamW and SGD become those of `gradilocks.optim` when they are
             prepared; another optimizer raises TypeError then.

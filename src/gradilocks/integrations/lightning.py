@@ -62,7 +62,8 @@ class GradientControlCallback(*(package.Callback for package in _packages())):  
         clip: None, a number (the largest norm) or a clip policy. `Trainer(gradient_clip_val=...)`
             and `self.clip_gradients(...)` are taken as well, also with fused optimizers; where both
             are given they must say the same.
-        record: a path for a run file, a Recorder, or None. A run that is resumed by `ckpt_path`, or
+        record: a path for a run file, a folder ("runs/") in which it gets a name of its own, a
+            Recorder, or None. With a file, a run that is resumed by `ckpt_path`, or
             fitted again, continues the file. `fast_dev_run` records nothing.
         config: with a path as `record`, what its header is to tell of how the run was made.
         log: which numbers of each step go to `self.log`, as "gradilocks/norm": any of "norm",

@@ -49,7 +49,8 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             nor its usual 1.0 is refused beside it.
         scale: "auto" scales with `fp16=True` and not otherwise; or "dynamic", None, a number or a
             scale policy.
-        record: a path for a run file, a Recorder, or None. A path is gone on with when training is
+        record: a path for a run file, a folder ("runs/") in which it gets a name of its own, a
+            Recorder, or None. A path to a file is gone on with when training is
             resumed from a checkpoint, and when `train` is called again; a Trainer with `model_init`
             trains another model then, whose file has a number in its name.
         config: with a path, what the header of the run file is to tell of how the run was made; by
@@ -195,9 +196,12 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             self.control.attach(self._record)
             return None
         self._recorded += 1
-        path, again = Path(self._record), self._recorded > 1
+        path, again = os.fspath(self._record), self._recorded > 1
         if again and trainer.model_init is not None:  # Another model, so another run.
-            path, again = path.with_stem(f"{path.stem}-{self._recorded}"), False
+            again = False
+            if not path.endswith(os.sep) and not os.path.isdir(path):  # A folder names each.
+                named = Path(path)
+                path = str(named.with_stem(f"{named.stem}-{self._recorded}"))
         config = trainer.args.to_sanitized_dict() if self._config is None else self._config
         return self.control.attach(path, config, exists="append" if resumes or again else "refuse")
 

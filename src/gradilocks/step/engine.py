@@ -498,6 +498,11 @@ class Engine:
         )
         return (found if unscaled or not self.scales else found / self.state.scale).float()
 
+    def joined_norm(self, norms: Sequence[Tensor]) -> Tensor:
+        """The norm over parts of which these are the norms; float32 and 0-d."""
+        joined: Tensor = torch.linalg.vector_norm(torch.stack(norms), float(self.clip_policy.order))
+        return joined.float()
+
     def _seen_over_ranks(
         self,
         mine: Seen,
