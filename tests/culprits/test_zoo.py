@@ -57,3 +57,66 @@ def test_what_a_frozen_model_made_is_not_called_the_input_data(tmp_path):
     said = said_of(read_run(tmp_path / "a.jsonl"))
     assert (said.step, said.where) == (6, "outside")
     assert "came from another model" in said.text
+
+
+PARTS = """
+import sys
+import torch
+from torch import nn
+
+class Divide(nn.Module):
+    def forward(self, x):
+        return (x - x) / (x - x) if fault == "nan" else torch.exp(x.abs() * 1e5)
+
+class Mask(nn.Module):
+    def forward(self, x):
+        return x.masked_fill(torch.arange(8) > 5, float("-inf"))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enc = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.mask, self.bad, self.head = Mask(), Divide(), nn.Linear(8, 3)
+        self.teacher = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False)
+
+torch.manual_seed(0)
+fault = sys.argv[1]
+net = Net()
+optimizer = torch.optim.SGD([each for each in net.parameters() if each.requires_grad], lr=0.1)
+for number in range(8):
+    x, now = torch.randn(5, 4), number == 5
+    if fault == "teacher":
+        with torch.no_grad():
+            x = net.teacher(x / 0 if now else x)
+    h = net.enc(x)
+    if number > 3:
+        h = net.mask(h).softmax(-1)  # Whose -inf are as they should be.
+    if now and fault == "between":
+        h = h / 0
+    elif now and fault != "teacher":
+        h = h + net.bad(h)
+    loss = nn.functional.cross_entropy(net.head(h), torch.randint(3, (5,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "where", "module"),
+    [
+        ("nan", "module", "bad"),
+        ("inf", "module", "bad"),
+        ("between", "before", "head"),
+        ("teacher", "outside", "enc"),
+    ],
+)
+def test_a_part_that_a_loop_calls_for_the_first_time_is_told_from_what_is_between(
+    fault, where, module, tmp_path
+):
+    (tmp_path / "train.py").write_text(PARTS)
+    shown = forked("-o", "a.jsonl", "train.py", fault, cwd=tmp_path)
+    assert shown.status == 0, shown.err
+    said = said_of(read_run(tmp_path / "a.jsonl"))
+    assert (said.step, said.where, said.module) == (6, where, module), said.text
+    assert said.certainty == "certain", said.text

@@ -152,7 +152,9 @@ class Finding:
                 "run: in the data, or in what the script made of it"
             ),
             "before": (
-                f"{what} first in forward, between modules, before {who}: {seen} came into it"
+                f"{what} first in forward, between modules, before {who}: {seen} came into it, "
+                "from what the script computes itself there, or from a module that is no part of "
+                "the model or that ran only inside of others before"
             ),
             "outside": (
                 f"{what} came into {who} from outside: {seen}. Whether it was in the data, came "
