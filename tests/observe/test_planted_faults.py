@@ -357,7 +357,7 @@ for number in range(1, 81):
 """
 
 LIGHTNING = """
-import logging, warnings
+import logging, sys, warnings
 warnings.simplefilter("ignore")
 import lightning
 import torch
@@ -374,9 +374,17 @@ class Lit(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Scaled(), nn.Linear(8, 1))
+        self.seldom = Scaled()
     def training_step(self, batch, number):
-        self.net[2].by = float("nan") if number == 12 else 1.0
-        return self.net(batch[0]).square().mean()
+        bad = float("nan") if number == 12 else 1.0
+        if sys.argv[1] == "net.2":
+            self.net[2].by = bad
+            return self.net(batch[0]).square().mean()
+        hidden = self.net[:2](batch[0])  # And never the model as a whole.
+        if number == 12:
+            self.seldom.by = bad
+            hidden = hidden + self.seldom(hidden)
+        return self.net[3](hidden).square().mean()
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), 1e-3)
 
@@ -421,14 +429,15 @@ def test_nan_in_the_weights_of_a_cnns_loss_names_no_layer(tmp_path):
     assert f"the loss is NaN or Inf since step 61 of 80, and {ended}. 1 problem" in told.last
 
 
-def test_nan_in_a_layer_under_lightning_names_that_layer(tmp_path):
+@pytest.mark.parametrize("layer", ["net.2", "seldom"])
+def test_nan_in_a_layer_under_lightning_names_that_layer(layer, tmp_path):
     pytest.importorskip("lightning")
     write(tmp_path, "train.py", LIGHTNING)
-    told = Told(tmp_path, "train.py", trace=True)
-    assert told.culprits() == {"net.2"}
-    assert {name for name in told.names() if "net" in name} <= {"net.2"}
+    told = Told(tmp_path, "train.py", layer, trace=True)
+    assert told.culprits() == {layer}
+    assert {name for name in told.names() if "net" in name} <= {layer}
     assert "the weights are spoilt since step 13" in told.last
-    assert "it first appeared in net.2 (certain)" in told.last
+    assert f"it first appeared in {layer} (certain)" in told.last
 
 
 def test_the_other_network_of_a_gan_is_not_blamed_for_what_the_first_has_spoilt(tmp_path):

@@ -72,7 +72,59 @@ def test_parts_that_the_loop_calls_are_kept_in_their_order(watched):
     net = Net()
     train(lambda x: net.decoder(net.encoder(x).relu()), torch.optim.SGD(net.parameters(), lr=0.1))
     assert steps == [[net.encoder, net.decoder]] * 3
-    assert calls.kept.followed == [net.encoder, net.decoder]
+    assert calls.kept.followed == [net, net.encoder, net.decoder]
+
+
+class Auxiliary(Net):
+    """With parts that the loop calls by themselves, and not in every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.seldom = nn.Sequential(nn.Tanh(), nn.Identity())
+        self.teacher = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False)
+
+
+@pytest.mark.parametrize("rehearsed", [False, True], ids=["", "after an evaluation"])
+def test_a_part_that_the_loop_calls_for_the_first_time_late_is_kept_too(rehearsed, watched):
+    calls, steps, _ = watched
+    net = Auxiliary()
+    optimizer = torch.optim.SGD(net.encoder.parameters(), lr=0.1)
+    if rehearsed:  # As frameworks do before they train.
+        with torch.no_grad():
+            net.eval()(torch.randn(5, 4))
+    train(lambda x: net.decoder(net.encoder(x)), optimizer)
+    train(lambda x: net.decoder(net.seldom(net.encoder(x))), optimizer, steps=2)
+    assert steps == [[net.encoder, net.decoder]] * 3 + [[net.encoder, net.seldom, net.decoder]] * 2
+    assert not {*net.seldom} & {*calls.kept.followed}  # They run inside of it.
+
+
+def test_what_runs_inside_of_others_has_no_hooks_and_what_never_ran_keeps_them(watched):
+    calls, steps, _ = watched
+    net = Auxiliary()
+    net.decoder = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    train(net, optimizer, steps=2)
+    assert calls.kept.followed == [net, net.seldom, net.teacher, *net.seldom, *net.teacher]
+    net.decoder.append(net.seldom)
+    train(net, optimizer, steps=2)
+    assert calls.kept.followed == [net, net.teacher, *net.teacher]
+    train(lambda x: net(net.teacher(x)), optimizer, steps=2)
+    assert calls.kept.followed == [net, net.teacher]
+    assert steps == [[net]] * 6
+
+
+def test_a_part_that_makes_data_without_gradients_is_seen_at_every_step(watched):
+    calls, _, _ = watched
+    net = Auxiliary()
+    optimizer = torch.optim.SGD(net.encoder.parameters(), lr=0.1)
+    for _ in range(4):
+        with torch.no_grad():
+            taught = net.teacher(torch.randn(5, 4))
+        net.decoder(net.encoder(taught)).sum().backward()
+        assert calls.kept.take().others
+        optimizer.step()
+    assert net.teacher in calls.kept.followed
+    assert not {*net.teacher} & {*calls.kept.followed}
 
 
 def test_a_script_that_calls_others_later_is_followed_there(watched):
@@ -145,6 +197,29 @@ def test_compiled_code_is_compiled_once_whole_and_without_a_warning(way, when, w
     assert not [each for each in recwarn if "hook" in str(each.message)]
     seen = [getattr(module, "_orig_mod", module) for module in steps[-1]]
     assert seen == ([] if way == "a function around it" else [net])
+
+
+@pytest.mark.parametrize("way", ["in place", "a function around it"])
+def test_a_part_that_is_compiled_late_is_compiled_once_whole_and_without_a_warning(
+    way, watched, recwarn
+):
+    torch.compiler.reset()
+    compiled, net = [], Auxiliary()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    train(lambda x: net.decoder(net.encoder(x)), optimizer, steps=2)
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    if way == "in place":
+        net.seldom.compile(backend=backend, fullgraph=True)
+        seldom = net.seldom
+    else:
+        seldom = torch.compile(lambda h: net.seldom(h) * 2, backend=backend, fullgraph=True)
+    train(lambda x: net.decoder(seldom(net.encoder(x))), optimizer, steps=4)
+    assert len(compiled) == 1
+    assert not [each for each in recwarn if "hook" in str(each.message)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

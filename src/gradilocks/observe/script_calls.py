@@ -1,8 +1,10 @@
 """A script's optimizers and steps enter; the calls of the models that they train leave.
 
 The hooks that see them are put on a model when its optimizer is made, before the first forward pass
-as a rule: code that is compiled with them there is not stale when they stay. Until a step has shown
-which modules the script calls itself, all parts of a model have hooks; from then on those alone.
+as a rule: code that is compiled with them there is not stale when they stay. All parts of a model
+have hooks; those that were seen to run inside of another lose them at the next step, for what is
+kept is the call of that one. On what has not run yet they stay, and cost nothing: the script may
+call it by itself for the first time in the step that goes wrong.
 """
 
 from __future__ import annotations
@@ -130,23 +132,41 @@ class ScriptCalls(StepListener):
             self._searches += 1
             self._searching = True
             # It calls others, or has compiled them since.
-            kept.follow([*kept.followed, *_parts(self.models)])
-        elif self._searching and kept.called and not self._fresh:
-            self._searching = False
-            # Compiled code that has hooks in it would be compiled again without them.
-            compiled = {
-                id(part)
-                for model in self.models
-                if any(map(is_compiled, model.modules()))
-                for part in model.modules()
-            }
-            stay = [module for module in kept.followed if id(module) in compiled]
-            kept.follow([*called_modules(kept.called), *stay])
-        if not self._searching:
             kept.called.clear()
+            kept.inner.clear()
+            kept.follow([*kept.followed, *_parts(self.models)])
+        elif kept.inner_is_new if not self._searching else kept.called and not self._fresh:
+            self._searching = False
+            self._leave_inner()
         if self._looks <= _LOOKS_FOR_OTHERS:
             self._looks += 1
             self._watch_others()
+
+    def _leave_inner(self) -> None:
+        """Takes the hooks away from what runs inside of other modules, where they cost time."""
+        kept = self.kept
+        kept.inner_is_new = False
+        # Compiled code that has hooks in it would be compiled again without them.
+        compiled = {
+            id(part)
+            for model in self.models
+            if any(map(is_compiled, model.modules()))
+            for part in model.modules()
+        }
+        stay = [module for module in kept.followed if id(module) in compiled]
+        outer = [module for module in kept.followed if not self._is_inner(module)]
+        kept.follow([*called_modules([*kept.called, *outer]), *stay])
+
+    def _is_inner(self, module: nn.Module) -> bool:
+        """Whether a module was seen to run in training, or beside it, inside of another alone.
+
+        In an evaluation the model may call what the script calls by itself in training.
+        """
+        find, called = self.kept.inner.get(module), self.kept.called
+        outer = None if find is None else find()
+        if outer is None or module in called:
+            return False
+        return outer in called or called.isdisjoint(outer.modules())
 
     def _watch_others(self) -> None:
         """Sees whether other models are called, as a frozen one that makes what a trained one is

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gradilocks._torch import NORMS_WITH_STATISTICS
-from gradilocks.names import name_parameters, named_parameters, prefixed, unwrapped
+from gradilocks.names import (
+    is_wrapper,
+    name_parameters,
+    named_modules,
+    named_parameters,
+    prefixed,
+    unwrapped,
+)
 from gradilocks.runfile import Trace
 from gradilocks.step.table import measurable
 
@@ -32,6 +39,7 @@ __all__ = [
     "lost",
     "magnitude",
     "nan_buffers",
+    "unwatched_among",
 ]
 
 _MOST_INPUTS = 8
@@ -152,7 +160,9 @@ class Finding:
                 "run: in the data, or in what the script made of it"
             ),
             "before": (
-                f"{what} first in forward, between modules, before {who}: {seen} came into it"
+                f"{what} first in forward, between modules, before {who}: {seen} came into it, "
+                "from what the script computes itself there, or from a module that is no part of "
+                "the model or that ran only inside of others before"
             ),
             "outside": (
                 f"{what} came into {who} from outside: {seen}. Whether it was in the data, came "
@@ -222,6 +232,30 @@ def if_grown(found: Trace, models: Sequence[nn.Module]) -> Trace:
         "first, and look at what it was in the steps before"
     )
     return replace(found, where="grown", text=text)
+
+
+def unwatched_among(models: Sequence[nn.Module], watched: Iterable[nn.Module]) -> str:
+    """Why what arose between calls may have arisen in a module after all, in half a sentence.
+
+    A module whose calls are kept only as parts of others' may have been called by itself, and
+    nobody has seen it. Torch's own are left out: of finite values and weights they make finite
+    ones, short of an overflow. "" if there are none.
+
+    Args:
+        models: outermost modules, by which modules are named.
+        watched: those whose calls are kept.
+    """
+    seen = {id(module) for module in watched}
+    names = [
+        f"{name} ({type(module).__name__})"
+        for prefix, model in prefixed(models).items()
+        for name, module in named_modules(model, prefix)
+        if id(module) not in seen
+        and not is_wrapper(module)
+        and not type(module).__module__.startswith("torch.")
+    ]
+    told = "what runs inside of other modules is watched only there, and the script may have called"
+    return f"{told} {_listed(names)} by itself" if names else ""
 
 
 def _damaged_trace(

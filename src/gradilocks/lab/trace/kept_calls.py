@@ -259,7 +259,9 @@ class KeptCalls:
         began: told whenever one begins.
 
     Attributes:
-        called: the outermost modules that were called since it was emptied.
+        called: the outermost modules that were called to train, since it was emptied.
+        inner: modules that were called inside of another, and finds that one.
+        inner_is_new: whether there are others in it than when this was last set to False.
         count: how many calls there were.
         calls: oldest first.
         missing: why calls of this step are not there, in half a sentence; "" if all are.
@@ -274,6 +276,8 @@ class KeptCalls:
     ) -> None:
         self._most_bytes, self._keeps, self._began = most_bytes, keeps, began
         self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.inner: weakref.WeakKeyDictionary[nn.Module, Callable[[], nn.Module | None]]
+        self.inner, self.inner_is_new = weakref.WeakKeyDictionary(), False
         self.count = 0
         self.calls: list[KeptCall] = []
         self.missing = ""
@@ -370,6 +374,7 @@ class KeptCalls:
             return
         opened = self._open
         if opened.module is not None:
+            self._note_inner(module, opened.module)
             return  # A part of the module that is being called.
         if self.paused or not _is_trained_here():
             return
@@ -388,6 +393,13 @@ class KeptCalls:
             self._give_up(error)
         else:
             opened.module, opened.call = weakref.ref(module), call
+
+    def _note_inner(self, module: nn.Module, outer: Callable[[], nn.Module | None]) -> None:
+        known = self.inner.get(module)
+        if module in self.called or known == outer:
+            return
+        if known is None or known() not in self.called:
+            self.inner[module], self.inner_is_new = outer, True
 
     def _begin(self, module: nn.Module, args: Any) -> KeptCall:
         habits = self._habits.get(id(module))

@@ -32,6 +32,7 @@ from gradilocks.lab.trace.finding import (
     damaged_gradients,
     if_grown,
     in_loss,
+    unwatched_among,
 )
 from gradilocks.lab.trace.kept_calls import KeptCalls, KeptStep
 from gradilocks.lab.trace.rank_answers import Answer, RankAnswers, concluded
@@ -347,6 +348,8 @@ class Tracer(StepListener):
             finally:
                 self.kept.paused = False
         trace, doubt, gradients = found.trace, found.doubt, None
+        if trace is not None and trace.where == "before" and not doubt:
+            doubt = unwatched_among(models, self.kept.followed)
         if trace is not None and doubt:
             trace = _likely(trace, doubt)
         if trace is None and of_its_gradients:
