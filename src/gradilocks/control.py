@@ -892,7 +892,7 @@ class GradientControl:
         check_policies_from(policies)
         if policies == "control" and state_dict:
             engine = self._engine
-            steps = int(fetch(engine.steps)[0])
+            steps = engine.count_of_steps()
             state_dict = fitted(state_dict, engine.scale_policy, engine.clip_policy, steps=steps)
         before = None if not self._optimizers else self.state_dict()
         try:

@@ -498,7 +498,7 @@ class Engine:
         )
         return (found if unscaled or not self.scales else found / self.state.scale).float()
 
-    def joined_norm(self, norms: Sequence[Tensor]) -> Tensor:
+    def joined_norm(self, norms: list[Tensor]) -> Tensor:
         """The norm over parts of which these are the norms; float32 and 0-d."""
         joined: Tensor = torch.linalg.vector_norm(torch.stack(norms), float(self.clip_policy.order))
         return joined.float()
@@ -857,9 +857,13 @@ class Engine:
             self.state,
             memory=memory,
             parameters=placed,
-            steps=int(fetch(self.steps)[0]),
+            steps=self.count_of_steps(),
             streak=int(fetch(self.streak.count)[0]),
         )
+
+    def count_of_steps(self) -> int:
+        """How many steps have been judged. Waits for the device."""
+        return int(fetch(self.steps)[0])
 
     def _placed_memory(self) -> tuple[Sequence[Placed] | None, dict[str, Tensor] | None]:
         """What the clip policy remembers, and of which parameters: of all ranks' if it is known.
