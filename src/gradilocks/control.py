@@ -1110,7 +1110,7 @@ class GradientControl:
             for part in self._parts.values()
             if any(param.grad is not None for param in part._all_parameters())
         ]
-        all_unscaled = bool(waiting) and all(part._order.unscaled for part in waiting)
+        all_unscaled = len(waiting) > 0 and all(part._order.unscaled for part in waiting)
         if all_unscaled:
             self._order.note_unscaled()
         for part in self._parts.values():
