@@ -379,7 +379,8 @@ class GradientControl:
 
         if len(before) == 1 and not parts and steps_of(state) and (len(now) > 1 or self._grows):
             kept = [k for k, each in enumerate(now) if each is before[0]]
-            return {kept[0] if kept else 0: state}, state
+            rest = {**state, "gradilocks": {**state["gradilocks"], "steps": 0}}
+            return {kept[0] if kept else 0: state}, rest  # Its steps are not counted twice.
         if len(now) == 1 and not self._grows and 0 in parts:
             return {}, max(state, parts[0], key=steps_of)
         return parts, state
@@ -1090,6 +1091,7 @@ class GradientControl:
         state = self._part_states.pop(self._optimizers.index(optimizer), None)
         if state is None and len(self._optimizers) == 1:  # Others may still come.
             state = self._engine.saved()
+            self._engine.forget_steps()  # Else they would count twice.
         if state is not None:
             part._engine.load(state, part._ranks)
         return part

@@ -488,3 +488,38 @@ def test_a_sink_that_has_resume_hears_of_it(nine):
     control.recorder.close()
     (resume, step) = heard
     assert (resume.optimizer, resume.step, resume.counted, step) == (0, 6, 6, 7)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["a scaler that may meet others", "bound anew"])
+def test_steps_of_the_only_optimizer_are_counted_once_when_others_may_come(late, tmp_path):
+    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+
+    def train(control, steps, only=None):
+        for _ in range(steps):
+            control.zero_grad()
+            control.backward(model(torch.ones(1, 2)).sum())
+            control.step(only=only)
+
+    control = GradientControl(first, record=tmp_path / "a.jsonl")
+    train(control, 3)
+    if late:
+        control.recorder.close()
+        state = control.state_dict()
+        control = GradientControl()
+        control.load_state_dict(state)
+        control.attach(tmp_path / "a.jsonl", exists="append")
+        scaler = control.as_scaler()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        first.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(first)
+        scaler.update()
+        assert control.outcome.step == 4
+    else:
+        control.bind(first, second)
+        train(control, 1, only=first)
+    control.recorder.close()
+    run = read_run(tmp_path / "a.jsonl")
+    assert [step.step for step in run.steps] == [1, 2, 3, 4]
+    assert not run.superseded

@@ -861,6 +861,11 @@ class Engine:
             streak=int(fetch(self.streak.count)[0]),
         )
 
+    def forget_steps(self) -> None:
+        """Counts from 0: somebody else goes on with what has been counted."""
+        self.steps.zero_()
+        self._counted = 0
+
     def count_of_steps(self) -> int:
         """How many steps have been judged. Waits for the device."""
         return int(fetch(self.steps)[0])
