@@ -68,3 +68,16 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Python's end takes everything down, modules too."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_of_another_test():
+    def forget():
+        if "accelerate" in sys.modules:
+            from tests.integrations.accelerate_on_cpu import forget
+
+            forget()
+
+    forget()
+    yield
+    forget()

@@ -148,6 +148,7 @@ def test_what_is_right_is_not_warned_of(model):
     backward(control, model)
     get_total_norm([param.grad for param in model.parameters()])
     clip_grad_norm_(model.parameters(), math.inf)
+    control.zero_grad()
     # After the step: what is left of its gradients is nobody's.
     clipping = control_over(model, scale=None, clip=1.0)
     for _ in range(2):
