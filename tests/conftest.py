@@ -72,6 +72,8 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def no_accelerator_of_another_test():
+    """Each test begins and ends without what Accelerators share for the life of a process."""
+
     def forget():
         if "accelerate" in sys.modules:
             from tests.integrations.accelerate_on_cpu import forget
