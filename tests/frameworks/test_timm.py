@@ -69,6 +69,35 @@ def test_without_a_clip_every_bit_is_timms(kind, half, accumulate, timm):
     assert scaler.control.scale == 32768.0  # One Inf was planted.
 
 
+@pytest.mark.parametrize("kind", task.OPTIMIZERS)
+@pytest.mark.parametrize("half", [torch.bfloat16, None])
+def test_without_a_scale_it_is_the_loop_that_timm_has_for_bf16(kind, half, timm):
+    def loop(step):
+        model = task.Network()
+        optimizer = task.OPTIMIZERS[kind](model.parameters())
+        context = torch.autocast("cpu", half) if half else contextlib.nullcontext()
+        for batch in task.batches(bad=None):
+            with context:
+                loss = model(batch).mean()
+            step(loss, optimizer, model)
+            optimizer.zero_grad()
+        return task.weights(model)
+
+    def theirs(loss, optimizer, model):
+        loss.backward()
+        timm.utils.dispatch_clip_grad(model.parameters(), value=0.02, mode="norm")
+        optimizer.step()
+
+    scaler = NativeScaler("cpu", scale=None)
+
+    def ours(loss, optimizer, model):
+        scaler(loss, optimizer, clip_grad=0.02, parameters=model.parameters())
+
+    for one, other in zip(loop(ours), loop(theirs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert scaler.control.scale == 1.0
+
+
 def all_but_the_head(model):
     return list(model.parameters())[:-2]
 

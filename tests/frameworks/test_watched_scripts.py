@@ -57,3 +57,40 @@ def test_a_bad_step_of_fastais_own_optimizer_is_held_back_by_a_guard(tmp_path):
     assert shown.out.split()[-1] == "whole", shown.err
     run = read_run(tmp_path / "a.jsonl")
     assert [step.skipped for step in run.steps] == [False, False, True, False, False, False]
+
+
+FAILING = """
+import sys
+sys.path.append(sys.argv[1])
+from gradilocks.integrations.fastai import GradientControlCallback
+from tests.frameworks import planted_fastai
+
+
+def loss_that_fails(losses, _):
+    if learn.train_iter == 4:
+        raise KeyError("a bug of the user's")
+    return losses.mean()
+
+
+callback = GradientControlCallback(amp="fp16", clip=0.05, record="own.jsonl")
+case = planted_fastai.case("16-mixed", "fastai's sgd", 1, None)
+learn = planted_fastai.learner(case, opt_func=planted_fastai.make(case), cbs=callback)
+learn.loss_func = loss_that_fails
+with learn.no_logging(), learn.no_mbar():
+    learn.fit(1)
+"""
+
+
+def test_an_exception_ends_our_callbacks_run_file_and_run_sees_the_same_steps(tmp_path):
+    (tmp_path / "train.py").write_text(FAILING)
+    shown = watched("-o", "a.jsonl", "train.py", str(FOLDER.parents[1]), cwd=tmp_path)
+    assert shown.status == 1
+    own, seen = read_run(tmp_path / "own.jsonl"), read_run(tmp_path / "a.jsonl")
+    assert own.end.status == seen.end.status == "error"
+    assert "a bug of the user's" in own.end.error
+    numbers = [
+        [(s.step, s.loss, s.norm, s.scale, s.limit, s.skipped, s.culprits) for s in run.steps]
+        for run in (own, seen)
+    ]
+    assert numbers[0] == numbers[1]
+    assert [row[5] for row in numbers[0]] == [False, False, True, False]

@@ -219,3 +219,31 @@ def fsdp1(rank):
         "said": rank_options({"process_group": group}, None, [net]),
         "weights": weights,
     }
+
+
+def tensor_parallel(rank):
+    """Two layers split over the ranks, the rest on both; all train on the whole batches."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    from gradilocks.integrations.lightning import GradientControlCallback
+
+    def configure_model(self):
+        plan = {"first": ColwiseParallel(), "middle": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+
+    pl = _package(rank)
+    methods = {"configure_model": configure_model, "on_after_backward": _on_after_backward}
+    module = module_of(pl, **methods)("sgd")  # torch's fused ones take no mixture.
+    callback = GradientControlCallback(clip=CLIP, scale="dynamic")
+    trainer = pl.Trainer(
+        **{**QUIET, "devices": 2}, callbacks=[callback], use_distributed_sampler=False,
+        strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    )  # fmt: skip
+    trainer.fit(module, Resumable(bad=None))
+    weights = _whole(module.parameters())
+    return {"weights": weights, "state": callback.control.state_dict()}

@@ -322,6 +322,28 @@ def test_loggers_that_are_told_now_and_then_hear_of_every_skip():
     assert told[-1]["gradilocks/norm"] == callback.control.outcome.norm
 
 
+def test_loggers_are_told_of_the_step_at_hand_by_hand_and_when_resumed(tmp_path):
+    def told(module, **settings):
+        kept, callback = Kept(), GradientControlCallback(log=["norm"])
+        norms = []
+
+        class Norms(pl.Callback):
+            def on_train_batch_end(self, trainer, *_):
+                norms.append(callback.control.outcome.norm)
+
+        trained(
+            module, callback=callback, extra=[*settings.pop("extra", []), Norms()], logger=kept,
+            log_every_n_steps=2, plugins=[half(pl)], **settings,
+        )  # fmt: skip
+        return [m for m in kept.told if any("norm" in key for key in m)], norms
+
+    by_hand, norms = told(Gan(), data=loader())
+    assert [metrics["gradilocks/norm-0"] for metrics in by_hand] == norms[1::2]
+    told(Lit(), data=Resumable(), **stopping(tmp_path))
+    resumed, norms = told(Lit(), data=Resumable(), ckpt_path=tmp_path / "stopped.ckpt")
+    assert [metrics["gradilocks/norm"] for metrics in resumed] == [norms[0], norms[2]]
+
+
 @pytest.mark.parametrize("settings", [{}, {"max_steps": 5}, {"log_every_n_steps": 4}])
 def test_when_training_ends_the_metrics_are_those_of_the_last_step(settings):
     callback = GradientControlCallback()
@@ -947,10 +969,12 @@ def test_other_precisions_are_as_lightnings_own(precision):
     assert ours.net.head.weight.dtype != torch.float32
 
 
-def test_the_learning_rate_finder_leaves_no_trace():
+def test_the_learning_rate_finder_leaves_no_trace(tmp_path):
     callback, module = GradientControlCallback(), Lit()
     module.lr = 0.05
-    trainer = pl.Trainer(**QUIET, plugins=[half(pl)], callbacks=[callback])
+    trainer = pl.Trainer(
+        **QUIET, plugins=[half(pl)], callbacks=[callback], default_root_dir=tmp_path
+    )
     tuner = pl.tuner.Tuner(trainer)
     tuner.lr_find(module, loader(bad=None), num_training=5, update_attr=False)
     trainer.fit(module, loader())

@@ -25,12 +25,16 @@ PROGRAMS = [
     lightning_ranks.fabric_fsdp2,
 ]
 each_program = pytest.mark.parametrize("program", [each.__name__ for each in PROGRAMS])
+TENSOR_PARALLEL = lightning_ranks.tensor_parallel
 RESUMED = [lightning_ranks.ddp_resumed, lightning_ranks.fsdp2_resumed]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    return run_all([*PROGRAMS, *RESUMED, lightning_ranks.fsdp1], tmp_path_factory.mktemp("ranks"))
+    return run_all(
+        [*PROGRAMS, *RESUMED, TENSOR_PARALLEL, lightning_ranks.fsdp1],
+        tmp_path_factory.mktemp("ranks"),
+    )
 
 
 def by_one_process(make=task.OPTIMIZERS["fused adamw"], bad=task.BAD):
@@ -48,13 +52,14 @@ def by_one_process(make=task.OPTIMIZERS["fused adamw"], bad=task.BAD):
     return task.weights(model), losses
 
 
-@each_program
+@pytest.mark.parametrize("program", [each.__name__ for each in (*PROGRAMS, TENSOR_PARALLEL)])
 def test_ranks_end_with_the_same_weights_as_one_process(told, program):
     first, second = told[program]
     assert task.same(first["weights"], second["weights"])
     assert first["state"] == second["state"]
     assert first["state"]["scale"] == 2.0**15
-    expected, _ = by_one_process()
+    optimizer = "sgd" if program == "tensor_parallel" else "fused adamw"
+    expected, _ = by_one_process(task.OPTIMIZERS[optimizer])
     torch.testing.assert_close(first["weights"], expected, rtol=1e-5, atol=1e-6)
 
 

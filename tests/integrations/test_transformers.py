@@ -204,6 +204,7 @@ def test_the_schedule_stands_still_on_a_skipped_step_and_the_log_says_who_it_was
 
     class Looks(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
+            made._get_learning_rate()
             seen.append(made.accelerator.optimizer_step_was_skipped)
 
     made = trainer(tmp_path, GradientControlCallback(), Looks(), make=make, precision="fp16")
@@ -520,13 +521,28 @@ RANKS = """
 import sys, warnings
 warnings.simplefilter("ignore")
 import torch
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from gradilocks import ZScoreClip
 from gradilocks.integrations.transformers import GradientControlCallback
 
-config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16)
+size = dict(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16)
+config = GPT2Config(**size, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0)
 tokens = torch.randint(0, 32, (48, 8), generator=torch.Generator().manual_seed(1))
 data = [{"input_ids": row, "labels": row} for row in tokens]
+FSDP = DistributedType.FSDP
+
+
+class Sharded(Trainer):
+    def create_accelerator_and_postprocess(self):  # Which Accelerate offers on GPUs only.
+        super().create_accelerator_and_postprocess()
+        PartialState._shared_state["distributed_type"] = FSDP
+        self.accelerator.state.distributed_type = FSDP
+        self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, state_dict_type="FULL_STATE_DICT"
+        )
+        self.is_fsdp_enabled = True
 
 
 def train(*callbacks, resume=None, folder="ours", **settings):
@@ -535,9 +551,12 @@ def train(*callbacks, resume=None, folder="ours", **settings):
         folder, use_cpu=True, per_device_train_batch_size=4, max_steps=6, report_to=[],
         disable_tqdm=True, logging_steps=1, save_steps=3, **settings,
     )
-    trainer = Trainer(GPT2LMHeadModel(config), args, train_dataset=data, callbacks=[*callbacks])
+    kind = Sharded if sys.argv[1] == "fsdp2" else Trainer
+    trainer = kind(GPT2LMHeadModel(config), args, train_dataset=data, callbacks=[*callbacks])
     trainer.train(resume)
-    return trainer, [param.detach().clone() for param in trainer.model.parameters()]
+    params = [param.detach() for param in trainer.model.parameters()]
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in params]
+    return trainer, [param.clone() for param in whole]
 
 
 def adaptive():
@@ -555,14 +574,23 @@ torch.save(whole, f"{trainer.args.process_index}.pt")
 """
 
 
-def test_two_ranks_end_with_equal_weights_as_the_trainers_own_and_one_run_file(tmp_path):
+@pytest.fixture(scope="module")
+def server():
+    with serving("transformers.trainer", "torch.distributed.fsdp", "gradilocks.control") as server:
+        yield server
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
+def test_two_ranks_end_with_equal_weights_as_the_trainers_own_and_one_run_file(
+    strategy, server, tmp_path
+):
     script = tmp_path / "train.py"
     script.write_text(RANKS)
-    with serving("transformers.trainer", "gradilocks.control") as server:
-        done = server.run(script, cwd=tmp_path, ranks=2)
+    done = server.run(script, strategy, cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     assert same(torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"))
     assert [file.name for file in tmp_path.glob("*.jsonl")] == ["run.jsonl"]
     run = read_run(tmp_path / "run.jsonl")
     assert [step.step for step in run.steps] == list(range(1, 7))
-    assert all(not name.startswith("module.") for name in run.optimizers[0].names)
+    assert [step.step for step in run.superseded] == [4, 5, 6]
+    assert run.optimizers[0].names[0].startswith("transformer.")

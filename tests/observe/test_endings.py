@@ -169,3 +169,30 @@ def test_with_force_the_report_on_the_run_goes_with_it_and_no_other_page(tmp_pat
     assert shown.status == 1
     assert "is no report on these runs" in shown.err
     assert shown.out.startswith("Healthy.")
+
+
+OWN = """
+import gradilocks
+import torch
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+control = gradilocks.GradientControl(optimizer, model=model, record="own.jsonl")
+for number in range(3):
+    control.backward(model(torch.ones(3, 4)).square().mean())
+    control.step()
+    control.zero_grad()
+raise KeyError("x")
+"""
+
+
+def test_a_scripts_own_run_file_ends_as_it_does_under_python(tmp_path):
+    write(tmp_path, "train.py", OWN)
+    assert forked("train.py", cwd=tmp_path, command="python").status == 1
+    alone = read_run(tmp_path / "own.jsonl").end
+    (tmp_path / "own.jsonl").unlink()
+    assert forked("-o", "a.jsonl", "train.py", cwd=tmp_path).status == 1
+    end = read_run(tmp_path / "own.jsonl").end
+    assert (end.status, end.exit, end.error) == (alone.status, alone.exit, alone.error)
+    assert (end.status, end.error) == ("error", "KeyError: 'x'")
+    assert read_run(tmp_path / "a.jsonl").end.status == "error"

@@ -45,9 +45,6 @@ FRAMEWORK_NAMES: dict[str, dict[str, str]] = {
         "lightning.pytorch.core.optimizer.LightningOptimizer.optimizer": (
             "which optimizer self.clip_gradients() was called with (integrations.lightning)"
         ),
-        "lightning.pytorch.trainer.trainer.Trainer()._logger_connector": (
-            "at which steps loggers are told (integrations.lightning)"
-        ),
         "lightning.pytorch.utilities.model_helpers.is_overridden": (
             "whether a hook looks at gradients before the step (integrations.lightning)"
         ),

@@ -415,8 +415,15 @@ def _clip_of(value: float | None, algorithm: Any) -> object:
 
 def _is_read(trainer: Any) -> bool:
     """Whether what is logged now is read: by a logger, or when an epoch or the training ends."""
-    ends = trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step
-    return bool(ends or trainer.fast_dev_run or trainer._logger_connector.should_update_logs)
+    if trainer.is_last_batch or trainer.fast_dev_run or trainer.should_stop:
+        return True
+    if 0 < trainer.max_steps <= trainer.global_step:
+        return True
+    # Loggers count batches that led to a step; several optimizers make several steps of one.
+    by_hand = not trainer.lightning_module.automatic_optimization
+    batches = trainer.fit_loop.total_batch_idx + 1 if by_hand else trainer.global_step
+    every = trainer.log_every_n_steps
+    return bool(every > 0 and batches % every == 0)
 
 
 def _somebody_looks(trainer: Any) -> bool:

@@ -76,6 +76,8 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.control: GradientControl | None = None
         """The control, as soon as there is a Trainer."""
+        self.has_stepped = False
+        """For the Trainer: whether it has stepped and not asked for the learning rate since."""
         self._clip, self._scale, self._adopt, self._settings = clip, scale, adopt, settings
         self._record, self._config = record, config
         self._trainer: Any = None
@@ -109,6 +111,7 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keeps what became of the step for the next log."""
+        self.has_stepped = True
         if self.control is not None and self.control.outcome is not None:
             self._outcomes.append(self.control.outcome)
         if len(self._outcomes) > _KEPT:
@@ -124,12 +127,11 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
                     "it keeps. Make another one for the other Trainer."
                 )
             return
-        rivals = [
-            each for each in trainer.callback_handler.callbacks if isinstance(each, type(self))
-        ]
-        if len(rivals) > 1:
+        callbacks = trainer.callback_handler.callbacks
+        count = sum(isinstance(each, GradientControlCallback) for each in callbacks)
+        if count > 1:
             raise ValueError(
-                f"a Trainer has one GradientControlCallback, and this one was given {len(rivals)}."
+                f"a Trainer has one GradientControlCallback, and this one was given {count}."
             )
         self.control = take_control(
             trainer.accelerator,
@@ -139,16 +141,15 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             **self._settings,
         )
         self._trainer = trainer
-        self._scales = (
-            trainer.accelerator.had_scaler if self._scale == "auto" else bool(self._scale)
-        )
+        by_itself = trainer.accelerator.had_scaler
+        self._scales = by_itself if self._scale == "auto" else self._scale is not None
         self._start = self.control.state_dict()
 
     def _resolved_clip(self, args: Any) -> object:
         told = args.max_grad_norm
         if self._clip == "max_grad_norm":
             return told if told > 0 else None
-        if told not in (0, _USUAL_CLIP, self._clip):
+        if told not in (0, _USUAL_CLIP, getattr(self._clip, "max_norm", self._clip)):
             raise ValueError(
                 f"TrainingArguments(max_grad_norm={told}) stands beside GradientControlCallback("
                 f"clip={self._clip!r}). Leave out one of them."
@@ -167,7 +168,8 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
         self._forget()
         if trainer.model_init is not None:  # It trains another model each time.
             self.control.load_state_dict(self._start)
-        recorder = self._recorder(trainer, resumes=resumes)
+        made = self._begin_record(trainer, resumes=resumes)
+        recorder = self.control.recorder
         args, hides = trainer.args, trainer.args.logging_nan_inf_filter
         args.logging_nan_inf_filter = False
         try:
@@ -178,19 +180,21 @@ class GradientControlCallback(TrainerCallback):  # type: ignore[misc]
             raise
         finally:
             args.logging_nan_inf_filter = hides
-        if recorder is self._record and recorder is not None:
+        if made is not None:
+            made.close()
+        elif recorder is not None:  # Somebody else's, who closes it.
             recorder.flush()
-        elif recorder is not None:
-            recorder.close()
 
-    def _recorder(self, trainer: Any, *, resumes: bool) -> Recorder | None:
+    def _begin_record(self, trainer: Any, *, resumes: bool) -> Recorder | None:
+        """Attaches a recorder, if there is to be one and none is; one that it makes is returned."""
         assert self.control is not None
         now = self.control.recorder
         if self._record is None or (now is not None and now.recording):
-            return now
-        self._recorded += 1
+            return None
         if isinstance(self._record, Recorder):
-            return self.control.attach(self._record)
+            self.control.attach(self._record)
+            return None
+        self._recorded += 1
         path, again = Path(self._record), self._recorded > 1
         if again and trainer.model_init is not None:  # Another model, so another run.
             path, again = path.with_stem(f"{path.stem}-{self._recorded}"), False
@@ -254,15 +258,12 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
         return control
 
     def _control_callback(self) -> GradientControlCallback:
-        callbacks = self.callback_handler.callbacks
-        found = next(
-            (each for each in callbacks if isinstance(each, GradientControlCallback)), None
-        )
-        if found is None:
-            found = GradientControlCallback()
-            self.add_callback(found)
-        found.take(self)
-        return found
+        for each in self.callback_handler.callbacks:
+            if isinstance(each, GradientControlCallback):
+                each.take(self)
+                return each
+        self.add_callback(GradientControlCallback())
+        return self._control_callback()
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a run file ends with it, as "error" if it raises."""
@@ -291,9 +292,11 @@ class GradientControlMixin(_Base):  # type: ignore[misc]
         return None  # The step measures it, and it is wanted for the log.
 
     def _get_learning_rate(self) -> float:
-        # Asked for just before the loop asks whether to step the schedule.
-        if self._gate is not None and self.lr_scheduler is self._gate:
+        # After a step the loop asks for it just before it asks whether to step the schedule.
+        callback = self._control_callback()
+        if callback.has_stepped and self.lr_scheduler is self._gate:
             self.accelerator.let_schedule_decide()
+        callback.has_stepped = False
         return float(super()._get_learning_rate())
 
     # --- the log --------------------------------------------------------------------------------

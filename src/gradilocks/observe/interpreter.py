@@ -164,6 +164,11 @@ def _found(name: str) -> importlib.machinery.ModuleSpec | None:
 def _show(error: BaseException) -> None:
     """Shows an exception as Python would, by whatever `sys.excepthook` the script has set."""
     strip(error)
+    # Where what runs as Python leaves looks for how it ended: a script's own Recorder, a debugger.
+    sys.last_type, sys.last_value = type(error), error
+    sys.last_traceback = error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit:

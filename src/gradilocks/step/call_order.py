@@ -41,6 +41,8 @@ class CallOrder:
         self._parameters: Callable[[], Iterable[Tensor]] = tuple
         self._policies: _Policies | None = None
         self._warned: set[str] = set()
+        self.never_scales = False
+        """Whether gradients are true all the time, whoever runs backward."""
         self.is_part = False
         """Whether another one knows its parameters too, which is behind it at times."""
         with _lock:
@@ -70,6 +72,7 @@ class CallOrder:
             policies: say whether a loss is scaled, and how `step` clips.
         """
         self._parameters, self._policies = parameters, policies
+        self.never_scales = not policies.scales
 
     def begin_like(self, whole: CallOrder) -> None:
         """Knows some of the parameters of `whole`, and is where that one is; marks are common."""
@@ -195,7 +198,7 @@ class CallOrder:
         if policies.scales and self.scaled and not self.unscaled:
             return "scaled"
         clips = policies.clip_policy.policy_name != "NoClip"
-        return "twice" if clips and (self.scaled or not policies.scales) else ""
+        return "twice" if clips and (self.scaled or self.never_scales) else ""
 
     def has_warned(self, clash: str) -> bool:
         """Whether somebody has been told of this already."""
@@ -251,7 +254,8 @@ def refuse_scaled(params: Sequence[Tensor], caller: str, bound: float) -> None:
         bound: to which it clips; at infinity it only measures.
     """
     with _lock:
-        orders, guards = list(_alive), [each for each in _guards if each.clip is not None]
+        orders = [each for each in _alive if each.scaled or each.never_scales]
+        guards = [each for each in _guards if each.clip is not None]
     if not orders and not guards:
         return
     gradients = [param.grad for param in params if param.grad is not None]
