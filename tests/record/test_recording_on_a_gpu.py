@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from gradilocks import AdaGC, GradientControl, Recorder, optim, read_run
+from gradilocks import AdaGC, GradientControl, GradScaler, Recorder, optim, read_run
 from tests.record.recorded import INF, recorded, small_model, train
 
 pytestmark = [
@@ -50,6 +50,38 @@ def test_recording_does_not_wait(tmp_path, forbidden_to_wait, make, clip):
     assert [s.step for s in run.steps] == list(range(1, 59))
     assert [s.step for s in run.steps if s.skipped] == [39]
     assert run.steps[38].culprits[0].name == "2.bias"
+    assert all(s.detail.zeros[0] is not None for s in run.steps if s.detail)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["plain", "unscale_", "clip=", "disabled"])
+def test_a_scaler_that_records_does_not_wait(tmp_path, forbidden_to_wait, make, way):
+    recorder = Recorder(tmp_path / "a", flush_every=7, detail_every=3)
+    model = small_model("cuda")
+    optimizer = OPTIMIZERS[make](model.parameters())
+    settings = {"clip=": {"clip": 1.0}, "disabled": {"enabled": False}}.get(way, {})
+    scaler = GradScaler("cuda", model=model, record=recorder, **settings)
+    inputs = [torch.full((4, 6), 0.1 * k, device="cuda") for k in range(40)]
+    infinite = torch.tensor(INF, device="cuda")
+    bad = None if way == "disabled" else 30
+    for number, each in enumerate(inputs):
+        if number == 20:  # Whatever is compiled or pinned first has been.
+            torch.cuda.synchronize()
+            forbidden_to_wait()
+        loss = model(each).square().mean()
+        scaler.scale(loss * infinite if number == bad else loss).backward()
+        if way == "unscale_":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+    assert scaler.outcome.tensors["norm"].is_cuda
+    recorder.close()
+    run = read_run(tmp_path / "a")
+    assert [s.step for s in run.steps] == list(range(1, 41))
+    assert [s.step for s in run.steps if s.skipped] == ([] if bad is None else [bad + 1])
+    assert run.steps[-1].norm == scaler.outcome.norm
     assert all(s.detail.zeros[0] is not None for s in run.steps if s.detail)
 
 
