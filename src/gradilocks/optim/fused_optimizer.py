@@ -459,7 +459,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def gradients(self) -> TableGradients | None:
         """The gradients of this moment if the kernels can take them, for whoever measures them."""
-        found = self._table.find_addressed(lists_of((self,)), name=Names(None, (self,)))
+        found = self._table.find_addressed(lists_of((self,)), name=self._name)
         if found is not self._looked_at:
             # A parameter that wraps other tensors has no address of its own.
             if found is not None and any(
@@ -468,6 +468,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return None
             self._looked_at = found
         return found
+
+    def _name(self, param: Tensor) -> str:
+        return Names(None, (self,))(param)
 
     def hold(self, found: TableGradients | None) -> None:
         """Hands the next step gradients that were found a moment ago, so it need not look."""
