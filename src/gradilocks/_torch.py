@@ -413,8 +413,29 @@ def unseen_by_modes() -> Any:
 
 # --- torch.compile and checkpointing --------------------------------------------------------------
 
-uncompiled: Any = _find("torch._compile._disable_dynamo", torch.compiler.disable)
-"""Decorates what must run as it is written. The public one imports the compiler: seconds."""
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+_disabled: Any = _find("torch._compile._disable_dynamo", torch.compiler.disable)
+_set_strategy: Any = _find(f"{_EVAL_FRAME}.set_code_exec_strategy", None)
+_Strategy: Any = _find(f"{_EVAL_FRAME}._FrameExecStrategy", None)
+_Action: Any = _find(f"{_EVAL_FRAME}._FrameAction", None)
+
+
+def uncompiled(function: Any) -> Any:
+    """Decorates what must run as it is written, with all that it calls.
+
+    The function itself comes back: its code is marked, once, as one that compiled code calls and
+    does not look into. A wrapper that turns the compiler off and on again takes 0.5 us at each call
+    (EPYC, torch 2.13), and imports the compiler at the first, which takes seconds. It serves where
+    this torch has no such marks, and for a function that is a wrapper itself, whose code other
+    functions share.
+    """
+    if None in (_set_strategy, _Strategy, _Action) or hasattr(function, "__wrapped__"):
+        return _disabled(function)
+    _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.SKIP))
+    function._torchdynamo_disable = function._torchdynamo_disable_recursive = True
+    function._torchdynamo_disable_msg = None
+    return function
+
 
 DYNAMO = "torch._dynamo"
 """The compiler's module; in `sys.modules` only if somebody has compiled something."""
