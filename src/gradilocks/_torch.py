@@ -799,17 +799,15 @@ def plain_launch(compiled: Any) -> tuple[int, int, int] | None:
 
     None if a launch of it needs more than these: clusters, a cooperative grid, scratch memory.
     """
-    told = compiled.metadata
-    if getattr(told, "num_ctas", 1) != 1 or tuple(getattr(told, "cluster_dims", (1, 1, 1))) != (
-        1,
-        1,
-        1,
-    ):
-        return None
+    told = getattr(compiled, "metadata", None)
+    warps, shared = getattr(told, "num_warps", None), getattr(told, "shared", None)
+    clusters = (getattr(told, "num_ctas", 1), *getattr(told, "cluster_dims", ()))
     needs = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
-    if any(getattr(told, name, 0) for name in needs):
+    if any(getattr(told, name, 0) for name in needs) or set(clusters) != {1}:
         return None
-    return compiled.function, 32 * told.num_warps, told.shared
+    if not isinstance(warps, int) or not isinstance(shared, int):
+        return None
+    return compiled.function, 32 * warps, shared
 
 
 def seen_by_launcher(compiled: Any, launch: Callable[[], object]) -> tuple[Any, ...] | None:
