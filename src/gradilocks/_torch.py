@@ -75,6 +75,7 @@ __all__ = [
     "norms",
     "note_stepped",
     "parameters_in",
+    "plain_launch",
     "post_accumulate_hooks",
     "rewrapped_by_schedule",
     "root_mesh",
@@ -768,9 +769,7 @@ def compile_kernel(kernel: Any, args: Sequence[Any], **options: Any) -> Any:
     return compiled
 
 
-def short_launcher(
-    compiled: Any, constants: Sequence[Any]
-) -> Callable[[int, int, Sequence[int]], None]:
+def short_launcher(compiled: Any, constants: Sequence[Any]) -> Callable[..., object]:
     """Runs what `compile_kernel` returned, without Triton's search for it, some 30 us a launch.
 
     The launcher takes its arguments by place, unchecked: in another order they are other addresses.
@@ -783,15 +782,32 @@ def short_launcher(
 
     Returns:
         A function of the number of programs, the stream as `current_stream` has it, and the
-        arguments: numbers and addresses. Not tensors, for which it would ask the driver whose
-        they are.
+        arguments: numbers and tensors. The launcher gets the addresses of these; for tensors it
+        would ask the driver whose they are.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
-    def launch(programs: int, stream: int, args: Sequence[int]) -> None:
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *args, *constants)
+    def launch(programs: int, stream: int, *args: Any) -> None:
+        taken = [arg if type(arg) is int else arg.data_ptr() for arg in args]
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *taken, *constants)
 
     return launch
+
+
+def plain_launch(compiled: Any) -> tuple[int, int, int] | None:
+    """The driver's function, threads a program and bytes of shared memory of a compiled kernel.
+
+    None if a launch of it needs more than these: clusters, a cooperative grid, scratch memory.
+    """
+    told = getattr(compiled, "metadata", None)
+    warps, shared = getattr(told, "num_warps", None), getattr(told, "shared", None)
+    clusters = (getattr(told, "num_ctas", 1), *getattr(told, "cluster_dims", ()))
+    needs = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    if any(getattr(told, name, 0) for name in needs) or set(clusters) != {1}:
+        return None
+    if not isinstance(warps, int) or not isinstance(shared, int):
+        return None
+    return compiled.function, 32 * warps, shared
 
 
 def seen_by_launcher(compiled: Any, launch: Callable[[], object]) -> tuple[Any, ...] | None:

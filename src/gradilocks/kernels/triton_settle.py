@@ -57,6 +57,20 @@ class Settler:
         self._prepared_for: tuple[object, ...] = ()
         self._state: tuple[object, ...] = ()
 
+    def begin(
+        self, gradients: AddressedTensors, clip: Any, scale: Any, *, largest_finite: float
+    ) -> None:
+        """Launches the measuring, so that the device is at work while the host prepares the rest.
+
+        Args:
+            gradients: of this step.
+            clip, scale: the ClipRules and the ScaleRules.
+            largest_finite: what the gradients' dtypes hold.
+        """
+        located = gradients.at.located
+        self._prepare(located, clip, scale, largest_finite)
+        measure_located(located, self._scratch, order=clip.order)
+
     def settle(
         self,
         gradients: AddressedTensors,
@@ -64,7 +78,6 @@ class Settler:
         scale: Any,
         state: ScaleState,
         *,
-        largest_finite: float,
         streak: Tensor,
         steps: Tensor,
         loss: Tensor | None,
@@ -72,13 +85,11 @@ class Settler:
         moves: bool,
         rating: Any = None,
     ) -> tuple[Decision, StepRecord]:
-        """Measures, decides, and moves the scale, the streak and the count of steps on.
+        """Decides, and moves the scale, the streak and the count of steps on.
 
         Args:
-            gradients: of this step.
-            clip, scale: the ClipRules and the ScaleRules.
+            gradients, clip, scale: as `begin` was given them.
             state: of the scale.
-            largest_finite: what the gradients' dtypes hold.
             streak, steps: the counts of non-finite steps in a row and of all steps.
             loss: 0-d; to be looked at for NaN and Inf.
             unscaled: whether the gradients have lost the scale already.
@@ -86,8 +97,6 @@ class Settler:
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
         located, order = gradients.at.located, clip.order
-        self._prepare(located, clip, scale, largest_finite)
-        measure_located(located, self._scratch, order=order)
         found = torch.empty(5, located.chunking.count, dtype=torch.float64, device=self.device)
         row = torch.empty(12, dtype=torch.float64, device=self.device)
         if self._state[:2] != (id(state), id(streak)):
