@@ -33,7 +33,7 @@ def build() -> Path | None:
         f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}",
         f"-I{sysconfig.get_paths()['include']}",
     ]  # fmt: skip
-    kernels = ["-O3", "-march=native", "-fopenmp"]
+    kernels = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
     jobs, objects = [], []
     for source in sorted(SOURCES.glob("*.cpp")):
         out = path.parent / f"{source.stem}.{os.getpid()}.o"
