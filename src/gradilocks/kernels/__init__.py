@@ -79,6 +79,14 @@ class Settler(Protocol):
 
     device: torch.device
 
+    def begin(
+        self, gradients: AddressedTensors, clip: Any, scale: Any, *, largest_finite: float
+    ) -> None:
+        """Begins to measure, so that a device is at work while the host prepares the rest.
+
+        Called before each `settle`, with the same gradients and rules.
+        """
+
     def settle(
         self,
         gradients: AddressedTensors,
@@ -86,7 +94,6 @@ class Settler(Protocol):
         scale: Any,
         state: ScaleState,
         *,
-        largest_finite: float,
         streak: Tensor,
         steps: Tensor,
         loss: Tensor | None,
@@ -94,7 +101,7 @@ class Settler(Protocol):
         moves: bool,
         rating: Any = None,
     ) -> tuple[Decision, StepRecord]:
-        """Measures, decides, and moves the scale, the streak and the count of steps on."""
+        """Decides, and moves the scale, the streak and the count of steps on."""
 
     def undo(self, record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
         """Puts back what `settle` has moved on."""

@@ -295,7 +295,13 @@ def recipe_here() -> Recipe:
         libraries=(*map(str, linked), *([openmp] if openmp else [])),
         compilers=compilers_here(),
         flags=(*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *more),
-        kernel_flags=("-O3", *([own] if cpu else []), *(["-fopenmp"] if openmp else [])),
+        kernel_flags=(
+            "-O3",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            *([own] if cpu else []),
+            *(["-fopenmp"] if openmp else []),
+        ),
         facts={
             "sources": native_build.sources_hash(SOURCES),
             "torch": str(torch.__version__),

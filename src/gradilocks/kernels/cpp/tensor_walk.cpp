@@ -2,6 +2,8 @@
 // the time that building takes (10 s of g++ 12).
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "gradient_marks.h"
+#include "gradient_walk.h"
 #include "native.h"
 
 namespace gradilocks {
@@ -27,8 +29,7 @@ bool cuda_address(PyObject* given, int device, uint64_t* out) {
 }
 
 bool add_tensor_walk(PyObject* module) {
-  (void)module;
-  return true;
+  return add_gradient_walk(module) && add_gradient_marks(module);
 }
 
 }  // namespace gradilocks
