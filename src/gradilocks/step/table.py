@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gradilocks import kernels
-from gradilocks._torch import TensorBase, sparse_values, tensor_guards
+from gradilocks._torch import DTENSOR_PARTS, TensorBase, sparse_values, tensor_guards
 from gradilocks.errors import SharedParameter
 from gradilocks.kernels import native
 from gradilocks.kernels.chunks import (
@@ -200,10 +200,17 @@ class TableGradients(Gradients):
     def let_walk(self, lists: Lists) -> None:
         """Has C++ walk over the lists from here on, where it is built and can do it."""
         library = native.library()
-        if library is not self._asked and not self.layouts:
+        if library is not self._asked:
             self._asked = library
-            given = [list(groups) for groups in lists], self.params, [*self.tensors]
-            self._walk = library.walk_over(*given, self._aligned, self._may_share)
+            distributed = [layout is not None for layout in self.layouts]
+            self._walk = library.walk_over(
+                [list(groups) for groups in lists],
+                self.params,
+                list(self.tensors),
+                self._aligned,
+                self._may_share,
+                (distributed, *DTENSOR_PARTS, lie_alike) if distributed else None,
+            )
 
     @property
     def is_walked(self) -> bool:
