@@ -287,10 +287,18 @@ def locate(tensors: Sequence[Tensor], *, chunk: int | None = None) -> Located:
     """Finds the tensors, all on one device, and sends their addresses there; nothing waits."""
     if isinstance(tensors, AddressedTensors):
         return tensors.at.located_in(chunk)
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses = [_address_of(tensor) for tensor in tensors]
     sizes = tuple([tensor.numel() for tensor in tensors])
     numbers = as_numbers(array("q", addresses))
     return _placed(sizes, kinds_of(tensors, addresses), numbers, tensors[0].device, chunk)
+
+
+def _address_of(tensor: Tensor) -> int:
+    """Where the elements begin; 0 if there are none, or they lie in other tensors (a subclass)."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _placed(
@@ -329,7 +337,9 @@ def kinds_of(
     return tuple(
         [
             (tensor.dtype, 16 if address % 16 == 0 else tensor.element_size())
-            if tensor.dtype in DTYPES and (tensor.is_contiguous() or pieces.is_dense(tensor))
+            if tensor.dtype in DTYPES
+            and (address or not tensor.numel())
+            and (tensor.is_contiguous() or pieces.is_dense(tensor))
             else None
             for tensor, address in zip(tensors, addresses, strict=True)
         ]
