@@ -706,8 +706,8 @@ def infers_metadata() -> bool:
 
 
 DTENSOR_PARTS = ("_local_tensor", "_spec")
-"""The attributes of a DTensor that C++ reads: this rank's elements, and how all of them lie. Without
-one of the names Python walks over DTensors."""
+"""The attributes of a DTensor that C++ reads: this rank's elements, and how all of them lie.
+Without one of the names Python walks over DTensors."""
 
 
 def local_tensor(distributed: Any) -> Tensor | None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
+import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradilocks import kernels
+from gradilocks.errors import SharedParameter
 from gradilocks.kernels import native
-from gradilocks.step.table import GradientTable
+from gradilocks.kernels.chunks import AddressedTensors, kinds_of
+from gradilocks.step import table
+from gradilocks.step.table import GradientTable, gradients_of, measurable_gradients
 
 LIBRARY = native.library()
 pytestmark = [
@@ -442,3 +449,266 @@ def test_both_say_the_same_after(action, may_share):
     for number in range(7):
         options = {"refuse_twice": number % 2 == 0, "may_share": may_share}
         compare([(twin, number), (nothing, 0), (action, number), (new_gradients, 0)], options)
+
+
+# --- gradients that are asked for once ------------------------------------------------------------
+
+
+def told_once(params, in_cpp, ask):
+    before, native.library = native.library, lambda: LIBRARY if in_cpp else None
+    try:
+        found = ask(params)
+    except Exception as error:
+        return type(error), str(error)
+    finally:
+        native.library = before
+    places, tensors = found
+    told = [places, [tensor.data_ptr() for tensor in tensors], [t.dtype for t in tensors]]
+    if isinstance(tensors, AddressedTensors):
+        at = tensors.at
+        assert at.located.pointers.tolist() == at.addresses == told[1]
+        assert at.located.chunking.sizes.tolist() == [tensor.numel() for tensor in tensors]
+        assert at.kinds == kinds_of(tensors, at.addresses)
+    return told
+
+
+def by_gradients_of(params):
+    found = gradients_of(params, name=lambda param: "it")
+    return [id(param) for param in found.params], found.tensors
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 20)), max_size=6))
+def test_gradients_that_are_asked_for_once_are_the_same(actions):
+    model = Model()
+    for action, number in [(nothing, 0), *actions]:
+        model.change(action, number)
+        params = model.params()
+        for ask in (by_gradients_of, measurable_gradients):
+            told_once(params, False, ask)  # Sparse gradients are coalesced by the first.
+            assert told_once(params, True, ask) == told_once(params, False, ask)
+
+
+def test_gradients_of_the_same_kinds_are_not_looked_at_one_by_one(monkeypatch):
+    params = [Model.parameter(size) for size in (3, 4, 5)]
+    _, first = measurable_gradients(params)
+    assert isinstance(first, AddressedTensors)
+    monkeypatch.setattr(table, "kinds_of", None)
+    kept = [param.grad for param in params]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    _, second = measurable_gradients(params)
+    assert second.at.kinds is first.at.kinds
+    assert second.at.located.chunking is first.at.located.chunking
+    assert second.at.located.pointers.tolist() == [param.grad.data_ptr() for param in params]
+    assert first.at.addresses == [grad.data_ptr() for grad in kept]
+    assert first.at.located.pointers.tolist() == first.at.addresses
+
+
+def test_a_gradient_that_needs_a_gradient_is_detached_for_a_watcher():
+    param = Model.parameter(3)
+    param.grad = torch.ones(3, requires_grad=True)
+    places, (seen,) = measurable_gradients([param])
+    assert places == [0]
+    assert not seen.requires_grad
+    assert gradients_of([param], name=str).tensors[0] is param.grad
+
+
+# --- what C++ does to lists of tensors ------------------------------------------------------------
+
+
+def test_writes_are_counted_as_torch_counts_them():
+    with torch.inference_mode():
+        inferred = torch.ones(2)
+    given = [torch.ones(2), nn.Parameter(torch.ones(3)), Odd(torch.ones(1)), inferred]
+    LIBRARY.count_write(given)
+    LIBRARY.count_write(tuple(given[:1]))
+    assert [tensor._version for tensor in given[:3]] == [2, 1, 1]
+    assert LIBRARY.versions(given[:3]).tolist() == [2, 1, 1]
+    with pytest.raises(TypeError, match="expected tensors, got int"):
+        LIBRARY.count_write([given[0], 3])
+    with pytest.raises(TypeError, match="expected a list of tensors"):
+        LIBRARY.count_write(3)
+
+
+def test_addresses_are_those_of_torch():
+    given = [torch.ones(2), torch.empty(0), torch.ones(3)[1:], nn.Parameter(torch.ones(()))]
+    assert LIBRARY.addresses(given).tolist() == [tensor.data_ptr() for tensor in given]
+    with pytest.raises(RuntimeError):
+        LIBRARY.addresses([torch.eye(2).to_sparse()])
+
+
+# --- who is there at the same time ----------------------------------------------------------------
+
+
+def found_by(table, lists):
+    found = table.find_addressed(lists, name=str)
+    assert found is None or found.is_walked
+    return found
+
+
+def test_gradients_are_held_until_they_are_released():
+    model, table = Model(), GradientTable()
+    for _ in range(2):
+        found = found_by(table, model.lists)
+        gone = [weakref.ref(param.grad) for param in model.params()]
+        for param in model.params():
+            param.grad = None  # As a hook may do between a look and a launch.
+        assert [ref() is not None for ref in gone] == [True] * len(gone)
+        assert [tensor.data_ptr() for tensor in found.tensors] == found.at.addresses
+        found.release()
+        gc.collect()
+        assert [ref() for ref in gone] == [None] * len(gone)
+        for param in model.params():
+            param.grad = torch.ones_like(param)
+
+
+def test_what_was_handed_out_stays_as_it_was_after_another_look():
+    model, table = Model(), GradientTable()
+    found_by(table, model.lists)
+    model.change(new_gradients, 0)
+    found = found_by(table, model.lists)
+    first, addresses = found.tensors, list(found.at.addresses)
+    model.change(new_gradients, 0)
+    assert found_by(table, model.lists) is found
+    found.release()
+    assert [tensor.data_ptr() for tensor in first] == addresses
+    assert len(found.tensors) == 0
+
+
+def test_a_table_keeps_no_parameter_that_was_replaced():
+    model, table = Model(), GradientTable()
+    found_by(table, model.lists).release()
+    gone = weakref.ref(model.params()[0])
+    model.change(replaced(nn.Parameter), 0)
+    found_by(table, model.lists).release()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_circle_through_a_table_is_collected():
+    model, table = Model(), GradientTable()
+    found_by(table, model.lists).release()
+    param = model.params()[0]
+    param.table = table
+    gone = weakref.ref(param)
+    del param, model, table
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_grad_property_that_changes_the_lists_is_survived():
+    class Meddling(nn.Parameter):
+        @property
+        def grad(self):
+            for action in actions:
+                action()
+            return self.__dict__.get("elsewhere")
+
+        @grad.setter
+        def grad(self, value):
+            self.__dict__["elsewhere"] = value
+
+    actions = []
+    model, table = Model(), GradientTable()
+    model.change(replaced(Meddling), 1)
+    assert found_by(table, model.lists) is not None
+    group, groups = model.groups()[0], model.lists[0]
+    again = lambda: (actions.clear(), table.find_addressed(model.lists, name=str))  # noqa: E731
+    for meddle in (group.clear, groups.clear, model.lists.clear, again, gc.collect):
+        before = [[list(group) for group in groups] for groups in model.lists]
+        actions[:] = [meddle]
+        with contextlib.suppress(IndexError, ValueError):
+            table.find_addressed(model.lists, name=str)
+        actions.clear()
+        model.lists[:] = before
+        found = table.find_addressed(model.lists, name=str)
+        grads = [param.grad for param in model.params() if param.grad is not None]
+        assert found.at.addresses == [grad.data_ptr() for grad in grads]
+
+
+def test_a_grad_property_that_raises_is_told():
+    class Refusing(nn.Parameter):
+        refuses = None
+
+        @property
+        def grad(self):
+            if self.refuses is not None:
+                raise self.refuses
+            return self.__dict__.get("elsewhere")
+
+        @grad.setter
+        def grad(self, value):
+            self.__dict__["elsewhere"] = value
+
+    model, table = Model(), GradientTable()
+    model.change(replaced(Refusing), 0)
+    found_by(table, model.lists)
+    model.params()[0].refuses = KeyError("nothing here")
+    with pytest.raises(KeyError, match="nothing here"):
+        table.find_addressed(model.lists, name=str)
+
+
+def test_a_class_that_is_given_a_grad_in_mid_run_is_asked():
+    model, table = Model(), GradientTable()
+
+    class Late(nn.Parameter):
+        pass
+
+    model.change(replaced(Late), 0)
+    found = found_by(table, model.lists)
+    other = torch.ones(4, 3)
+    Late.grad = property(lambda self: other)
+    later = table.find_addressed(model.lists, name=str)
+    assert later is not found
+    assert later.at.addresses[0] == other.data_ptr()
+
+
+def test_lists_that_another_thread_changes_never_give_a_wrong_address():
+    model, table = Model(), GradientTable()
+    own, spare = model.params(), [model.parameter(3) for _ in range(3)]
+    done = threading.Event()
+    wrong = []
+
+    def meddle():
+        number = 0
+        while not done.is_set():
+            number += 1
+            group = model.lists[0][number % 2]
+            group.append(spare[number % 3])
+            spare[number % 3].grad = None if number % 5 == 0 else torch.ones(3)
+            model.lists[0].append([])
+            if number % 2:
+                group.reverse()
+            if number % 7:
+                group[:] = [param for param in group if param is not spare[number % 3]]
+            else:
+                group.pop()
+            model.lists[0].pop()
+            if len(group) < 2:
+                group[:] = own[2 * (number % 2) :][:2]
+
+    thread = threading.Thread(target=meddle)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(400):
+            try:
+                found = table.find_addressed(model.lists, name=str)
+            except SharedParameter:  # Seen while it was put somewhere else.
+                continue
+            if found is not None:
+                tensors = list(found.tensors)
+                wrong += [
+                    (address, tensor)
+                    for address, tensor in zip(found.at.addresses, tensors, strict=True)
+                    if address != tensor.data_ptr()
+                ]
+                assert len(tensors) == len(found.params) == len(found.at.sizes)
+                found.release()
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    assert not wrong
