@@ -174,6 +174,15 @@ class Settler:
         self._prepared_for: tuple[object, ...] = ()
         self._checked: tuple[Tensor, ...] = ()
 
+    def begin(
+        self, gradients: AddressedTensors, clip: Any, scale: Any, *, largest_finite: float
+    ) -> None:
+        """Takes over the rules; the CPU measures when it settles."""
+        if (clip, scale, largest_finite) != self._prepared_for:
+            bound = math.inf if clip.max_norm is None else clip.max_norm
+            self._rules = torch.tensor([bound, largest_finite, *scale.numbers()], **_WIDE)
+            self._prepared_for = clip, scale, largest_finite
+
     def settle(
         self,
         gradients: AddressedTensors,
@@ -181,7 +190,6 @@ class Settler:
         scale: Any,
         state: ScaleState,
         *,
-        largest_finite: float,
         streak: Tensor,
         steps: Tensor,
         loss: Tensor | None,
@@ -192,10 +200,8 @@ class Settler:
         """Measures, decides, and moves the scale, the streak and the count of steps on.
 
         Args:
-            gradients: of this step.
-            clip, scale: the ClipRules and the ScaleRules.
+            gradients, clip, scale: as `begin` was given them.
             state: of the scale.
-            largest_finite: what the gradients' dtypes hold.
             streak, steps: the counts of non-finite steps in a row and of all steps.
             loss: 0-d; to be looked at for NaN and Inf.
             unscaled: whether the gradients have lost the scale already.
@@ -203,10 +209,6 @@ class Settler:
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
         located = gradients.at.located
-        if (clip, scale, largest_finite) != self._prepared_for:
-            bound = math.inf if clip.max_norm is None else clip.max_norm
-            self._rules = torch.tensor([bound, largest_finite, *scale.numbers()], **_WIDE)
-            self._prepared_for = clip, scale, largest_finite
         moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
         if any(map(_is_not, moving, self._checked)) or not self._checked:
             _check(moving, _MOVING)
