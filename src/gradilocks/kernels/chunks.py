@@ -228,6 +228,16 @@ class AddressedTensors(list[Tensor]):
         super().__init__(tensors)
         self.at = at
 
+    def __getitem__(self, key: Any) -> Any:
+        """One tensor, or for a slice, such as one optimizer's, tensors with their addresses."""
+        if not isinstance(key, slice):
+            return super().__getitem__(key)
+        if key.indices(len(self)) == (0, len(self), 1):
+            return self
+        at = self.at
+        part = Addresses(at.addresses[key], at.kinds[key], at.sizes[key], at.device)
+        return AddressedTensors(super().__getitem__(key), part)
+
 
 def locate(tensors: Sequence[Tensor], *, chunk: int | None = None) -> Located:
     """Finds the tensors, all on one device, and sends their addresses there; nothing waits."""

@@ -12,6 +12,7 @@ The C++ gets addresses. Who calls it holds the tensors until it returns.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -201,7 +202,7 @@ class Settler:
             self._rules = torch.tensor([bound, largest_finite, *scale.numbers()], **_WIDE)
             self._prepared_for = clip, scale, largest_finite
         moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
-        if any(map(_is_not, moving, self._checked)) or not self._checked:
+        if not self._checked or any(map(operator.is_not, moving, self._checked)):
             _check(moving, _MOVING)
             self._checked = moving
         if loss is not None and loss.dtype not in CODES:
@@ -333,10 +334,6 @@ def _check(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
     # The kernel gets addresses: another dtype would be read as something else.
     assert [tensor.dtype for tensor in tensors] == list(dtypes)
     assert all(tensor.device.type == "cpu" for tensor in tensors)
-
-
-def _is_not(one: object, other: object) -> bool:
-    return one is not other
 
 
 def _note_written(tensors: Sequence[Tensor]) -> None:
