@@ -283,10 +283,17 @@ class AddressedTensors(Sequence[Tensor]):
     def __getitem__(self, place: int) -> Tensor: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Tensor]: ...
+    def __getitem__(self, place: slice) -> AddressedTensors: ...
 
-    def __getitem__(self, place: int | slice) -> Tensor | list[Tensor]:
-        return self._listed()[place]
+    def __getitem__(self, place: int | slice) -> Tensor | AddressedTensors:
+        """One tensor, or for a slice, such as one optimizer's, tensors with their addresses."""
+        if not isinstance(place, slice):
+            return self._listed()[place]
+        if place.indices(self._size) == (0, self._size, 1):
+            return self
+        at = self.at
+        part = Addresses(at.numbers[place], at.kinds[place], at.sizes[place], at.device)
+        return AddressedTensors(self._listed()[place], part)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._listed())
