@@ -3,12 +3,13 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "native.h"
+#include "parameter_marks.h"
+#include "weight_sample.h"
 
 namespace gradilocks {
 
 bool add_tensor_walk(PyObject* module) {
-  (void)module;
-  return true;
+  return add_parameter_marks(module) && add_weight_sample(module);
 }
 
 }  // namespace gradilocks
