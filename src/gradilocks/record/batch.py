@@ -380,7 +380,7 @@ def _culprits(
     *,
     of_rank: bool,
 ) -> dict[str, Any]:
-    """`culprits` of a bad step and, where they tell something, `finite_gradients`, `finite_after`."""
+    """`culprits` of a bad step and, if they tell something, `finite_gradients`, `finite_after`."""
     names = optimizer.info.names
     where = f" on rank {optimizer.rank}" if of_rank else ""
     counts = dict(zip(places, zip(nan, inf, strict=True), strict=False))

@@ -231,8 +231,8 @@ def _short(values: Iterable[float | None]) -> list[float | None]:
     return [
         v
         if v is None or v.__class__ is int
-        else float("%.6g" % v)
-        if v - v == 0.0  # Finite. 0.4 us a number in all, half of what asking `math` takes.
+        else float(f"{v:.6g}")
+        if v - v == 0.0  # Finite, in a third of the time that `math` takes to say so.
         else None
         for v in values
     ]
