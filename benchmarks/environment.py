@@ -1,8 +1,14 @@
-"""What the numbers of a run depend on: hardware and versions."""
+"""What the numbers of a run depend on: hardware, versions, and which kernels and walk serve.
+
+Every benchmark imports this, directly or through `report`, before it uses Gradilocks, and so waits
+for the native library to be built instead of measuring half a run without it. GRADILOCKS_NATIVE=off
+in the environment still measures the way without.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from pathlib import Path
 
@@ -10,6 +16,8 @@ import torch
 
 import gradilocks
 import gradilocks.kernels
+
+os.environ.setdefault("GRADILOCKS_NATIVE", "wait")
 
 
 def environment(device: torch.device) -> dict[str, object]:
@@ -23,12 +31,12 @@ def environment(device: torch.device) -> dict[str, object]:
         "triton": _version("triton"),
         "gradilocks": gradilocks.__version__,
         "system": platform.system(),
+        "kernels": gradilocks.kernels.describe(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
         found["cuda"] = torch.version.cuda
-        found["kernels"] = gradilocks.kernels.describe()[device.type]
     return found
 
 

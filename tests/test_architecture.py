@@ -219,7 +219,11 @@ READ_ELSEWHERE = {
         "bool(scale >= 1.0)",  # After `scale.device != cpu` has returned.
         "bool(tensor.abs().max().double() > most)",
     },
-    "kernels/chunks.py": {"int(each.sum())", "int(counts.max())"},  # Tables, made on the CPU.
+    # Tables and addresses, made on the CPU.
+    "kernels/chunks.py": {
+        *("int(each.sum())", "int(counts.max())", "numbers.tolist()"),
+        "torch.equal(addresses, sent)",
+    },
     "kernels/triton_launch.py": {"torch.equal(cells, expected)"},  # A launcher is tried out, once.
     # At a step at which ranks compare what has shown its first gradient.
     "ranks/agreement.py": {

@@ -75,6 +75,7 @@ __all__ = [
     "norms",
     "note_stepped",
     "parameters_in",
+    "plain_launch",
     "post_accumulate_hooks",
     "rewrapped_by_schedule",
     "root_mesh",
@@ -428,8 +429,29 @@ class unseen_by_modes:  # noqa: N801 # As torch.no_grad is.
 
 # --- torch.compile and checkpointing --------------------------------------------------------------
 
-uncompiled: Any = _find("torch._compile._disable_dynamo", torch.compiler.disable)
-"""Decorates what must run as it is written. The public one imports the compiler: seconds."""
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+_disabled: Any = _find("torch._compile._disable_dynamo", torch.compiler.disable)
+_set_strategy: Any = _find(f"{_EVAL_FRAME}.set_code_exec_strategy", None)
+_Strategy: Any = _find(f"{_EVAL_FRAME}._FrameExecStrategy", None)
+_Action: Any = _find(f"{_EVAL_FRAME}._FrameAction", None)
+
+
+def uncompiled(function: Any) -> Any:
+    """Decorates what must run as it is written, with all that it calls.
+
+    The function itself comes back: its code is marked, once, as one that compiled code calls and
+    does not look into. A wrapper that turns the compiler off and on again takes 0.5 us at each call
+    (EPYC, torch 2.13), and imports the compiler at the first, which takes seconds. It serves where
+    this torch has no such marks, and for a function that is a wrapper itself, whose code other
+    functions share.
+    """
+    if None in (_set_strategy, _Strategy, _Action) or hasattr(function, "__wrapped__"):
+        return _disabled(function)
+    _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.SKIP))
+    function._torchdynamo_disable = function._torchdynamo_disable_recursive = True
+    function._torchdynamo_disable_msg = None
+    return function
+
 
 DYNAMO = "torch._dynamo"
 """The compiler's module; in `sys.modules` only if somebody has compiled something."""
@@ -763,9 +785,7 @@ def compile_kernel(kernel: Any, args: Sequence[Any], **options: Any) -> Any:
     return compiled
 
 
-def short_launcher(
-    compiled: Any, constants: Sequence[Any]
-) -> Callable[[int, int, Sequence[int]], None]:
+def short_launcher(compiled: Any, constants: Sequence[Any]) -> Callable[..., object]:
     """Runs what `compile_kernel` returned, without Triton's search for it, some 30 us a launch.
 
     The launcher takes its arguments by place, unchecked: in another order they are other addresses.
@@ -778,15 +798,32 @@ def short_launcher(
 
     Returns:
         A function of the number of programs, the stream as `current_stream` has it, and the
-        arguments: numbers and addresses. Not tensors, for which it would ask the driver whose
-        they are.
+        arguments: numbers and tensors. The launcher gets the addresses of these; for tensors it
+        would ask the driver whose they are.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
-    def launch(programs: int, stream: int, args: Sequence[int]) -> None:
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *args, *constants)
+    def launch(programs: int, stream: int, *args: Any) -> None:
+        taken = [arg if type(arg) is int else arg.data_ptr() for arg in args]
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *taken, *constants)
 
     return launch
+
+
+def plain_launch(compiled: Any) -> tuple[int, int, int] | None:
+    """The driver's function, threads a program and bytes of shared memory of a compiled kernel.
+
+    None if a launch of it needs more than these: clusters, a cooperative grid, scratch memory.
+    """
+    told = getattr(compiled, "metadata", None)
+    warps, shared = getattr(told, "num_warps", None), getattr(told, "shared", None)
+    clusters = (getattr(told, "num_ctas", 1), *getattr(told, "cluster_dims", ()))
+    needs = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    if any(getattr(told, name, 0) for name in needs) or set(clusters) != {1}:
+        return None
+    if not isinstance(warps, int) or not isinstance(shared, int):
+        return None
+    return compiled.function, 32 * warps, shared
 
 
 def seen_by_launcher(compiled: Any, launch: Callable[[], object]) -> tuple[Any, ...] | None:

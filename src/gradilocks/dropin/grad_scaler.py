@@ -140,8 +140,8 @@ class _OptimizerStep(NamedTuple):
 class _SinceUpdate:
     """What has happened since the last `update`."""
 
-    def __init__(self) -> None:
-        self.guard = UnscaledGuard()
+    def __init__(self, guard: UnscaledGuard) -> None:
+        self.guard = guard
         self.steps: dict[int, _OptimizerStep] = {}
         """By the id of the optimizer."""
         self.peak: Tensor | None = None
@@ -257,7 +257,7 @@ class GradScaler(torch.amp.GradScaler):
             if self._enabled:
                 self._show_policys_numbers(self._policy)
         self._outcome: ScalerOutcome | partial[ScalerOutcome] | None = None
-        self._now = _SinceUpdate()
+        self._now = _SinceUpdate(UnscaledGuard())
         self._events = StepEvents(EVENTS)
         config = checked_config(config)
         if record is not None:
@@ -512,13 +512,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._now, self._events = _SinceUpdate(), StepEvents(EVENTS)
+        self._now, self._events = _SinceUpdate(UnscaledGuard()), StepEvents(EVENTS)
 
     def __copy__(self) -> GradScaler:
         """Shares the model and the process group; steps of its own from here on."""
         made = type(self).__new__(type(self))
         made.__dict__.update(super().__getstate__())
-        made._outcome, made._now, made._events = None, _SinceUpdate(), StepEvents(EVENTS)
+        made._outcome, made._events = None, StepEvents(EVENTS)
+        made._now = _SinceUpdate(UnscaledGuard())
         made._scale_state = copy.deepcopy(made._scale_state)
         made._engines = copy.deepcopy(self._engines).with_model(self._model)
         return made
@@ -576,7 +577,9 @@ class GradScaler(torch.amp.GradScaler):
     def _start_iteration(self) -> None:
         if self._now.steps and self._clips:
             self._engines.warn_of_misfits()
-        self._now = _SinceUpdate()
+        guard = self._now.guard
+        guard.start_iteration()
+        self._now = _SinceUpdate(guard)
 
     def _widened(self, outputs: Any) -> Any:
         """fp16 as float32; a policy that asks takes note of each loss as it comes by."""

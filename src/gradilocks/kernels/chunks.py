@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ __all__ = [
     "Chunking",
     "Located",
     "all_aligned",
+    "as_numbers",
     "chunking_for",
     "kinds_of",
     "locate",
@@ -117,23 +118,28 @@ class Chunking:
         self.counts = send(counts.to(torch.int32), device)
         self.launches: dict[Hashable, list[Any]] = {}
         """What the kernels' users have found out about launching on it."""
-        self._sent: tuple[list[int], Tensor] = [], self.sizes
+        self._sent = _NOTHING, self.sizes
 
-    def point_at(self, addresses: list[int]) -> Tensor:
-        """The tensors' addresses on the device; sent only if they are not what was sent before."""
+    def point_at(self, addresses: Tensor) -> Tensor:
+        """The tensors' addresses on the device; sent only if they are not what was sent before.
+
+        Args:
+            addresses: int64, on the host; nobody writes to it.
+        """
         sent, pointers = self._sent
-        if addresses != sent:
+        if not torch.equal(addresses, sent):
             stream = self.device, stream_of(self.device)
-            sent, pointers = _latest.get(stream, ([], self.sizes))
-            if addresses != sent:
-                pointers = send(array("q", addresses), self.device)
+            sent, pointers = _latest.get(stream, (_NOTHING, self.sizes))
+            if not torch.equal(addresses, sent):
+                pointers = send(addresses, self.device)
             if not capturing():  # What a graph sends is there only when it is replayed.
                 _latest[stream] = self._sent = addresses, pointers  # Both at once, for threads.
         keep_if_captured(self, pointers)
         return pointers
 
 
-_latest: dict[tuple[torch.device, int | None], tuple[list[int], Tensor]] = {}
+_NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
+_latest: dict[tuple[torch.device, int | None], tuple[Tensor, Tensor]] = {}
 """The pointers that were sent last, for the next chunking of the same tensors."""
 _chunkings: dict[tuple[object, ...], Chunking] = {}
 
@@ -177,7 +183,7 @@ class Addresses:
     What kernels make of that is worked out on first use, and again only as far as it has changed.
 
     Args:
-        addresses: of each tensor.
+        numbers: the address of each tensor: int64, on the host; nobody writes to it.
         kinds: dtype and alignment in bytes of each.
         sizes: elements of each.
         device: of all of them.
@@ -185,13 +191,23 @@ class Addresses:
 
     def __init__(
         self,
-        addresses: list[int],
+        numbers: Tensor,
         kinds: tuple[tuple[torch.dtype, int], ...],
         sizes: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        self.addresses, self.kinds, self.sizes, self.device = addresses, kinds, sizes, device
+        self.numbers, self.kinds, self.sizes, self.device = numbers, kinds, sizes, device
+        self._listed: tuple[Tensor, list[int]] | None = None
         self._located: dict[int | None, Located] = {}
+        self._in_captures: set[int | None] = set()
+
+    @property
+    def addresses(self) -> list[int]:
+        """The address of each tensor; a list is made when it is asked for."""
+        numbers, listed = self.numbers, self._listed
+        if listed is None or listed[0] is not numbers:
+            listed = self._listed = numbers, numbers.tolist()  # Both at once, for threads.
+        return listed[1]
 
     @property
     def located(self) -> Located:
@@ -202,46 +218,93 @@ class Addresses:
         """The tensors in chunks of so many elements; None for what is best for measuring."""
         found = self._located.get(chunk)
         if found is None:
-            found = _placed(self.sizes, self.kinds, self.addresses, self.device, chunk)
+            found = _placed(self.sizes, self.kinds, self.numbers, self.device, chunk)
             self._located[chunk] = found
+            if chunk is not None and capturing():
+                self._in_captures.add(chunk)
         keep_if_captured(found)
         return found
 
-    def change(self, addresses: list[int], numbers: array[int]) -> None:
+    def change(self, numbers: Tensor) -> None:
         """From here on the tensors lie elsewhere; their sizes and kinds are the same.
 
         Args:
-            addresses: of each tensor.
-            numbers: the same addresses, to be sent.
+            numbers: the address of each tensor, as before.
         """
-        self.addresses = addresses
-        known = self._located.get(None)
-        self._located.clear()
-        if known is not None:
-            self._located[None] = known._replace(pointers=send(numbers, self.device))
+        self.numbers = numbers
+        known, self._located = self._located, {}
+        for chunk in self._in_captures:  # What a graph sends is there only when it is replayed.
+            known.pop(chunk, None)
+        self._in_captures.clear()
+        if known:
+            pointers = send(numbers, self.device)
+            self._located = {
+                chunk: each._replace(pointers=pointers) for chunk, each in known.items()
+            }
 
 
-class AddressedTensors(list[Tensor]):
-    """Tensors whose addresses are known: `locate` need not ask each."""
+class AddressedTensors(Sequence[Tensor]):
+    """Tensors whose addresses are known: `locate` need not ask each.
+
+    Args:
+        tensors: as a list, or as C++ holds them; then Python objects are made of them only if
+            somebody asks for one (2,000 take 0.3 ms).
+        at: where they lie.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], at: Addresses) -> None:
-        super().__init__(tensors)
+        self._tensors, self._size = tensors, len(tensors)
         self.at = at
+
+    @property
+    def held(self) -> Sequence[Tensor]:
+        """The tensors as they are held, for C++."""
+        return self._tensors
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, place: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, place: int | slice) -> Tensor | list[Tensor]:
+        return self._listed()[place]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._listed())
+
+    def _listed(self) -> list[Tensor]:
+        tensors = self._tensors
+        if not isinstance(tensors, list):
+            tensors = self._tensors = list(tensors)
+        return tensors
 
 
 def locate(tensors: Sequence[Tensor], *, chunk: int | None = None) -> Located:
     """Finds the tensors, all on one device, and sends their addresses there; nothing waits."""
     if isinstance(tensors, AddressedTensors):
         return tensors.at.located_in(chunk)
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses = [_address_of(tensor) for tensor in tensors]
     sizes = tuple([tensor.numel() for tensor in tensors])
-    return _placed(sizes, kinds_of(tensors, addresses), addresses, tensors[0].device, chunk)
+    numbers = as_numbers(array("q", addresses))
+    return _placed(sizes, kinds_of(tensors, addresses), numbers, tensors[0].device, chunk)
+
+
+def _address_of(tensor: Tensor) -> int:
+    """Where the elements begin; 0 if there are none, or they lie in other tensors (a subclass)."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _placed(
     sizes: tuple[int, ...],
     kinds: tuple[tuple[torch.dtype, int] | None, ...],
-    addresses: list[int],
+    numbers: Tensor,
     device: torch.device,
     chunk: int | None,
 ) -> Located:
@@ -249,7 +312,12 @@ def _placed(
     most = MOST_CHUNKS if chunk is None else MOST_TO_CHANGE
     chunking = chunking_for(sizes, kinds, CHUNK if chunk is None else chunk, most, device)
     rest = tuple([place for place, kind in enumerate(kinds) if kind is None])
-    return Located(device, chunking, chunking.point_at(addresses), rest)
+    return Located(device, chunking, chunking.point_at(numbers), rest)
+
+
+def as_numbers(addresses: array[int]) -> Tensor:
+    """Addresses as `Addresses` takes them; nobody may write to the array any more."""
+    return torch.frombuffer(addresses, dtype=torch.int64) if addresses else _NOTHING
 
 
 # The lowest byte of an address says whether it is aligned to 16 bytes.
@@ -269,7 +337,9 @@ def kinds_of(
     return tuple(
         [
             (tensor.dtype, 16 if address % 16 == 0 else tensor.element_size())
-            if tensor.dtype in DTYPES and (tensor.is_contiguous() or pieces.is_dense(tensor))
+            if tensor.dtype in DTYPES
+            and (address or not tensor.numel())
+            and (tensor.is_contiguous() or pieces.is_dense(tensor))
             else None
             for tensor, address in zip(tensors, addresses, strict=True)
         ]

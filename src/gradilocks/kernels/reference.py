@@ -212,7 +212,7 @@ def _multiply_small_(tensors: list[Tensor], factor: float) -> bool:
     """Multiplies, and says whether all elements are finite, before and after."""
     flag, by = torch.zeros((), **_FLOAT), torch.tensor(factor, **_FLOAT)
     unscale_and_check_(tensors, flag, by)
-    if abs(factor) > 1.0:  # The kernel looks before it multiplies; a product can overflow.
+    if not abs(factor) <= 1.0:  # The kernel looks before it multiplies; a product can overflow.
         unscale_and_check_(tensors, flag, torch.ones_like(by))
     return not flag.item()
 

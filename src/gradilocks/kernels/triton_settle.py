@@ -22,14 +22,13 @@ from torch import Tensor
 from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Located
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.kernels.host_numbers import numbers_on, send, stream_of
+from gradilocks.kernels.kernel_results import nonfinite_of, put_back, statistics_of
 from gradilocks.kernels.triton_launch import launch_for, unspecialized
 from gradilocks.kernels.triton_measure import (
     gather,
     lanes_for,
     measure_located,
-    nonfinite_of,
     scratch_for,
-    statistics_of,
 )
 from gradilocks.kernels.triton_optimizers import adam_rates, sgd_rates
 from gradilocks.values import Decision, NonFinite, ScaleState, StepRecord
@@ -57,6 +56,20 @@ class Settler:
         self._prepared_for: tuple[object, ...] = ()
         self._state: tuple[object, ...] = ()
 
+    def begin(
+        self, gradients: AddressedTensors, clip: Any, scale: Any, *, largest_finite: float
+    ) -> None:
+        """Launches the measuring, so that the device is at work while the host prepares the rest.
+
+        Args:
+            gradients: of this step.
+            clip, scale: the ClipRules and the ScaleRules.
+            largest_finite: what the gradients' dtypes hold.
+        """
+        located = gradients.at.located
+        self._prepare(located, clip, scale, largest_finite)
+        measure_located(located, self._scratch, order=clip.order)
+
     def settle(
         self,
         gradients: AddressedTensors,
@@ -64,7 +77,6 @@ class Settler:
         scale: Any,
         state: ScaleState,
         *,
-        largest_finite: float,
         streak: Tensor,
         steps: Tensor,
         loss: Tensor | None,
@@ -72,13 +84,11 @@ class Settler:
         moves: bool,
         rating: Any = None,
     ) -> tuple[Decision, StepRecord]:
-        """Measures, decides, and moves the scale, the streak and the count of steps on.
+        """Decides, and moves the scale, the streak and the count of steps on.
 
         Args:
-            gradients: of this step.
-            clip, scale: the ClipRules and the ScaleRules.
+            gradients, clip, scale: as `begin` was given them.
             state: of the scale.
-            largest_finite: what the gradients' dtypes hold.
             streak, steps: the counts of non-finite steps in a row and of all steps.
             loss: 0-d; to be looked at for NaN and Inf.
             unscaled: whether the gradients have lost the scale already.
@@ -86,8 +96,6 @@ class Settler:
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
         located, order = gradients.at.located, clip.order
-        self._prepare(located, clip, scale, largest_finite)
-        measure_located(located, self._scratch, order=order)
         found = torch.empty(5, located.chunking.count, dtype=torch.float64, device=self.device)
         row = torch.empty(12, dtype=torch.float64, device=self.device)
         if self._state[:2] != (id(state), id(streak)):
@@ -108,12 +116,7 @@ class Settler:
     @staticmethod
     def undo(record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
         """Puts back what `settle` has moved on."""
-        state.scale.copy_(record.row[1])
-        for number, tensor in zip(
-            record.row[9:].unbind(), (state.growth_tracker, state.hysteresis, streak), strict=True
-        ):
-            tensor.copy_(number)
-        steps.sub_(1)
+        put_back(record, state, streak, steps)
 
     def _prepare(self, located: Located, clip: Any, scale: Any, largest_finite: float) -> None:
         wanted: tuple[object, ...] = (located.chunking, clip, scale, largest_finite)

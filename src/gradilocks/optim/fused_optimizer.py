@@ -257,12 +257,10 @@ class Plan:
 
     def _send_settings(self, optimizer: Any) -> None:
         every = [optimizer.settings(group) for group in optimizer.param_groups]
-        if all(set(map(type, settings)) <= _NUMBERS for settings in every):
-            if every == self._every:
-                return
-            self._every = every
-        else:
-            self._every = []
+        if self._every and all(map(_same_numbers, every, self._every)):
+            return
+        plain = all(set(map(type, settings)) <= _NUMBERS for settings in every)
+        self._every = every if plain else []
         numbers: list[float | None] = []  # None: is on the device already.
         on_device: list[tuple[int, Tensor]] = []
         for group, settings in zip(optimizer.param_groups, every, strict=True):
@@ -338,6 +336,14 @@ def _shape(optimizer: Any) -> list[tuple[Any, ...]]:
         (len(group["params"]), group["master_weights"], optimizer.flags(group))
         for group in optimizer.param_groups
     ]
+
+
+def _same_numbers(settings: list[Any], before: list[float]) -> bool:
+    """Whether they are the same; a tensor is not asked for its value, which might wait."""
+    for number, known in zip(settings, before, strict=True):
+        if number is not known and (type(number) not in _NUMBERS or number != known):
+            return False
+    return True
 
 
 def _flat(rows: list[list[int]]) -> array[int]:
@@ -423,6 +429,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             handle.remove()
             self.__dict__.pop("_loading", None)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, which asks each parameter for its gradient first.
+
+        That makes a Python object of it: 2,000 new ones take 0.83 ms, and 0.22 without.
+        """
+        if not set_to_none or is_profiling():  # A profile shows it under its name.
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps every parameter that has a gradient, unless `found_inf` says to skip.
@@ -459,7 +477,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def gradients(self) -> TableGradients | None:
         """The gradients of this moment if the kernels can take them, for whoever measures them."""
-        found = self._table.find_addressed(lists_of((self,)), name=Names(None, (self,)))
+        found = self._table.find_addressed(lists_of((self,)), name=self._name)
         if found is not self._looked_at:
             # A parameter that wraps other tensors has no address of its own.
             if found is not None and any(
@@ -468,6 +486,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return None
             self._looked_at = found
         return found
+
+    def _name(self, param: Tensor) -> str:
+        return Names(None, (self,))(param)
 
     def hold(self, found: TableGradients | None) -> None:
         """Hands the next step gradients that were found a moment ago, so it need not look."""

@@ -23,7 +23,15 @@ from torch.nn.parameter import is_lazy
 from gradilocks import kernels
 from gradilocks._torch import TensorBase, sparse_values, tensor_guards
 from gradilocks.errors import SharedParameter
-from gradilocks.kernels.chunks import DTYPES, AddressedTensors, Addresses, all_aligned, kinds_of
+from gradilocks.kernels import native
+from gradilocks.kernels.chunks import (
+    DTYPES,
+    AddressedTensors,
+    Addresses,
+    all_aligned,
+    as_numbers,
+    kinds_of,
+)
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.ranks.layout import (
     Layout,
@@ -73,7 +81,7 @@ class Gradients:
     def __init__(
         self,
         params: list[Tensor],
-        tensors: list[Tensor],
+        tensors: Sequence[Tensor],
         *,
         ends: list[int],
         dtypes: Set[torch.dtype],
@@ -144,12 +152,14 @@ class TableGradients(Gradients):
         """The parameters' own elements: of a DTensor this rank's, in the same memory."""
         self.homes = list(map(_address, self.elements))
         """Where those lie."""
-        self._make = [_make_of(tensor) for tensor in self.elements + tensors]
-        self._guard = tensor_guards(self.elements + tensors)
+        self._make = [_make_of(tensor) for tensor in [*self.elements, *tensors]]
+        self._guard = tensor_guards([*self.elements, *tensors])
         self._aligned = all(alignment == 16 for _, alignment in self.at.kinds)
         # What a graph sends is there only when it is replayed.
         self._sent_in_a_capture = capturing()
         self.shared = self._may_share = False
+        self._walk: Any = None
+        self._asked: Any = None
 
     def may_share(self, allowed: bool) -> None:
         """Says whether two parameters may have one gradient, and finds out whether they do."""
@@ -183,7 +193,33 @@ class TableGradients(Gradients):
             if self.shared and not self._may_share:
                 return False
             self._sent_in_a_capture = capturing()
-            self.at.change(addresses, numbers)
+            self.at.change(as_numbers(numbers))
+        self.tensors = AddressedTensors(tensors, self.at)
+        return True
+
+    def let_walk(self, lists: Lists) -> None:
+        """Has C++ walk over the lists from here on, where it is built and can do it."""
+        library = native.library()
+        if library is not self._asked and not self.layouts:
+            self._asked = library
+            given = [list(groups) for groups in lists], self.params, [*self.tensors]
+            self._walk = library.walk_over(*given, self._aligned, self._may_share)
+
+    @property
+    def is_walked(self) -> bool:
+        """Whether C++ walks over the lists."""
+        return self._walk is not None
+
+    def walk(self, lists: Lists) -> bool:
+        """As `renew` after all that is listed was compared, in C++: nothing is asked in Python."""
+        answer = self._walk.renew(lists, self._sent_in_a_capture)
+        if answer is None:
+            return False
+        tensors, numbers = answer
+        if numbers is not None:
+            self.shared = self._walk.shared
+            self._sent_in_a_capture = capturing()
+            self.at.change(numbers)
         self.tensors = AddressedTensors(tensors, self.at)
         return True
 
@@ -286,18 +322,25 @@ class GradientTable:
         if (
             found is not None
             and kernels.BACKENDS[found.device.type].BY_ADDRESS
-            and self._same(lists)
+            and (found.walk(lists) if found.is_walked else self._renewed(found, lists))
         ):
-            try:
-                tensors = found.current()
-                addresses = list(map(_address, tensors))
-            except (TypeError, RuntimeError):  # None, or a gradient without an address.
-                pass
-            else:
-                if found.renew(tensors, addresses):
-                    return found
+            return found
         self._found = self._look(lists, name)
         return self._found
+
+    def _renewed(self, found: TableGradients, lists: Lists) -> bool:
+        """Whether nothing but addresses has changed since the last step, asked in Python."""
+        if not self._same(lists):
+            return False
+        try:
+            tensors = found.current()
+            addresses = list(map(_address, tensors))
+        except (TypeError, RuntimeError):  # None, or a gradient without an address.
+            return False
+        if not found.renew(tensors, addresses):
+            return False
+        found.let_walk(lists)  # Its library may have been built meanwhile.
+        return True
 
     @property
     def adds_up(self) -> bool:
@@ -378,6 +421,7 @@ class GradientTable:
         ]
         found = TableGradients(having, addressed, ends, layouts)
         found.may_share(self._may_share)
+        found.let_walk(lists)
         return found
 
 
@@ -637,7 +681,8 @@ def _addressed(tensors: list[Tensor], *, may_share: bool = False) -> AddressedTe
         if None in kinds:
             return None
     sizes = tuple(map(TensorBase.numel, tensors))
-    return AddressedTensors(tensors, Addresses(addresses, kinds, sizes, device))
+    numbers = as_numbers(array("q", addresses))
+    return AddressedTensors(tensors, Addresses(numbers, kinds, sizes, device))
 
 
 def _coincide(addresses: Sequence[int]) -> bool:
