@@ -443,6 +443,32 @@ inline PyObject* held_item(PyObject* self, Py_ssize_t place) {
   return tensor;
 }
 
+// Held tensors as a list is indexed: one as a Python object, or some of them, held as well.
+inline PyObject* held_subscript(PyObject* self, PyObject* key) {
+  if (!PySlice_Check(key)) {
+    const Py_ssize_t place = PyNumber_AsSsize_t(key, PyExc_IndexError);
+    if (place == -1 && PyErr_Occurred()) {
+      return nullptr;
+    }
+    return held_item(self, place < 0 ? place + held_length(self) : place);
+  }
+  Py_ssize_t begin = 0, end = 0, step = 0;
+  if (PySlice_Unpack(key, &begin, &end, &step) < 0) {
+    return nullptr;
+  }
+  const Py_ssize_t length = PySlice_AdjustIndices(held_length(self), &begin, &end, step);
+  PyObject* made = nullptr;
+  guarded([&] {
+    std::vector<at::Tensor> some;
+    for (Py_ssize_t i = 0; i < length; ++i) {
+      const size_t place = static_cast<size_t>(begin + i * step);
+      some.push_back((*reinterpret_cast<HeldTensors*>(self)->tensors)[place]);
+    }
+    made = hold(std::move(some)).release().ptr();
+  });
+  return made;
+}
+
 inline int walk_traverse(PyObject* self, visitproc visit, void* arg) {
   if (const Walk* walk = reinterpret_cast<GradientWalk*>(self)->walk) {
     const int stop =
@@ -847,6 +873,8 @@ inline PyObject* lie_at(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyType_Slot held_tensors_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(held_dealloc)},
                                     {Py_sq_length, reinterpret_cast<void*>(held_length)},
                                     {Py_sq_item, reinterpret_cast<void*>(held_item)},
+                                    {Py_mp_length, reinterpret_cast<void*>(held_length)},
+                                    {Py_mp_subscript, reinterpret_cast<void*>(held_subscript)},
                                     {0, nullptr}};
 PyType_Spec held_tensors_spec = {"gradilocks_native.HeldTensors", sizeof(HeldTensors), 0,
                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
