@@ -14,11 +14,13 @@ PYTHON ?=
 CANDIDATES := python3.11 python3.12 python3.13 python3.10 python3 python
 WORKERS ?= 2
 ARGS ?=
+NATIVE ?= wait
 
 # One thread a worker: torch's own threads would only compete with the other worker for the same
 # cores. A worker that is through takes over tests of the other. Bytecode is kept also where the
 # environment says not to: else each of the processes that tests start compiles the package anew.
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+# The C++ library is waited for, once a machine: else the first tests would run without it.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= GRADILOCKS_NATIVE=$(NATIVE) \
   $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # ensurepip first: an environment made by another tool may have no pip.

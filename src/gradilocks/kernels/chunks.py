@@ -7,6 +7,7 @@ if they stay. Sending does not wait.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from array import array
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from gradilocks.kernels import pieces
+from gradilocks.kernels import native, pieces
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.kernels.host_numbers import send, stream_of
 
@@ -34,6 +35,7 @@ __all__ = [
     "chunking_for",
     "kinds_of",
     "locate",
+    "note_written",
 ]
 
 CHUNK = 1 << 15
@@ -225,6 +227,19 @@ class Addresses:
         keep_if_captured(found)
         return found
 
+    @functools.cached_property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes that there are."""
+        return frozenset([dtype for dtype, _ in self.kinds])
+
+    def moved(self, numbers: Tensor) -> Addresses:
+        """Tensors of the same sizes and kinds that lie elsewhere, or there."""
+        made = Addresses(numbers, self.kinds, self.sizes, self.device)
+        made._located, made._in_captures = dict(self._located), set(self._in_captures)
+        if not torch.equal(numbers, self.numbers):
+            made.change(numbers)
+        return made
+
     def change(self, numbers: Tensor) -> None:
         """From here on the tensors lie elsewhere; their sizes and kinds are the same.
 
@@ -283,14 +298,34 @@ class AddressedTensors(Sequence[Tensor]):
         return tensors
 
 
+def note_written(tensors: Sequence[Tensor]) -> None:
+    """Tells autograd that kernels have written to the tensors.
+
+    As torch.autograd.graph.increment_version: of 2,000 tensors in 0.01 ms, where Python takes 0.2.
+    """
+    library = native.library()
+    if library is None:
+        torch.autograd.graph.increment_version(tensors)
+    else:
+        library.count_write(tensors.held if isinstance(tensors, AddressedTensors) else tensors)
+
+
 def locate(tensors: Sequence[Tensor], *, chunk: int | None = None) -> Located:
     """Finds the tensors, all on one device, and sends their addresses there; nothing waits."""
     if isinstance(tensors, AddressedTensors):
         return tensors.at.located_in(chunk)
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses = [_address_of(tensor) for tensor in tensors]
     sizes = tuple([tensor.numel() for tensor in tensors])
     numbers = as_numbers(array("q", addresses))
     return _placed(sizes, kinds_of(tensors, addresses), numbers, tensors[0].device, chunk)
+
+
+def _address_of(tensor: Tensor) -> int:
+    """Where the elements begin; 0 if there are none, or they lie in other tensors (a subclass)."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _placed(
@@ -329,7 +364,9 @@ def kinds_of(
     return tuple(
         [
             (tensor.dtype, 16 if address % 16 == 0 else tensor.element_size())
-            if tensor.dtype in DTYPES and (tensor.is_contiguous() or pieces.is_dense(tensor))
+            if tensor.dtype in DTYPES
+            and (address or not tensor.numel())
+            and (tensor.is_contiguous() or pieces.is_dense(tensor))
             else None
             for tensor, address in zip(tensors, addresses, strict=True)
         ]

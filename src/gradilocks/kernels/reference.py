@@ -33,6 +33,7 @@ from torch import Tensor
 from gradilocks import _torch
 from gradilocks._torch import clamp_max_, clamp_min_, mul_, unscale_and_check_
 from gradilocks.kernels import pieces
+from gradilocks.kernels.chunks import AddressedTensors
 from gradilocks.values import Measurement, NonFinite, Statistics, wide
 
 __all__ = [
@@ -210,7 +211,7 @@ def _multiply_small_(tensors: list[Tensor], factor: float) -> bool:
     """Multiplies, and says whether all elements are finite, before and after."""
     flag, by = torch.zeros((), **_FLOAT), torch.tensor(factor, **_FLOAT)
     unscale_and_check_(tensors, flag, by)
-    if abs(factor) > 1.0:  # The kernel looks before it multiplies; a product can overflow.
+    if not abs(factor) <= 1.0:  # The kernel looks before it multiplies; a product can overflow.
         unscale_and_check_(tensors, flag, torch.ones_like(by))
     return not flag.item()
 
@@ -487,4 +488,6 @@ def rounded(norm: Tensor, *, double: bool = False) -> Tensor:
 
 def any_double(tensors: Iterable[Tensor]) -> bool:
     """Whether one of `tensors` is float64."""
+    if isinstance(tensors, AddressedTensors):
+        return not DOUBLE.isdisjoint(tensors.at.dtypes)
     return not DOUBLE.isdisjoint({tensor.dtype for tensor in tensors})

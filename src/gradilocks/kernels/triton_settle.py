@@ -22,14 +22,13 @@ from torch import Tensor
 from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Located
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.kernels.host_numbers import numbers_on, send, stream_of
+from gradilocks.kernels.kernel_results import nonfinite_of, put_back, statistics_of
 from gradilocks.kernels.triton_launch import launch_for, unspecialized
 from gradilocks.kernels.triton_measure import (
     gather,
     lanes_for,
     measure_located,
-    nonfinite_of,
     scratch_for,
-    statistics_of,
 )
 from gradilocks.kernels.triton_optimizers import adam_rates, sgd_rates
 from gradilocks.values import Decision, NonFinite, ScaleState, StepRecord
@@ -117,12 +116,7 @@ class Settler:
     @staticmethod
     def undo(record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
         """Puts back what `settle` has moved on."""
-        state.scale.copy_(record.row[1])
-        for number, tensor in zip(
-            record.row[9:].unbind(), (state.growth_tracker, state.hysteresis, streak), strict=True
-        ):
-            tensor.copy_(number)
-        steps.sub_(1)
+        put_back(record, state, streak, steps)
 
     def _prepare(self, located: Located, clip: Any, scale: Any, largest_finite: float) -> None:
         wanted: tuple[object, ...] = (located.chunking, clip, scale, largest_finite)
