@@ -455,7 +455,7 @@ class Batch:
         for copy, entries in self._copies:
             # In memory that no device knows of, and tensor by tensor: most of the numbers, the
             # counts of NaN and Inf of every gradient, are only asked whether one of them is not 0.
-            parts = copy.numbers().split([size for _, _, size in entries])
+            parts = torch.split(copy.numbers(), [size for _, _, size in entries])
             for (step, what, _), numbers in zip(entries, parts, strict=True):
                 step.put(what, numbers)
         return self.steps

@@ -10,14 +10,14 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradilocks import _torch
 from gradilocks.kernels import native, pieces
-from gradilocks.kernels.host_numbers import numbers_on
+from gradilocks.kernels.host_numbers import numbers_on, send
 from gradilocks.ranks.layout import local_of
 from gradilocks.step.rank_losses import RankedLosses
 from gradilocks.step.together import Together
@@ -163,7 +163,10 @@ class Weights:
         with torch.no_grad():
             for before in self._before:
                 change = _copies(self._params, before.kind).elements.sub_(before.elements)
-                both = [*before.elements.split(before.sizes), *change.split(before.sizes)]
+                both = [
+                    *torch.split(before.elements, before.sizes),
+                    *torch.split(change, before.sizes),
+                ]
                 norms = torch.stack(_torch.norms(both)).to(torch.float32)
                 found.append(moved(norms.view(2, len(before.sizes)), home))
             norms = found[0] if len(found) == 1 else torch.cat(found, dim=1)
@@ -171,12 +174,12 @@ class Weights:
             if places != list(range(len(places))):
                 back = sorted(range(len(places)), key=places.__getitem__)
                 norms = norms[:, numbers_on(home, tuple(back), torch.int64)]
-            large = [each.kind for each in self._before if each.kind.large]
-            if large:  # The norm of a part is multiplied to estimate that of its tensor.
-                factors = [1.0] * len(places)
-                for place in (place for kind in large for place in kind.places):
-                    factors[place] = math.sqrt(self._params[place].numel() / LARGEST_WHOLE)
-                norms = norms * numbers_on(home, tuple(factors), torch.float32)
+            if any(each.kind.large for each in self._before):
+                # The norm of a part is multiplied to estimate that of its tensor.
+                sizes = list(map(_torch.TensorBase.numel, self._params))
+                looked_at = torch.tensor(sizes, dtype=torch.float64, device="cpu") / LARGEST_WHOLE
+                factors = looked_at.clamp_(min=1.0).sqrt_().to(torch.float32)
+                norms = norms * send(factors, home)
             weight, change_norm = norms.unbind()
             return weight, change_norm
 
@@ -212,16 +215,20 @@ def _own_elements(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _kinds(params: Sequence[Tensor]) -> list[_Kind]:
-    keys = zip(
-        map(_device_of, params),
-        map(_dtype_of, params),
-        map(LARGEST_WHOLE.__lt__, map(_torch.TensorBase.numel, params)),
-        strict=True,
+    keys = list(
+        zip(
+            map(_device_of, params),
+            map(_dtype_of, params),
+            map(LARGEST_WHOLE.__lt__, map(_torch.TensorBase.numel, params)),
+            strict=True,
+        )
     )
-    found: dict[tuple[Any, ...], list[int]] = {}
-    for place, key in enumerate(keys):
-        found.setdefault(key, []).append(place)
-    return [_Kind(places, large) for (_, _, large), places in found.items()]
+    different = dict.fromkeys(keys)
+    if len(different) == 1:
+        return [_Kind(range(len(keys)), keys[0][2])]
+    return [
+        _Kind([at for at, key in enumerate(keys) if key == kind], kind[2]) for kind in different
+    ]
 
 
 def _copies(params: Sequence[Tensor], kind: _Kind) -> _Copies:
