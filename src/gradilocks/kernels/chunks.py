@@ -7,6 +7,7 @@ if they stay. Sending does not wait.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from array import array
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from gradilocks.kernels import pieces
+from gradilocks.kernels import native, pieces
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.kernels.host_numbers import send, stream_of
 
@@ -34,6 +35,7 @@ __all__ = [
     "chunking_for",
     "kinds_of",
     "locate",
+    "note_written",
 ]
 
 CHUNK = 1 << 15
@@ -225,6 +227,19 @@ class Addresses:
         keep_if_captured(found)
         return found
 
+    @functools.cached_property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes that there are."""
+        return frozenset([dtype for dtype, _ in self.kinds])
+
+    def moved(self, numbers: Tensor) -> Addresses:
+        """Tensors of the same sizes and kinds that lie elsewhere, or there."""
+        made = Addresses(numbers, self.kinds, self.sizes, self.device)
+        made._located, made._in_captures = dict(self._located), set(self._in_captures)
+        if not torch.equal(numbers, self.numbers):
+            made.change(numbers)
+        return made
+
     def change(self, numbers: Tensor) -> None:
         """From here on the tensors lie elsewhere; their sizes and kinds are the same.
 
@@ -268,10 +283,17 @@ class AddressedTensors(Sequence[Tensor]):
     def __getitem__(self, place: int) -> Tensor: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Tensor]: ...
+    def __getitem__(self, place: slice) -> AddressedTensors: ...
 
-    def __getitem__(self, place: int | slice) -> Tensor | list[Tensor]:
-        return self._listed()[place]
+    def __getitem__(self, place: int | slice) -> Tensor | AddressedTensors:
+        """One tensor, or for a slice, such as one optimizer's, tensors with their addresses."""
+        if not isinstance(place, slice):
+            return self._listed()[place]
+        if place.indices(self._size) == (0, self._size, 1):
+            return self
+        at = self.at
+        part = Addresses(at.numbers[place], at.kinds[place], at.sizes[place], at.device)
+        return AddressedTensors(self._listed()[place], part)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._listed())
@@ -281,6 +303,18 @@ class AddressedTensors(Sequence[Tensor]):
         if not isinstance(tensors, list):
             tensors = self._tensors = list(tensors)
         return tensors
+
+
+def note_written(tensors: Sequence[Tensor]) -> None:
+    """Tells autograd that kernels have written to the tensors.
+
+    As torch.autograd.graph.increment_version: of 2,000 tensors in 0.01 ms, where Python takes 0.2.
+    """
+    library = native.library()
+    if library is None:
+        torch.autograd.graph.increment_version(tensors)
+    else:
+        library.count_write(tensors.held if isinstance(tensors, AddressedTensors) else tensors)
 
 
 def locate(tensors: Sequence[Tensor], *, chunk: int | None = None) -> Located:
