@@ -274,6 +274,8 @@ def _warn(kind: str, why: str) -> None:
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     """The tensors' places in the sequence, device by device."""
+    if isinstance(tensors, AddressedTensors):
+        return {tensors.at.device: list(range(len(tensors)))}
     if len({tensor.device for tensor in tensors}) == 1:
         return {tensors[0].device: list(range(len(tensors)))}
     places: dict[torch.device, list[int]] = {}
