@@ -151,8 +151,8 @@ class Result:
     """What became of a build.
 
     Args:
-        state: "built", "there" (somebody else had), "failed", "failed before", or "ended" where the
-            builder was killed.
+        state: "built", "there" (somebody else had), "failed", "failed before", "ended" where the
+            builder was killed, or "lost" where what it says cannot be heard any more.
         line: the compiler's last meaningful line.
         log: where all of it is.
     """
@@ -626,9 +626,12 @@ class BackgroundBuild:
         finally:
             os.close(theirs)
         self._said = b""
+        self._pipe = os.fstat(self._end)
 
     def result(self, seconds: float = 0.0) -> Result | None:
         """What came of it; None if nothing has within so many seconds."""
+        if not self._is_open():
+            return Result("lost")
         until = time.monotonic() + seconds
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
@@ -645,7 +648,16 @@ class BackgroundBuild:
 
     def forget(self) -> None:
         """Nobody asks any more; the builder goes on."""
-        os.close(self._end)
+        if self._is_open():
+            os.close(self._end)
+
+    def _is_open(self) -> bool:
+        """Whether the number still stands for our pipe: a script may close files that it does not
+        know, and open others under their numbers."""
+        try:
+            return os.path.samestat(os.fstat(self._end), self._pipe)
+        except OSError:
+            return False
 
 
 def _main(request: str, recipe: str) -> None:
