@@ -20,19 +20,23 @@ import sysconfig
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gradilocks.eager import users_line
+from gradilocks.errors import GradilocksError
 from gradilocks.kernels import native_build
 from gradilocks.kernels.native_build import BackgroundBuild, Compiler, Entry, Recipe, Result
 
 __all__ = [
     "NativeLibrary",
     "Unavailable",
+    "build_native",
     "cache_folder",
+    "find_native",
     "library",
     "library_within",
     "recipe_here",
@@ -132,7 +136,7 @@ class NativeLibrary:
             if entry is not None:
                 self._load(entry)
                 return
-            before = native_build.failure(cache, recipe)
+            before = native_build.failure(cache / recipe.key)
             if before is not None:
                 raise Unavailable(f"{describe_failure(before)}. `gradilocks build` tries again")
             worker = sys.modules.get("torch.utils.data")
@@ -160,12 +164,11 @@ class NativeLibrary:
                 self._warn(f"the C++ library: {describe_failure(result)}")
 
     def _load(self, entry: Entry) -> None:
-        assert self._recipe is not None
         try:
             module = loaded(entry.path)
         except Exception as error:  # What the loader or the module's own start says.
             line = f"{type(error).__name__}: {error}"
-            native_build.fail(cache_folder(), self._recipe, f"it does not load ({line})")
+            native_build.fail(entry.path.parent, f"it does not load ({line})")
             self._settle(f"it does not load ({line})")
             self._warn(f"the C++ library in {entry.path} does not load ({line})")
         else:
@@ -197,13 +200,13 @@ def mode_asked_for() -> str:
     return mode
 
 
-def cache_folder() -> Path:
-    """Where libraries are kept.
+def cache_folder(given: str = "") -> Path:
+    """Where libraries are kept, if not in a folder that is given.
 
     Raises:
         Unavailable: there is no home, or others could put something there.
     """
-    given = os.environ.get("GRADILOCKS_NATIVE_CACHE", "")
+    given = given or os.environ.get("GRADILOCKS_NATIVE_CACHE", "")
     if given:
         folder = Path(given).expanduser().absolute()
     else:
@@ -224,9 +227,7 @@ def cache_folder() -> Path:
 
 def look_up(cache: Path, recipe: Recipe) -> Entry | None:
     """The library, if it is there: for this machine, or for every machine of its kind."""
-    for each in (recipe, portable(recipe)):
-        if each is None:
-            continue
+    for each in (recipe, *([portable(recipe)] if runs_portable(recipe) else [])):
         # Where none can be built, one that another compiler has made is as good: an image that was
         # built with a compiler and runs without.
         stuck = not each.compilers or not os.access(cache, os.W_OK)
@@ -314,19 +315,20 @@ def recipe_here() -> Recipe:
     )
 
 
-def portable(recipe: Recipe) -> Recipe | None:
-    """The recipe for every machine of this kind; None if this machine is too old for it."""
-    machine, cpu = recipe.facts["machine"], recipe.facts["cpu"]
-    if machine == "x86_64" and not set(cpu.split()) >= V3_NEEDS:
-        return None
+def portable(recipe: Recipe) -> Recipe:
+    """The recipe for every machine of this kind that is not too old."""
     flags = [flag for flag in recipe.kernel_flags if not flag.startswith(("-march", "-mcpu"))]
-    return Recipe(
-        **{
-            **vars(recipe),
-            "kernel_flags": (*flags, *PORTABLE[machine]),
-            "facts": {**recipe.facts, "cpu": "any"},
-        }
+    return replace(
+        recipe,
+        kernel_flags=(*flags, *PORTABLE[recipe.facts["machine"]]),
+        facts={**recipe.facts, "cpu": "any"},
     )
+
+
+def runs_portable(recipe: Recipe) -> bool:
+    """Whether this machine is not too old."""
+    can = set(recipe.facts["cpu"].split())
+    return recipe.facts["machine"] != "x86_64" or can >= V3_NEEDS
 
 
 def _candidates() -> list[list[str]]:
@@ -431,6 +433,67 @@ def describe_failure(result: Result) -> str:
     """How a build has failed, and where more is said."""
     log = f" (all of it: {result.log})" if result.log else ""
     return f"it could not be built: {result.line}{log}"
+
+
+# --- ahead of time --------------------------------------------------------------------------------
+
+
+def find_native(cache: str = "") -> tuple[bool, str]:
+    """Whether the library is there, and where, or why not; builds nothing.
+
+    Args:
+        cache: the folder to look in; the user's own if empty.
+    """
+    try:
+        recipe, folder = recipe_here(), cache_folder(cache)
+        entry = look_up(folder, recipe)
+        if entry is not None:
+            return True, f"{entry.path}, built {entry.built} by {entry.compiler}"
+        before = native_build.failure(folder / recipe.key)
+        if before is not None:
+            return False, describe_failure(before)
+        check_buildable(recipe, folder)
+    except Unavailable as error:
+        return False, str(error)
+    return False, f"it is not in {folder}; it can be built"
+
+
+def build_native(
+    cache: str = "",
+    *,
+    for_any_machine: bool = False,
+    again: bool = False,
+    report: Callable[[str], None],
+) -> Entry:
+    """Builds the library now, unless it is there, and loads it once.
+
+    Args:
+        cache: a folder for all users of an image, say; the user's own if empty.
+        for_any_machine: whether it is to run also on other processors than this machine's.
+        again: whether to build also if it is there.
+        report: is told what is done.
+
+    Raises:
+        GradilocksError: it cannot be built here, or does not load.
+    """
+    try:
+        recipe, folder = recipe_here(), cache_folder(cache)
+        chosen = portable(recipe) if for_any_machine else recipe
+        result = Result("there")
+        if again or native_build.find(folder, chosen, any_compiler=not chosen.compilers) is None:
+            check_buildable(recipe, folder, mode=0o755 if cache else 0o700)
+            result = native_build.build(chosen, folder, again=again, retry=True, report=report)
+    except (Unavailable, OSError) as error:
+        raise GradilocksError(f"the C++ library cannot be built: {error}.") from error
+    entry = native_build.find(folder, chosen, any_compiler=not chosen.compilers)
+    if entry is None:
+        raise GradilocksError(f"the C++ library: {describe_failure(result)}.")
+    if not for_any_machine or runs_portable(recipe):
+        try:
+            loaded(entry.path)
+        except Exception as error:  # Whatever the loader says.
+            raise GradilocksError(f"{entry.path} was built and does not load: {error}") from error
+    return entry
 
 
 _HERE = NativeLibrary(recipe_here)

@@ -851,6 +851,25 @@ inline PyObject* addresses(PyObject*, PyObject* tensors) {
   return answer;
 }
 
+// lie_at(tensors, addresses): whether each of a list of tensors lies where a list of numbers says.
+inline PyObject* lie_at(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "lie_at takes a list of tensors and one of addresses");
+    return nullptr;
+  }
+  bool same = PyList_GET_SIZE(args[0]) == PyList_GET_SIZE(args[1]);
+  Py_ssize_t place = 0;
+  const bool fine = every_tensor(args[0], [&](const at::Tensor& tensor) {
+    if (same && place < PyList_GET_SIZE(args[1])) {
+      same = PyLong_AsLongLong(PyList_GET_ITEM(args[1], place++)) == address_of(tensor);
+    }
+  });
+  if (!fine || PyErr_Occurred()) {
+    return nullptr;
+  }
+  return PyBool_FromLong(same);
+}
+
 PyType_Slot held_tensors_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(held_dealloc)},
                                     {Py_sq_length, reinterpret_cast<void*>(held_length)},
                                     {Py_sq_item, reinterpret_cast<void*>(held_item)},
@@ -885,6 +904,8 @@ PyMethodDef gradient_walk_functions[] = {
     {"count_write", count_write, METH_O, "Counts a write to every tensor."},
     {"versions", versions, METH_O, "How often each tensor was written to."},
     {"addresses", addresses, METH_O, "Where each tensor lies."},
+    {"lie_at", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lie_at)), METH_FASTCALL,
+     "Whether tensors lie where a list of numbers says."},
     {nullptr, nullptr, 0, nullptr}};
 
 inline bool add_gradient_walk(PyObject* module) {
