@@ -403,7 +403,7 @@ class Teller:
             assert at.addresses == [tensor.data_ptr() for tensor in found.tensors]
             assert at.located.pointers.tolist() == at.addresses
             assert [t.data_ptr() for t in found.elements] == found.homes
-            assert found.is_walked <= self.in_cpp
+            assert self.in_cpp or found.walker is None
             told |= {"addresses": at.addresses, "kinds": at.kinds, "sizes": at.sizes}
             told |= {"homes": found.homes, "shared": found.shared}
             self.last = found
@@ -543,7 +543,7 @@ def test_addresses_are_those_of_torch():
 
 def found_by(table, lists):
     found = table.find_addressed(lists, name=str)
-    assert found is None or found.is_walked
+    assert found is None or found.walker is not None
     return found
 
 
@@ -712,3 +712,35 @@ def test_lists_that_another_thread_changes_never_give_a_wrong_address():
         thread.join()
         sys.setswitchinterval(before)
     assert not wrong
+
+
+def test_parts_of_the_gradients_have_addresses_of_their_own():
+    model, table = Model(), GradientTable()
+    for _ in range(3):
+        found = found_by(table, model.lists)
+        grads = [param.grad for param in model.params()]
+        parts = [found.of_optimizer(number)[1] for number in (0, 1)]
+        for part, own in zip(parts, (grads[:4], grads[4:]), strict=True):
+            assert part.at.addresses == [grad.data_ptr() for grad in own]
+            assert part.at.located.pointers.tolist() == part.at.addresses
+            assert [one is other for one, other in zip(part, own, strict=True)] == [True] * len(own)
+        assert found.tensors[:] is found.tensors
+        assert found.tensors[-1] is grads[-1]
+        assert list(map(id, found.tensors[::-2])) == list(map(id, grads[::-2]))
+        assert found.tensors[3:3] == []
+        model.change(new_gradients, 0)
+
+
+def test_held_tensors_are_indexed_as_a_list_is():
+    model, table = Model(), GradientTable()
+    found_by(table, model.lists)
+    found = found_by(table, model.lists)
+    held, grads = found.tensors.held, [param.grad for param in model.params()]
+    assert type(held).__name__ == "HeldTensors"
+    assert held[-1] is grads[-1]
+    assert list(map(id, held[5:1:-2])) == list(map(id, grads[5:1:-2]))
+    for wrong in (len(grads), -len(grads) - 1):
+        with pytest.raises(IndexError):
+            held[wrong]
+    with pytest.raises(TypeError):
+        held["first"]

@@ -617,7 +617,7 @@ class GradScaler(torch.amp.GradScaler):
         except (AttributeError, TypeError):
             _refuse_foreign(lists)
             raise
-        if not (isinstance(gradients, TableGradients) and gradients.is_walked):
+        if not (isinstance(gradients, TableGradients) and gradients.walker is not None):
             _refuse_foreign(lists)  # Else they are those of a step before.
         if not allow_fp16 and torch.float16 in gradients.dtypes:
             for param, tensor in zip(gradients.params, gradients.tensors, strict=True):

@@ -202,6 +202,7 @@ class Addresses:
         self._listed: tuple[Tensor, list[int]] | None = None
         self._located: dict[int | None, Located] = {}
         self._in_captures: set[int | None] = set()
+        self._parts: dict[tuple[int, int], tuple[Tensor, Addresses]] = {}
 
     @property
     def addresses(self) -> list[int]:
@@ -238,6 +239,20 @@ class Addresses:
         made._located, made._in_captures = dict(self._located), set(self._in_captures)
         if not torch.equal(numbers, self.numbers):
             made.change(numbers)
+        return made
+
+    def part(self, begin: int, end: int) -> Addresses:
+        """Some of the tensors, one after the other, such as those of one optimizer of several."""
+        found = self._parts.get((begin, end))
+        numbers = self.numbers
+        if found is None:
+            kinds, sizes = self.kinds[begin:end], self.sizes[begin:end]
+            made = Addresses(numbers[begin:end], kinds, sizes, self.device)
+        else:
+            of, made = found
+            if of is not numbers:
+                made.change(numbers[begin:end])
+        self._parts[begin, end] = numbers, made
         return made
 
     def change(self, numbers: Tensor) -> None:
@@ -283,10 +298,17 @@ class AddressedTensors(Sequence[Tensor]):
     def __getitem__(self, place: int) -> Tensor: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Tensor]: ...
+    def __getitem__(self, place: slice) -> Sequence[Tensor]: ...
 
-    def __getitem__(self, place: int | slice) -> Tensor | list[Tensor]:
-        return self._listed()[place]
+    def __getitem__(self, place: int | slice) -> Tensor | Sequence[Tensor]:
+        if not isinstance(place, slice):
+            return self._listed()[place]
+        begin, end, step = place.indices(self._size)
+        if step != 1 or end <= begin:
+            return self._listed()[place]
+        if end - begin == self._size:
+            return self
+        return AddressedTensors(self._tensors[place], self.at.part(begin, end))
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._listed())

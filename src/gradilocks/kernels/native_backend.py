@@ -12,6 +12,7 @@ The C++ gets addresses. Who calls it holds the tensors until it returns.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -210,7 +211,7 @@ class Settler:
         """
         located = gradients.at.located
         moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
-        if any(map(_is_not, moving, self._checked)) or not self._checked:
+        if not self._checked or any(map(operator.is_not, moving, self._checked)):
             _check(moving, _MOVING)
             self._checked = moving
         if loss is not None and loss.dtype not in CODES:
@@ -342,7 +343,3 @@ def _check(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
     # The kernel gets addresses: another dtype would be read as something else.
     assert [tensor.dtype for tensor in tensors] == list(dtypes)
     assert all(tensor.is_cpu for tensor in tensors)
-
-
-def _is_not(one: object, other: object) -> bool:
-    return one is not other

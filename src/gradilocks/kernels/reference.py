@@ -24,6 +24,7 @@ always to the bit, before limit, coefficient and record see it.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ __all__ = [
     "multiply_and_check_",
     "multiply_each_",
     "rounded",
+    "rounded_number",
     "summarize",
     "total_norm",
 ]
@@ -484,6 +486,12 @@ def rounded(norm: Tensor, *, double: bool = False) -> Tensor:
         return norm
     fits = (norm >= _SMALLEST_SINGLE) & (norm <= _LARGEST_SINGLE)
     return torch.where(fits, norm.to(torch.float32).to(torch.float64), norm)
+
+
+def rounded_number(norm: float) -> float:
+    """As `rounded`, of a number of the host's, where no gradient is float64."""
+    fits = _SMALLEST_SINGLE <= norm <= _LARGEST_SINGLE
+    return array("f", (norm,))[0] if fits else norm
 
 
 def any_double(tensors: Iterable[Tensor]) -> bool:

@@ -66,6 +66,7 @@ class CallOrder:
         # Some gradients and how often they were written to by then: those of the last step that
         # were still there at a loss; as they were made true; and such ones at a loss since.
         self._leftovers: list[tuple[Tensor, int]] = []
+        self._stepped = -1  # How many gradients the last step has used up.
         self._made_true: list[tuple[Tensor, int]] = []
         self._true_at_loss: list[tuple[Tensor, int]] | None = None
 
@@ -96,16 +97,20 @@ class CallOrder:
         """Before gradients are added to what is there: the first, the last and a few between."""
         if self.scaled and not self.unscaled:
             return
-        there = self._some(params)
-        if not there:
-            self.unscaled = False
-            return
+        if self.unscaled:
+            self.unscaled = len(self._some(params)) > 0
         if self.unscaled:
             raise ScaleMisuse(
                 "backward() after unscale_() would add scaled gradients to unscaled ones. Call "
                 "control.step() first, or clear the gradients with control.zero_grad()."
             )
-        if any(self._has_stepped_on(grad) and not _cleared_unseen(grad) for grad in there):
+        if len(params) == self._stepped:  # All had a gradient: these of them were marked.
+            there = [grad for param in _sample(params) if (grad := param.grad) is not None]
+        else:
+            there = self._some(params)
+        for grad in there:
+            if not self._has_stepped_on(grad) or _cleared_unseen(grad):
+                continue
             raise ScaleMisuse(
                 "the gradients of the last step are still there, and backward() would add "
                 "scaled gradients to them. Clear them with control.zero_grad() after every "
@@ -213,7 +218,8 @@ class CallOrder:
         """
         self.scaled = self.handed_out = self.unscaled = self.by_scaler = False
         listed = params if isinstance(params, list) else list(params)
-        for param in (*listed[:: max(1, len(listed) // _MARKED)], *listed[-1:]):
+        self._stepped = len(listed)
+        for param in _sample(listed):
             grad = param.grad
             if grad is not None:
                 setattr(grad, _STEPPED, (self.number, version(grad)))
@@ -292,6 +298,11 @@ reference would do the same, but `torch.utils.swap_tensors` refuses tensors that
 _UNSCALED = "_gradilocks_unscaled"
 """Likewise, whose _AttributeMarks have seen it unscaled."""
 _lock = threading.Lock()
+
+
+def _sample(params: list[Tensor] | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Some of the parameters, the first and the last among them."""
+    return *params[:: max(1, len(params) // _MARKED)], *params[-1:]
 
 
 def _living(known: weakref.WeakValueDictionary[int, _Known]) -> list[_Known]:

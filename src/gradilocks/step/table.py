@@ -159,7 +159,8 @@ class TableGradients(Gradients):
         # What a graph sends is there only when it is replayed.
         self._sent_in_a_capture = capturing()
         self.shared = self._may_share = False
-        self._walk: Any = None
+        self.walker: Any = None
+        """What walks over the lists in C++; None if Python does."""
         self._asked: Any = None
 
     def may_share(self, allowed: bool) -> None:
@@ -204,7 +205,7 @@ class TableGradients(Gradients):
         if library is not self._asked:
             self._asked = library
             distributed = [layout is not None for layout in self.layouts]
-            self._walk = library.walk_over(
+            self.walker = library.walk_over(
                 [list(groups) for groups in lists],
                 self.params,
                 list(self.tensors),
@@ -213,19 +214,14 @@ class TableGradients(Gradients):
                 (distributed, *DTENSOR_PARTS, lie_alike) if distributed else None,
             )
 
-    @property
-    def is_walked(self) -> bool:
-        """Whether C++ walks over the lists."""
-        return self._walk is not None
-
     def walk(self, lists: Lists) -> bool:
         """As `renew` after all that is listed was compared, in C++: nothing is asked in Python."""
-        answer = self._walk.renew(lists, self._sent_in_a_capture)
+        answer = self.walker.renew(lists, self._sent_in_a_capture)
         if answer is None:
             return False
         tensors, numbers = answer
         if numbers is not None:
-            self.shared = self._walk.shared
+            self.shared = self.walker.shared
             self._sent_in_a_capture = capturing()
             self.at.change(numbers)
         self.tensors = AddressedTensors(tensors, self.at)
@@ -307,7 +303,7 @@ class GradientTable:
         """
         if self._summands:
             without_missing_summands(list(self._summands.values()))
-        found = self.find_addressed(lists, name=name) if _may_be_addressed(lists) else None
+        found = self.find_addressed(lists, name=name)
         if found is not None:
             return found
         self._found = None
@@ -330,7 +326,7 @@ class GradientTable:
         if (
             found is not None
             and kernels.BACKENDS[found.device.type].BY_ADDRESS
-            and (found.walk(lists) if found.is_walked else self._renewed(found, lists))
+            and (self._renewed(found, lists) if found.walker is None else found.walk(lists))
         ):
             return found
         self._found = self._look(lists, name)

@@ -443,6 +443,32 @@ inline PyObject* held_item(PyObject* self, Py_ssize_t place) {
   return tensor;
 }
 
+// Held tensors as a list is indexed: one as a Python object, or some of them, held as well.
+inline PyObject* held_subscript(PyObject* self, PyObject* key) {
+  if (!PySlice_Check(key)) {
+    const Py_ssize_t place = PyNumber_AsSsize_t(key, PyExc_IndexError);
+    if (place == -1 && PyErr_Occurred()) {
+      return nullptr;
+    }
+    return held_item(self, place < 0 ? place + held_length(self) : place);
+  }
+  Py_ssize_t begin = 0, end = 0, step = 0;
+  if (PySlice_Unpack(key, &begin, &end, &step) < 0) {
+    return nullptr;
+  }
+  const Py_ssize_t length = PySlice_AdjustIndices(held_length(self), &begin, &end, step);
+  PyObject* made = nullptr;
+  guarded([&] {
+    std::vector<at::Tensor> some;
+    for (Py_ssize_t i = 0; i < length; ++i) {
+      const size_t place = static_cast<size_t>(begin + i * step);
+      some.push_back((*reinterpret_cast<HeldTensors*>(self)->tensors)[place]);
+    }
+    made = hold(std::move(some)).release().ptr();
+  });
+  return made;
+}
+
 inline int walk_traverse(PyObject* self, visitproc visit, void* arg) {
   if (const Walk* walk = reinterpret_cast<GradientWalk*>(self)->walk) {
     const int stop =
@@ -825,9 +851,30 @@ inline PyObject* addresses(PyObject*, PyObject* tensors) {
   return answer;
 }
 
+// lie_at(tensors, addresses): whether each of a list of tensors lies where a list of numbers says.
+inline PyObject* lie_at(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "lie_at takes a list of tensors and one of addresses");
+    return nullptr;
+  }
+  bool same = PyList_GET_SIZE(args[0]) == PyList_GET_SIZE(args[1]);
+  Py_ssize_t place = 0;
+  const bool fine = every_tensor(args[0], [&](const at::Tensor& tensor) {
+    if (same && place < PyList_GET_SIZE(args[1])) {
+      same = PyLong_AsLongLong(PyList_GET_ITEM(args[1], place++)) == address_of(tensor);
+    }
+  });
+  if (!fine || PyErr_Occurred()) {
+    return nullptr;
+  }
+  return PyBool_FromLong(same);
+}
+
 PyType_Slot held_tensors_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(held_dealloc)},
                                     {Py_sq_length, reinterpret_cast<void*>(held_length)},
                                     {Py_sq_item, reinterpret_cast<void*>(held_item)},
+                                    {Py_mp_length, reinterpret_cast<void*>(held_length)},
+                                    {Py_mp_subscript, reinterpret_cast<void*>(held_subscript)},
                                     {0, nullptr}};
 PyType_Spec held_tensors_spec = {"gradilocks_native.HeldTensors", sizeof(HeldTensors), 0,
                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
@@ -857,6 +904,8 @@ PyMethodDef gradient_walk_functions[] = {
     {"count_write", count_write, METH_O, "Counts a write to every tensor."},
     {"versions", versions, METH_O, "How often each tensor was written to."},
     {"addresses", addresses, METH_O, "Where each tensor lies."},
+    {"lie_at", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lie_at)), METH_FASTCALL,
+     "Whether tensors lie where a list of numbers says."},
     {nullptr, nullptr, 0, nullptr}};
 
 inline bool add_gradient_walk(PyObject* module) {

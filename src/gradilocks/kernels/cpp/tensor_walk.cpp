@@ -5,6 +5,8 @@
 #include "gradient_marks.h"
 #include "gradient_walk.h"
 #include "native.h"
+#include "parameter_marks.h"
+#include "weight_sample.h"
 
 namespace gradilocks {
 
@@ -29,7 +31,8 @@ bool cuda_address(PyObject* given, int device, uint64_t* out) {
 }
 
 bool add_tensor_walk(PyObject* module) {
-  return add_gradient_walk(module) && add_gradient_marks(module);
+  return add_gradient_walk(module) && add_gradient_marks(module) && add_parameter_marks(module) &&
+         add_weight_sample(module);
 }
 
 }  // namespace gradilocks
