@@ -234,7 +234,7 @@ inline at::Tensor local_of(PyObject* tensor, const py::object& name) {
     return at::Tensor();
   }
   const at::Tensor& found = THPVariable_Unpack(local.ptr());
-  return found.requires_grad() ? at::Tensor() : found;
+  return found.requires_grad() ? found.detach() : found;
 }
 
 // A parameter's gradient, undefined if it has none. Throws PythonRaised if asking Python fails.
