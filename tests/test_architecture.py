@@ -216,10 +216,14 @@ READ_ELSEWHERE = {
     "dropin/grad_scaler.py": {
         "float(start.scale)",  # A policy's start, on the CPU.
         "int(start.growth_tracker)",
-        "bool(scale >= 1.0)",  # After `scale.device != cpu` has returned.
+        "float(scale)",  # After `scale.is_cpu`.
         "bool(tensor.abs().max().double() > most)",
     },
-    "kernels/chunks.py": {"int(each.sum())", "int(counts.max())"},  # Tables, made on the CPU.
+    # Tables and addresses, made on the CPU.
+    "kernels/chunks.py": {
+        *("int(each.sum())", "int(counts.max())", "numbers.tolist()"),
+        "torch.equal(addresses, sent)",
+    },
     "kernels/triton_launch.py": {"torch.equal(cells, expected)"},  # A launcher is tried out, once.
     # At a step at which ranks compare what has shown its first gradient.
     "ranks/agreement.py": {

@@ -231,13 +231,24 @@ def modes(torch_, lost):
 
 
 def disabled(torch_, lost):
-    """The public function does the same, and imports the compiler at once, which takes seconds."""
+    """A wrapper does the same, at the price of a call; the public one imports the compiler."""
+    seen = []
 
-    def double(x):
-        return 2 * x
+    def inside(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
 
-    assert torch_.uncompiled(double)(3) == 6
-    assert lost.uncompiled is torch.compiler.disable
+    for module in (torch_, lost):
+
+        def looks(x):
+            seen.append(torch.compiler.is_compiling())
+            return inside(2 * x)
+
+        left = module.uncompiled(looks)
+        traced = torch.compile(lambda x, left=left: left(x * 2), backend="eager")
+        assert traced(torch.tensor(3.0)).item() == 13.0
+        assert left(3) == 7
+    assert seen == [False] * 8
 
 
 def hooks_of_all(torch_, lost):
@@ -320,6 +331,9 @@ FOUND = {
     "torch.utils._python_dispatch._disable_current_modes": hidden,
     "torch.utils._python_dispatch.TorchDispatchMode": modes,
     "torch._compile._disable_dynamo": disabled,
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": disabled,
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": disabled,
+    "torch._C._dynamo.eval_frame._FrameAction": disabled,
     "torch.optim.optimizer._global_optimizer_pre_hooks": hooks_of_all,
     "torch.optim.optimizer._global_optimizer_post_hooks": hooks_of_all,
     "torch._C._autograd._profiler_enabled": profiler,
@@ -505,6 +519,10 @@ def local_elements():
     assert "_local_tensor" in _source_of("torch.distributed.tensor._api"), (
         "DTensors keep their elements under another name"
     )
+    assert set(_torch.DTENSOR_PARTS) == {"_local_tensor", "_spec"}
+    assert "_spec" in _source_of("torch.distributed.tensor._api"), (
+        "DTensors keep their specs under another name: Python walks over them"
+    )
 
 
 def _source_of(module):
@@ -624,6 +642,7 @@ INSTANCE = {
     "_parameters": tables("parameters_in", "_parameters"),
     "_post_accumulate_grad_hooks": late_hooks,
     "_schedulers": inner,
+    "_spec": local_elements,
     "_step_supports_amp_scaling": amp_flag,
     "_values": sparse("sparse_values"),
     "_version": version,

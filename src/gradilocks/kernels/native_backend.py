@@ -21,7 +21,14 @@ from torch import Tensor
 
 from gradilocks._torch import TensorBase
 from gradilocks.kernels import native, reference
-from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Chunking, Located, locate
+from gradilocks.kernels.chunks import (
+    ORDERS,
+    AddressedTensors,
+    Chunking,
+    Located,
+    locate,
+    note_written,
+)
 from gradilocks.kernels.kernel_results import fill_in, nonfinite_of, put_back, statistics_of
 from gradilocks.values import Decision, NonFinite, ScaleState, Statistics, StepRecord
 
@@ -80,7 +87,7 @@ def multiply_and_check_(
         fill_in(found, rest, located.rest, math.inf)
         broken = bool(found[3:].any())
     if factor != 1.0:
-        _note_written(tensors)
+        note_written(tensors)
     return torch.full((), float(broken), **_FLOAT), lambda: nonfinite_of(found)
 
 
@@ -93,7 +100,7 @@ def multiply_(tensors: Sequence[Tensor], multiplier: Tensor) -> None:
     _chunks_of(located).multiply(_address(located.pointers), factor)
     if located.rest:
         reference.multiply_([tensors[place] for place in located.rest], multiplier)
-    _note_written(tensors)
+    note_written(tensors)
 
 
 def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
@@ -105,7 +112,7 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
         rest = [tensors[place] for place in located.rest]
         reference.multiply_each_(rest, factors[list(located.rest)])
     written = [t for t, factor in zip(tensors, wide.tolist(), strict=True) if factor != 1.0]
-    _note_written(written)
+    note_written(written)
 
 
 def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
@@ -117,7 +124,7 @@ def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
     _chunks_of(located).clamp(_address(located.pointers), value)
     if located.rest:
         reference.clamp_([tensors[place] for place in located.rest], bound)
-    _note_written(tensors)
+    note_written(tensors)
 
 
 def limit(tensors: AddressedTensors, bound: float, order: float) -> tuple[Tensor, Tensor]:
@@ -149,7 +156,7 @@ def advance(state: ScaleState, skip: Tensor, numbers: tuple[float, ...]) -> None
     """
     moving = (state.scale, state.growth_tracker, state.hysteresis)
     _check(moving, _MOVING[:3])
-    _library.cpu_advance(*numbers, *map(_address, moving), bool(skip > 0))
+    _library.cpu_advance(*numbers, *map(_address, moving), float(skip) > 0.0)
 
 
 class Settler:
@@ -168,6 +175,15 @@ class Settler:
         self._prepared_for: tuple[object, ...] = ()
         self._checked: tuple[Tensor, ...] = ()
 
+    def begin(
+        self, gradients: AddressedTensors, clip: Any, scale: Any, *, largest_finite: float
+    ) -> None:
+        """Takes over the rules; the CPU measures when it settles."""
+        if (clip, scale, largest_finite) != self._prepared_for:
+            bound = math.inf if clip.max_norm is None else clip.max_norm
+            self._rules = torch.tensor([bound, largest_finite, *scale.numbers()], **_WIDE)
+            self._prepared_for = clip, scale, largest_finite
+
     def settle(
         self,
         gradients: AddressedTensors,
@@ -175,7 +191,6 @@ class Settler:
         scale: Any,
         state: ScaleState,
         *,
-        largest_finite: float,
         streak: Tensor,
         steps: Tensor,
         loss: Tensor | None,
@@ -186,10 +201,8 @@ class Settler:
         """Measures, decides, and moves the scale, the streak and the count of steps on.
 
         Args:
-            gradients: of this step.
-            clip, scale: the ClipRules and the ScaleRules.
+            gradients, clip, scale: as `begin` was given them.
             state: of the scale.
-            largest_finite: what the gradients' dtypes hold.
             streak, steps: the counts of non-finite steps in a row and of all steps.
             loss: 0-d; to be looked at for NaN and Inf.
             unscaled: whether the gradients have lost the scale already.
@@ -197,10 +210,6 @@ class Settler:
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
         located = gradients.at.located
-        if (clip, scale, largest_finite) != self._prepared_for:
-            bound = math.inf if clip.max_norm is None else clip.max_norm
-            self._rules = torch.tensor([bound, largest_finite, *scale.numbers()], **_WIDE)
-            self._prepared_for = clip, scale, largest_finite
         moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
         if not self._checked or any(map(operator.is_not, moving, self._checked)):
             _check(moving, _MOVING)
@@ -333,8 +342,4 @@ def _step_code(kind: Any) -> int:
 def _check(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
     # The kernel gets addresses: another dtype would be read as something else.
     assert [tensor.dtype for tensor in tensors] == list(dtypes)
-    assert all(tensor.device.type == "cpu" for tensor in tensors)
-
-
-def _note_written(tensors: Sequence[Tensor]) -> None:
-    torch.autograd.graph.increment_version(tensors)
+    assert all(tensor.is_cpu for tensor in tensors)

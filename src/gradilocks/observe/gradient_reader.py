@@ -19,6 +19,7 @@ the id of a parameter that is gone to a new one, and clearing a gradient ends it
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
@@ -29,15 +30,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradilocks.kernels.reference import any_double
+from gradilocks.kernels.chunks import AddressedTensors
+from gradilocks.kernels.reference import (
+    DOUBLE,
+    any_double,
+    rounded,
+    rounded_number,
+    total_norm,
+)
 from gradilocks.lab.tensors import storage_of
-from gradilocks.ranks.layout import has_other_ranks
+from gradilocks.ranks.layout import has_other_ranks, is_distributed
 from gradilocks.step.events import Clip
-from gradilocks.step.measure import measure
-from gradilocks.step.table import measurable_gradients
+from gradilocks.step.host_copy import fetch
+from gradilocks.step.measure import statistics_of
+from gradilocks.step.table import GradientTable, measurable_gradients
 from gradilocks.values import Statistics, moved
 
-__all__ = ["ClipEffect", "ClippedGradients", "GradientReader", "Reading", "bad_elements"]
+__all__ = [
+    "ClipEffect",
+    "ClippedGradients",
+    "GradientReader",
+    "Reading",
+    "WatchedGradients",
+    "bad_elements",
+]
 
 
 class ClipEffect(NamedTuple):
@@ -60,11 +76,11 @@ class ClipEffect(NamedTuple):
 class Reading:
     """What was found in gradients."""
 
-    places: list[int]
+    places: Sequence[int]
     """Which of the parameters had one."""
     statistics: Statistics | None
     """Of those; None if there was none."""
-    elements: list[int]
+    elements: Sequence[int]
     """How many elements each has."""
     double: bool
     """Whether one of them is float64."""
@@ -72,6 +88,64 @@ class Reading:
     """`limit` and `clipped` of a Sample; empty if none of them was clipped."""
     clipped: Statistics | None = None
     """Of them as they are now, if `statistics` may be of before a clip."""
+
+    @functools.cached_property
+    def total(self) -> Tensor | float | None:
+        """The norm of all of them, as they were measured: a number if that needs no wait. It is
+        finite just when every element is."""
+        if self.statistics is None:
+            return None
+        norms = self.statistics.norms
+        if self.double or norms.dtype is not torch.float64:
+            return rounded(total_norm(norms, 2.0), double=self.double)
+        norm = torch.linalg.vector_norm(norms)  # Squares of float32 are well within float64.
+        # On a CPU each operation on a number takes longer than to read it.
+        return rounded_number(*fetch(norm)) if norm.device.type == "cpu" else rounded(norm)
+
+    def norm(self, carried: Tensor | float) -> Tensor | float | None:
+        """The norm of all of them, without the scale that they carried."""
+        norm = self.total
+        if norm is None or not isinstance(carried, Tensor):
+            return norm
+        if isinstance(norm, Tensor):
+            return norm / moved(carried.detach(), norm.device)
+        (scale,) = fetch(carried.detach())
+        return norm / scale if scale else math.inf
+
+
+class WatchedGradients:
+    """Finds the gradients of the parameters that an optimizer had when it was made, at every step.
+
+    Nothing is refused, coalesced or written. It holds the parameters, and no gradient.
+    """
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        # A table lists each parameter once, and asks ranks how they hold a distributed one.
+        listed_once = len(set(map(id, params))) == len(params)
+        is_plain = listed_once and not any(map(is_distributed, params))
+        self._table = GradientTable(refuse_twice=False, may_share=True) if is_plain else None
+        self._places: tuple[Any, Sequence[int]] = None, ()  # For what the table has found.
+
+    def find(self) -> tuple[Sequence[int], Sequence[Tensor], Sequence[int], bool]:
+        """Places of the parameters that have one, its elements, how many, and is one float64?"""
+        table = self._table
+        found = None if table is None else table.find_addressed([[self.params]], name=_unnamed)
+        if found is None:
+            places, tensors = measurable_gradients(self.params)
+            return places, tensors, [each.numel() for each in tensors], any_double(tensors)
+        if found is not self._places[0]:
+            lacks_none = len(found.params) == len(self.params)
+            having = [k for k, p in enumerate(self.params) if lacks_none or p.grad is not None]
+            self._places = found, having
+        tensors = found.tensors
+        found.release()
+        double = not DOUBLE.isdisjoint(found.dtypes)
+        return self._places[1], tensors, found.at.sizes, double
+
+
+def _unnamed(param: Tensor) -> str:
+    return "a parameter"
 
 
 @dataclass(eq=False)
@@ -108,6 +182,11 @@ class GradientReader:
     def __init__(self) -> None:
         # By a gradient's storage and its place in it: what it was clipped with, and its row there.
         self._clipped: dict[tuple[int, int], tuple[ClippedGradients, int]] = {}
+
+    @property
+    def has_clips(self) -> bool:
+        """Whether gradients were clipped that no step has taken yet."""
+        return bool(self._clipped)
 
     def before_clip(self, params: Sequence[Tensor], *, detail: bool) -> ClippedGradients | None:
         """Measures the gradients that are about to be clipped; None if there are none."""
@@ -183,15 +262,17 @@ class GradientReader:
                 effects[id(was[0].effect)] = was[0].effect
         return _together(list(effects.values()))
 
-    def read(self, params: Sequence[Tensor], *, detail: bool) -> Reading:
-        """Measures the gradients of `params`; those that a clip has left tell of before it."""
-        places, tensors = measurable_gradients(params)
+    def read(self, gradients: WatchedGradients, *, detail: bool) -> Reading:
+        """Measures the gradients; those that a clip has left tell of before it."""
+        places, tensors, sizes, double = gradients.find()
         if not tensors:
             return Reading([], None, [], double=False)
         found = _measured(tensors, detail=detail)
+        if not self._clipped:
+            return Reading(places, found, sizes, double=double)
         rows: dict[ClippedGradients, list[tuple[int, int]]] = {}  # In what is found, and before.
         effects: dict[int, ClipEffect] = {}  # Each of them once.
-        for here, gradient in enumerate(_gradients(params, places) if self._clipped else ()):
+        for here, gradient in enumerate(_gradients(gradients.params, places)):
             was = self._clipped.pop(_key(gradient), None)  # It was clipped for this step.
             if was is None or not was[0].is_of(gradient, was[1]):
                 continue
@@ -203,9 +284,7 @@ class GradientReader:
         now = found if rows else None
         for clipped, pairs in rows.items():
             found = _unclipped(found, clipped, pairs, detail=detail)
-        sizes = [tensor.numel() for tensor in tensors]
         clip = _together(list(effects.values()))
-        double = any_double(tensors)
         return Reading(places, found, sizes, double=double, clip=clip, clipped=now)
 
 
@@ -305,4 +384,5 @@ def _measured_at(params: Sequence[Tensor], places: Sequence[int]) -> Statistics:
 
 
 def _measured(tensors: Sequence[Tensor], *, detail: bool) -> Statistics:
-    return measure(tensors, home=tensors[0].device, detail=detail).tensors
+    at = tensors.at if isinstance(tensors, AddressedTensors) else tensors[0]
+    return statistics_of(tensors, home=at.device, detail=detail)
