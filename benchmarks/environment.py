@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -31,13 +32,18 @@ def environment(device: torch.device) -> dict[str, object]:
         "triton": _version("triton"),
         "gradilocks": gradilocks.__version__,
         "system": platform.system(),
-        "kernels": gradilocks.kernels.describe(),
+        "kernels": {what: _short(said) for what, said in gradilocks.kernels.describe().items()},
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
         found["cuda"] = torch.version.cuda
     return found
+
+
+def _short(said: str) -> str:
+    """Without the folders of paths: they are of the machine, and nothing depends on them."""
+    return re.sub(r"(?<!\S)/\S*/", "", said)
 
 
 def _version(package: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ def measured(script_server: Any, name: str, *words: str, folder: Path) -> dict[s
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     assert found["command"].endswith("-o benchmarks/results/found.json")
     assert found["note"] == ""
-    assert "cpu" in found["environment"]["kernels"]
+    kernels = found["environment"]["kernels"]
+    assert "cpu" in kernels
+    assert not any(re.search(r"(^|\s)/", said) for said in kernels.values())  # No folder of ours.
     return found
 
 

@@ -519,6 +519,10 @@ def local_elements():
     assert "_local_tensor" in _source_of("torch.distributed.tensor._api"), (
         "DTensors keep their elements under another name"
     )
+    assert set(_torch.DTENSOR_PARTS) == {"_local_tensor", "_spec"}
+    assert "_spec" in _source_of("torch.distributed.tensor._api"), (
+        "DTensors keep their specs under another name: Python walks over them"
+    )
 
 
 def _source_of(module):
@@ -638,6 +642,7 @@ INSTANCE = {
     "_parameters": tables("parameters_in", "_parameters"),
     "_post_accumulate_grad_hooks": late_hooks,
     "_schedulers": inner,
+    "_spec": local_elements,
     "_step_supports_amp_scaling": amp_flag,
     "_values": sparse("sparse_values"),
     "_version": version,

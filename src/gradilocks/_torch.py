@@ -34,6 +34,7 @@ __all__ = [
     "CHECKPOINT_WRAPPER",
     "COLLECTIVE_NAMESPACES",
     "COMPOSABLE_CHECKPOINT",
+    "DTENSOR_PARTS",
     "DYNAMO",
     "FOUND_NAMES",
     "INSTANCE_NAMES",
@@ -726,6 +727,11 @@ def infers_metadata() -> bool:
     return False
 
 
+DTENSOR_PARTS = ("_local_tensor", "_spec")
+"""The attributes of a DTensor that C++ reads: this rank's elements, and how all of them lie.
+Without one of the names Python walks over DTensors."""
+
+
 def local_tensor(distributed: Any) -> Tensor | None:
     """This rank's elements of a DTensor, without autograd; None if only `to_local()` has them.
 
@@ -927,6 +933,7 @@ INSTANCE_NAMES = (
     "_parameters",
     "_post_accumulate_grad_hooks",
     "_schedulers",
+    "_spec",
     "_step_supports_amp_scaling",
     "_values",
     "_version",

@@ -220,16 +220,26 @@ class Decision:
     """What the parts of each gradient are multiplied by; 1 when skipped."""
 
 
-@dataclass(frozen=True)
 class StepRecord:
-    """What one step leaves behind, on the device, until somebody reads it."""
+    """What one step leaves behind, on the device, until somebody reads it.
 
-    row: Tensor
-    """float64 (float32 where the device has none), 1-d: the numbers that ROW names."""
-    skip: Tensor
-    """float32, 0-d: whether the gradients were not finite; good until the next step."""
-    found: Callable[[], Statistics]
-    """Makes `statistics` when somebody asks for them."""
+    Args:
+        row: the numbers that ROW names, or what returns them when somebody asks.
+        skip: float32, 0-d: whether the gradients were not finite; good until the next step.
+        found: makes `statistics` when somebody asks for them.
+    """
+
+    def __init__(
+        self, row: Tensor | Callable[[], Tensor], skip: Tensor, found: Callable[[], Statistics]
+    ) -> None:
+        self.skip, self.found = skip, found
+        self.kept_row = row
+        """The row, or what returns it; it keeps no statistics."""
+
+    @functools.cached_property
+    def row(self) -> Tensor:
+        """float64 (float32 where the device has none), 1-d: the numbers that ROW names."""
+        return self.kept_row if isinstance(self.kept_row, Tensor) else self.kept_row()
 
     @functools.cached_property
     def statistics(self) -> Statistics:
@@ -263,4 +273,6 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
     A copy to the host that does not wait may be read before it has arrived.
     """
+    if tensor.device == device:
+        return tensor
     return tensor.to(device, non_blocking=device.type != "cpu")

@@ -23,6 +23,7 @@ from gradilocks.kernels import native, reference
 from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Chunking
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.failure import KernelFailed, report_to
+from gradilocks.kernels.native import build_native, find_native
 from gradilocks.kernels.rank_choice import first_choice
 from gradilocks.values import Decision, NonFinite, ScaleState, Statistics, StepRecord
 
@@ -34,8 +35,10 @@ __all__ = [
     "OptimizerKernels",
     "Settler",
     "SettlingBackend",
+    "build_native",
     "by_device",
     "describe",
+    "find_native",
     "give_up",
 ]
 
@@ -271,6 +274,8 @@ def _warn(kind: str, why: str) -> None:
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     """The tensors' places in the sequence, device by device."""
+    if isinstance(tensors, AddressedTensors):
+        return {tensors.at.device: list(range(len(tensors)))}
     if len({tensor.device for tensor in tensors}) == 1:
         return {tensors[0].device: list(range(len(tensors)))}
     places: dict[torch.device, list[int]] = {}

@@ -20,19 +20,23 @@ import sysconfig
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gradilocks.eager import users_line
+from gradilocks.errors import GradilocksError
 from gradilocks.kernels import native_build
 from gradilocks.kernels.native_build import BackgroundBuild, Compiler, Entry, Recipe, Result
 
 __all__ = [
     "NativeLibrary",
     "Unavailable",
+    "build_native",
     "cache_folder",
+    "find_native",
     "library",
     "library_within",
     "recipe_here",
@@ -46,8 +50,18 @@ MACHINES = ("x86_64", "aarch64")
 SOURCES = Path(__file__).parent / "cpp"
 
 # For every unit. Contraction would fuse a product and a sum where the machine can, and so change
-# bits from one machine to the next.
-FLAGS = ("-O2", "-fPIC", "-pipe", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
+# bits from one machine to the next. The macro leaves the functions of all operators out of torch's
+# headers, which take a second of 15 (g++ 12, torch 2.13).
+FLAGS = (
+    "-O2",
+    "-fPIC",
+    "-pipe",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-DAT_PER_OPERATOR_HEADERS",
+)
 # Of a library for every machine of a kind, in an image say: what x86-64-v3 stands for.
 PORTABLE = {"x86_64": ("-march=x86-64-v3",), "aarch64": ()}
 V3_NEEDS = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
@@ -66,7 +80,7 @@ class NativeLibrary:
 
     def __init__(self, recipe: Callable[[], Recipe]) -> None:
         self._recipe_here = recipe
-        self._recipe: Recipe | None = None
+        self._place: tuple[Path, Recipe] | None = None  # What is being built, and where.
         self._module: Any = None
         self._settled = False  # Whether nothing will change any more.
         self._why = ""
@@ -126,32 +140,34 @@ class NativeLibrary:
         try:
             if mode == "off":
                 raise Unavailable("GRADILOCKS_NATIVE=off")
-            self._recipe = recipe = self._recipe_here()
-            cache = cache_folder()
+            cache, recipe = self._place = cache_folder(), self._recipe_here()
             entry = look_up(cache, recipe)
             if entry is not None:
                 self._load(entry)
                 return
-            before = native_build.failure(cache, recipe)
+            before = native_build.failure(cache / recipe.key)
             if before is not None:
                 raise Unavailable(f"{describe_failure(before)}. `gradilocks build` tries again")
             worker = sys.modules.get("torch.utils.data")
             if worker is not None and worker.get_worker_info() is not None:
                 raise Unavailable("it is not built yet, and never by a worker of a DataLoader")
-            check_buildable(recipe, cache)
+            check_tools(recipe)
+            make_cache(cache)
             self._build = BackgroundBuild(recipe, cache, hurry=self._waits)
             self._why = f"it is being built, in {cache / recipe.key}"
         except (Unavailable, OSError) as error:
             self._settle(str(error))
 
     def _conclude(self, result: Result) -> None:
-        assert self._recipe is not None
+        assert self._place is not None
         if result.state in ("built", "there"):
-            entry = look_up(cache_folder(), self._recipe)
+            entry = look_up(*self._place)
             if entry is not None:
                 self._load(entry)
             else:
                 self._settle("it was built, and has gone from the cache since")
+        elif result.state == "lost":
+            self._settle("it is being built, and this process has closed the pipe to the builder")
         elif result.state == "ended":
             self._settle("its builder was killed; the next process starts another")
         else:
@@ -160,12 +176,11 @@ class NativeLibrary:
                 self._warn(f"the C++ library: {describe_failure(result)}")
 
     def _load(self, entry: Entry) -> None:
-        assert self._recipe is not None
         try:
             module = loaded(entry.path)
         except Exception as error:  # What the loader or the module's own start says.
             line = f"{type(error).__name__}: {error}"
-            native_build.fail(cache_folder(), self._recipe, f"it does not load ({line})")
+            native_build.fail(entry.path.parent, f"it does not load ({line})")
             self._settle(f"it does not load ({line})")
             self._warn(f"the C++ library in {entry.path} does not load ({line})")
         else:
@@ -197,15 +212,15 @@ def mode_asked_for() -> str:
     return mode
 
 
-def cache_folder() -> Path:
-    """Where libraries are kept.
+def cache_folder(given: str = "") -> Path:
+    """Where libraries are kept, if not in a folder that is given.
 
     Raises:
         Unavailable: there is no home, or others could put something there.
     """
-    given = os.environ.get("GRADILOCKS_NATIVE_CACHE", "")
+    given = given or os.environ.get("GRADILOCKS_NATIVE_CACHE", "")
     if given:
-        folder = Path(given).expanduser().absolute()
+        folder = Path(os.path.expanduser(given)).absolute()
     else:
         home = os.environ.get("XDG_CACHE_HOME", "")
         if not os.path.isabs(home):  # As the XDG specification has it.
@@ -224,9 +239,7 @@ def cache_folder() -> Path:
 
 def look_up(cache: Path, recipe: Recipe) -> Entry | None:
     """The library, if it is there: for this machine, or for every machine of its kind."""
-    for each in (recipe, portable(recipe)):
-        if each is None:
-            continue
+    for each in (recipe, *([portable(recipe)] if runs_portable(recipe) else [])):
         # Where none can be built, one that another compiler has made is as good: an image that was
         # built with a compiler and runs without.
         stuck = not each.compilers or not os.access(cache, os.W_OK)
@@ -236,8 +249,8 @@ def look_up(cache: Path, recipe: Recipe) -> Entry | None:
     return None
 
 
-def check_buildable(recipe: Recipe, cache: Path, mode: int = 0o700) -> None:
-    """Makes the cache, if the library can be built.
+def check_tools(recipe: Recipe) -> None:
+    """Looks for all that building takes.
 
     Raises:
         Unavailable: something is missing.
@@ -257,6 +270,14 @@ def check_buildable(recipe: Recipe, cache: Path, mode: int = 0o700) -> None:
             raise Unavailable(f"{whose} not installed ({name} was looked for in {folder}){way}")
     if not sys.executable or getattr(sys, "frozen", False):
         raise Unavailable("this process has no Python of its own to run the builder with")
+
+
+def make_cache(cache: Path, mode: int = 0o700) -> None:
+    """Makes the folder that is built in.
+
+    Raises:
+        Unavailable: it cannot be made, or not be written.
+    """
     try:
         native_build.make_cache(cache, mode)
     except OSError as error:
@@ -314,19 +335,20 @@ def recipe_here() -> Recipe:
     )
 
 
-def portable(recipe: Recipe) -> Recipe | None:
-    """The recipe for every machine of this kind; None if this machine is too old for it."""
-    machine, cpu = recipe.facts["machine"], recipe.facts["cpu"]
-    if machine == "x86_64" and not set(cpu.split()) >= V3_NEEDS:
-        return None
+def portable(recipe: Recipe) -> Recipe:
+    """The recipe for every machine of this kind that is not too old."""
     flags = [flag for flag in recipe.kernel_flags if not flag.startswith(("-march", "-mcpu"))]
-    return Recipe(
-        **{
-            **vars(recipe),
-            "kernel_flags": (*flags, *PORTABLE[machine]),
-            "facts": {**recipe.facts, "cpu": "any"},
-        }
+    return replace(
+        recipe,
+        kernel_flags=(*flags, *PORTABLE[recipe.facts["machine"]]),
+        facts={**recipe.facts, "cpu": "any"},
     )
+
+
+def runs_portable(recipe: Recipe) -> bool:
+    """Whether this machine is not too old."""
+    can = set(recipe.facts["cpu"].split())
+    return recipe.facts["machine"] != "x86_64" or can >= V3_NEEDS
 
 
 def _candidates() -> list[list[str]]:
@@ -431,6 +453,68 @@ def describe_failure(result: Result) -> str:
     """How a build has failed, and where more is said."""
     log = f" (all of it: {result.log})" if result.log else ""
     return f"it could not be built: {result.line}{log}"
+
+
+# --- ahead of time --------------------------------------------------------------------------------
+
+
+def find_native(cache: str = "") -> tuple[bool, str]:
+    """Whether the library is there, and where, or why not; builds nothing.
+
+    Args:
+        cache: the folder to look in; the user's own if empty.
+    """
+    try:
+        recipe, folder = recipe_here(), cache_folder(cache)
+        entry = look_up(folder, recipe)
+        if entry is not None:
+            return True, f"{entry.path}, built {entry.built} by {entry.compiler}"
+        before = native_build.failure(folder / recipe.key)
+        if before is not None:
+            return False, describe_failure(before)
+        check_tools(recipe)
+    except Unavailable as error:
+        return False, str(error)
+    return False, f"it is not in {folder}; it can be built"
+
+
+def build_native(
+    cache: str = "",
+    *,
+    for_any_machine: bool = False,
+    again: bool = False,
+    report: Callable[[str], None],
+) -> Entry:
+    """Builds the library now, unless it is there, and loads it once.
+
+    Args:
+        cache: a folder for all users of an image, say; the user's own if empty.
+        for_any_machine: whether it is to run also on other processors than this machine's.
+        again: whether to build also if it is there.
+        report: is told what is done.
+
+    Raises:
+        GradilocksError: it cannot be built here, or does not load.
+    """
+    try:
+        recipe, folder = recipe_here(), cache_folder(cache)
+        chosen = portable(recipe) if for_any_machine else recipe
+        result = Result("there")
+        if again or native_build.find(folder, chosen, any_compiler=not chosen.compilers) is None:
+            check_tools(recipe)
+            make_cache(folder, 0o755 if cache else 0o700)
+            result = native_build.build(chosen, folder, again=again, retry=True, report=report)
+    except (Unavailable, OSError) as error:
+        raise GradilocksError(f"the C++ library cannot be built: {error}.") from error
+    entry = native_build.find(folder, chosen, any_compiler=not chosen.compilers)
+    if entry is None:
+        raise GradilocksError(f"the C++ library: {describe_failure(result)}.")
+    if not for_any_machine or runs_portable(recipe):
+        try:
+            loaded(entry.path)
+        except Exception as error:  # Whatever the loader says.
+            raise GradilocksError(f"{entry.path} was built and does not load: {error}") from error
+    return entry
 
 
 _HERE = NativeLibrary(recipe_here)

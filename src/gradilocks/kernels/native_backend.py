@@ -12,6 +12,7 @@ The C++ gets addresses. Who calls it holds the tensors until it returns.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,14 @@ from torch import Tensor
 
 from gradilocks._torch import TensorBase
 from gradilocks.kernels import native, reference
-from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Chunking, Located, locate
+from gradilocks.kernels.chunks import (
+    ORDERS,
+    AddressedTensors,
+    Chunking,
+    Located,
+    locate,
+    note_written,
+)
 from gradilocks.kernels.kernel_results import fill_in, nonfinite_of, put_back, statistics_of
 from gradilocks.values import Decision, NonFinite, ScaleState, Statistics, StepRecord
 
@@ -79,7 +87,7 @@ def multiply_and_check_(
         fill_in(found, rest, located.rest, math.inf)
         broken = bool(found[3:].any())
     if factor != 1.0:
-        _note_written(tensors)
+        note_written(tensors)
     return torch.full((), float(broken), **_FLOAT), lambda: nonfinite_of(found)
 
 
@@ -92,7 +100,7 @@ def multiply_(tensors: Sequence[Tensor], multiplier: Tensor) -> None:
     _chunks_of(located).multiply(_address(located.pointers), factor)
     if located.rest:
         reference.multiply_([tensors[place] for place in located.rest], multiplier)
-    _note_written(tensors)
+    note_written(tensors)
 
 
 def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
@@ -104,7 +112,7 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
         rest = [tensors[place] for place in located.rest]
         reference.multiply_each_(rest, factors[list(located.rest)])
     written = [t for t, factor in zip(tensors, wide.tolist(), strict=True) if factor != 1.0]
-    _note_written(written)
+    note_written(written)
 
 
 def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
@@ -116,7 +124,7 @@ def clamp_(tensors: Sequence[Tensor], bound: Tensor) -> None:
     _chunks_of(located).clamp(_address(located.pointers), value)
     if located.rest:
         reference.clamp_([tensors[place] for place in located.rest], bound)
-    _note_written(tensors)
+    note_written(tensors)
 
 
 def limit(tensors: AddressedTensors, bound: float, order: float) -> tuple[Tensor, Tensor]:
@@ -148,7 +156,7 @@ def advance(state: ScaleState, skip: Tensor, numbers: tuple[float, ...]) -> None
     """
     moving = (state.scale, state.growth_tracker, state.hysteresis)
     _check(moving, _MOVING[:3])
-    _library.cpu_advance(*numbers, *map(_address, moving), bool(skip > 0))
+    _library.cpu_advance(*numbers, *map(_address, moving), float(skip) > 0.0)
 
 
 class Settler:
@@ -203,7 +211,7 @@ class Settler:
         """
         located = gradients.at.located
         moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
-        if any(map(_is_not, moving, self._checked)) or not self._checked:
+        if not self._checked or any(map(operator.is_not, moving, self._checked)):
             _check(moving, _MOVING)
             self._checked = moving
         if loss is not None and loss.dtype not in CODES:
@@ -334,12 +342,4 @@ def _step_code(kind: Any) -> int:
 def _check(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
     # The kernel gets addresses: another dtype would be read as something else.
     assert [tensor.dtype for tensor in tensors] == list(dtypes)
-    assert all(tensor.device.type == "cpu" for tensor in tensors)
-
-
-def _is_not(one: object, other: object) -> bool:
-    return one is not other
-
-
-def _note_written(tensors: Sequence[Tensor]) -> None:
-    torch.autograd.graph.increment_version(tensors)
+    assert all(tensor.is_cpu for tensor in tensors)

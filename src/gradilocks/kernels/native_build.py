@@ -10,7 +10,7 @@ The cache has a folder for each recipe, named by its key:
                     last, so that it names a whole library or is not there
     gradilocks_native-1f0c2a9d.so
     build.log       every command and what it said
-    failure.json    how the last build failed: nobody tries again for a day
+    failure.json    how it failed to be built, or to be loaded: nobody tries again for a day
     lock            held by the one who builds, for as long as his process lives
 
 Nothing is loaded that the hash in native.json does not match, nor from a folder or file that
@@ -151,8 +151,8 @@ class Result:
     """What became of a build.
 
     Args:
-        state: "built", "there" (somebody else had), "failed", "failed before", or "ended" where the
-            builder was killed.
+        state: "built", "there" (somebody else had), "failed", "failed before", "ended" where the
+            builder was killed, or "lost" where what it says cannot be heard any more.
         line: the compiler's last meaningful line.
         log: where all of it is.
     """
@@ -176,7 +176,7 @@ def make_cache(cache: Path, mode: int = 0o700) -> None:
 def distrust(cache: Path) -> str:
     """Why nothing may be loaded from a folder; empty if it may, or if it is not there yet."""
     place = Path(os.path.realpath(cache))
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         told = _distrust_one(place)
         if told:
             return told
@@ -229,6 +229,8 @@ def _entry(folder: Path) -> Entry | None:
     if told.get("key") != folder.name or not isinstance(name, str) or Path(name).name != name:
         return None
     path = folder / name
+    if failure(folder) is not None:
+        return None
     try:
         if _distrust_one(folder) or _distrust_one(path):
             return None
@@ -241,18 +243,17 @@ def _entry(folder: Path) -> Entry | None:
     return Entry(path, *(str(told.get(name)) for name in ("compiler", "built", "seconds")))
 
 
-def failure(cache: Path, recipe: Recipe) -> Result | None:
-    """How this recipe failed less than a day ago."""
-    told = _read(cache / recipe.key / "failure.json")
+def failure(folder: Path) -> Result | None:
+    """How what belongs in this folder has failed, to be built or to be loaded, within a day."""
+    told = _read(folder / "failure.json")
     when = told.get("time")
     if not isinstance(when, (int, float)) or not 0 <= time.time() - when < RETRY_AFTER:
         return None
     return Result("failed before", str(told.get("line")), str(told.get("log")))
 
 
-def fail(cache: Path, recipe: Recipe, line: str) -> Result:
-    """Remembers that this recipe has failed."""
-    folder = cache / recipe.key
+def fail(folder: Path, line: str) -> Result:
+    """Remembers it."""
     log = str(folder / "build.log")
     with contextlib.suppress(OSError):
         _write(folder / "failure.json", {"time": time.time(), "line": line, "log": log})
@@ -363,14 +364,20 @@ def _claimed(path: Path, *, wait: bool) -> Iterator[bool]:
 
 
 def build(
-    recipe: Recipe, cache: Path, *, again: bool = False, report: Report = lambda text: None
+    recipe: Recipe,
+    cache: Path,
+    *,
+    again: bool = False,
+    retry: bool = False,
+    report: Report = lambda text: None,
 ) -> Result:
     """Builds the library, unless it is there or its build has failed less than a day ago.
 
     Args:
         recipe: of the library.
         cache: a folder that is there.
-        again: whether to build all the same.
+        again: whether to build also if it is there.
+        retry: whether to build also if that has failed.
         report: is told what is done.
 
     Raises:
@@ -379,21 +386,18 @@ def build(
     folder = cache / recipe.key
     make_cache(folder, stat.S_IMODE(cache.stat().st_mode) & 0o755)
     with _locked(folder, report=report):
-        if not again:
-            if find(cache, recipe) is not None:
-                return Result("there")
-            before = failure(cache, recipe)
-            if before is not None:
-                return before
-        for left in folder.glob(
-            "work-*"
-        ):  # Of one who was killed: only who has the lock makes one.
+        if not again and find(cache, recipe) is not None:
+            return Result("there")
+        before = failure(folder)
+        if before is not None and not (again or retry):
+            return before
+        for left in folder.glob("work-*"):  # Of one who was killed: who has the lock makes one.
             shutil.rmtree(left, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix="work-", dir=folder))
         try:
             _build_in(work, recipe, folder, report)
         except BuildFailed as error:
-            return fail(cache, recipe, str(error))
+            return fail(folder, str(error))
         finally:
             shutil.rmtree(work, ignore_errors=True)
         (folder / "failure.json").unlink(missing_ok=True)
@@ -409,25 +413,27 @@ def _build_in(work: Path, recipe: Recipe, folder: Path, report: Report) -> None:
         if path.suffix in (".cpp", ".h"):
             shutil.copyfile(path, copies / path.name)
     if sources_hash(copies) != recipe.facts["sources"]:
-        raise BuildFailed("the sources were changed while they were built")
+        raise OSError(f"the sources in {recipe.sources} were changed while they were built")
     with open(folder / "build.log", "w", encoding="utf-8", errors="backslashreplace") as log:
         run = _Runner(log, work)
         compiler, standard = _first_that_works(recipe, work, run)
         common = [*compiler.command, standard, *recipe.flags]
         for include in recipe.includes:
             common += ["-isystem", include]
-        openmp = "clang" not in compiler.version.lower()  # Whose calls torch's libgomp lacks.
+        clang = "clang" in compiler.version.lower()  # Whose calls of OpenMP torch's libgomp lacks.
+        # g++ looks for garbage too often: 10.6 s where the longest unit took 13.4 s.
+        thrifty = [] if clang else ["--param", "ggc-min-heapsize=524288"]
         units = sorted(copies.glob("*.cpp"), key=_quickest_last)
 
         def compile_one(unit: Path) -> str:
             since, made = time.monotonic(), str(work / f"{unit.stem}.o")
-            report(f"compiling {unit.name}")
             own = recipe.kernel_flags if unit.stem.startswith("cpu_") else ()
-            more = [flag for flag in own if openmp or flag != "-fopenmp"]
-            run([*common, *more, "-c", str(unit), "-o", made])
+            more = [flag for flag in own if not clang or flag != "-fopenmp"]
+            run([*common, *thrifty, *more, "-c", str(unit), "-o", made])
             report(f"compiled {unit.name} in {time.monotonic() - since:.1f} s")
             return made
 
+        report(f"compiling {len(units)} units with {compiler.version}")
         with ThreadPoolExecutor(AT_ONCE) as pool:
             coming = [pool.submit(compile_one, unit) for unit in units]
             try:
@@ -620,9 +626,12 @@ class BackgroundBuild:
         finally:
             os.close(theirs)
         self._said = b""
+        self._pipe = os.fstat(self._end)
 
     def result(self, seconds: float = 0.0) -> Result | None:
         """What came of it; None if nothing has within so many seconds."""
+        if not self._is_open():
+            return Result("lost")
         until = time.monotonic() + seconds
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
@@ -639,7 +648,16 @@ class BackgroundBuild:
 
     def forget(self) -> None:
         """Nobody asks any more; the builder goes on."""
-        os.close(self._end)
+        if self._is_open():
+            os.close(self._end)
+
+    def _is_open(self) -> bool:
+        """Whether the number still stands for our pipe: a script may close files that it does not
+        know, and open others under their numbers."""
+        try:
+            return os.path.samestat(os.fstat(self._end), self._pipe)
+        except OSError:
+            return False
 
 
 def _main(request: str, recipe: str) -> None:

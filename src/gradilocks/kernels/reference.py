@@ -34,6 +34,7 @@ from torch import Tensor
 from gradilocks import _torch
 from gradilocks._torch import clamp_max_, clamp_min_, mul_, unscale_and_check_
 from gradilocks.kernels import pieces
+from gradilocks.kernels.chunks import AddressedTensors
 from gradilocks.values import Measurement, NonFinite, Statistics, wide
 
 __all__ = [
@@ -495,4 +496,6 @@ def rounded_number(norm: float) -> float:
 
 def any_double(tensors: Iterable[Tensor]) -> bool:
     """Whether one of `tensors` is float64."""
+    if isinstance(tensors, AddressedTensors):
+        return not DOUBLE.isdisjoint(tensors.at.dtypes)
     return not DOUBLE.isdisjoint({tensor.dtype for tensor in tensors})

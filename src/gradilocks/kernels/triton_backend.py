@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels import reference, triton_optimizers
-from gradilocks.kernels.chunks import ORDERS, Located, locate
+from gradilocks.kernels.chunks import ORDERS, Located, locate, note_written
 from gradilocks.kernels.failure import KernelFailed
 from gradilocks.kernels.kernel_results import fill_in, statistics_of
 from gradilocks.kernels.triton_launch import launch_for
@@ -70,7 +70,7 @@ def multiply_and_check_(
         if not located.rest:
             flag, counts = look(located, multiplier)
             if multiplier is not None:
-                torch.autograd.graph.increment_version(tensors)
+                note_written(tensors)
             return flag, counts
         found = _measured(tensors, multiplier, 2.0)
         flag = (found.nan + found.inf).any().to(torch.float32)
@@ -134,7 +134,7 @@ def _measured(tensors: Sequence[Tensor], multiplier: Tensor | None, order: float
             reference.multiply_(others, multiplier)
         fill_in(found, others, rest, order)
     if multiplier is not None:
-        torch.autograd.graph.increment_version(tensors)
+        note_written(tensors)
     return statistics_of(found)
 
 
@@ -158,4 +158,4 @@ def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:
             reference.multiply_each_(others, torch.stack([number[i] for i in located.rest]))
         else:
             (reference.clamp_ if clamp else reference.multiply_)(others, number)
-    torch.autograd.graph.increment_version(tensors)
+    note_written(tensors)

@@ -29,8 +29,8 @@ from gradilocks._torch import (
     version,
 )
 from gradilocks.eager import eager
-from gradilocks.kernels import KernelFailed
-from gradilocks.kernels.chunks import chunking_for
+from gradilocks.kernels import KernelFailed, native
+from gradilocks.kernels.chunks import chunking_for, note_written
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured, keeping
 from gradilocks.kernels.host_numbers import send
 from gradilocks.names import Names
@@ -166,7 +166,10 @@ class Plan:
         begin = self._turn if self._turn < len(self._watched) else 0
         self._turn = begin + WATCHED
         turn = slice(begin, self._turn)
-        return list(map(_address, self._watched[turn])) == self._homes[turn]
+        library, watched = native.library(), self._watched[turn]
+        if library is not None:
+            return bool(library.lie_at(watched, self._homes[turn]))
+        return list(map(_address, watched)) == self._homes[turn]
 
     def drop(self) -> None:
         """Lets go of the state, of which something is about to be replaced."""
@@ -224,7 +227,7 @@ class Plan:
             if not rated:  # Else whoever has had them worked out takes them back.
                 optimizer.undo_rates(skip)
             raise
-        torch.autograd.graph.increment_version(found.params)
+        note_written(found.params)
         keep_if_captured(self, self.settings, skip, divisor, *self._held)
         self.has_run = True
         if self._masters:

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+_Known = TypeVar("_Known")
+
+
 class CallOrder:
     """Knows what the gradients are at the moment, and refuses a call that does not fit."""
 
@@ -50,7 +53,7 @@ class CallOrder:
         self.is_part = False
         """Whether another one knows its parameters too, which is behind it at times."""
         with _lock:
-            _alive.add(self)
+            _alive[id(self)] = self
         watch_clips(_clip_noticed)
         self.scaled = False
         """Whether a loss has been scaled since the last step."""
@@ -63,6 +66,7 @@ class CallOrder:
         # Some gradients and how often they were written to by then: those of the last step that
         # were still there at a loss; as they were made true; and such ones at a loss since.
         self._leftovers: list[tuple[Tensor, int]] = []
+        self._stepped = -1  # How many gradients the last step has used up.
         self._made_true: list[tuple[Tensor, int]] = []
         self._true_at_loss: list[tuple[Tensor, int]] | None = None
 
@@ -70,7 +74,7 @@ class CallOrder:
         left: dict[str, object] = {"_leftovers": [], "_made_true": [], "_true_at_loss": None}
         self.__dict__.update(state, number=next(_numbers), **left)
         with _lock:
-            _alive.add(self)
+            _alive[id(self)] = self
         watch_clips(_clip_noticed)
 
     def know(self, parameters: Callable[[], Iterable[Tensor]], policies: _Policies) -> None:
@@ -93,16 +97,20 @@ class CallOrder:
         """Before gradients are added to what is there: the first, the last and a few between."""
         if self.scaled and not self.unscaled:
             return
-        there = self._some(params)
-        if not there:
-            self.unscaled = False
-            return
+        if self.unscaled:
+            self.unscaled = len(self._some(params)) > 0
         if self.unscaled:
             raise ScaleMisuse(
                 "backward() after unscale_() would add scaled gradients to unscaled ones. Call "
                 "control.step() first, or clear the gradients with control.zero_grad()."
             )
-        if any(self._has_stepped_on(grad) and not _cleared_unseen(grad) for grad in there):
+        if len(params) == self._stepped:  # All had a gradient: these of them were marked.
+            there = [grad for param in _sample(params) if (grad := param.grad) is not None]
+        else:
+            there = self._some(params)
+        for grad in there:
+            if not self._has_stepped_on(grad) or _cleared_unseen(grad):
+                continue
             raise ScaleMisuse(
                 "the gradients of the last step are still there, and backward() would add "
                 "scaled gradients to them. Clear them with control.zero_grad() after every "
@@ -210,7 +218,8 @@ class CallOrder:
         """
         self.scaled = self.handed_out = self.unscaled = self.by_scaler = False
         listed = params if isinstance(params, list) else list(params)
-        for param in (*listed[:: max(1, len(listed) // _MARKED)], *listed[-1:]):
+        self._stepped = len(listed)
+        for param in _sample(listed):
             grad = param.grad
             if grad is not None:
                 setattr(grad, _STEPPED, (self.number, version(grad)))
@@ -277,7 +286,8 @@ class _Policies(Protocol):
     clip_policy: Any
 
 
-_alive: weakref.WeakSet[CallOrder] = weakref.WeakSet()
+# By their ids: a WeakSet takes ten times as long to go through.
+_alive: weakref.WeakValueDictionary[int, CallOrder] = weakref.WeakValueDictionary()
 # A mark travels with a gradient that is saved: in another process it must be nobody's.
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "big"))
 _MARKED = 8
@@ -290,6 +300,16 @@ _UNSCALED = "_gradilocks_unscaled"
 _lock = threading.Lock()
 
 
+def _sample(params: list[Tensor] | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Some of the parameters, the first and the last among them."""
+    return *params[:: max(1, len(params) // _MARKED)], *params[-1:]
+
+
+def _living(known: weakref.WeakValueDictionary[int, _Known]) -> list[_Known]:
+    with _lock:
+        return [each for ref in known.valuerefs() if (each := ref()) is not None]
+
+
 def refuse_scaled(params: Sequence[Tensor], caller: str, bound: float) -> None:
     """Raises if a clip function of ours is about to take scaled gradients for true ones.
 
@@ -300,9 +320,8 @@ def refuse_scaled(params: Sequence[Tensor], caller: str, bound: float) -> None:
         caller: the name of the function.
         bound: to which it clips; at infinity it only measures.
     """
-    with _lock:
-        orders = [each for each in _alive if each.scaled or each.never_scales]
-        guards = [each for each in _guards if each.clip is not None]
+    orders = [each for each in _living(_alive) if each.scaled or each.never_scales]
+    guards = [each for each in _living(_guards) if each.clip is not None]
     clashes = [(order, order.clash()) for order in orders]
     if any(
         clash == "scaled" or (clash and bound < math.inf and not order.has_warned(clash))
@@ -328,8 +347,7 @@ def _clip_noticed(caller: str, gradients: Sequence[Tensor], bound: float) -> Non
     if bound == math.inf:  # It only measures.
         return
     _warn_of_scalers(caller, gradients)
-    with _lock:
-        orders = list(_alive)
+    orders = _living(_alive)
     if not any((clash := order.clash()) and not order.has_warned(clash) for order in orders):
         return
     for order, clash in _clashes(orders, gradients):
@@ -339,9 +357,7 @@ def _clip_noticed(caller: str, gradients: Sequence[Tensor], bound: float) -> Non
 
 def _warn_of_scalers(caller: str, gradients: Sequence[Tensor]) -> None:
     """Tells if one of our scalers will clip these gradients again."""
-    with _lock:
-        guards = [each for each in _guards if each.clip is not None]
-    for guard in guards:
+    for guard in [each for each in _living(_guards) if each.clip is not None]:
         guard.warn_of_clip(caller, gradients=gradients)
 
 
@@ -374,7 +390,7 @@ def _cleared_unseen(grad: Tensor) -> bool:
     return not bool(grad.count_nonzero())
 
 
-_guards: weakref.WeakSet[UnscaledGuard] = weakref.WeakSet()
+_guards: weakref.WeakValueDictionary[int, UnscaledGuard] = weakref.WeakValueDictionary()
 
 
 class UnscaledGuard:
@@ -387,7 +403,7 @@ class UnscaledGuard:
         self._marks: Any = None
         self.start_iteration()
         with _lock:
-            _guards.add(self)
+            _guards[id(self)] = self
 
     def start_iteration(self) -> None:
         """Nothing has been scaled or unscaled so far."""
@@ -506,9 +522,7 @@ def own_write_begins(params: Sequence[Tensor]) -> list[Callable[[], None]]:
     Returns:
         For `own_write_ended`.
     """
-    with _lock:
-        guards = [each for each in _guards if each.has_marked]
-    return [guard.unwritten(params) for guard in guards]
+    return [each.unwritten(params) for each in _living(_guards) if each.has_marked]
 
 
 def own_write_ended(kept: Sequence[Callable[[], None]]) -> None:
