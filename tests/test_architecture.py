@@ -216,7 +216,7 @@ READ_ELSEWHERE = {
     "dropin/grad_scaler.py": {
         "float(start.scale)",  # A policy's start, on the CPU.
         "int(start.growth_tracker)",
-        "bool(scale >= 1.0)",  # After `scale.device != cpu` has returned.
+        "float(scale)",  # After `scale.is_cpu`.
         "bool(tensor.abs().max().double() > most)",
     },
     # Tables and addresses, made on the CPU.

@@ -102,6 +102,20 @@ def test_a_builder_that_was_killed_leaves_python_and_no_warning(fake, monkeypatc
     assert mine.status() == "Python: its builder was killed; the next process starts another"
 
 
+def test_a_script_that_closes_files_it_does_not_know_is_left_what_it_opens_then(fake):
+    fake.hold()
+    mine = NativeLibrary(fake.recipe)
+    assert mine.library() is None
+    number = mine._build._end
+    os.close(number)
+    assert os.open(fake.program, os.O_RDONLY) == number
+    fake.go_on()
+    assert mine.library_within(PATIENCE) is None
+    assert "closed the pipe" in mine.status()
+    assert os.read(number, 9) == b"#!/bin/sh"
+    os.close(number)
+
+
 def test_a_forked_child_asks_for_itself(fake):
     fake.hold()
     mine = NativeLibrary(fake.recipe)
@@ -350,6 +364,7 @@ def command(fake, monkeypatch, capfd):
 
 def test_the_command_builds_once_and_says_where(fake, command):
     status, out, err = command("--check")
+    assert not cache_of_this_test().exists()
     assert (status, out) == (1, f"The C++ library is not there: it is not in {cache_of_this_test()}"
                                 "; it can be built.\n")  # fmt: skip
     status, out, err = command()

@@ -33,7 +33,7 @@ from gradilocks.step.call_order import own_write_begins, own_write_ended, refuse
 from gradilocks.step.engine import measure_all, multiply_, norm_and_coefficient
 from gradilocks.step.events import EVENTS
 from gradilocks.step.table import Gradients, gradients_among, gradients_of
-from gradilocks.values import Measurement, moved, wide
+from gradilocks.values import Measurement, RankGroup, moved, wide
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -86,12 +86,13 @@ def _clip_by_norm(
     refuse_scaled(params, "clip_grad_norm_", bound)
     order = _order(norm_type)
     gradients = _found(params, foreach)
-    settled = None if has_other_ranks() else norm_and_coefficient(gradients, bound, order)
+    rank_groups = rank_groups_of(params) if has_other_ranks() else []
+    settled = None if rank_groups else norm_and_coefficient(gradients, bound, order)
     if settled is not None:
         norm, coefficient = settled
         double = torch.float64 in gradients.dtypes
     else:
-        measurement = _measured(gradients, params, order)
+        measurement = _measured(gradients, rank_groups, order)
         norm, double = measurement.norm, measurement.double
         coefficient = clip_coefficient(norm, bound, measurement.nonfinite)
     returned = _checked_norm(norm, order, double, error_if_nonfinite)
@@ -159,7 +160,8 @@ def get_total_norm(
         gradients = gradients_among(given, name=_place(given))
         if foreach:
             _check_foreach(gradients.tensors)
-        measurement = _measured(gradients, given, order)
+        rank_groups = rank_groups_of(given) if has_other_ranks() else []
+        measurement = _measured(gradients, rank_groups, order)
         norm = _checked_norm(measurement.norm, order, measurement.double, error_if_nonfinite)
         mesh = common_mesh(gradients.layouts)
         return norm if mesh is None else _on_every_rank(norm, mesh)
@@ -199,12 +201,11 @@ def _found(params: Sequence[Tensor], foreach: bool | None) -> Gradients:
     return gradients
 
 
-def _measured(gradients: Gradients, given: Sequence[Tensor], order: float) -> Measurement:
+def _measured(gradients: Gradients, rank_groups: Sequence[RankGroup], order: float) -> Measurement:
     """Of all gradients together, on the first one's device; a distributed one over its mesh."""
     tensors = gradients.tensors
     home = tensors[0].device if tensors else torch.device("cpu")
     measurement = measure_all(gradients, home=home, order=order)
-    rank_groups = rank_groups_of(given) if has_other_ranks() else []
     if not rank_groups:
         return measurement
     layouts = gradients.every_layout()

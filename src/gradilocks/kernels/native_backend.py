@@ -156,7 +156,7 @@ def advance(state: ScaleState, skip: Tensor, numbers: tuple[float, ...]) -> None
     """
     moving = (state.scale, state.growth_tracker, state.hysteresis)
     _check(moving, _MOVING[:3])
-    _library.cpu_advance(*numbers, *map(_address, moving), bool(skip > 0))
+    _library.cpu_advance(*numbers, *map(_address, moving), float(skip) > 0.0)
 
 
 class Settler:
@@ -342,4 +342,4 @@ def _step_code(kind: Any) -> int:
 def _check(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
     # The kernel gets addresses: another dtype would be read as something else.
     assert [tensor.dtype for tensor in tensors] == list(dtypes)
-    assert all(tensor.device.type == "cpu" for tensor in tensors)
+    assert all(tensor.is_cpu for tensor in tensors)
