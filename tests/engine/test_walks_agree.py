@@ -19,6 +19,7 @@ from gradilocks import kernels
 from gradilocks.errors import SharedParameter
 from gradilocks.kernels import native
 from gradilocks.kernels.chunks import AddressedTensors, kinds_of
+from gradilocks.ranks.layout import local_of
 from gradilocks.step import table
 from gradilocks.step.table import GradientTable, gradients_of, measurable_gradients
 
@@ -68,6 +69,8 @@ class Elsewhere(nn.Parameter):
 
 class Model:
     """Two optimizers' lists of parameters, and what may happen to them."""
+
+    ask = "find"
 
     def __init__(self):
         self.kept = []
@@ -377,31 +380,36 @@ class Teller:
         self.in_cpp, self.last = in_cpp, None
         self.table = GradientTable(**options)
 
-    def tell(self, lists):
+    def tell(self, model):
         before, native.library = native.library, lambda: LIBRARY if self.in_cpp else None
         try:
-            found = self.table.find(lists, name=lambda param: f"parameter of {tuple(param.shape)}")
+            ask = getattr(self.table, model.ask)
+            found = ask(model.lists, name=lambda param: f"parameter of {tuple(param.shape)}")
         except Exception as error:
             return type(error), str(error)
         finally:
             native.library = before
+        if found is None:
+            return None
         told = {
             "the same object": found is self.last,
             "params": [id(param) for param in found.params],
             # Of a sparse gradient the values, which are a new object each time.
             "tensors": [
-                id(tensor) if tensor is param.grad else tensor.data_ptr()
+                id(tensor) if tensor is local_of(param.grad) else tensor.data_ptr()
                 for param, tensor in zip(found.params, found.tensors, strict=True)
             ],
             "ends": found.ends,
             "dtypes": found.dtypes,
             "device": found.device,
+            "layouts": found.layouts,
             "addressed": found.addressed is not None,
         }
         if found.addressed is not None:
             at = found.at
             assert at.addresses == [tensor.data_ptr() for tensor in found.tensors]
             assert at.located.pointers.tolist() == at.addresses
+            assert [local_of(param).data_ptr() for param in found.params] == found.homes
             assert [t.data_ptr() for t in found.elements] == found.homes
             assert self.in_cpp or found.walker is None
             told |= {"addresses": at.addresses, "kinds": at.kinds, "sizes": at.sizes}
@@ -421,12 +429,12 @@ def _served():
     kernels.BACKENDS.update(before)
 
 
-def compare(actions, options):
-    model = Model()
+def compare(actions, options, kind=Model):
+    model = kind()
     tellers = [Teller(in_cpp, **options) for in_cpp in (True, False)]
     for action, number in [(nothing, 0), *actions, (nothing, 0)]:
         model.change(action, number)
-        told = {teller.in_cpp: teller.tell(model.lists) for teller in tellers}
+        told = {teller.in_cpp: teller.tell(model) for teller in tellers}
         assert told[True] == told[False]
         tellers.reverse()  # What looks first may coalesce a gradient.
 
@@ -744,3 +752,152 @@ def test_held_tensors_are_indexed_as_a_list_is():
             held[wrong]
     with pytest.raises(TypeError):
         held["first"]
+
+
+# --- DTensors -------------------------------------------------------------------------------------
+
+
+class Spread(Model):
+    """DTensors beside a plain parameter, on a mesh of one."""
+
+    ask = "find_addressed"  # Which adds no summands up: the second to look would find none.
+
+    def __init__(self):
+        import torch.distributed as dist
+        from torch.distributed.tensor import init_device_mesh
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.kept = []
+        self.mesh = init_device_mesh("cpu", (1,))
+        self.lists = [[[self.spread(4, 3), self.spread(6), self.parameter(5), self.spread(0, 3)]]]
+
+    def spread(self, *shape):
+        param = nn.Parameter(self.placed(torch.ones(shape)))
+        param.grad = self.placed(torch.full(shape, 2.0))
+        return param
+
+    def placed(self, tensor, placements=None):
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(tensor, self.mesh, placements or [Shard(0)], run_check=False)
+
+
+def with_new_specs(model, _):
+    for param in model.params():
+        model.kept.append(param.grad)
+        placed = model.placed if hasattr(param, "placements") else torch.Tensor.clone
+        param.grad = placed(torch.ones(param.shape))
+
+
+def with_the_specs_of_parameters(model, _):
+    """As FSDP2 makes them."""
+    for param in model.params():
+        if hasattr(param, "placements"):
+            model.kept.append(param.grad)
+            param.grad = model.placed(torch.ones(param.shape))
+            param.grad._spec = param._spec
+
+
+def summands(model, param):
+    from torch.distributed.tensor import Partial
+
+    param.grad = model.placed(torch.ones(param.shape), [Partial()])
+
+
+def replicated(model, param):
+    from torch.distributed.tensor import Replicate
+
+    param.grad = model.placed(torch.ones(param.shape), [Replicate()])
+
+
+def on_another_mesh(model, param):
+    from torch.distributed.tensor import init_device_mesh
+
+    before, model.mesh = model.mesh, init_device_mesh("cpu", (1, 1))
+    try:
+        param.grad = model.placed(torch.ones(param.shape), None)
+    finally:
+        model.mesh = before
+
+
+def on_an_equal_mesh(model, param):
+    from torch.distributed.tensor import init_device_mesh
+
+    model.mesh = init_device_mesh("cpu", (1,))
+    param.grad = model.placed(torch.ones(param.shape))
+
+
+def plainly(model, param):
+    with contextlib.suppress(RuntimeError):
+        param.grad = torch.ones(param.shape)
+
+
+def locally_elsewhere(model, param):
+    if hasattr(param, "placements"):
+        model.kept.append(param._local_tensor)
+        param._local_tensor = torch.ones(param.shape)
+
+
+def locally_of_another_shape(model, param):
+    if hasattr(param.grad, "placements") and param.grad.dim() == 2:
+        param.grad._local_tensor = torch.ones(2, 2)
+
+
+def locally_needing_gradient(model, param):
+    if hasattr(param.grad, "placements"):
+        param.grad._local_tensor = torch.ones(param.shape, requires_grad=True)
+
+
+def spread_anew(model, param):
+    model.replace(param, model.spread(*param.shape))
+
+
+SPREAD_ACTIONS = [
+    *(nothing, none, with_new_specs, with_the_specs_of_parameters, summands, replicated),
+    *(on_another_mesh, on_an_equal_mesh, plainly, locally_elsewhere, locally_of_another_shape),
+    *(locally_needing_gradient, spread_anew, listed_twice, taken_out, order_turned, frozen),
+]
+
+
+@pytest.fixture(scope="module")
+def process_group():
+    import torch.distributed as dist
+
+    yield dist
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(SPREAD_ACTIONS), st.integers(0, 5)), max_size=8), OPTIONS)
+def spread_models_agree(actions, options):
+    compare(actions, options, Spread)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_both_say_the_same_of_dtensors():
+    spread_models_agree()
+    for action in SPREAD_ACTIONS:
+        for number in range(4):
+            compare([(action, number), (with_new_specs, 0)], {"may_share": True}, Spread)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_dtensors_with_one_spec_are_walked_over_without_asking_python(monkeypatch):
+    asked = []
+    real = table.lie_alike
+    monkeypatch.setattr(table, "lie_alike", lambda *pair: asked.append(pair) or real(*pair))
+    model, mine = Spread(), GradientTable()
+    model.change(with_the_specs_of_parameters, 0)
+    first = found_by(mine, model.lists)
+    model.change(with_the_specs_of_parameters, 0)
+    assert found_by(mine, model.lists) is first  # Asks, and remembers.
+    asked.clear()
+    for _ in range(2):
+        model.change(with_the_specs_of_parameters, 0)
+        assert found_by(mine, model.lists) is first
+    assert not asked
+    model.change(with_new_specs, 0)
+    assert found_by(mine, model.lists) is first
+    assert len(asked) == 3

@@ -58,6 +58,22 @@ def test_the_first_use_builds_in_the_background_and_a_later_one_has_it(fake):
     assert fake.linked() == 1
 
 
+def test_who_asks_often_meanwhile_looks_only_now_and_then(fake, monkeypatch):
+    fake.hold()
+    mine = NativeLibrary(fake.recipe)
+    assert mine.library() is None
+    looks = []
+    monkeypatch.setattr(mine._build, "result", looks.append)
+    now = native.time.monotonic()
+    monkeypatch.setattr(native.time, "monotonic", lambda: now)
+    assert [mine.library() for _ in range(100)] == [None] * 100
+    assert looks == []
+    now += 2 * native.LOOK_EVERY
+    assert mine.library() is None
+    assert len(looks) == 1
+    fake.go_on()
+
+
 def test_the_next_process_has_it_at_once(fake):
     NativeLibrary(fake.recipe).library_within(PATIENCE)
     assert NativeLibrary(fake.recipe).library() is not None
@@ -100,6 +116,20 @@ def test_a_builder_that_was_killed_leaves_python_and_no_warning(fake, monkeypatc
     mine = NativeLibrary(fake.recipe)
     assert mine.library_within(PATIENCE) is None
     assert mine.status() == "Python: its builder was killed; the next process starts another"
+
+
+def test_a_script_that_closes_files_it_does_not_know_is_left_what_it_opens_then(fake):
+    fake.hold()
+    mine = NativeLibrary(fake.recipe)
+    assert mine.library() is None
+    number = mine._build._end
+    os.close(number)
+    assert os.open(fake.program, os.O_RDONLY) == number
+    fake.go_on()
+    assert mine.library_within(PATIENCE) is None
+    assert "closed the pipe" in mine.status()
+    assert os.read(number, 9) == b"#!/bin/sh"
+    os.close(number)
 
 
 def test_a_forked_child_asks_for_itself(fake):
@@ -309,6 +339,9 @@ def test_extra_flags_of_a_developer_are_part_of_the_key(monkeypatch):
     monkeypatch.setenv("GRADILOCKS_NATIVE_CXXFLAGS", "-fsanitize=address -g")
     assert native.recipe_here().flags[-2:] == ("-fsanitize=address", "-g")
     assert native.recipe_here().base != plain.base
+    monkeypatch.setenv("GRADILOCKS_NATIVE_CXXFLAGS", "-DA='b")
+    with pytest.raises(ValueError, match=r"quoted as in a shell, got .*No closing quotation"):
+        native.recipe_here()
 
 
 def test_the_key_has_all_that_the_library_depends_on():
@@ -350,6 +383,7 @@ def command(fake, monkeypatch, capfd):
 
 def test_the_command_builds_once_and_says_where(fake, command):
     status, out, err = command("--check")
+    assert not cache_of_this_test().exists()
     assert (status, out) == (1, f"The C++ library is not there: it is not in {cache_of_this_test()}"
                                 "; it can be built.\n")  # fmt: skip
     status, out, err = command()

@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from gradilocks import kernels
 from gradilocks._torch import DTENSOR_PARTS, TensorBase, sparse_values, tensor_guards
@@ -280,7 +279,6 @@ class GradientTable:
     def __init__(self, *, refuse_twice: bool = True, may_share: bool = False) -> None:
         self._refuse_twice, self._may_share = refuse_twice, may_share
         self._lists: list[list[list[Tensor]]] = []
-        self._one_element: list[tuple[int, int, int]] = []
         self._lacking: list[Tensor] = []
         self._found: TableGradients | None = None
         # By id, parameters whose gradients the ranks of a mesh held summands of, in that order.
@@ -375,17 +373,17 @@ class GradientTable:
         return known
 
     def _same(self, lists: Lists) -> bool:
-        # Comparing lists is by far the fastest: where both hold the same object, Python asks no
-        # further. Where they do not, tensors are compared: several elements raise, and so does a
-        # lazy parameter; one element may be equal by chance and is looked at again.
-        try:
-            if self._lists != lists:
-                return False
-        except (RuntimeError, ValueError):
-            return False
+        # By identity, group by group: of tensors that are not the same object torch would compare
+        # elements, of DTensors on all ranks.
         known = self._lists
-        return all(known[o][g][k] is lists[o][g][k] for o, g, k in self._one_element) and all(
-            param.grad is None for param in self._lacking
+        return (
+            list(map(_lengths, known)) == list(map(_lengths, lists))
+            and all(
+                all(map(operator.is_, mine, given))
+                for mine_of, given_of in zip(known, lists, strict=True)
+                for mine, given in zip(mine_of, given_of, strict=True)
+            )
+            and all(param.grad is None for param in self._lacking)
         )
 
     def _look(self, lists: Lists, name: Name) -> TableGradients | None:
@@ -416,17 +414,14 @@ class GradientTable:
             return None
         self._lists = [[list(group) for group in groups] for groups in lists]
         self._lacking = [param for param in params if param.grad is None]
-        self._one_element = [
-            (o, g, k)
-            for o, groups in enumerate(lists)
-            for g, group in enumerate(groups)
-            for k, param in enumerate(group)
-            if is_lazy(param) or param.numel() == 1
-        ]
         found = TableGradients(having, addressed, ends, layouts)
         found.may_share(self._may_share)
         found.let_walk(lists)
         return found
+
+
+def _lengths(groups: Sequence[list[Tensor]]) -> list[int]:
+    return list(map(len, groups))
 
 
 def _new_table(refuse_twice: bool, may_share: bool) -> GradientTable:
