@@ -7,6 +7,7 @@ depends on a machine.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -73,12 +74,14 @@ def parameters(many, elements):
     return [nn.Parameter(torch.randn(elements)) for _ in range(many)]
 
 
-def train(params, optimizer, step):
+def train(params, optimizer, step, *, clip=False):
     """Gradients are new at every step, and finite."""
     for _ in range(WARM_UP + STEPS):
         yield
         optimizer.zero_grad()
         torch.stack([param.square().sum() for param in params]).sum().backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
         step()
 
 
@@ -97,7 +100,7 @@ def recorded_by_a_control(many, elements, path, monkeypatch):
     return counter
 
 
-def watched(many, elements, path, monkeypatch):
+def watched(many, elements, path, monkeypatch, *, clip=False):
     """As `gradilocks run` does it, in this process."""
     counter = Counter()
     params = parameters(many, elements)
@@ -115,7 +118,7 @@ def watched(many, elements, path, monkeypatch):
     hooks.install()
     try:
         optimizer = torch.optim.SGD(params, lr=1e-3)
-        for number, _ in enumerate(train(params, optimizer, optimizer.step)):
+        for number, _ in enumerate(train(params, optimizer, optimizer.step, clip=clip)):
             if number == WARM_UP:
                 for name, unheard in vars(StepListener).items():
                     if callable(unheard) and name in vars(listener):
@@ -129,8 +132,13 @@ def watched(many, elements, path, monkeypatch):
     return counter
 
 
+watched_with_clips = partial(watched, clip=True)
+
+
 @pytest.mark.parametrize("elements", [(3,), (66_000,)], ids=["small", "large"])
-@pytest.mark.parametrize("way", [recorded_by_a_control, watched])
+@pytest.mark.parametrize(
+    "way", [recorded_by_a_control, watched, watched_with_clips], ids=["control", "run", "clips"]
+)
 def test_a_good_step_costs_the_same_whatever_the_number_of_tensors(
     way, elements, tmp_path, monkeypatch
 ):

@@ -389,7 +389,7 @@ class StepRecorder(StepListener):
         self._reader = GradientReader()
         self.losses = Losses(lambda: 0 if self.recorder is None else self.recorder.latest_step())
         self.data_wait = DataWait()
-        self._clipping: ClippedGradients | None = None
+        self._clipping: tuple[ClippedGradients, WatchedGradients] | None = None
         self.recorder: ScriptRecorder | None = None
 
     def recorder_now(self) -> ScriptRecorder:
@@ -628,8 +628,17 @@ class StepRecorder(StepListener):
     def clip_begins(self, clip: Clip) -> None:
         if self._tells_only_losses(clip.params):
             return
-        detail = clip.by_value or self._wants_detail({id(param) for param in clip.params})
-        self._clipping = self._reader.before_clip(clip.params, detail=detail)
+        detail = clip.by_value or self._wants_detail(set(map(id, clip.params)))
+        gradients = self._gradients_of(list(clip.params))
+        clipped = self._reader.before_clip(gradients, detail=detail)
+        self._clipping = None if clipped is None else (clipped, gradients)
+
+    def _gradients_of(self, params: list[Tensor]) -> WatchedGradients:
+        """Those of an optimizer, if these are its parameters."""
+        for known in [find() for find in self._introductions.values()]:
+            if known is not None and known.is_of(params):
+                return known.gradients
+        return WatchedGradients(params, once=True)
 
     def _tells_only_losses(self, params: Sequence[Tensor]) -> bool:
         """Whether this rank has nothing to say of these gradients: rank 0 has the same ones."""
@@ -652,9 +661,9 @@ class StepRecorder(StepListener):
         return bool(params)  # Of an optimizer that has not stepped yet, whose first step is.
 
     def clip_ended(self, clip: Clip) -> None:
-        gradients, self._clipping = self._clipping, None
-        if gradients is not None:
-            self._reader.after_clip(gradients, clip)
+        clipping, self._clipping = self._clipping, None
+        if clipping is not None:
+            self._reader.after_clip(*clipping, clip)
 
     def unscale_begins(self, optimizer: Any) -> None:
         if self._reader.has_clips:
