@@ -202,6 +202,7 @@ WAITS = {
     "step/update.py": "an optimizer that cannot skip on the device; elsewhere the CPU alone",
     "optim/sgd.py": "which momentum buffers are filled, for a checkpoint or torch's own step",
     "kernels/reference.py": "on the CPU alone, where nothing waits",
+    "kernels/native_backend.py": "on the CPU alone, where nothing waits",
 }
 # What reads a tensor: a method, or a conversion of something that is no Python number.
 METHODS = {
@@ -211,7 +212,10 @@ METHODS = {
 CONVERSIONS = {"bool", "float", "int"}
 # Conversions of tensors that lie on the CPU whatever the device, or that torch's contract asks for.
 READ_ELSEWHERE = {
-    "control.py": {"float(engine.clip_policy.order)"},
+    "control.py": {
+        "float(engine.clip_policy.order)",
+        "overflow.item()",  # After it is known to lie on the CPU.
+    },
     "dropin/clip_functions.py": {"bool(torch.isfinite(norm))"},  # error_if_nonfinite, as in torch.
     "dropin/grad_scaler.py": {
         "float(start.scale)",  # A policy's start, on the CPU.

@@ -1240,8 +1240,11 @@ class GradientControl:
                 overflow = seen.flag(engine.state.scale.device)
             settles = model_ranks is None and engine.settles(gradients)
             if settles and overflow is not None:
-                _put_back(overflow, gradients)
-                overflow = None
+                if overflow.device.type == "cpu":  # Where the host may ask, no gradient is touched.
+                    settles = not overflow.item()
+                else:
+                    _put_back(overflow, gradients)
+                overflow = None if settles else overflow
             settles = settles and engine.begin(gradients)
             if settles:
                 direct = takes_directly(self._optimizers)

@@ -70,6 +70,13 @@ def kernel_device(request, monkeypatch):
     chunks._chunkings.clear()
 
 
+@pytest.fixture(params=[INTERPRETED, CUDA])
+def triton_device(request, monkeypatch):
+    """Where the kernels in Triton serve, whose launches can be counted and captured."""
+    yield _prepare(request.param, monkeypatch)
+    chunks._chunkings.clear()
+
+
 @pytest.fixture
 def cuda(monkeypatch):
     """A GPU; for tests marked `gpu`."""

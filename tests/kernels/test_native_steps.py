@@ -1,0 +1,159 @@
+"""Steps of `gradilocks.optim` and settled steps by the CPU's own kernels: the same bits, always.
+
+That they agree with torch and with the other back ends is tested where these are (tests/optim,
+tests/engine); here is what only threads, processes and the C++ can do to them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from gradilocks import GradientControl, kernels, optim
+from gradilocks.kernels import native
+
+if native.library() is None:
+    pytest.skip("the native library is not there", allow_module_level=True)
+
+from gradilocks.kernels import native_backend
+
+MAKERS = {
+    "AdamW": lambda params: optim.AdamW(params, lr=0.1),
+    "Adam with all": lambda params: optim.Adam(
+        params, lr=0.1, weight_decay=0.1, amsgrad=True, maximize=True
+    ),
+    "masters": lambda params: optim.AdamW(params, lr=0.1, master_weights=True),
+    "SGD": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "nesterov": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+}
+SHAPES = [(3,), (90_001,), (300, 200), (0,), ()]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch):
+    monkeypatch.setitem(kernels.BACKENDS, "cpu", native_backend)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def trained(make, *, steps=4, bad=None, clip=1.0):
+    """Everything that steps by a control leave behind; at step `bad` a gradient is not finite."""
+    generator = torch.Generator().manual_seed(3)
+    params = [
+        nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for shape, dtype in zip(SHAPES, DTYPES, strict=True)
+    ]
+    optimizer = make(params)
+    control = GradientControl(optimizer, clip=clip, scale=256.0)
+    for number in range(steps):
+        given = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params]
+        if number == bad:
+            given[1][70_000] = float("nan")
+        control.backward(sum((p * g).sum().float() for p, g in zip(params, given, strict=True)))
+        outcome = control.step()
+        assert outcome.skipped == (number == bad)
+        control.zero_grad()
+    return [p.detach() for p in params] + [
+        value for p in params for value in optimizer.state[p].values() if torch.is_tensor(value)
+    ]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_any_number_of_threads_steps_alike(name, threads):
+    found = []
+    for number in (1, 2, 3):
+        threads(number)
+        found.append(trained(MAKERS[name], bad=2))
+    assert all(same(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_first_step_that_is_skipped_leaves_nothing_behind(name):
+    generator = torch.Generator().manual_seed(3)
+    fresh = [
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape, dtype in zip(SHAPES, DTYPES, strict=True)
+    ]
+    left = trained(MAKERS[name], steps=1, bad=0)
+    assert same(left[: len(fresh)], fresh)
+    # Counts and moments are 0; a master is its parameter, which is none of them.
+    zero = {"masters": 0}.get(name, 1)
+    assert not zero or all(not value.any() for value in left[len(fresh) :])
+
+
+def test_a_child_of_a_fork_steps_as_its_parent_does():
+    # With one thread: torch's own pool does not survive a fork either.
+    expected = trained(MAKERS["AdamW"])
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            code = 0 if same(trained(MAKERS["AdamW"]), expected) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_steps_of_tensors_that_lie_otherwise_are_those_of_a_contiguous_twin():
+    torch.manual_seed(0)
+    values, gradient = torch.randn(4, 6, 5, 5), torch.randn(4, 6, 5, 5)
+    layouts = [
+        (values.clone(), gradient.clone()),
+        (values.to(memory_format=torch.channels_last), gradient.clone()),
+        (values.clone(), gradient.to(memory_format=torch.channels_last)),
+        (values.transpose(0, 1).contiguous().transpose(0, 1), gradient.clone()),
+    ]
+    params = []
+    for value, grad in layouts:
+        params.append(nn.Parameter(value))
+        params[-1].grad = grad
+    optimizer = optim.AdamW(params, lr=0.1)
+    for _ in range(3):
+        optimizer.step()
+    assert all(torch.equal(param, params[0]) for param in params[1:])
+
+
+def test_a_gradient_that_two_parameters_share_is_stepped_by_both_and_left_alone():
+    first, second = nn.Parameter(torch.ones(40_000)), nn.Parameter(torch.ones(40_000))
+    first.grad = second.grad = torch.linspace(-1.0, 1.0, 40_000)
+    before = first.grad.clone()
+    optim.SGD([first, second], lr=0.5).step()
+    assert torch.equal(first, second)
+    assert torch.equal(first, 1.0 - 0.5 * before)
+    assert torch.equal(first.grad, before)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_the_limit_is_what_measuring_and_the_formula_give(order):
+    from gradilocks.kernels.chunks import AddressedTensors, Addresses, kinds_of
+    from gradilocks.kernels.reference import summarize
+
+    tensors = [torch.randn(n) * scale for n, scale in ((5, 1.0), (70_000, 1e-3), (0, 1.0))]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    sizes = tuple(tensor.numel() for tensor in tensors)
+    numbers = torch.tensor(addresses)
+    at = Addresses(numbers, kinds_of(tensors, addresses), sizes, torch.device("cpu"))
+    for bound in (0.0, 1e-3, 1e3, float("inf")):
+        norm, coefficient = native_backend.limit(AddressedTensors(tensors, at), bound, order)
+        expected = summarize(
+            native_backend.measure(tensors, order=order), order=order, double=False
+        )
+        assert norm.dtype == coefficient.dtype == torch.float64
+        assert norm.item() == expected.norm.item()
+        assert coefficient.item() == min(1.0, bound / (norm.item() + 1e-6))
