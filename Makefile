@@ -82,7 +82,7 @@ ranks: $(DEV) ## all layouts over 2, 4 and 8 processes beside one; some 6 minute
 
 # Both end the process at the first finding, and with it pytest. The sanitizers' own library must be
 # loaded before all others, libstdc++ with it (else it does not find what throws); Python's own
-# allocator would hide what is written past an object's end.
+# allocator would hide what is written past an object's end. Captured, a report would be lost.
 SANITIZED := tests/kernels/test_native_library.py tests/dropin/test_gradient_marks.py
 SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -g1
 
@@ -91,7 +91,7 @@ sanitize: $(DEV) ## the tests of the C++ under AddressSanitizer and UndefinedBeh
 	  GRADILOCKS_NATIVE_CXXFLAGS='$(SANITIZE)' \
 	  ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	  $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
+	  $(BIN)/python -m pytest --capture=sys $(SANITIZED) $(ARGS)
 
 long: $(DEV) ## the whole of what `make test` runs a part of: kills, the demo at its default settings
 	@$(PYTEST) -m long $(ARGS)

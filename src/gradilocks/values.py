@@ -220,21 +220,16 @@ class Decision:
     """What the parts of each gradient are multiplied by; 1 when skipped."""
 
 
+@dataclass(eq=False)
 class StepRecord:
-    """What one step leaves behind, on the device, until somebody reads it.
+    """What one step leaves behind, on the device, until somebody reads it."""
 
-    Args:
-        row: the numbers that ROW names, or what returns them when somebody asks.
-        skip: float32, 0-d: whether the gradients were not finite; good until the next step.
-        found: makes `statistics` when somebody asks for them.
-    """
-
-    def __init__(
-        self, row: Tensor | Callable[[], Tensor], skip: Tensor, found: Callable[[], Statistics]
-    ) -> None:
-        self.skip, self.found = skip, found
-        self.kept_row = row
-        """The row, or what returns it; it keeps no statistics."""
+    kept_row: Tensor | Callable[[], Tensor]
+    """The row, or what returns it when somebody asks; it keeps no statistics."""
+    skip: Tensor
+    """float32, 0-d: whether the gradients were not finite; good until the next step."""
+    found: Callable[[], Statistics]
+    """Makes `statistics` when somebody asks for them."""
 
     @functools.cached_property
     def row(self) -> Tensor:

@@ -58,6 +58,22 @@ def test_the_first_use_builds_in_the_background_and_a_later_one_has_it(fake):
     assert fake.linked() == 1
 
 
+def test_who_asks_often_meanwhile_looks_only_now_and_then(fake, monkeypatch):
+    fake.hold()
+    mine = NativeLibrary(fake.recipe)
+    assert mine.library() is None
+    looks = []
+    monkeypatch.setattr(mine._build, "result", looks.append)
+    now = native.time.monotonic()
+    monkeypatch.setattr(native.time, "monotonic", lambda: now)
+    assert [mine.library() for _ in range(100)] == [None] * 100
+    assert looks == []
+    now += 2 * native.LOOK_EVERY
+    assert mine.library() is None
+    assert len(looks) == 1
+    fake.go_on()
+
+
 def test_the_next_process_has_it_at_once(fake):
     NativeLibrary(fake.recipe).library_within(PATIENCE)
     assert NativeLibrary(fake.recipe).library() is not None
@@ -323,6 +339,9 @@ def test_extra_flags_of_a_developer_are_part_of_the_key(monkeypatch):
     monkeypatch.setenv("GRADILOCKS_NATIVE_CXXFLAGS", "-fsanitize=address -g")
     assert native.recipe_here().flags[-2:] == ("-fsanitize=address", "-g")
     assert native.recipe_here().base != plain.base
+    monkeypatch.setenv("GRADILOCKS_NATIVE_CXXFLAGS", "-DA='b")
+    with pytest.raises(ValueError, match=r"quoted as in a shell, got .*No closing quotation"):
+        native.recipe_here()
 
 
 def test_the_key_has_all_that_the_library_depends_on():

@@ -46,6 +46,28 @@ def test_a_store_that_fails_or_says_nothing_leaves_everybody_his_choice(monkeypa
     assert rank_choice.first_choice("colour", "green") == "green"
 
 
+REAL_RANKS = """
+import torch.distributed as dist
+from gradilocks.kernels.rank_choice import first_choice
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+if rank == 1:  # The others come later; nobody waits for them.
+    assert first_choice("colour", "red") == "red"
+dist.barrier()
+assert first_choice("colour", f"that of rank {rank}") == "red"
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_of_a_process_group_learn_of_it_from_its_store(script_server, tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(REAL_RANKS)
+    done = script_server.run(script, cwd=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+
+
 class Library:
     """A rank's library: there, there after a wait, or never."""
 

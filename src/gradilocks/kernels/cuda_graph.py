@@ -28,12 +28,10 @@ _for_good: list[object] = []
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     known = _keepers.captured
-    return _asked() if known is None else known
-
-
-def _asked() -> bool:
-    ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return ready and torch.cuda.is_current_stream_capturing()
+    if known is None:
+        ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return ready and torch.cuda.is_current_stream_capturing()
+    return known
 
 
 def keep_if_captured(*needed: object) -> None:
@@ -53,9 +51,9 @@ class keeping:  # noqa: N801 (a context, as `torch.no_grad` is)
         self._kept = kept
 
     def __enter__(self) -> None:
-        self._before = _keepers.captured
+        self._before, _keepers.captured = _keepers.captured, None
         _keepers.stack.append(self._kept)
-        _keepers.captured = _asked()
+        _keepers.captured = capturing()
 
     def __exit__(self, *_: object) -> None:
         _keepers.captured = self._before

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,6 +47,8 @@ __all__ = [
 MODES = ("auto", "wait", "off")
 PATIENCE = 900.0
 """Seconds that GRADILOCKS_NATIVE=wait waits."""
+LOOK_EVERY = 0.1
+"""Seconds between two looks at whether the library is built: steps of a small model ask often."""
 MACHINES = ("x86_64", "aarch64")
 SOURCES = Path(__file__).parent / "cpp"
 
@@ -86,6 +89,7 @@ class NativeLibrary:
         self._why = ""
         self._build: BackgroundBuild | None = None
         self._waits = False
+        self._next_look = 0.0
         self._warning = ""
         self._lock = threading.Lock()
 
@@ -95,7 +99,9 @@ class NativeLibrary:
         Raises:
             ValueError: GRADILOCKS_NATIVE is something else than auto, wait or off.
         """
-        return self._module if self._settled else self.library_within(0.0)
+        if self._settled or time.monotonic() < self._next_look:
+            return self._module
+        return self.library_within(0.0)
 
     def library_within(self, seconds: float) -> Any:
         """The same; waits until it is built or has failed, but no longer than so many seconds."""
@@ -119,7 +125,7 @@ class NativeLibrary:
 
     def after_fork(self) -> None:
         """In a child: the lock may have been held, and the pipe is the parent's."""
-        self._lock = threading.Lock()
+        self._lock, self._next_look = threading.Lock(), 0.0
         if self._build is not None:
             self._build.forget()
             self._build = None
@@ -132,6 +138,7 @@ class NativeLibrary:
             if result is not None:
                 self._build = None
                 self._conclude(result)
+            self._next_look = time.monotonic() + LOOK_EVERY
 
     def _begin(self) -> None:
         """Loads the library if it is in the cache, else starts to build it if that can be."""
@@ -305,7 +312,14 @@ def recipe_here() -> Recipe:
     headers = torchs / "include"
     openmp = openmp_of(torchs)
     linked = [torchs / "lib" / f"lib{name}.so" for name in ("torch_python", "torch_cpu", "c10")]
-    more = tuple(shlex.split(os.environ.get("GRADILOCKS_NATIVE_CXXFLAGS", "")))
+    given = os.environ.get("GRADILOCKS_NATIVE_CXXFLAGS", "")
+    try:
+        more = tuple(shlex.split(given))
+    except ValueError as error:
+        raise ValueError(
+            f"GRADILOCKS_NATIVE_CXXFLAGS must be flags of a compiler, quoted as in a shell, got "
+            f"{given!r} ({error})."
+        ) from error
     cpu = cpu_of_this_machine()
     own = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}[machine]
     abi = "1" if torch.compiled_with_cxx11_abi() else "0"

@@ -12,6 +12,8 @@
 
 #include "native.h"
 
+#include <structmember.h>
+
 namespace gradilocks {
 namespace {
 
@@ -132,9 +134,13 @@ PyObject* run(PyObject* self, PyObject* const* args, size_t flags, PyObject* nam
   Py_RETURN_TRUE;
 }
 
-void destroy(PyObject* self) { PyObject_Free(self); }
+void destroy(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
 
-PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+PyObject* launch_type = nullptr;
 
 // cuda_launch(function, threads, shared, device, args): None if the kernel does not take what `args` are.
 PyObject* make(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
@@ -171,7 +177,8 @@ PyObject* make(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
       Py_RETURN_NONE;
     }
   }
-  auto* made = PyObject_New(Launch, &type);
+  auto* type = reinterpret_cast<PyTypeObject*>(launch_type);
+  auto* made = reinterpret_cast<Launch*>(type->tp_alloc(type, 0));
   if (made == nullptr) {
     return nullptr;
   }
@@ -195,13 +202,17 @@ PyMethodDef functions[] = {
 }  // namespace
 
 bool add_cuda_launch(PyObject* module) {
-  type.tp_name = "gradilocks_native.CudaLaunch";
-  type.tp_basicsize = sizeof(Launch);
-  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
-  type.tp_vectorcall_offset = offsetof(Launch, call);
-  type.tp_call = PyVectorcall_Call;
-  type.tp_dealloc = destroy;
-  return PyType_Ready(&type) == 0 && PyModule_AddFunctions(module, functions) == 0;
+  static PyMemberDef members[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(Launch, call), READONLY, nullptr},
+      {nullptr, 0, 0, 0, nullptr}};
+  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+                                {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                                {Py_tp_members, members},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"gradilocks_native.CudaLaunch", sizeof(Launch), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+  launch_type = PyType_FromSpec(&spec);
+  return launch_type != nullptr && PyModule_AddFunctions(module, functions) == 0;
 }
 
 }  // namespace gradilocks

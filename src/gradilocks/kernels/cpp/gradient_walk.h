@@ -185,6 +185,7 @@ struct Place {
 };
 constexpr Py_ssize_t kLacking = -1;  // It has no gradient.
 constexpr Py_ssize_t kAgain = -2;    // It has come before.
+constexpr size_t kAhead = 64;        // Places that are fetched at a time.
 
 struct Walk {
   std::vector<Py_ssize_t> groups;   // How many groups each optimizer has.
@@ -331,6 +332,60 @@ inline bool localize(const Walk& walk, PyObject* param, size_t i, at::Tensor& gr
   return grad.defined();
 }
 
+// Brings what `look` will read of some places into the cache, step by step along the pointers that
+// lead there: a step is asked for of all places before the next step is taken of one. After other
+// work has filled the cache, each of the steps is a wait for memory, and one place would wait for six
+// of them in a row (2,000 parameters: 1.9 ms, and 0.5 so).
+inline void fetch_ahead(const Walk& walk, size_t begin, size_t end) {
+  c10::TensorImpl* impls[kAhead];
+  end = std::min(end, walk.places.size());
+  if (begin >= end) {
+    return;
+  }
+  const size_t count = end - begin;
+  const auto lines = [](const void* at, size_t bytes) {
+    for (size_t offset = 0; offset < bytes; offset += 64) {
+      __builtin_prefetch(static_cast<const char*>(at) + offset);
+    }
+  };
+  const auto parts = [&](c10::TensorImpl* impl) {  // Beside it: its memory.
+    if (impl->has_storage()) {
+      lines(impl->unsafe_storage().unsafeGetStorageImpl(), 64);
+    }
+  };
+  for (size_t i = 0; i < count; ++i) {
+    lines(walk.places[begin + i].param.ptr(), 64);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const Place& place = walk.places[begin + i];
+    const bool plain = place.type != nullptr && Py_TYPE(place.param.ptr()) == place.type;
+    impls[i] = plain ? THPVariable_Unpack(place.param.ptr()).unsafeGetTensorImpl() : nullptr;
+    if (plain) {
+      lines(impls[i], sizeof(c10::TensorImpl));
+    }
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (impls[i] != nullptr) {
+      parts(impls[i]);
+      lines(impls[i]->autograd_meta(), 128);
+    }
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (impls[i] != nullptr) {
+      const at::Tensor& grad = std::as_const(*impls[i]).grad();
+      impls[i] = grad.defined() ? grad.unsafeGetTensorImpl() : nullptr;
+      if (impls[i] != nullptr) {
+        lines(impls[i], sizeof(c10::TensorImpl));
+      }
+    }
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (impls[i] != nullptr) {
+      parts(impls[i]);
+    }
+  }
+}
+
 // The gradients as they are now and where they lie; false if something but the addresses is another.
 inline bool look(const Walk& walk, PyObject* lists, Found& found) {
   for (const auto& [type, plain] : walk.types) {  // Somebody may have given it a `grad`.
@@ -342,7 +397,12 @@ inline bool look(const Walk& walk, PyObject* lists, Found& found) {
   found.addresses.reserve(walk.grads.size());
   found.gradient_specs.resize(walk.specs.size());
   const auto* tensor_class = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  fetch_ahead(walk, 0, kAhead);
+  size_t number = 0;
   return every_place(walk, lists, [&](const Place& place) {
+    if (number++ % kAhead == 0) {
+      fetch_ahead(walk, number - 1 + kAhead, number - 1 + 2 * kAhead);
+    }
     if (place.among == kAgain) {
       return true;
     }
