@@ -318,10 +318,11 @@ NUMBERS = {
         "int(pair[0].ndim)",
     },
     "record/batch.py": {
+        "bool(counts.any())",  # On the host, as all that a batch has read.
         "bool(numbers['clipped'])",
         "bool(numbers['rejected'])",
         "float(value)",
-        "int(elements[place])",  # On the host, as all that a batch has read.
+        "int(elements[place])",
         "int(inf)",
         "int(nan)",
         "int(number)",

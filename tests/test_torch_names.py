@@ -203,6 +203,22 @@ def versions_kept(torch_, lost):
     assert tensor._version == 1  # Then a backward pass that is still to come may refuse.
 
 
+def flattened(torch_, lost):
+    tensors = [torch.ones(2, 3).t(), torch.zeros(()), torch.full((1, 2), 4.0)]
+    for way in (torch_, lost):
+        assert way.flattened(tensors).tolist() == [1.0] * 6 + [0.0] + [4.0] * 2
+        assert way.flattened(tensors[:1]).tolist() == [1.0] * 6
+
+
+def without_gradients(torch_, lost):
+    for way in (torch_, lost):
+        for before in (True, False):
+            with torch.set_grad_enabled(before):
+                with way.unseen_by_modes():
+                    assert not torch.is_grad_enabled()
+                assert torch.is_grad_enabled() is before
+
+
 def hidden(torch_, lost):
     """Nothing is hidden without the name, and what is done inside comes out the same."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -317,6 +333,7 @@ FOUND = {
     "torch._foreach_clamp_min_": in_place("clamp_min_", -1.5),
     "torch._foreach_clamp_max_": in_place("clamp_max_", 1.5),
     "torch._foreach_norm": norms,
+    "torch._utils._flatten_dense_tensors": flattened,
     "torch._amp_foreach_non_finite_check_and_unscale_": unscale,
     "torch.utils._foreach_utils._device_has_foreach_support": has_foreach,
     "torch.nn.modules.batchnorm._NormBase": norm_classes,
@@ -330,6 +347,7 @@ FOUND = {
     "torch._C._EnableTorchFunction": modes_back,
     "torch.utils._python_dispatch._disable_current_modes": hidden,
     "torch.utils._python_dispatch.TorchDispatchMode": modes,
+    "torch._C._set_grad_enabled": without_gradients,
     "torch._compile._disable_dynamo": disabled,
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": disabled,
     "torch._C._dynamo.eval_frame._FrameExecStrategy": disabled,

@@ -66,6 +66,9 @@ class TorchHooks:
         for owner, name, method in methods:
             self._patches.attribute(owner, name, _wrapped(vars(owner)[name], method))
         self._hook_scaler(torch.amp.GradScaler)
+        # Ours tells of all else by itself.
+        unscale = _wrapped(vars(dropin.GradScaler)["unscale_"], self._unscale)
+        self._patches.attribute(dropin.GradScaler, "unscale_", unscale)
         when_imported(FSDP, self._hook_fsdp)
 
     def remove(self) -> None:
