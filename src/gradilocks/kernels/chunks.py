@@ -283,13 +283,9 @@ class AddressedTensors(Sequence[Tensor]):
     """
 
     def __init__(self, tensors: Sequence[Tensor], at: Addresses) -> None:
-        self._tensors, self._size = tensors, len(tensors)
-        self.at = at
-
-    @property
-    def held(self) -> Sequence[Tensor]:
+        self.held, self._size = tensors, len(tensors)
         """The tensors as they are held, for C++."""
-        return self._tensors
+        self.at = at
 
     def __len__(self) -> int:
         return self._size
@@ -308,16 +304,15 @@ class AddressedTensors(Sequence[Tensor]):
             return self._listed()[place]
         if end - begin == self._size:
             return self
-        return AddressedTensors(self._tensors[place], self.at.part(begin, end))
+        return AddressedTensors(self.held[place], self.at.part(begin, end))
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._listed())
 
     def _listed(self) -> list[Tensor]:
-        tensors = self._tensors
-        if not isinstance(tensors, list):
-            tensors = self._tensors = list(tensors)
-        return tensors
+        if not isinstance(self.held, list):
+            self.held = list(self.held)
+        return self.held
 
 
 def note_written(tensors: Sequence[Tensor]) -> None:

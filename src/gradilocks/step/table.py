@@ -311,7 +311,9 @@ class GradientTable:
         """
         if self._summands:
             without_missing_summands(list(self._summands.values()))
-        found = self.find_addressed(lists, name=name)
+        found = None
+        if self._found is not None or _may_be_addressed(lists):
+            found = self.find_addressed(lists, name=name)
         if found is not None:
             return found
         self._found = None
@@ -454,7 +456,7 @@ def gradients_of(params: Sequence[Tensor], *, name: Name) -> Gradients:
             # None if a gradient is there twice, and so also if a parameter is.
             found = _addressed(tensors)
         if found is not None:
-            dtypes, ends = found.at.dtypes, [len(found)]
+            dtypes, ends = found.at.dtypes, [len(having)]
             return Gradients(having, found, ends=ends, dtypes=dtypes, device=found.at.device)
     return _walk([[list(params)]], name=name, refuse_twice=False, refuse_shared=False)
 
@@ -500,11 +502,11 @@ def _collected(
         return None
     places, tensors, numbers, signature = collected
     device = tensors[0].device
-    if not _by_address(device):
+    if not kernels.BACKENDS[device.type].BY_ADDRESS:
         return None
     places = list(range(len(params))) if places is None else places
-    key = signature, device, stream_of(device)
-    known = None if capturing() else _known.get(key)
+    key, captured = (signature, device, stream_of(device)), capturing()
+    known = None if captured else _known.get(key)
     if known is not None:
         at = known.moved(numbers)
     else:
@@ -512,7 +514,7 @@ def _collected(
         sizes: Any = tuple(map(TensorBase.numel, every))
         kinds: Any = kinds_of(every, numbers.tolist())
         at, tensors = Addresses(numbers, kinds, sizes, device), every
-    if not capturing():
+    if not captured:
         while len(_known) >= _MOST_KNOWN:
             _known.pop(next(iter(list(_known))), None)  # Another thread may be here too.
         _known[key] = at

@@ -28,7 +28,7 @@
 namespace gradilocks {
 namespace {
 
-// --- tensors without a Python object ---------------------------------------------------------------
+// --- tensors without a Python object -------------------------------------------------------------
 
 // How a tensor's Python object is asked for differs between torch 2.6 and 2.13: the first of these
 // that compiles is taken.
@@ -172,7 +172,7 @@ inline py::object numbers_of(const std::vector<int64_t>& addresses) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(sent)));
 }
 
-// --- the walk --------------------------------------------------------------------------------------
+// --- the walk ------------------------------------------------------------------------------------
 
 // What a call of Python has raised while something was asked.
 struct PythonRaised {};
@@ -257,8 +257,9 @@ inline at::Tensor gradient_of(PyObject* param, bool plain) {
   return THPVariable_Unpack(grad.ptr());
 }
 
-// Calls `visit(place, param)` for every parameter in the lists, which may change meanwhile; false as
-// soon as it says so, or the lists are not as long as they were. `param` is owned until it returns.
+// Calls `visit(place, param)` for every parameter in the lists, which may change meanwhile; false
+// as soon as it says so, or the lists are not as long as they were. `param` is owned until it
+// returns.
 template <typename Visit>
 bool every_place(const Walk& walk, PyObject* lists, Visit visit) {
   if (!PyList_Check(lists)) {
@@ -334,8 +335,8 @@ inline bool localize(const Walk& walk, PyObject* param, size_t i, at::Tensor& gr
 
 // Brings what `look` will read of some places into the cache, step by step along the pointers that
 // lead there: a step is asked for of all places before the next step is taken of one. After other
-// work has filled the cache, each of the steps is a wait for memory, and one place would wait for six
-// of them in a row (2,000 parameters: 1.9 ms, and 0.5 so).
+// work has filled the cache, each of the steps is a wait for memory, and one place would wait for
+// six of them in a row (2,000 parameters: 1.9 ms, and 0.5 so).
 inline void fetch_ahead(const Walk& walk, size_t begin, size_t end) {
   c10::TensorImpl* impls[kAhead];
   end = std::min(end, walk.places.size());
@@ -386,7 +387,8 @@ inline void fetch_ahead(const Walk& walk, size_t begin, size_t end) {
   }
 }
 
-// The gradients as they are now and where they lie; false if something but the addresses is another.
+// The gradients as they are now and where they lie; false if something but the addresses is
+// another.
 inline bool look(const Walk& walk, PyObject* lists, Found& found) {
   for (const auto& [type, plain] : walk.types) {  // Somebody may have given it a `grad`.
     if (plain && !has_plain_grad(reinterpret_cast<PyTypeObject*>(type.ptr()))) {
@@ -435,7 +437,7 @@ inline bool look(const Walk& walk, PyObject* lists, Found& found) {
   });
 }
 
-// --- the Python types ------------------------------------------------------------------------------
+// --- the Python types ----------------------------------------------------------------------------
 
 // Tensors that are held, as Python objects only if somebody asks for them.
 struct HeldTensors {
@@ -554,8 +556,8 @@ inline void walk_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-// None: something has changed, and has to be looked at again. Else the gradients of this moment and,
-// on the host, where they lie, if that is not where they lay; else None.
+// None: something has changed, and has to be looked at again. Else the gradients of this moment
+// and, on the host, where they lie, if that is not where they lay; else None.
 inline PyObject* walk_renew(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Walk* walk = reinterpret_cast<GradientWalk*>(self)->walk;
   if (count != 2) {
@@ -737,7 +739,7 @@ inline PyObject* walk_over(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// --- one pass, without a memory --------------------------------------------------------------------
+// --- one pass, without a memory ------------------------------------------------------------------
 
 // Whether the elements fill one stretch of memory, each place once (pieces.is_dense).
 inline bool is_dense(const at::Tensor& tensor) {
@@ -760,9 +762,9 @@ inline bool is_dense(const at::Tensor& tensor) {
 }
 
 // collect(params, detached): the gradients that there are, if kernels reach all of them by their
-// addresses. None if they do not, or Python has to be asked, or one needs a gradient and they are to
-// be detached; else the places of those who have one (None: all), their gradients, the addresses as
-// a tensor on the host, and as bytes the sizes and kinds: where these are equal, those are.
+// addresses. None if they do not, or Python has to be asked, or one needs a gradient and they are
+// to be detached; else the places of those who have one (None: all), their gradients, the addresses
+// as a tensor on the host, and as bytes the sizes and kinds: where these are equal, those are.
 inline PyObject* collect(PyObject*, PyObject* args) {
   PyObject* params = nullptr;
   int detached = 0;
@@ -876,7 +878,8 @@ bool every_tensor(PyObject* tensors, Visit visit) {
   });
 }
 
-// count_write(tensors): as torch.autograd.graph.increment_version, which leaves inference tensors out.
+// count_write(tensors): as torch.autograd.graph.increment_version, which leaves inference tensors
+// out.
 inline PyObject* count_write(PyObject*, PyObject* tensors) {
   if (!every_tensor(tensors, [](const at::Tensor& tensor) {
         if (!tensor.is_inference()) {
@@ -900,7 +903,8 @@ inline PyObject* versions(PyObject*, PyObject* tensors) {
   return answer;
 }
 
-// addresses(tensors): where each lies, as int64 on the host; raises RuntimeError if one has no place.
+// addresses(tensors): where each lies, as int64 on the host; raises RuntimeError if one has no
+// place.
 inline PyObject* addresses(PyObject*, PyObject* tensors) {
   std::vector<int64_t> found;
   PyObject* answer = nullptr;
