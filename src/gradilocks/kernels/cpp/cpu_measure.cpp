@@ -13,8 +13,8 @@
 // once for the sums. One Zen 4 core reads so 6.5 G float32 a second from its cache (26 GB/s; with
 // AVX2 27, with SSE2 10), where memory gives it 24; without sums 16 G. In one loop for both, with
 // all lanes in registers, 7 G, but 4.3 G without sums, and of float64 1.6 G where two loops take
-// 5.7 G; with the lanes in memory 1.7 G. As GCC's vectors of 8 lanes, 1 to 8 of them, 7 G with AVX-512 but
-// 0.7 to 2.3 G with AVX2.
+// 5.7 G; with the lanes in memory 1.7 G. As GCC's vectors of 8 lanes, 1 to 8 of them, 7 G with
+// AVX-512 but 0.7 to 2.3 G with AVX2.
 #include "cpu_measure.h"
 
 #include <algorithm>
