@@ -12,15 +12,15 @@ struct Chunk {
   int64_t length;  // Of them.
 };
 
-// The chunks of tensors of given sizes: a run of at most `chunk` elements of one tensor each, tensor
-// by tensor. Nothing here depends on the number of threads.
+// The chunks of tensors of given sizes: runs of at most `chunk` elements of one tensor, tensor by
+// tensor. Nothing here depends on the number of threads.
 class Chunks {
  public:
   // `codes`: what a kernel is to know of each tensor; below 0 leaves it out.
   Chunks(const int64_t* sizes, const int64_t* codes, int64_t count, int64_t chunk, bool is_double);
 
-  // Calls `work` with the first chunk and the one after the last of a run, until all are done, on as
-  // many threads as torch uses. `grain`: so many elements are not worth a thread of their own.
+  // Calls `work` with the first chunk of a run and the one after its last, until all are done, on
+  // as many threads as torch uses. `grain`: so few elements are not worth a thread of their own.
   void run(int64_t grain, const std::function<void(int64_t, int64_t)>& work) const;
 
   int64_t count() const { return static_cast<int64_t>(codes.size()); }

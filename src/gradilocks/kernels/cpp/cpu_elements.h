@@ -1,7 +1,7 @@
-// The dtypes of tensors' elements on a CPU, and what widens them for arithmetic and rounds them back.
+// The dtypes of tensors' elements, and what widens them for arithmetic and rounds them back.
 //
-// Half precision is widened to float32 and rounded once, to the nearest, ties to even, as torch does
-// it; the fall-backs without F16C compute the same bits, and neither depends on whether the
+// Half precision is widened to float32 and rounded once, to the nearest, ties to even, as torch
+// does it; the fall-backs without F16C compute the same bits, and neither depends on whether the
 // processor flushes subnormal numbers.
 #pragma once
 #include <cstdint>
@@ -42,7 +42,8 @@ inline float widened(BFloat16 x) { return bit_cast<float>(uint32_t{x.bits} << 16
 inline float widened(Half x) {
   const uint32_t magnitude = x.bits & 0x7fffu, sign = (x.bits & 0x8000u) << 16;
   // A subnormal one is a small whole number of 2^-24.
-  const uint32_t small = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  const float whole = static_cast<float>(static_cast<int32_t>(magnitude));
+  const uint32_t small = bit_cast<uint32_t>(whole * 0x1p-24f);
   const uint32_t normal = (magnitude << 13) + (112u << 23);
   const uint32_t broken = (magnitude << 13) | 0x7f800000u;
   const uint32_t large = magnitude >= 0x7c00u ? broken : normal;

@@ -10,10 +10,11 @@
 // above Inf above all else, so one comparison finds all three.
 //
 // A block of 512 elements is read twice, the second time from the first cache: once for the bits,
-// once for the sums. One Zen 4 core reads so 6.5 G float32 a second from its cache (26 GB/s; AVX2 27,
-// SSE2 10), where memory gives it 24; NaN and Inf alone 16 G. In one loop for both, with all lanes in
-// registers, 7 G, but 4.3 G without sums and 1.6 G of float64 for 5.7 G; with the lanes in memory
-// 1.7 G. As GCC's vectors of 8 lanes, 1 to 8 of them, 7 G with AVX-512 but 0.7 to 2.3 G with AVX2.
+// once for the sums. One Zen 4 core reads so 6.5 G float32 a second from its cache (26 GB/s; with
+// AVX2 27, with SSE2 10), where memory gives it 24; without sums 16 G. In one loop for both, with
+// all lanes in registers, 7 G, but 4.3 G without sums, and of float64 1.6 G where two loops take
+// 5.7 G; with the lanes in memory 1.7 G. As GCC's vectors of 8 lanes, 1 to 8 of them, 7 G with
+// AVX-512 but 0.7 to 2.3 G with AVX2.
 #include "cpu_measure.h"
 
 #include <algorithm>
@@ -56,7 +57,7 @@ struct Part {
 };
 
 // Adds the powers of runs of 16 elements, a lane each. The lanes are in an array of this function
-// alone, so that the compiler keeps them in registers: in memory they took five times as long.
+// alone, so that the compiler keeps them in registers: in memory they take four times as long.
 template <int POWER, class W>
 __attribute__((noinline)) void add(double* lanes, const W* x, int64_t count) {
   double sums[LANES];
@@ -83,8 +84,8 @@ __attribute__((noinline)) void look(Bits<W>& peak, int64_t& zeros, const W* x, i
   zeros += found;
 }
 
-// Multiplies elements in place if that is asked for; returns them widened, in `wide` if they are not
-// wide already. Both fit into the first cache.
+// Multiplies elements in place if that is asked for; returns them widened, in `wide` unless they
+// are wide already. Both fit into the first cache.
 template <bool MULTIPLY, class T, class W>
 inline const W* take(T* x, W factor, W* wide, int64_t count) {
   if constexpr (std::is_same_v<T, W>) {
@@ -268,8 +269,8 @@ FoundAll measure(const Chunks& tensors, const int64_t* pointers, int order, doub
   });
   FoundAll found(tensors.codes.size());
   for (size_t tensor = 0; tensor < found.size(); ++tensor) {
-    const Part* first = parts.data();
-    found[tensor] = gathered(first + tensors.begin[tensor], first + tensors.begin[tensor + 1], order);
+    const Part* first = parts.data() + tensors.begin[tensor];
+    found[tensor] = gathered(first, parts.data() + tensors.begin[tensor + 1], order);
   }
   return found;
 }

@@ -94,7 +94,8 @@ bool settle(
   return skipped;
 }
 
-void advance(const double* numbers, float* scale, int32_t* tracker, int32_t* hysteresis, bool skipped) {
+void advance(
+    const double* numbers, float* scale, int32_t* tracker, int32_t* hysteresis, bool skipped) {
   const double growth = numbers[0], backoff = numbers[1], interval = numbers[2];
   const double lowest = numbers[3], highest = numbers[4];
   const double now = *scale;
