@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import logging
-import math
 import operator
 import os
 import warnings
@@ -103,19 +102,6 @@ def _warn_of_ranks(count: int) -> None:
 
 def _nobody() -> None:
     """In the place of a weak reference where there is nothing to refer to."""
-
-
-def _put_back(overflow: Tensor, gradients: Gradients) -> None:
-    """Writes Inf to one element if `overflow`: a device that settles a step finds it there.
-
-    What was NaN or Inf when it was unscaled may have been written over since. A step that is
-    skipped has no use for its gradients.
-    """
-    first = next((tensor for tensor in gradients.tensors if tensor.numel()), None)
-    if first is not None:
-        with torch.no_grad():
-            element = first.as_strided((1,), (1,))
-            element.copy_(torch.where(overflow > 0, math.inf, element))
 
 
 class GradientControl:
@@ -1239,12 +1225,6 @@ class GradientControl:
             if seen is not None:
                 overflow = seen.flag(engine.state.scale.device)
             settles = model_ranks is None and engine.settles(gradients)
-            if settles and overflow is not None:
-                if overflow.device.type == "cpu":  # Where the host may ask, no gradient is touched.
-                    settles = not overflow.item()
-                else:
-                    _put_back(overflow, gradients)
-                overflow = None if settles else overflow
             settles = settles and engine.begin(gradients)
             if settles:
                 direct = takes_directly(self._optimizers)

@@ -99,6 +99,7 @@ class Settler(Protocol):
         loss: Tensor | None,
         unscaled: bool,
         moves: bool,
+        overflow: Tensor | None = None,
         rating: Any = None,
     ) -> tuple[Decision, StepRecord]:
         """Decides, and moves the scale, the streak and the count of steps on."""

@@ -196,6 +196,7 @@ class Settler:
         loss: Tensor | None,
         unscaled: bool,
         moves: bool,
+        overflow: Tensor | None = None,
         rating: Any = None,
     ) -> tuple[Decision, StepRecord]:
         """Measures, decides, and moves the scale, the streak and the count of steps on.
@@ -207,6 +208,7 @@ class Settler:
             loss: 0-d; to be looked at for NaN and Inf.
             unscaled: whether the gradients have lost the scale already.
             moves: whether the scale may move on.
+            overflow: 0-d; above 0 if NaN or Inf were found in the gradients before.
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
         located = gradients.at.located
@@ -221,7 +223,7 @@ class Settler:
         kernel, tables = (None, ()) if rating is None else rating
         _chunks_of(located).settle(
             _address(located.pointers), ORDERS[clip.order], clip.max_norm is not None,
-            moves and scale.moves, unscaled,
+            moves and scale.moves, unscaled, overflow is not None and bool(overflow > 0),
             0 if loss is None else _address(loss), 0 if loss is None else CODES[loss.dtype],
             *map(_address, (found, row, self._rules, *moving)),
             *map(_address, (self._skip, self._divisor, self._multiplier)),

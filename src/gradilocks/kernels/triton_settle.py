@@ -88,6 +88,7 @@ class Settler:
         loss: Tensor | None,
         unscaled: bool,
         moves: bool,
+        overflow: Tensor | None = None,
         rating: Any = None,
     ) -> tuple[Decision, StepRecord]:
         """Decides, and moves the scale, the streak and the count of steps on.
@@ -99,6 +100,7 @@ class Settler:
             loss: 0-d; to be looked at for NaN and Inf.
             unscaled: whether the gradients have lost the scale already.
             moves: whether the scale may move on.
+            overflow: 0-d; above 0 if NaN or Inf were found in the gradients before.
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
         located, order, count = gradients.at.located, clip.order, len(gradients)
@@ -114,7 +116,7 @@ class Settler:
         launch_settle(
             located, self._scratch, found, row, Standing(self._reads, self._results), loss, rating,
             order=order, clip=clip.max_norm is not None, dynamic=moves and scale.moves,
-            unscaled=unscaled, found_at=found_at, row_at=row_at,
+            unscaled=unscaled, overflow=overflow, found_at=found_at, row_at=row_at,
         )  # fmt: skip
         keep_if_captured(self._reads, self._results, self._scratch)
         return self._decision, StepRecord(
@@ -305,6 +307,7 @@ def launch_settle(
     clip: bool,
     dynamic: bool,
     unscaled: bool,
+    overflow: Tensor | None = None,
     found_at: int = 0,
     row_at: int = 0,
     prepare_only: bool = False,
@@ -320,24 +323,28 @@ def launch_settle(
         loss: 0-d; to be looked at for NaN and Inf.
         rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         order, clip, dynamic, unscaled: which rules apply.
+        overflow: 0-d; above 0 if the step is to be skipped whatever is found.
         prepare_only: compile it, so that what comes before may be done.
     """
     chunking = located.chunking
     key = (
         "settle", order, clip, dynamic, unscaled,
         None if loss is None else loss.dtype, None if rating is None else rating[0],
+        None if overflow is None else overflow.dtype,
     )  # fmt: skip
     tables = (row, row, row, row) if rating is None else rating[1]
     args = (
         chunking.begin, chunking.counts, *scratch, found,
-        *standing.before_loss, row if loss is None else loss, *standing.after_loss, row, *tables,
+        *standing.before_loss, row if loss is None else loss, row if overflow is None else overflow,
+        *standing.after_loss, row, *tables,
         chunking.chunks, chunking.count, found_at, row_at,
     )  # fmt: skip
     launches = chunking.launches.get(key)
     if launches is None:
         launch = launch_for(
-            settle_kernel, 4, key[5], ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
-            UNSCALED=unscaled, LOSS=loss is not None, BLOCK=lanes_for(chunking),
+            settle_kernel, 4, (key[5], key[7]), ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
+            UNSCALED=unscaled, LOSS=loss is not None, OVERFLOW=overflow is not None,
+            BLOCK=lanes_for(chunking),
             DOUBLE=any(kind[0] is torch.float64 for kind in cast("Any", chunking.kinds) if kind),
             RATES=0 if rating is None else {"adam": 1, "sgd": 2}[rating[0]],
         )  # fmt: skip
@@ -350,12 +357,13 @@ def launch_settle(
 @unspecialized
 def settle_kernel(
     begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, found_ptr, arrived_ptr, rules_ptr,
-    scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
+    scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr, overflow_ptr,
     skip_ptr, divisor_ptr, multiplier_ptr, row_ptr,
     own_ptr, groups_ptr, settings_ptr, rates_ptr,
     chunks, tensors, found_at, row_at,
     ORDER: tl.constexpr, CLIP: tl.constexpr, DYNAMIC: tl.constexpr, UNSCALED: tl.constexpr,
-    LOSS: tl.constexpr, DOUBLE: tl.constexpr, RATES: tl.constexpr, BLOCK: tl.constexpr,
+    LOSS: tl.constexpr, OVERFLOW: tl.constexpr, DOUBLE: tl.constexpr, RATES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds up each tensor, a program a tensor; the program that is last decides the step.
 
@@ -373,8 +381,8 @@ def settle_kernel(
         tl.store(arrived_ptr, 0)
         skipped = _settle(
             found_ptr, rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr,
-            loss_ptr, skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
-            ORDER, CLIP, DYNAMIC, UNSCALED, LOSS, DOUBLE, BLOCK,
+            loss_ptr, overflow_ptr, skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
+            ORDER, CLIP, DYNAMIC, UNSCALED, LOSS, OVERFLOW, DOUBLE, BLOCK,
         )  # fmt: skip
         if skipped == 0:
             lanes = tl.arange(0, BLOCK)
@@ -388,10 +396,10 @@ def settle_kernel(
 @triton.jit
 def _settle(
     found_ptr, rules_ptr,
-    scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
+    scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr, overflow_ptr,
     skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
     ORDER: tl.constexpr, CLIP: tl.constexpr, DYNAMIC: tl.constexpr, UNSCALED: tl.constexpr,
-    LOSS: tl.constexpr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
+    LOSS: tl.constexpr, OVERFLOW: tl.constexpr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Decides one step and moves the scale on; returns whether it is skipped.
 
@@ -432,6 +440,8 @@ def _settle(
         norm = tl.where(fits, norm.to(tl.float32).to(tl.float64), norm)
     norm = tl.where(nan > 0.0, float("nan"), norm)
     broken = (nan + inf) > 0.0
+    if OVERFLOW:
+        broken = broken | (tl.load(overflow_ptr) > 0.0)
 
     stored = tl.load(scale_ptr)
     scale = stored.to(tl.float64)

@@ -77,8 +77,9 @@ MOST_CHUNKS = 1 << 19
 SETTINGS = 8
 """Numbers a group, as the kernels count them."""
 WATCHED = 64
-"""How many state tensors every step looks at, in turns if there are more: `tensor.data = ...` tells
-nobody. The plan holds their storages, so until then an address is out of date but never freed."""
+"""How many state tensors every step on a GPU looks at, in turns if there are more: `tensor.data =
+...` tells nobody. The plan holds their storages, so until then an address is out of date but never
+freed, unless somebody frees what is in a storage. On a CPU every step looks at all of them."""
 
 
 _NUMBERS = {float, int}
@@ -163,13 +164,14 @@ class Plan:
             return False
         if optimizer.state is not self._state:
             return False
-        begin = self._turn if self._turn < len(self._watched) else 0
-        self._turn = begin + WATCHED
-        turn = slice(begin, self._turn)
-        library, watched = native.library(), self._watched[turn]
+        library, watched, homes = native.library(), self._watched, self._homes
+        if self.device.type != "cpu":
+            begin = self._turn if self._turn < len(watched) else 0
+            self._turn = begin + WATCHED
+            watched, homes = watched[begin : self._turn], homes[begin : self._turn]
         if library is not None:
-            return bool(library.lie_at(watched, self._homes[turn]))
-        return list(map(_address, watched)) == self._homes[turn]
+            return bool(library.lie_at(watched, homes))
+        return list(map(_address, watched)) == homes
 
     def drop(self) -> None:
         """Lets go of the state, of which something is about to be replaced."""

@@ -413,7 +413,9 @@ class Engine:
             on_device = alone and self.settles(gradients) and self.begin(gradients)
         if on_device:
             try:
-                return self._settled(gradients, unscaled=unscaled, rating=rating, moves=moves)
+                return self._settled(
+                    gradients, unscaled=unscaled, overflow=overflow, rating=rating, moves=moves
+                )
             except kernels.KernelFailed:  # The user has been warned, and nothing has been decided.
                 pass
         home, policy = self.state.scale.device, self.clip_policy
@@ -696,7 +698,13 @@ class Engine:
         return StepRecord(row, overflow, lambda: statistics)
 
     def _settled(
-        self, gradients: Gradients, *, unscaled: bool, rating: Any, moves: bool
+        self,
+        gradients: Gradients,
+        *,
+        unscaled: bool,
+        overflow: Tensor | None,
+        rating: Any,
+        moves: bool,
     ) -> Verdict:
         """The step as the device settles it, by the policies' rules."""
         device, addressed = self.state.scale.device, gradients.addressed
@@ -712,6 +720,7 @@ class Engine:
             loss=self.losses.as_one(device),
             unscaled=unscaled,
             moves=moves,
+            overflow=overflow,
             rating=rating,
         )
         captured = capturing()

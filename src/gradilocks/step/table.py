@@ -189,7 +189,7 @@ class TableGradients(Gradients):
         if list(map(_address, self.elements)) != self.homes or not self._alike(tensors):
             return False
         if addresses != self.at.addresses or self._sent_in_a_capture:
-            if not self._aligned:
+            if not self._aligned or 0 in addresses:  # Without elements, or its memory was freed.
                 return False
             numbers = array("q", addresses)
             if not all_aligned(numbers):
@@ -550,9 +550,23 @@ def _walk(
         ends = _ends_among(ends, params)
         having = [param for param in params if param.grad is not None]
     found = _elements(having, tensors, ends, name, summands)
-    if refuse_shared and _coincide(addresses_of(found.tensors)):
+    addresses = addresses_of(found.tensors)
+    if 0 in addresses:
+        _refuse_freed(having, found.tensors, name)
+    if refuse_shared and _coincide(addresses):
         refuse_shared_gradient(having, found.tensors, name)
     return found
+
+
+def _refuse_freed(params: Sequence[Tensor], tensors: Sequence[Tensor], name: Name) -> None:
+    """Raises if the memory of a plain gradient was given back, which nobody could read."""
+    for param, tensor in zip(params, tensors, strict=True):
+        if type(tensor) in _PLAIN and tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise ValueError(
+                f"the gradient of {name(param)} has no memory: its storage has been freed, as by "
+                "untyped_storage().resize_(0). Bring it back before the step, or set "
+                "param.grad = None."
+            )
 
 
 def _flat(lists: Lists, name: Name, *, twice_is_an_error: bool) -> tuple[list[Tensor], list[int]]:
@@ -735,7 +749,7 @@ def _addressed(tensors: list[Tensor], *, may_share: bool = False) -> AddressedTe
         return None
     if not may_share and _coincide(addresses):
         return None
-    if contiguous and all_aligned(array("q", addresses)):
+    if contiguous and 0 not in addresses and all_aligned(array("q", addresses)):
         kinds: Any = tuple([(dtype, 16) for dtype in dtypes])
     else:
         kinds = kinds_of(tensors, addresses)

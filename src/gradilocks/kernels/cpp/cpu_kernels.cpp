@@ -272,6 +272,7 @@ PyObject* settle_all(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   rules.clips = arguments.integer() != 0;
   rules.moves = arguments.integer() != 0;
   rules.unscaled = arguments.integer() != 0;
+  rules.overflowed = arguments.integer() != 0;
   rules.is_double = tensors.is_double;
   const int64_t loss = arguments.integer();
   const int loss_dtype = static_cast<int>(arguments.integer());

@@ -55,7 +55,7 @@ bool settle(
     inf += static_cast<double>(each.inf);
   }
   const double norm = total_norm(found, rules.order, rules.is_double);
-  const bool broken = nan + inf > 0.0;
+  const bool broken = nan + inf > 0.0 || rules.overflowed;
   const double scale = *standing.scale, carried = rules.unscaled ? 1.0 : scale;
   const double true_norm = norm / carried, bound = standing.numbers[0], roof = standing.numbers[1];
   const double coefficient = rules.clips ? coefficient_for(true_norm, bound, broken) : 1.0;

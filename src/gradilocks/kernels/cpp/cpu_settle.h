@@ -13,6 +13,7 @@ struct Rules {
   bool moves;     // Whether the scale moves on.
   bool unscaled;  // Whether the gradients have lost the scale already.
   bool is_double;
+  bool overflowed;  // Whether NaN or Inf were found in the gradients before.
 };
 
 // What settling reads and moves on, by address.

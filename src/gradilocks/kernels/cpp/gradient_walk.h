@@ -80,10 +80,23 @@ inline bool has_plain_grad(PyTypeObject* type) {
   return true;
 }
 
-// Whether a tensor's memory is its own, so that sizes, strides and address are those of elements.
+// Whether a tensor's memory is its own and all there, so that sizes, strides and address are those
+// of elements. Storage may have been freed or made smaller (`untyped_storage().resize_(0)`).
 inline bool has_memory(const at::Tensor& tensor) {
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  return impl->unsafe_storage() && impl->layout() == c10::kStrided && !impl->is_python_dispatch();
+  if (!impl->unsafe_storage() || impl->layout() != c10::kStrided || impl->is_python_dispatch()) {
+    return false;
+  }
+  if (tensor.numel() == 0) {
+    return true;
+  }
+  const c10::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
+  int64_t last = tensor.storage_offset();
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    last += (sizes[dim] - 1) * strides[dim];
+  }
+  const size_t needed = static_cast<size_t>(last + 1) * tensor.dtype().itemsize();
+  return needed <= impl->unsafe_storage().nbytes();
 }
 
 inline int64_t address_of(const at::Tensor& tensor) {
