@@ -170,7 +170,8 @@ class Plan:
             self._turn = begin + WATCHED
             watched, homes = watched[begin : self._turn], homes[begin : self._turn]
         if library is not None:
-            return bool(library.lie_at(watched, homes))
+            there: bool = library.lie_at(watched, homes)
+            return there
         return list(map(_address, watched)) == homes
 
     def drop(self) -> None:

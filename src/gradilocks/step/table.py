@@ -189,7 +189,7 @@ class TableGradients(Gradients):
         if list(map(_address, self.elements)) != self.homes or not self._alike(tensors):
             return False
         if addresses != self.at.addresses or self._sent_in_a_capture:
-            if not self._aligned or 0 in addresses:  # Without elements, or its memory was freed.
+            if not self._aligned or _has_freed(addresses, self.at.sizes):
                 return False
             numbers = array("q", addresses)
             if not all_aligned(numbers):
@@ -556,6 +556,13 @@ def _walk(
     if refuse_shared and _coincide(addresses):
         refuse_shared_gradient(having, found.tensors, name)
     return found
+
+
+def _has_freed(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether the memory of one was given back; those without elements have the address 0, too."""
+    if 0 not in addresses:
+        return False
+    return any(size and not address for address, size in zip(addresses, sizes, strict=True))
 
 
 def _refuse_freed(params: Sequence[Tensor], tensors: Sequence[Tensor], name: Name) -> None:
