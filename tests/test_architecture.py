@@ -212,10 +212,8 @@ METHODS = {
 CONVERSIONS = {"bool", "float", "int"}
 # Conversions of tensors that lie on the CPU whatever the device, or that torch's contract asks for.
 READ_ELSEWHERE = {
-    "control.py": {
-        "float(engine.clip_policy.order)",
-        "overflow.item()",  # After it is known to lie on the CPU.
-    },
+    "control.py": {"float(engine.clip_policy.order)"},
+    "step/table.py": {"numbers.tolist()"},  # Addresses, which C++ has brought to the host.
     "dropin/clip_functions.py": {"bool(torch.isfinite(norm))"},  # error_if_nonfinite, as in torch.
     "dropin/grad_scaler.py": {
         "float(start.scale)",  # A policy's start, on the CPU.

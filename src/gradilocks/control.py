@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gradilocks import kernels
 from gradilocks._torch import infers_metadata, is_joining
 from gradilocks.checks import (
     check_closure,
@@ -1289,7 +1290,10 @@ class GradientControl:
                 place, which float16 would not survive. None if each is to be asked.
             steps: whether a step goes on: at the first the ranks compare settings and recorders.
         """
-        model_ranks = self._model_ranks() if has_other_ranks() else None
+        model_ranks = None
+        if has_other_ranks():
+            kernels.agree_with_ranks()
+            model_ranks = self._model_ranks()
         if steps and self._loads is not None and self._loads.is_new:
             self._compare_again(self._loads)
         if steps and not self._compared:

@@ -112,7 +112,8 @@ def way(request, monkeypatch):
 # Where C++ settles the step, the way is that of a GPU: a table of addresses, a settler. It is more
 # calls, of a third of the time: what plain torch does in sixty operations is one of them.
 STEP = {"plain torch": 60, "C++": 70}
-ITERATION = {"plain torch": 80, "C++": 98}
+# The guard against unscaling twice has methods, of which C++ has its own: up to ten calls more.
+ITERATION = {"plain torch": 90, "C++": 102}
 MORE_FILES = {"plain torch": 0, "C++": 5}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradilocks
 from gradilocks import GradientControl, kernels, optim
 from gradilocks.kernels import native
 
@@ -157,3 +158,72 @@ def test_the_limit_is_what_measuring_and_the_formula_give(order):
         assert norm.dtype == coefficient.dtype == torch.float64
         assert norm.item() == expected.norm.item()
         assert coefficient.item() == min(1.0, bound / (norm.item() + 1e-6))
+
+
+def test_state_that_lies_elsewhere_by_now_is_found_wherever_it_is_in_the_list():
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(200)]
+    optimizer = optim.AdamW(weights, lr=0.1)
+
+    def step():
+        for weight in weights:
+            weight.grad = torch.ones(3)
+        optimizer.step()
+
+    step()
+    moved = [optimizer.state[weight]["exp_avg"] for weight in weights[-10:]]
+    for tensor in moved:
+        tensor.data = torch.zeros(3)  # Of which nobody is told.
+    step()
+    assert all(tensor.tolist() == pytest.approx([0.1] * 3) for tensor in moved)
+
+
+def test_memory_that_an_offloader_has_freed_and_brought_back_is_not_written_to_in_the_old_place():
+    weights = [nn.Parameter(torch.ones(20_000)) for _ in range(100)]
+    optimizer = optim.AdamW(weights, lr=0.1)
+
+    def step():
+        for weight in weights:
+            weight.grad = torch.ones(20_000)
+        optimizer.step()
+
+    step()
+    average = optimizer.state[weights[-1]]["exp_avg"]
+    storage, kept = average.untyped_storage(), average.clone()
+    size = storage.nbytes()
+    storage.resize_(0)
+    mine = [torch.full((20_000,), 7.0) for _ in range(3)]  # Likely where it was.
+    storage.resize_(size)
+    average.copy_(kept)
+    step()
+    assert all(tensor.unique().tolist() == [7.0] for tensor in mine)
+    assert average.unique().tolist() == pytest.approx([0.19])
+
+
+@pytest.mark.parametrize("walk", ["C++", "Python"])
+@pytest.mark.parametrize("who", ["control", "clip", "optimizer"])
+def test_a_gradient_whose_memory_was_freed_is_refused_by_name(who, walk, monkeypatch):
+    model = nn.Linear(4, 3)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    acts = {
+        "control": lambda: control.step(),
+        "clip": lambda: gradilocks.clip_grad_norm_(model.parameters(), 1.0),
+        "optimizer": optimizer.step,
+    }
+    if who == "control":  # Else a clip would be told that one will step on these gradients.
+        control = GradientControl(optimizer, model=model, scale=None)
+    if walk == "Python":
+        monkeypatch.setattr(native, "library", lambda: None)
+
+    def gradients():
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+
+    for _ in range(2):
+        gradients()
+        acts[who]()
+    gradients()
+    model.weight.grad.untyped_storage().resize_(0)
+    before = model.bias.detach().clone()
+    with pytest.raises((ValueError, RuntimeError), match=r"no memory|not allocated"):
+        acts[who]()
+    assert torch.equal(before, model.bias.detach())

@@ -122,3 +122,27 @@ def test_ranks_follow_one_that_has_begun_with_plain_torch(monkeypatch):
     why, waited = chosen(monkeypatch, "library")
     assert why == "another rank has begun with plain torch, and all compute alike"
     assert waited == 0.0
+
+
+@pytest.mark.parametrize("others", ["reference", "native"])
+def test_what_was_chosen_before_the_ranks_met_is_chosen_again_with_them(monkeypatch, store, others):
+    native_backend = pytest.importorskip("gradilocks.kernels.native_backend")
+    mine = native_backend if others == "reference" else kernels.reference
+    reason = "fused: C++" if others == "reference" else "reference: plain torch serves cpu"
+    monkeypatch.setitem(kernels.BACKENDS, "cpu", mine)
+    monkeypatch.setitem(kernels._reasons, "cpu", reason)
+    monkeypatch.setattr(kernels, "_has_agreed", False)
+    rank_choice.first_choice("cpu kernels", others)  # Another rank has come first.
+    kernels.agree_with_ranks()
+    now = kernels.BACKENDS["cpu"]
+    assert (now is kernels.reference) == (others == "reference")
+    kernels.agree_with_ranks()
+    assert kernels.BACKENDS["cpu"] is now
+
+
+def test_a_process_alone_keeps_what_it_has_chosen(monkeypatch):
+    monkeypatch.setattr(kernels, "_has_agreed", False)
+    before = kernels.BACKENDS["cpu"]
+    kernels.agree_with_ranks()
+    assert kernels.BACKENDS["cpu"] is before
+    assert not kernels._has_agreed

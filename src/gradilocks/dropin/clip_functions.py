@@ -85,8 +85,11 @@ def _clip_by_norm(
     bound = _bound("max_norm", max_norm)
     refuse_scaled(params, "clip_grad_norm_", bound)
     order = _order(norm_type)
+    rank_groups: Sequence[RankGroup] = ()
+    if has_other_ranks():
+        kernels.agree_with_ranks()
+        rank_groups = rank_groups_of(params)
     gradients = _found(params, foreach)
-    rank_groups = rank_groups_of(params) if has_other_ranks() else []
     settled = None if rank_groups else norm_and_coefficient(gradients, bound, order)
     if settled is not None:
         norm, coefficient = settled

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradilocks import kernels
 from gradilocks._torch import OptState, new_scaler_state
 from gradilocks.clip import NoClip, resolve_clip
 from gradilocks.dropin.optimizer_engines import OptimizerEngines
@@ -643,12 +644,15 @@ class GradScaler(torch.amp.GradScaler):
         """
         known = self._engines.known.get(id(optimizer))
         engine = self._engines.of(optimizer) if known is None else known[1]
+        company = self._process_group is not None or has_other_ranks()
+        if company:
+            kernels.agree_with_ranks()
         with torch.no_grad():
             gradients = self._gradients(optimizer, engine, allow_fp16=allow_fp16)
             if inv_scale is not None:
                 self._now.guard.refuse_twice(gradients.params, engine.names)
             rank_groups: Sequence[RankGroup] = ()
-            if self._process_group is not None or has_other_ranks():
+            if company:
                 params = list(every_parameter([optimizer]))
                 rank_groups = rank_groups_of(params, group=self._process_group)
             before = self._now.steps.get(id(optimizer))

@@ -24,7 +24,7 @@ from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Chunking
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.failure import KernelFailed, report_to
 from gradilocks.kernels.native import build_native, find_native
-from gradilocks.kernels.rank_choice import first_choice
+from gradilocks.kernels.rank_choice import first_choice, has_company
 from gradilocks.values import Decision, NonFinite, ScaleState, Statistics, StepRecord
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "OptimizerKernels",
     "Settler",
     "SettlingBackend",
+    "agree_with_ranks",
     "build_native",
     "by_device",
     "describe",
@@ -238,6 +239,23 @@ def _choose(kind: str) -> tuple[Backend, str]:
         if before:
             torch.cuda.set_sync_debug_mode(before)
     return cast("Backend", fused), f"fused: {whose}'s kernels run on {kind}"
+
+
+def agree_with_ranks() -> None:
+    """Has the CPU compute as the other ranks do, also if it was first used before they met.
+
+    To be called before gradients are looked at. Once they have agreed, nothing changes any more.
+    """
+    global _has_agreed
+    if _has_agreed or not has_company():
+        return
+    _has_agreed = True
+    chosen = _reasons.get("cpu", "").partition(":")[0]
+    if chosen == ("fused" if "cpu" in BACKENDS and BACKENDS["cpu"].BY_ADDRESS else "reference"):
+        BACKENDS.pop("cpu", None)  # Chosen again on its next use, by all of them alike.
+
+
+_has_agreed = False
 
 
 def _without_native() -> str:

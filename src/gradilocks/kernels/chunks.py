@@ -311,6 +311,7 @@ class AddressedTensors(Sequence[Tensor]):
 
     def _listed(self) -> list[Tensor]:
         if not isinstance(self.held, list):
+            self._memory: Sequence[Tensor] = self.held  # Which holds what is at the addresses.
             self.held = list(self.held)
         return self.held
 

@@ -13,9 +13,14 @@ import torch.distributed as dist
 
 from gradilocks._torch import default_store
 
-__all__ = ["first_choice"]
+__all__ = ["first_choice", "has_company"]
 
 _logger = logging.getLogger("gradilocks")
+
+
+def has_company() -> bool:
+    """Whether other ranks have met this one."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def first_choice(subject: str, mine: str) -> str:
@@ -25,7 +30,7 @@ def first_choice(subject: str, mine: str) -> str:
         subject: what is chosen, in the words that all ranks use.
         mine: what this rank would choose.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not has_company():
         return mine
     store = default_store()
     if store is None:

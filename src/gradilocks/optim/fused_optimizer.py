@@ -483,6 +483,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def gradients(self) -> TableGradients | None:
         """The gradients of this moment if the kernels can take them, for whoever measures them."""
+        if self._looked_at is None:  # At the first step, and where torch steps.
+            kernels.agree_with_ranks()
         found = self._table.find_addressed(lists_of((self,)), name=self._name)
         if found is not self._looked_at:
             # A parameter that wraps other tensors has no address of its own.

@@ -471,7 +471,7 @@ def _may_be_addressed(lists: Lists) -> bool:
     for groups in lists:
         for group in groups:
             if group:
-                return kernels.BACKENDS[group[0].device.type].BY_ADDRESS
+                return _by_address(group[0].device)
     return False
 
 

@@ -318,6 +318,7 @@ bool every_place(const Walk& walk, PyObject* lists, Visit visit) {
 // What a walk has found.
 struct Found {
   std::vector<at::Tensor> held;
+  std::vector<c10::Storage> memory;
   std::vector<int64_t> addresses;
   std::vector<py::object> gradient_specs;
 };
@@ -409,6 +410,7 @@ inline bool look(const Walk& walk, PyObject* lists, Found& found) {
     }
   }
   found.held.reserve(walk.grads.size());
+  found.memory.reserve(2 * walk.grads.size());
   found.addresses.reserve(walk.grads.size());
   found.gradient_specs.resize(walk.specs.size());
   const auto* tensor_class = reinterpret_cast<PyTypeObject*>(THPVariableClass);
@@ -436,6 +438,7 @@ inline bool look(const Walk& walk, PyObject* lists, Found& found) {
           address_of(home) != walk.homes[i]) {
         return false;
       }
+      found.memory.push_back(home.storage());
     } else {
       const at::Tensor& home = THPVariable_Unpack(param);
       if (!walk.params[i].is_of(home, Py_TYPE(param), walk.numbers) ||
@@ -443,8 +446,10 @@ inline bool look(const Walk& walk, PyObject* lists, Found& found) {
           address_of(home) != walk.homes[i]) {
         return false;
       }
+      found.memory.push_back(home.storage());
     }
     found.addresses.push_back(address_of(grad));
+    found.memory.push_back(grad.storage());
     found.held.push_back(std::move(grad));
     return true;
   });
@@ -452,10 +457,12 @@ inline bool look(const Walk& walk, PyObject* lists, Found& found) {
 
 // --- the Python types ----------------------------------------------------------------------------
 
-// Tensors that are held, as Python objects only if somebody asks for them.
+// Tensors that are held, as Python objects only if somebody asks for them. And the memory at their
+// addresses: another thread may give a tensor other memory (`tensor.data = ...`) before it is read.
 struct HeldTensors {
   PyObject_HEAD
-  std::vector<at::Tensor>* tensors;  // Owned.
+  std::vector<at::Tensor>* tensors;   // Owned.
+  std::vector<c10::Storage>* memory;  // Owned.
 };
 
 struct GradientWalk {
@@ -485,7 +492,7 @@ bool guarded(Action action) {
   return false;
 }
 
-inline py::object hold(std::vector<at::Tensor>&& tensors) {
+inline py::object hold(std::vector<at::Tensor>&& tensors, std::vector<c10::Storage>&& memory) {
   PyTypeObject* type = reinterpret_cast<PyTypeObject*>(held_tensors_type);
   py::object made = py::reinterpret_steal<py::object>(type->tp_alloc(type, 0));
   if (!made) {
@@ -493,12 +500,14 @@ inline py::object hold(std::vector<at::Tensor>&& tensors) {
   }
   auto* own = reinterpret_cast<HeldTensors*>(made.ptr());
   own->tensors = new std::vector<at::Tensor>(std::move(tensors));
+  own->memory = new std::vector<c10::Storage>(std::move(memory));
   return made;
 }
 
 inline void held_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   delete std::exchange(reinterpret_cast<HeldTensors*>(self)->tensors, nullptr);
+  delete std::exchange(reinterpret_cast<HeldTensors*>(self)->memory, nullptr);
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -539,7 +548,8 @@ inline PyObject* held_subscript(PyObject* self, PyObject* key) {
       const size_t place = static_cast<size_t>(begin + i * step);
       some.push_back((*reinterpret_cast<HeldTensors*>(self)->tensors)[place]);
     }
-    made = hold(std::move(some)).release().ptr();
+    std::vector<c10::Storage> memory = *reinterpret_cast<HeldTensors*>(self)->memory;
+    made = hold(std::move(some), std::move(memory)).release().ptr();
   });
   return made;
 }
@@ -598,7 +608,7 @@ inline PyObject* walk_renew(PyObject* self, PyObject* const* args, Py_ssize_t co
       }
       numbers = numbers_of(found.addresses);
     }
-    answer = PyTuple_Pack(2, hold(std::move(found.held)).ptr(), numbers.ptr());
+    answer = PyTuple_Pack(2, hold(std::move(found.held), std::move(found.memory)).ptr(), numbers.ptr());
     if (answer == nullptr) {
       throw PythonRaised();
     }
@@ -787,6 +797,7 @@ inline PyObject* collect(PyObject*, PyObject* args) {
   PyObject* answer = nullptr;
   const bool done = guarded([&] {
     std::vector<at::Tensor> held;
+    std::vector<c10::Storage> memory;
     std::vector<int64_t> addresses, scratch;
     std::vector<Py_ssize_t> having;
     std::string signature;
@@ -821,6 +832,7 @@ inline PyObject* collect(PyObject*, PyObject* args) {
       signature.push_back(kind);
       addresses.push_back(address);
       held.push_back(grad);
+      memory.push_back(grad.storage());
       having.push_back(i);
     }
     if (held.empty() || coincide(addresses, scratch)) {
@@ -844,8 +856,8 @@ inline PyObject* collect(PyObject*, PyObject* args) {
     if (!bytes || !places) {
       throw PythonRaised();
     }
-    answer = PyTuple_Pack(4, places.ptr(), hold(std::move(held)).ptr(), numbers.ptr(),
-                          bytes.ptr());
+    const py::object tensors = hold(std::move(held), std::move(memory));
+    answer = PyTuple_Pack(4, places.ptr(), tensors.ptr(), numbers.ptr(), bytes.ptr());
     if (answer == nullptr) {
       throw PythonRaised();
     }
