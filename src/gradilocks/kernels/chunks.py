@@ -88,36 +88,30 @@ class Chunking:
         for place, kind in enumerate(kinds):
             if kind is not None and sizes[place]:
                 members.setdefault(kind, []).append(place)
-        counts = torch.zeros(len(sizes), dtype=torch.int64, device="cpu")
-        begin = torch.zeros_like(counts)
-        owners, indices, buckets, first = [], [], [], 0
+        # By the host's own lists: torch's repeat_interleave opens a parallel region for the smallest
+        # of them, which hangs in a process that was forked after another one.
+        counts, begin = array("i", bytes(4 * len(sizes))), array("i", bytes(4 * len(sizes)))
+        owners, indices = array("i"), array("i")
+        buckets: list[Bucket] = []
         for kind, places in members.items():
-            each = torch.tensor([-(-sizes[place] // chunk) for place in places], device="cpu")
-            at = torch.tensor(places, device="cpu")
-            starts = each.cumsum(0) - each
-            counts[at], begin[at] = each, first + starts
-            total = int(each.sum())
-            owners.append(torch.repeat_interleave(at, each))
-            indices.append(
-                torch.arange(total, device="cpu") - torch.repeat_interleave(starts, each)
-            )
-            buckets.append(Bucket(kind, first, total))
-            first += total
-        nothing = [torch.zeros(0, dtype=torch.int64, device="cpu")]
+            first = len(owners)
+            for place in places:
+                begin[place], counts[place] = len(owners), -(-sizes[place] // chunk)
+                owners.extend(array("i", [place]) * counts[place])
+                indices.extend(range(counts[place]))
+            buckets.append(Bucket(kind, first, len(owners) - first))
         self.device = device
         self.count = len(sizes)
         self.chunk = chunk
-        self.chunks = first
-        self.longest = int(counts.max()) if len(sizes) else 0
+        self.chunks = len(owners)
+        self.longest = max(counts, default=0)
         """Chunks of the tensor that has most of them."""
         self.kinds = frozenset(kinds)
         """The kinds that there are, those of empty tensors too."""
         self.buckets = tuple(buckets)
         self.sizes = send(torch.tensor(sizes, dtype=torch.int64, device="cpu"), device)
-        self.owner = send(torch.cat(owners or nothing).to(torch.int32), device)
-        self.index = send(torch.cat(indices or nothing).to(torch.int32), device)
-        self.begin = send(begin.to(torch.int32), device)
-        self.counts = send(counts.to(torch.int32), device)
+        self.owner, self.index = (send(_int32(each), device) for each in (owners, indices))
+        self.begin, self.counts = (send(_int32(each), device) for each in (begin, counts))
         self.launches: dict[Hashable, list[Any]] = {}
         """What the kernels' users have found out about launching on it."""
         self._sent = _NOTHING, self.sizes
@@ -141,6 +135,14 @@ class Chunking:
 
 
 _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def _int32(numbers: array[int]) -> Tensor:
+    if not numbers:  # Nothing that a tensor could be made over.
+        return torch.zeros(0, dtype=torch.int32, device="cpu")
+    return torch.frombuffer(numbers, dtype=torch.int32)
+
+
 _latest: dict[tuple[torch.device, int | None], tuple[Tensor, Tensor]] = {}
 """The pointers that were sent last, for the next chunking of the same tensors."""
 _chunkings: dict[tuple[object, ...], Chunking] = {}

@@ -15,6 +15,7 @@ say the same (`tests/engine/test_walks_agree.py`); what C++ does not know is loo
 from __future__ import annotations
 
 import operator
+import struct
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -339,7 +340,10 @@ class GradientTable:
             and (self._renewed(found, lists) if found.walker is None else found.walk(lists))
         ):
             return found
-        self._found = self._look(lists, name)
+        found = self._found = self._look(lists, name)
+        # What was looked at piece by piece is seen again in one go, and its memory held.
+        if found is not None and found.walker is not None and not found.walk(lists):
+            self._found = None  # Another thread is at work on it.
         return self._found
 
     def _renewed(self, found: TableGradients, lists: Lists) -> bool:
@@ -479,6 +483,8 @@ def _by_address(device: torch.device) -> bool:
     return kernels.BACKENDS[device.type].BY_ADDRESS
 
 
+_COLLECTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""As `collect` in gradient_walk.h numbers them."""
 _known: dict[tuple[Any, ...], Addresses] = {}
 _MOST_KNOWN = 16
 """How many lists of gradients are known by their sizes and kinds; no tensor is held for it."""
@@ -509,11 +515,12 @@ def _collected(
     known = None if captured else _known.get(key)
     if known is not None:
         at = known.moved(numbers)
-    else:
-        every = list(tensors)
-        sizes: Any = tuple(map(TensorBase.numel, every))
-        kinds: Any = kinds_of(every, numbers.tolist())
-        at, tensors = Addresses(numbers, kinds, sizes, device), every
+    else:  # As C++ has seen them, in one go: another thread may be at work on them.
+        each = list(struct.iter_unpack("=qb", signature))
+        dtypes = [_COLLECTED[code >> 1] for _, code in each]
+        aligned = [code & 1 for _, code in each]
+        kinds = tuple([(d, 16 if a else d.itemsize) for d, a in zip(dtypes, aligned, strict=True)])
+        at = Addresses(numbers, kinds, tuple([size for size, _ in each]), device)
     if not captured:
         while len(_known) >= _MOST_KNOWN:
             _known.pop(next(iter(list(_known))), None)  # Another thread may be here too.

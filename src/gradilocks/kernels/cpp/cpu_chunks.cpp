@@ -41,8 +41,8 @@ class SameRounding {
 
 }  // namespace
 
-Chunks::Chunks(
-    const int64_t* sizes, const int64_t* given, int64_t count, int64_t chunk, bool any_double)
+Chunks::Chunks(const int64_t* sizes, const int64_t* given, int64_t count, int64_t chunk,
+               bool any_double)
     : codes(given, given + count), is_double(any_double), weights_{0} {
   begin.reserve(static_cast<size_t>(count) + 1);
   for (int64_t tensor = 0; tensor < count; ++tensor) {

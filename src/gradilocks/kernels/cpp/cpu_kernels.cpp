@@ -1,7 +1,5 @@
 // The CPU kernels as Python sees them: the type CpuChunks, and two functions. Tensors come as their
 // addresses; what Python hands over with them it keeps alive until the call is over.
-#include "native.h"
-
 #include <cmath>
 #include <exception>
 #include <initializer_list>
@@ -12,6 +10,7 @@
 #include "cpu_measure.h"
 #include "cpu_optimizers.h"
 #include "cpu_settle.h"
+#include "native.h"
 
 namespace gradilocks {
 
@@ -106,8 +105,7 @@ PyObject* none_if_computed(F&& work) {
 }
 
 struct CpuChunks {
-  PyObject_HEAD
-  Chunks* chunks;
+  PyObject_HEAD Chunks* chunks;
 };
 
 const Chunks& chunks_of(PyObject* self) { return *reinterpret_cast<CpuChunks*>(self)->chunks; }
@@ -116,9 +114,8 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   long long sizes = 0, codes = 0, count = 0, chunk = 0;
   int is_double = 0;
   static const char* names[] = {"sizes", "codes", "count", "chunk", "is_double", nullptr};
-  if (!PyArg_ParseTupleAndKeywords(
-          args, keywords, "LLLLp", const_cast<char**>(names), &sizes, &codes, &count, &chunk,
-          &is_double)) {
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "LLLLp", const_cast<char**>(names), &sizes,
+                                   &codes, &count, &chunk, &is_double)) {
     return nullptr;
   }
   if (count < 0 || chunk < 1) {
@@ -130,9 +127,9 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     return nullptr;
   }
   try {
-    reinterpret_cast<CpuChunks*>(self)->chunks = new Chunks(
-        reinterpret_cast<const int64_t*>(sizes), reinterpret_cast<const int64_t*>(codes), count,
-        chunk, is_double != 0);
+    reinterpret_cast<CpuChunks*>(self)->chunks =
+        new Chunks(reinterpret_cast<const int64_t*>(sizes), reinterpret_cast<const int64_t*>(codes),
+                   count, chunk, is_double != 0);
   } catch (const std::exception&) {
     Py_DECREF(self);
     return PyErr_NoMemory();
@@ -372,8 +369,7 @@ bool add_cpu_kernels(PyObject* module) {
       {"clamp", fast(clamp_all), METH_FASTCALL, "pointers, bound"},
       {"limit", fast(limit), METH_FASTCALL, "pointers, order, bound, norm and coefficient"},
       {"settle", fast(settle_all), METH_FASTCALL, "as native_backend.Settler calls it"},
-      {"step", fast(step_all), METH_FASTCALL,
-       "optimizer, places, gradients, rates, skip, divisor"},
+      {"step", fast(step_all), METH_FASTCALL, "optimizer, places, gradients, rates, skip, divisor"},
       {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot slots[] = {
       {Py_tp_doc, const_cast<char*>("The chunks of tensors of given sizes and codes.")},
@@ -381,14 +377,13 @@ bool add_cpu_kernels(PyObject* module) {
       {Py_tp_dealloc, reinterpret_cast<void*>(release)},
       {Py_tp_methods, methods},
       {0, nullptr}};
-  static PyType_Spec spec = {
-      "gradilocks_native.CpuChunks", sizeof(CpuChunks), 0, Py_TPFLAGS_DEFAULT, slots};
-  static PyMethodDef functions[] = {
-      {"cpu_rates", fast(rates), METH_FASTCALL,
-       "optimizer, own, groups, settings, rates, count, skip"},
-      {"cpu_advance", fast(advance_scale), METH_FASTCALL,
-       "six numbers, scale, tracker, hysteresis, skipped"},
-      {nullptr, nullptr, 0, nullptr}};
+  static PyType_Spec spec = {"gradilocks_native.CpuChunks", sizeof(CpuChunks), 0,
+                             Py_TPFLAGS_DEFAULT, slots};
+  static PyMethodDef functions[] = {{"cpu_rates", fast(rates), METH_FASTCALL,
+                                     "optimizer, own, groups, settings, rates, count, skip"},
+                                    {"cpu_advance", fast(advance_scale), METH_FASTCALL,
+                                     "six numbers, scale, tracker, hysteresis, skipped"},
+                                    {nullptr, nullptr, 0, nullptr}};
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr || PyModule_AddObject(module, "CpuChunks", type) < 0) {
     Py_XDECREF(type);

@@ -50,7 +50,7 @@ Bits<W> infinite_bits() {
 }
 
 struct Part {
-  double sum = 0.0;   // Of the powers, in units of `unit`.
+  double sum = 0.0;  // Of the powers, in units of `unit`.
   double unit = 1.0;
   double largest = 0.0;
   int64_t zeros = 0, nan = 0, inf = 0;

@@ -52,8 +52,8 @@ GRADILOCKS_APART void widen_any(int dtype, int64_t address, int64_t from, W* to,
 }
 
 template <class W>
-GRADILOCKS_APART void narrow_any(
-    int dtype, int64_t address, int64_t from, const W* values, int64_t count) {
+GRADILOCKS_APART void narrow_any(int dtype, int64_t address, int64_t from, const W* values,
+                                 int64_t count) {
   with_type(dtype, [&](auto* type) {
     narrow(values, reinterpret_cast<decltype(type)>(address) + from, count);
   });
@@ -105,9 +105,8 @@ inline W towards(W old, W target, W take, W keep) {
 }
 
 template <bool AMSGRAD, bool DECOUPLED, bool SCALED, class W>
-GRADILOCKS_APART void adam(
-    W* __restrict p, W* __restrict m, W* __restrict v, W* __restrict x, const W* __restrict grads,
-    int64_t count, const AdamNumbers<W>& n) {
+GRADILOCKS_APART void adam(W* __restrict p, W* __restrict m, W* __restrict v, W* __restrict x,
+                           const W* __restrict grads, int64_t count, const AdamNumbers<W>& n) {
   const W lr = n.lr, root = n.root, decay = n.decay, eps = n.eps;
   const W divisor = n.divisor, sign = n.sign;
   const W beta1 = n.beta1, take1 = n.take1, beta2 = n.beta2, take2 = n.take2;
@@ -141,9 +140,8 @@ struct SgdNumbers {
 };
 
 template <bool MOMENTUM, bool NESTEROV, bool SCALED, class W>
-GRADILOCKS_APART void sgd(
-    W* __restrict p, W* __restrict b, const W* __restrict grads, int64_t count,
-    const SgdNumbers<W>& n) {
+GRADILOCKS_APART void sgd(W* __restrict p, W* __restrict b, const W* __restrict grads,
+                          int64_t count, const SgdNumbers<W>& n) {
   const W lr = n.lr, decay = n.decay, momentum = n.momentum, keep = n.keep, take = n.take;
   const W divisor = n.divisor, sign = n.sign;
   for (int64_t i = 0; i < count; ++i) {
@@ -175,18 +173,24 @@ inline void with_flags(bool first, bool second, bool third, F&& work) {
 }
 
 template <class W>
-void adam_chunk(
-    const Chunk& chunk, const Kind& kind, const int64_t* place, int64_t tensors, int64_t gradient,
-    const double* rate, const float* divisor) {
+void adam_chunk(const Chunk& chunk, const Kind& kind, const int64_t* place, int64_t tensors,
+                int64_t gradient, const double* rate, const float* divisor) {
   const bool amsgrad = kind.first, maximize = kind.second, decoupled = kind.third;
   const auto number = [rate](int at) { return static_cast<W>(rate[at]); };
-  const AdamNumbers<W> numbers = {
-      number(0), number(1), number(2), number(3), number(4), number(5), number(6), number(7),
-      divisor == nullptr ? W(1) : static_cast<W>(*divisor), maximize ? W(-1) : W(1)};
+  const AdamNumbers<W> numbers = {number(0),
+                                  number(1),
+                                  number(2),
+                                  number(3),
+                                  number(4),
+                                  number(5),
+                                  number(6),
+                                  number(7),
+                                  divisor == nullptr ? W(1) : static_cast<W>(*divisor),
+                                  maximize ? W(-1) : W(1)};
   const int wide = std::is_same_v<W, double> ? FLOAT64 : FLOAT32;
   Column<W> params(place[0], kind.param, chunk.start);
-  Column<W> weights(
-      place[kind.master ? 4 * tensors : 0], kind.master ? wide : kind.param, chunk.start);
+  Column<W> weights(place[kind.master ? 4 * tensors : 0], kind.master ? wide : kind.param,
+                    chunk.start);
   Column<W> first(place[tensors], kind.state, chunk.start);
   Column<W> second(place[2 * tensors], kind.state, chunk.start);
   Column<W> largest(place[3 * tensors], kind.state, chunk.start);
@@ -216,18 +220,21 @@ void adam_chunk(
 }
 
 template <class W>
-void sgd_chunk(
-    const Chunk& chunk, const Kind& kind, const int64_t* place, int64_t tensors, int64_t gradient,
-    const double* rate, const float* divisor) {
+void sgd_chunk(const Chunk& chunk, const Kind& kind, const int64_t* place, int64_t tensors,
+               int64_t gradient, const double* rate, const float* divisor) {
   const bool momentum = kind.first, nesterov = kind.second, maximize = kind.third;
   const auto number = [rate](int at) { return static_cast<W>(rate[at]); };
-  const SgdNumbers<W> numbers = {
-      number(0), number(1), number(2), number(3), number(4),
-      divisor == nullptr ? W(1) : static_cast<W>(*divisor), maximize ? W(-1) : W(1)};
+  const SgdNumbers<W> numbers = {number(0),
+                                 number(1),
+                                 number(2),
+                                 number(3),
+                                 number(4),
+                                 divisor == nullptr ? W(1) : static_cast<W>(*divisor),
+                                 maximize ? W(-1) : W(1)};
   const int wide = std::is_same_v<W, double> ? FLOAT64 : FLOAT32;
   Column<W> params(place[0], kind.param, chunk.start);
-  Column<W> weights(
-      place[kind.master ? 2 * tensors : 0], kind.master ? wide : kind.param, chunk.start);
+  Column<W> weights(place[kind.master ? 2 * tensors : 0], kind.master ? wide : kind.param,
+                    chunk.start);
   Column<W> buffers(place[tensors], kind.state, chunk.start);
   Column<W> grads(gradient, kind.grad, chunk.start);
   const bool direct = weights.is_wide() && (!momentum || buffers.is_wide()) && grads.is_wide();
@@ -271,9 +278,14 @@ void adam_rates(const RateTables& tables, int64_t count) {
     const double left1 = 1.0 - std::pow(beta1, static_cast<double>(step));
     const double left2 = 1.0 - std::pow(beta2, static_cast<double>(step));
     const bool decoupled = setting[5] != 0.0;
-    const double numbers[RATES] = {
-        lr / left1, std::sqrt(left2), decoupled ? lr * decay : decay, setting[4],
-        beta1,      1.0 - beta1,      beta2,                          1.0 - beta2};
+    const double numbers[RATES] = {lr / left1,
+                                   std::sqrt(left2),
+                                   decoupled ? lr * decay : decay,
+                                   setting[4],
+                                   beta1,
+                                   1.0 - beta1,
+                                   beta2,
+                                   1.0 - beta2};
     std::copy(numbers, numbers + RATES, rate);
   }
 }
@@ -303,9 +315,8 @@ void work_out_rates(Optimizer optimizer, const RateTables& tables, int64_t count
   (optimizer == ADAM ? adam_rates : sgd_rates)(tables, count);
 }
 
-void step(
-    Optimizer optimizer, const Chunks& tensors, const int64_t* places, const int64_t* gradients,
-    const double* rates, const float* divisor) {
+void step(Optimizer optimizer, const Chunks& tensors, const int64_t* places,
+          const int64_t* gradients, const double* rates, const float* divisor) {
   const int64_t count = tensors.count();
   tensors.run(STEP_GRAIN, [&](int64_t from, int64_t to) {
     for (int64_t i = from; i < to; ++i) {
@@ -315,8 +326,7 @@ void step(
       const bool is_double = kind.param == FLOAT64;
       const auto work = optimizer == ADAM ? (is_double ? adam_chunk<double> : adam_chunk<float>)
                                           : (is_double ? sgd_chunk<double> : sgd_chunk<float>);
-      work(
-          chunk, kind, places + tensor, count, gradients[tensor], rates + tensor * RATES, divisor);
+      work(chunk, kind, places + tensor, count, gradients[tensor], rates + tensor * RATES, divisor);
     }
   });
 }

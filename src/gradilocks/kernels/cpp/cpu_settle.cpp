@@ -46,9 +46,8 @@ double coefficient_for(double norm, double bound, bool broken) {
   return !broken && coefficient < 1.0 ? coefficient : 1.0;
 }
 
-bool settle(
-    const FoundAll& found, const Rules& rules, const Standing& standing, bool loss_broken,
-    double* row) {
+bool settle(const FoundAll& found, const Rules& rules, const Standing& standing, bool loss_broken,
+            double* row) {
   double nan = 0.0, inf = 0.0;
   for (const Found& each : found) {
     nan += static_cast<double>(each.nan);
@@ -88,14 +87,13 @@ bool settle(
   *standing.streak = skipped ? *standing.streak + 1 : 0;
   *standing.steps = step;
   if (rules.moves) {
-    advance(
-        standing.numbers + 2, standing.scale, standing.tracker, standing.hysteresis, skipped);
+    advance(standing.numbers + 2, standing.scale, standing.tracker, standing.hysteresis, skipped);
   }
   return skipped;
 }
 
-void advance(
-    const double* numbers, float* scale, int32_t* tracker, int32_t* hysteresis, bool skipped) {
+void advance(const double* numbers, float* scale, int32_t* tracker, int32_t* hysteresis,
+             bool skipped) {
   const double growth = numbers[0], backoff = numbers[1], interval = numbers[2];
   const double lowest = numbers[3], highest = numbers[4];
   const double now = *scale;

@@ -38,12 +38,11 @@ double coefficient_for(double norm, double bound, bool broken);
 
 // Decides one step and moves scale, streak and count of steps on; whether it is skipped. `row` is
 // filled as `triton_settle` fills it.
-bool settle(
-    const FoundAll& found, const Rules& rules, const Standing& standing, bool loss_broken,
-    double* row);
+bool settle(const FoundAll& found, const Rules& rules, const Standing& standing, bool loss_broken,
+            double* row);
 
 // The rule of `DynamicScale`; `numbers`: growth, backoff, interval, min, max, hysteresis.
-void advance(
-    const double* numbers, float* scale, int32_t* tracker, int32_t* hysteresis, bool skipped);
+void advance(const double* numbers, float* scale, int32_t* tracker, int32_t* hysteresis,
+             bool skipped);
 
 }  // namespace gradilocks

@@ -1,8 +1,9 @@
 // Launches compiled CUDA kernels through the driver.
 //
-// A launch by Triton's own launcher takes 5 to 14 us of the host's time, this one 2 to 4 (H200's host): tensors
-// and numbers are turned into the kernel's parameters here, and nothing else is done. No header of CUDA's is
-// needed: three functions of the driver are looked up when the first launch is made.
+// A launch by Triton's own launcher takes 5 to 14 us of the host's time, this one 2 to 4 (H200's
+// host): tensors and numbers are turned into the kernel's parameters here, and nothing else is
+// done. No header of CUDA's is needed: three functions of the driver are looked up when the first
+// launch is made.
 
 #include <dlfcn.h>
 
@@ -12,7 +13,7 @@
 
 #include "native.h"
 
-#include <structmember.h>
+#include <structmember.h>  // After Python.h, which native.h brings.
 
 namespace gradilocks {
 namespace {
@@ -20,8 +21,8 @@ namespace {
 constexpr Py_ssize_t kMost = 48;  // Parameters of a kernel; ours have some twenty.
 constexpr int kInvalidContext = 201;
 
-using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
-                             void**, void**);
+using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                             unsigned, void*, void**, void**);
 using ParamInfo = int (*)(void*, size_t, size_t*, size_t*);
 using ErrorString = int (*)(int, const char**);
 
@@ -46,8 +47,7 @@ const Driver& driver() {
 }
 
 struct Launch {
-  PyObject_HEAD
-  vectorcallfunc call;
+  PyObject_HEAD vectorcallfunc call;
   void* function;
   unsigned threads, shared;
   int device;
@@ -65,7 +65,8 @@ bool as_number(PyObject* given, uint8_t size, uint64_t* out) {
   if (size == 4) {
     const auto narrow = static_cast<int32_t>(number);
     if (narrow != number) {
-      PyErr_Format(PyExc_OverflowError, "%lld does not fit into the 4 bytes that the kernel takes", number);
+      PyErr_Format(PyExc_OverflowError, "%lld does not fit into the 4 bytes that the kernel takes",
+                   number);
       return false;
     }
     std::memcpy(out, &narrow, sizeof(narrow));
@@ -75,12 +76,14 @@ bool as_number(PyObject* given, uint8_t size, uint64_t* out) {
   return true;
 }
 
-// launch(programs, stream, *args): True if it was launched, False if this thread has no context yet.
+// launch(programs, stream, *args): True if it was launched, False if this thread has no context
+// yet.
 PyObject* run(PyObject* self, PyObject* const* args, size_t flags, PyObject* names) {
   auto* launch = reinterpret_cast<Launch*>(self);
   const Py_ssize_t count = PyVectorcall_NARGS(flags);
   if (names != nullptr || count != launch->given + 2) {
-    PyErr_Format(PyExc_TypeError, "a launch takes programs, a stream and %zd arguments, got %zd in all",
+    PyErr_Format(PyExc_TypeError,
+                 "a launch takes programs, a stream and %zd arguments, got %zd in all",
                  launch->given, count);
     return nullptr;
   }
@@ -101,12 +104,14 @@ PyObject* run(PyObject* self, PyObject* const* args, size_t flags, PyObject* nam
       continue;
     }
     PyObject* given = args[place + 2];
-    const bool fine = PyLong_CheckExact(given)
-                          ? as_number(given, launch->sizes[place], &values[place])
-                          : launch->sizes[place] == 8 && cuda_address(given, launch->device, &values[place]);
+    const bool fine =
+        PyLong_CheckExact(given)
+            ? as_number(given, launch->sizes[place], &values[place])
+            : launch->sizes[place] == 8 && cuda_address(given, launch->device, &values[place]);
     if (!fine) {
       if (!PyErr_Occurred()) {
-        PyErr_Format(PyExc_TypeError, "argument %zd of a launch is a tensor where the kernel takes a number", place);
+        PyErr_Format(PyExc_TypeError,
+                     "argument %zd of a launch is a tensor where the kernel takes a number", place);
       }
       return nullptr;
     }
@@ -115,13 +120,10 @@ PyObject* run(PyObject* self, PyObject* const* args, size_t flags, PyObject* nam
     Py_RETURN_TRUE;
   }
   int status = 0;
-  Py_BEGIN_ALLOW_THREADS
-  status = driver().launch(launch->function, static_cast<unsigned>(programs), 1, 1, launch->threads, 1, 1,
-                           launch->shared, stream, pointers, nullptr);
-  Py_END_ALLOW_THREADS
-  if (status == kInvalidContext) {
-    Py_RETURN_FALSE;
-  }
+  Py_BEGIN_ALLOW_THREADS status =
+      driver().launch(launch->function, static_cast<unsigned>(programs), 1, 1, launch->threads, 1,
+                      1, launch->shared, stream, pointers, nullptr);
+  Py_END_ALLOW_THREADS if (status == kInvalidContext) { Py_RETURN_FALSE; }
   if (status != 0) {
     const char* text = nullptr;
     if (driver().error_string != nullptr) {
@@ -142,14 +144,17 @@ void destroy(PyObject* self) {
 
 PyObject* launch_type = nullptr;
 
-// cuda_launch(function, threads, shared, device, args): None if the kernel does not take what `args` are.
+// cuda_launch(function, threads, shared, device, args): None if the kernel does not take what
+// `args` are.
 PyObject* make(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
   if (count != 5 || !PyTuple_Check(args[4])) {
-    PyErr_SetString(PyExc_TypeError, "cuda_launch takes function, threads, shared, device and a tuple of arguments");
+    PyErr_SetString(PyExc_TypeError,
+                    "cuda_launch takes function, threads, shared, device and a tuple of arguments");
     return nullptr;
   }
   void* function = PyLong_AsVoidPtr(args[0]);
-  const long threads = PyLong_AsLong(args[1]), shared = PyLong_AsLong(args[2]), device = PyLong_AsLong(args[3]);
+  const long threads = PyLong_AsLong(args[1]), shared = PyLong_AsLong(args[2]),
+             device = PyLong_AsLong(args[3]);
   if (PyErr_Occurred()) {
     return nullptr;
   }
@@ -161,7 +166,8 @@ PyObject* make(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
   uint8_t sizes[kMost];
   Py_ssize_t taken = 0;
   size_t offset = 0, size = 0;
-  while (taken < kMost && cuda.param_info(function, static_cast<size_t>(taken), &offset, &size) == 0) {
+  while (taken < kMost &&
+         cuda.param_info(function, static_cast<size_t>(taken), &offset, &size) == 0) {
     if (size != 4 && size != 8) {
       Py_RETURN_NONE;
     }
@@ -194,8 +200,10 @@ PyObject* make(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyMethodDef functions[] = {
-    {"cuda_launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make)), METH_FASTCALL,
-     "cuda_launch(function, threads, shared, device, args): what launches the kernel on arguments such as `args`, "
+    {"cuda_launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make)),
+     METH_FASTCALL,
+     "cuda_launch(function, threads, shared, device, args): what launches the kernel on arguments "
+     "such as `args`, "
      "called with programs, stream and arguments; None if its parameters are not what these are."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -210,7 +218,8 @@ bool add_cuda_launch(PyObject* module) {
                                 {Py_tp_members, members},
                                 {0, nullptr}};
   static PyType_Spec spec = {"gradilocks_native.CudaLaunch", sizeof(Launch), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL |
+                                 Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   launch_type = PyType_FromSpec(&spec);
   return launch_type != nullptr && PyModule_AddFunctions(module, functions) == 0;
 }

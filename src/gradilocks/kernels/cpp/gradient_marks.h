@@ -37,9 +37,7 @@ struct Mark {
   uint32_t version;
 
   explicit Mark(const c10::TensorImpl* of)
-      : gradient(of),
-        counter(of->version_counter()),
-        version(counter.current_version()) {}
+      : gradient(of), counter(of->version_counter()), version(counter.current_version()) {}
 
   bool is_of(const c10::TensorImpl* other) const {
     return gradient == other && is_same_counter(counter, other->version_counter());
@@ -136,8 +134,7 @@ void each_gradient(PyObject* items, bool are_gradients, Visit visit) {
 }
 
 struct GradientMarks {
-  PyObject_HEAD
-  Marks* marks;
+  PyObject_HEAD Marks* marks;
 };
 
 inline Marks& marks_of(PyObject* self) { return *reinterpret_cast<GradientMarks*>(self)->marks; }

@@ -12,10 +12,10 @@
 // class for its gradient, may run Python code that calls in here again or changes the lists. So
 // nothing is changed before everything has been asked, and lists are measured at every item.
 #pragma once
+#include <ATen/ops/empty.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <ATen/ops/empty.h>
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -460,14 +460,12 @@ inline bool look(const Walk& walk, PyObject* lists, Found& found) {
 // Tensors that are held, as Python objects only if somebody asks for them. And the memory at their
 // addresses: another thread may give a tensor other memory (`tensor.data = ...`) before it is read.
 struct HeldTensors {
-  PyObject_HEAD
-  std::vector<at::Tensor>* tensors;   // Owned.
-  std::vector<c10::Storage>* memory;  // Owned.
+  PyObject_HEAD std::vector<at::Tensor>* tensors;  // Owned.
+  std::vector<c10::Storage>* memory;               // Owned.
 };
 
 struct GradientWalk {
-  PyObject_HEAD
-  Walk* walk;  // Owned.
+  PyObject_HEAD Walk* walk;  // Owned.
 };
 
 PyObject* held_tensors_type = nullptr;
@@ -608,7 +606,8 @@ inline PyObject* walk_renew(PyObject* self, PyObject* const* args, Py_ssize_t co
       }
       numbers = numbers_of(found.addresses);
     }
-    answer = PyTuple_Pack(2, hold(std::move(found.held), std::move(found.memory)).ptr(), numbers.ptr());
+    answer =
+        PyTuple_Pack(2, hold(std::move(found.held), std::move(found.memory)).ptr(), numbers.ptr());
     if (answer == nullptr) {
       throw PythonRaised();
     }
@@ -823,11 +822,16 @@ inline PyObject* collect(PyObject*, PyObject* args) {
       }
       const c10::ScalarType dtype = grad.scalar_type();
       if ((dtype != at::kFloat && dtype != at::kHalf && dtype != at::kBFloat16 &&
-           dtype != at::kDouble) || !is_dense(grad)) {
+           dtype != at::kDouble) ||
+          !is_dense(grad)) {
         return;
       }
       const int64_t address = address_of(grad), size = grad.numel();
-      const char kind = static_cast<char>(2 * static_cast<int>(dtype) + (address % 16 == 0));
+      const int code = dtype == at::kFloat      ? 0
+                       : dtype == at::kHalf     ? 1
+                       : dtype == at::kBFloat16 ? 2
+                                                : 3;
+      const char kind = static_cast<char>(2 * code + (address % 16 == 0));
       signature.append(reinterpret_cast<const char*>(&size), sizeof(size));
       signature.push_back(kind);
       addresses.push_back(address);
@@ -840,8 +844,8 @@ inline PyObject* collect(PyObject*, PyObject* args) {
     }
     py::object places = py::none();
     if (static_cast<Py_ssize_t>(having.size()) != PyList_GET_SIZE(params)) {
-      places = py::reinterpret_steal<py::object>(
-          PyList_New(static_cast<Py_ssize_t>(having.size())));
+      places =
+          py::reinterpret_steal<py::object>(PyList_New(static_cast<Py_ssize_t>(having.size())));
       for (size_t k = 0; places && k < having.size(); ++k) {
         PyObject* place = PyLong_FromSsize_t(having[k]);
         if (place == nullptr) {
@@ -851,8 +855,8 @@ inline PyObject* collect(PyObject*, PyObject* args) {
       }
     }
     py::object numbers = numbers_of(addresses);
-    py::object bytes = py::reinterpret_steal<py::object>(PyBytes_FromStringAndSize(
-        signature.data(), static_cast<Py_ssize_t>(signature.size())));
+    py::object bytes = py::reinterpret_steal<py::object>(
+        PyBytes_FromStringAndSize(signature.data(), static_cast<Py_ssize_t>(signature.size())));
     if (!bytes || !places) {
       throw PythonRaised();
     }
@@ -886,8 +890,8 @@ bool every_tensor(PyObject* tensors, Visit visit) {
       }
       return;
     }
-    py::object items = py::reinterpret_steal<py::object>(
-        PySequence_Fast(tensors, "expected a list of tensors"));
+    py::object items =
+        py::reinterpret_steal<py::object>(PySequence_Fast(tensors, "expected a list of tensors"));
     if (!items) {
       throw PythonRaised();
     }
@@ -970,25 +974,26 @@ PyType_Spec held_tensors_spec = {"gradilocks_native.HeldTensors", sizeof(HeldTen
                                  held_tensors_slots};
 
 PyMethodDef gradient_walk_methods[] = {
-    {"renew", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(walk_renew)), METH_FASTCALL,
+    {"renew", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(walk_renew)),
+     METH_FASTCALL,
      "renew(lists, send): the gradients, and where they lie if that is new; None: look again."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef gradient_walk_getset[] = {
     {"shared", walk_shared, nullptr, "Whether two gradients begin at one address.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyType_Slot gradient_walk_slots[] = {
-    {Py_tp_traverse, reinterpret_cast<void*>(walk_traverse)},
-    {Py_tp_clear, reinterpret_cast<void*>(walk_clear)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(walk_dealloc)},
-    {Py_tp_methods, gradient_walk_methods},
-    {Py_tp_getset, gradient_walk_getset},
-    {0, nullptr}};
+PyType_Slot gradient_walk_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(walk_traverse)},
+                                     {Py_tp_clear, reinterpret_cast<void*>(walk_clear)},
+                                     {Py_tp_dealloc, reinterpret_cast<void*>(walk_dealloc)},
+                                     {Py_tp_methods, gradient_walk_methods},
+                                     {Py_tp_getset, gradient_walk_getset},
+                                     {0, nullptr}};
 PyType_Spec gradient_walk_spec = {
     "gradilocks_native.GradientWalk", sizeof(GradientWalk), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     gradient_walk_slots};
 PyMethodDef gradient_walk_functions[] = {
-    {"walk_over", walk_over, METH_VARARGS, "A GradientWalk over gradients that were found, or None."},
+    {"walk_over", walk_over, METH_VARARGS,
+     "A GradientWalk over gradients that were found, or None."},
     {"collect", collect, METH_VARARGS, "The gradients of a list of parameters, or None."},
     {"count_write", count_write, METH_O, "Counts a write to every tensor."},
     {"versions", versions, METH_O, "How often each tensor was written to."},

@@ -1,9 +1,15 @@
 // The Python module `gradilocks_native`: nothing but what its units add to it.
 #include "native.h"
 
-static PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "gradilocks_native", "Walks over tensors, CPU kernels and launches.", -1, nullptr,
-    nullptr, nullptr, nullptr, nullptr};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                 "gradilocks_native",
+                                 "Walks over tensors, CPU kernels and launches.",
+                                 -1,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr};
 
 PyMODINIT_FUNC PyInit_gradilocks_native() {
   PyObject* module = PyModule_Create(&definition);

@@ -62,10 +62,10 @@ PyObject* parameter_marks(PyObject*, PyObject* given) {
   }
 }
 
-PyMethodDef parameter_marks_functions[] = {
-    {"parameter_marks", parameter_marks, METH_O,
-     "parameter_marks(params): their ids, 8 bytes each; 1 byte each: 1 without a gradient, else 0."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef parameter_marks_functions[] = {{"parameter_marks", parameter_marks, METH_O,
+                                            "parameter_marks(params): their ids, 8 bytes each; 1 "
+                                            "byte each: 1 without a gradient, else 0."},
+                                           {nullptr, nullptr, 0, nullptr}};
 
 inline bool add_parameter_marks(PyObject* module) {
   return PyModule_AddFunctions(module, parameter_marks_functions) == 0;

@@ -1,5 +1,5 @@
-// Walks over Python's tensors. The only unit that includes torch's Python headers, which take most of
-// the time that building takes (10 s of g++ 12).
+// Walks over Python's tensors. The only unit that includes torch's Python headers, which take most
+// of the time that building takes (10 s of g++ 12).
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "gradient_marks.h"
@@ -13,7 +13,8 @@ namespace gradilocks {
 bool cuda_address(PyObject* given, int device, uint64_t* out) {
   try {
     if (!THPVariable_CheckExact(given)) {
-      PyErr_Format(PyExc_TypeError, "a launch takes tensors and numbers, got %s", Py_TYPE(given)->tp_name);
+      PyErr_Format(PyExc_TypeError, "a launch takes tensors and numbers, got %s",
+                   Py_TYPE(given)->tp_name);
       return false;
     }
     const at::Tensor& tensor = THPVariable_Unpack(given);
