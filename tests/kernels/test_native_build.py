@@ -211,6 +211,9 @@ def test_a_script_that_ends_early_leaves_a_builder_that_goes_on(fake, cache):
     builder = Path("/proc", fake.said("builder").strip())
     assert os.getsid(int(builder.name)) != os.getsid(0)
     assert os.readlink(builder / "cwd") == "/"
+    group = builder / "autogroup"  # Of a kernel that schedules each session as one.
+    told = group.read_text() if group.exists() else ""
+    assert not told or told.split()[-2:] == ["nice", "19"]
     fake.go_on()
     until(lambda: native_build.find(cache, fake.recipe()) is not None)
     files = fake.said("open files")

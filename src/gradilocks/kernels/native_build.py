@@ -667,6 +667,11 @@ def _main(request: str, recipe: str) -> None:
     os.set_inheritable(pipe, False)
     if not told["hurry"]:
         os.nice(19)
+        # Where sessions are scheduled as groups (Debian's and Ubuntu's default), nice counts only
+        # inside a session, and this one is our own: beside a busy process on the same core the
+        # builder took half of it, and takes 2 % so.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text("19")
         ionice = shutil.which("ionice")
         if ionice is not None:
             idle = [ionice, "-c", "3", "-p", str(os.getpid())]
