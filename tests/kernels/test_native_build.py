@@ -123,7 +123,7 @@ def test_a_builder_whose_lock_another_holds_waits_and_says_so(fake, cache):
 
     assert native_build.build(fake.recipe(), cache, report=report).state == "built"
     os.close(handle)
-    assert "waiting" in told[0]
+    assert "at the lowest priority if a training has started that: waiting for it" in told[0]
 
 
 @pytest.fixture
@@ -279,6 +279,31 @@ def test_a_failed_build_says_the_compilers_line_once_and_is_not_tried_again(fake
     assert native_build.failure(cache / fake.recipe().key) is None
 
 
+def test_a_library_that_is_there_stays_good_when_another_build_of_it_fails(fake, cache):
+    native_build.build(fake.recipe(), cache)
+    there = native_build.find(cache, fake.recipe())
+    fake.break_with("error: no")
+    assert native_build.build(fake.recipe(), cache, again=True).state == "failed"
+    assert native_build.find(cache, fake.recipe()) == there
+    assert native_build.build(fake.recipe(), cache).state == "there"
+
+
+def test_a_library_that_does_not_load_is_not_there_until_it_is_built_anew(fake, cache):
+    native_build.build(fake.recipe(), cache)
+    folder = cache / fake.recipe().key
+    native_build.refuse(native_build.find(cache, fake.recipe()), "no such symbol")
+    told = Result("does not load", "no such symbol")
+    assert native_build.find(cache, fake.recipe()) is None
+    assert native_build.failure(folder) == native_build.build(fake.recipe(), cache) == told
+    fake.break_with("error: no")
+    assert native_build.build(fake.recipe(), cache, retry=True).state == "failed"
+    assert native_build.find(cache, fake.recipe()) is None
+    fake.mend()
+    assert native_build.build(fake.recipe(), cache, retry=True).state == "built"
+    assert native_build.find(cache, fake.recipe()) is not None
+    assert native_build.failure(folder) is None
+
+
 def test_a_failure_is_forgotten_after_a_day(fake, cache):
     fake.break_with("no")
     native_build.build(fake.recipe(), cache)
@@ -394,13 +419,19 @@ def test_a_description_cannot_lead_out_of_its_folder(fake, cache, tmp_path):
     assert native_build.find(cache, recipe) is None
 
 
-def test_a_cache_is_made_for_its_user_alone(tmp_path):
-    before = os.umask(0)
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_a_cache_and_what_is_made_above_it_are_open_to_those_they_are_for(tmp_path, umask, mode):
+    tmp_path.chmod(0o750)
+    cache = tmp_path / "a" / "b" / "cache"
+    before = os.umask(umask)
     try:
-        native_build.make_cache(tmp_path / "a" / "cache")
+        native_build.make_cache(cache, mode)
     finally:
         os.umask(before)
-    assert (tmp_path / "a" / "cache").stat().st_mode & 0o777 == 0o700
+    assert [each.stat().st_mode & 0o777 for each in (cache, *cache.parents[:2])] == [mode] * 3
+    assert tmp_path.stat().st_mode & 0o777 == 0o750, "it was there"
+    assert native_build.distrust(cache) == ""
 
 
 @pytest.mark.parametrize(("folder", "file"), [(0o700, 0o600), (0o755, 0o644)])

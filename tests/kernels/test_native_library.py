@@ -260,7 +260,7 @@ def test_a_library_that_does_not_load_is_one_warning_for_all_processes(fake, mon
     assert mine.status().startswith("Python: it does not load (ImportError")
     later = NativeLibrary(fake.recipe)  # Warnings are errors in the tests.
     assert later.library_within(PATIENCE) is None
-    assert "GLIBCXX" in later.status()
+    assert later.status().startswith("Python: it does not load (ImportError: version `GLIBCXX")
     assert fake.linked() == 1
 
 
@@ -340,8 +340,29 @@ def test_extra_flags_of_a_developer_are_part_of_the_key(monkeypatch):
     assert native.recipe_here().flags[-2:] == ("-fsanitize=address", "-g")
     assert native.recipe_here().base != plain.base
     monkeypatch.setenv("GRADILOCKS_NATIVE_CXXFLAGS", "-DA='b")
-    with pytest.raises(ValueError, match=r"quoted as in a shell, got .*No closing quotation"):
+    with pytest.raises(native.Unavailable, match=r"quoted as in a shell, got .*No closing quot"):
         native.recipe_here()
+
+
+def test_flags_that_are_no_flags_are_one_warning_in_a_training_and_one_line_of_the_command(
+    monkeypatch, capfd
+):
+    monkeypatch.delenv("GRADILOCKS_NATIVE", raising=False)
+    monkeypatch.setenv("GRADILOCKS_NATIVE_CXXFLAGS", "-DA='b")
+    told = "GRADILOCKS_NATIVE_CXXFLAGS must be flags of a compiler, quoted as in a shell, got "
+    mine = NativeLibrary(native.recipe_here)
+    with pytest.warns(RuntimeWarning, match=f"goes on in Python.*{told}"):
+        assert mine.library() is None
+    assert mine.library() is None  # Warnings are errors in the tests.
+    assert mine.status().startswith(f"Python: {told}")
+    assert main(["build"]) == 1
+    _, err = capfd.readouterr()
+    assert err.startswith(f"gradilocks: the C++ library cannot be built: {told}")
+    assert err.count("\n") == 1
+    assert main(["build", "--check"]) == 1
+    out, err = capfd.readouterr()
+    assert out.startswith(f"The C++ library is not there: {told}")
+    assert err == ""
 
 
 def test_the_key_has_all_that_the_library_depends_on():
@@ -411,17 +432,62 @@ def test_the_command_tries_again_what_has_failed(fake, command):
     assert command()[0] == 0
 
 
+def test_a_library_stays_there_when_the_command_fails_to_build_it_again(fake, command):
+    assert command()[0] == 0
+    path = native_build.find(cache_of_this_test(), fake.recipe()).path
+    fake.break_with("error: no")
+    status, out, err = command("--again")
+    assert (status, out) == (1, "")
+    assert "it could not be built: error: no" in err
+    assert f"The one that was there stays: {path}." in err
+    assert command("--check")[0] == 0
+    assert NativeLibrary(fake.recipe).library() is not None
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("who", ["command", "background"])
+def test_the_command_does_not_call_a_library_there_that_does_not_load(
+    fake, command, monkeypatch, who, portable
+):
+    def refuse(path):
+        raise ImportError("version `GLIBCXX_3.4.32' not found")
+
+    recipe = fake.recipe(cpu=" ".join(sorted(native.V3_NEEDS)))
+    monkeypatch.setattr(native, "recipe_here", lambda: recipe)
+    monkeypatch.setattr(native, "loaded", refuse)
+    if who == "background":  # Of a script that has ended before it could load it.
+        native_build.make_cache(cache_of_this_test())
+        chosen = native.portable(recipe) if portable else recipe
+        assert native_build.build(chosen, cache_of_this_test()).state == "built"
+    else:
+        status, out, err = command(*["--portable"] * portable)
+        assert (status, out) == (1, "")
+        assert "it does not load (ImportError: version `GLIBCXX_3.4.32' not found)." in err
+    for _ in range(2):
+        status, out, _ = command("--check")
+        assert status == 1
+        assert out == (
+            "The C++ library is not there: it does not load (ImportError: version "
+            "`GLIBCXX_3.4.32' not found).\n"
+        )
+    monkeypatch.setattr(native, "loaded", lambda path: path)
+    assert command()[0] == 0
+    assert command("--check")[0] == 0
+
+
 def test_the_command_builds_for_all_users_of_an_image(fake, command, tmp_path):
-    folder = tmp_path / "opt"
-    status, out, _ = command("--cache", str(folder), "--portable")
+    folder = tmp_path / "opt" / "gradilocks"
+    before = os.umask(0o077)
+    try:
+        status, out, _ = command("--cache", str(folder), "--portable")
+    finally:
+        os.umask(before)
     assert status == 0
     assert f"GRADILOCKS_NATIVE_CACHE={folder}" in out
     path = native_build.find(folder, native.portable(fake.recipe())).path
-    assert [each.stat().st_mode & 0o777 for each in (folder, path.parent, path)] == [
-        0o755,
-        0o755,
-        0o644,
-    ]
+    folders = (folder.parent, folder, path.parent)
+    assert [each.stat().st_mode & 0o777 for each in folders] == [0o755] * 3
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_the_command_says_why_it_cannot_build(fake, command, monkeypatch):

@@ -74,6 +74,10 @@ class Unavailable(Exception):
     """Why there is no library here, and none can be built."""
 
 
+class BadSetting(Unavailable):
+    """The same, where an environment variable makes no sense: a mistake, of which one is told."""
+
+
 class NativeLibrary:
     """The library of one process, and how far it is from having one.
 
@@ -164,6 +168,8 @@ class NativeLibrary:
             self._why = f"it is being built, in {cache / recipe.key}"
         except (Unavailable, OSError) as error:
             self._settle(str(error))
+            if isinstance(error, BadSetting):
+                self._warn(str(error))
 
     def _conclude(self, result: Result) -> None:
         assert self._place is not None
@@ -184,14 +190,11 @@ class NativeLibrary:
 
     def _load(self, entry: Entry) -> None:
         try:
-            module = loaded(entry.path)
-        except Exception as error:  # What the loader or the module's own start says.
-            line = f"{type(error).__name__}: {error}"
-            native_build.fail(entry.path.parent, f"it does not load ({line})")
-            self._settle(f"it does not load ({line})")
-            self._warn(f"the C++ library in {entry.path} does not load ({line})")
+            self._module = load(entry)
+        except Unavailable as error:
+            self._settle(str(error))
+            self._warn(f"the C++ library in {entry.path}: {error}")
         else:
-            self._module = module
             self._settle(f"built {entry.built} by {entry.compiler}, {entry.path}")
 
     def _settle(self, why: str) -> None:
@@ -246,7 +249,7 @@ def cache_folder(given: str = "") -> Path:
 
 def look_up(cache: Path, recipe: Recipe) -> Entry | None:
     """The library, if it is there: for this machine, or for every machine of its kind."""
-    for each in (recipe, *([portable(recipe)] if runs_portable(recipe) else [])):
+    for each in serving(recipe):
         # Where none can be built, one that another compiler has made is as good: an image that was
         # built with a compiler and runs without.
         stuck = not each.compilers or not os.access(cache, os.W_OK)
@@ -297,7 +300,7 @@ def recipe_here() -> Recipe:
     """The recipe for this torch, Python, machine and compiler.
 
     Raises:
-        Unavailable: none is built for machines of this kind.
+        Unavailable: none is built for machines of this kind, or by such flags.
     """
     machine = platform.machine()
     if sys.platform != "linux" or machine not in MACHINES:
@@ -316,9 +319,9 @@ def recipe_here() -> Recipe:
     try:
         more = tuple(shlex.split(given))
     except ValueError as error:
-        raise ValueError(
+        raise BadSetting(
             f"GRADILOCKS_NATIVE_CXXFLAGS must be flags of a compiler, quoted as in a shell, got "
-            f"{given!r} ({error})."
+            f"{given!r} ({error})"
         ) from error
     cpu = cpu_of_this_machine()
     own = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}[machine]
@@ -357,6 +360,11 @@ def portable(recipe: Recipe) -> Recipe:
         kernel_flags=(*flags, *PORTABLE[recipe.facts["machine"]]),
         facts={**recipe.facts, "cpu": "any"},
     )
+
+
+def serving(recipe: Recipe) -> tuple[Recipe, ...]:
+    """The recipes of all libraries that run on this machine, the best one first."""
+    return (recipe, portable(recipe)) if runs_portable(recipe) else (recipe,)
 
 
 def runs_portable(recipe: Recipe) -> bool:
@@ -463,8 +471,24 @@ def loaded(path: Path) -> Any:
     return module
 
 
+def load(entry: Entry) -> Any:
+    """The module of a library in the cache.
+
+    Raises:
+        Unavailable: it does not load, which later processes know from the cache.
+    """
+    try:
+        return loaded(entry.path)
+    except Exception as error:  # What the loader or the module's own start says.
+        line = f"{type(error).__name__}: {error}"
+        native_build.refuse(entry, line)
+        raise Unavailable(describe_failure(Result("does not load", line))) from error
+
+
 def describe_failure(result: Result) -> str:
-    """How a build has failed, and where more is said."""
+    """How a library has failed, to be built or to be loaded, and where more is said."""
+    if result.state == "does not load":
+        return f"it does not load ({result.line})"
     log = f" (all of it: {result.log})" if result.log else ""
     return f"it could not be built: {result.line}{log}"
 
@@ -473,7 +497,7 @@ def describe_failure(result: Result) -> str:
 
 
 def find_native(cache: str = "") -> tuple[bool, str]:
-    """Whether the library is there, and where, or why not; builds nothing.
+    """Whether the library is there and loads, and where it is, or why not; builds nothing.
 
     Args:
         cache: the folder to look in; the user's own if empty.
@@ -482,10 +506,12 @@ def find_native(cache: str = "") -> tuple[bool, str]:
         recipe, folder = recipe_here(), cache_folder(cache)
         entry = look_up(folder, recipe)
         if entry is not None:
+            load(entry)
             return True, f"{entry.path}, built {entry.built} by {entry.compiler}"
-        before = native_build.failure(folder / recipe.key)
-        if before is not None:
-            return False, describe_failure(before)
+        for each in serving(recipe):
+            before = native_build.failure(folder / each.key)
+            if before is not None:
+                return False, describe_failure(before)
         check_tools(recipe)
     except Unavailable as error:
         return False, str(error)
@@ -521,13 +547,14 @@ def build_native(
     except (Unavailable, OSError) as error:
         raise GradilocksError(f"the C++ library cannot be built: {error}.") from error
     entry = native_build.find(folder, chosen, any_compiler=not chosen.compilers)
-    if entry is None:
-        raise GradilocksError(f"the C++ library: {describe_failure(result)}.")
+    if entry is None or result.state == "failed":
+        kept = "" if entry is None else f". The one that was there stays: {entry.path}"
+        raise GradilocksError(f"the C++ library: {describe_failure(result)}{kept}.")
     if not for_any_machine or runs_portable(recipe):
         try:
-            loaded(entry.path)
-        except Exception as error:  # Whatever the loader says.
-            raise GradilocksError(f"{entry.path} was built and does not load: {error}") from error
+            load(entry)
+        except Unavailable as error:
+            raise GradilocksError(f"the C++ library in {entry.path}: {error}.") from error
     return entry
 
 

@@ -10,7 +10,8 @@ The cache has a folder for each recipe, named by its key:
                     last, so that it names a whole library or is not there
     gradilocks_native-1f0c2a9d.so
     build.log       every command and what it said
-    failure.json    how it failed to be built, or to be loaded: nobody tries again for a day
+    failure.json    how the last build failed: nobody tries again for a day
+    unloadable.json which library does not load, and why: for a day it counts as not there
     lock            held by the one who builds, for as long as his process lives
 
 Nothing is loaded that the hash in native.json does not match, nor from a folder or file that
@@ -53,6 +54,7 @@ __all__ = [
     "failure",
     "find",
     "make_cache",
+    "refuse",
     "sources_hash",
     "surroundings",
 ]
@@ -152,9 +154,10 @@ class Result:
 
     Args:
         state: "built", "there" (somebody else had), "failed", "failed before", "ended" where the
-            builder was killed, or "lost" where what it says cannot be heard any more.
-        line: the compiler's last meaningful line.
-        log: where all of it is.
+            builder was killed, "lost" where what it says cannot be heard any more, or "does not
+            load" where a process has found so.
+        line: the compiler's last meaningful line, or the loader's.
+        log: where all of it is; empty if that was all.
     """
 
     state: str
@@ -166,8 +169,14 @@ class Result:
 
 
 def make_cache(cache: Path, mode: int = 0o700) -> None:
-    """Makes the folder, if it is not there; raises OSError if that cannot be."""
-    cache.parent.mkdir(parents=True, exist_ok=True)
+    """Makes the folder and those above it, all with this mode, where they are not there.
+
+    Raises:
+        OSError: that cannot be.
+    """
+    if cache.is_dir():
+        return
+    make_cache(cache.parent, mode)
     with contextlib.suppress(FileExistsError):
         cache.mkdir(mode=mode)
         cache.chmod(mode)  # Whatever the umask.
@@ -229,7 +238,7 @@ def _entry(folder: Path) -> Entry | None:
     if told.get("key") != folder.name or not isinstance(name, str) or Path(name).name != name:
         return None
     path = folder / name
-    if failure(folder) is not None:
+    if _recent(folder / "unloadable.json").get("library") == name:
         return None
     try:
         if _distrust_one(folder) or _distrust_one(path):
@@ -245,19 +254,34 @@ def _entry(folder: Path) -> Entry | None:
 
 def failure(folder: Path) -> Result | None:
     """How what belongs in this folder has failed, to be built or to be loaded, within a day."""
-    told = _read(folder / "failure.json")
-    when = told.get("time")
-    if not isinstance(when, (int, float)) or not 0 <= time.time() - when < RETRY_AFTER:
-        return None
-    return Result("failed before", str(told.get("line")), str(told.get("log")))
+    for name, state in (("failure.json", "failed before"), ("unloadable.json", "does not load")):
+        told = _recent(folder / name)
+        if told:
+            return Result(state, str(told.get("line")), str(told.get("log")))
+    return None
 
 
 def fail(folder: Path, line: str) -> Result:
-    """Remembers it."""
+    """Remembers that a build has failed; a library that is there from before stays good."""
     log = str(folder / "build.log")
     with contextlib.suppress(OSError):
         _write(folder / "failure.json", {"time": time.time(), "line": line, "log": log})
     return Result("failed", line, log)
+
+
+def refuse(entry: Entry, line: str) -> None:
+    """Remembers that a library does not load."""
+    told = {"time": time.time(), "line": line, "log": "", "library": entry.path.name}
+    with contextlib.suppress(OSError):
+        _write(entry.path.parent / "unloadable.json", told)
+
+
+def _recent(path: Path) -> dict[str, object]:
+    """A remembered failure; empty if there is none, or none within a day."""
+    told = _read(path)
+    when = told.get("time")
+    recent = isinstance(when, (int, float)) and 0 <= time.time() - when < RETRY_AFTER
+    return told if recent else {}
 
 
 def sources_hash(folder: Path) -> str:
@@ -317,7 +341,10 @@ def _locked(folder: Path, *, wait: bool = True, report: Report) -> Iterator[bool
             if not wait:
                 yield False
                 return
-            report("another process is building it: waiting for that one")
+            report(
+                "another process is building it, at the lowest priority if a training has started "
+                "that: waiting for it"
+            )
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -400,7 +427,8 @@ def build(
             return fail(folder, str(error))
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        (folder / "failure.json").unlink(missing_ok=True)
+        for name in ("failure.json", "unloadable.json"):
+            (folder / name).unlink(missing_ok=True)
     _remove_old(cache, folder)
     return Result("built", log=str(folder / "build.log"))
 
