@@ -6,7 +6,9 @@ tests/engine); here is what only threads, processes and the C++ can do to them.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 import gradilocks
 from gradilocks import GradientControl, kernels, optim
 from gradilocks.kernels import native
+from tests.forks import fork
 
 if native.library() is None:
     pytest.skip("the native library is not there", allow_module_level=True)
@@ -100,12 +103,47 @@ def test_a_first_step_that_is_skipped_leaves_nothing_behind(name):
 def test_a_child_of_a_fork_steps_as_its_parent_does():
     # With one thread: torch's own pool does not survive a fork either.
     expected = trained(MAKERS["AdamW"])
-    child = os.fork()
+    child = fork()
     if not child:
         code = 1
         try:
             torch.set_num_threads(1)
             code = 0 if same(trained(MAKERS["AdamW"]), expected) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("walk", ["C++", "Python"])
+def test_a_child_of_a_process_that_has_run_threads_takes_small_steps(threads, monkeypatch, walk):
+    # libgomp hangs in the next parallel region, and plain torch opens none for tensors so small.
+    if walk == "Python":
+        monkeypatch.setattr(native, "library", lambda: None)
+    threads(2)
+    torch.ones(1 << 20).sum()
+    child = fork()
+    if not child:
+        faulthandler.dump_traceback_later(20, exit=True, file=sys.__stderr__)
+        code = 1
+        try:
+            weights = [nn.Parameter(torch.ones(4)) for _ in range(4)]
+            for weight in weights:
+                weight.grad = torch.ones(4)
+            right = gradilocks.get_total_norm([weight.grad for weight in weights]).item() == 4.0
+            gradilocks.clip_grad_norm_(weights, 1.0)
+            right &= weights[0].grad.tolist() == pytest.approx([0.25] * 4)
+            gradilocks.clip_grad_value_(weights, 0.125)
+            right &= weights[3].grad.tolist() == [0.125] * 4
+            for make in (*MAKERS.values(), lambda params: torch.optim.AdamW(params, lr=0.1)):
+                model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+                before = model[0].weight.detach().clone()
+                control = GradientControl(make(model.parameters()), clip=1.0, model=model)
+                for _ in range(3):
+                    control.backward(model(torch.ones(2, 3)).sum())
+                    right &= not control.step().skipped
+                    control.zero_grad()
+                right &= not torch.equal(before, model[0].weight)
+            code = 0 if right else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
