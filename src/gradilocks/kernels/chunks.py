@@ -88,8 +88,8 @@ class Chunking:
         for place, kind in enumerate(kinds):
             if kind is not None and sizes[place]:
                 members.setdefault(kind, []).append(place)
-        # By the host's own lists: torch's repeat_interleave opens a parallel region for the smallest
-        # of them, which hangs in a process that was forked after another one.
+        # By the host's own lists: torch's repeat_interleave opens a parallel region even for a few
+        # numbers, which hangs in a process that was forked after another one.
         counts, begin = array("i", bytes(4 * len(sizes))), array("i", bytes(4 * len(sizes)))
         owners, indices = array("i"), array("i")
         buckets: list[Bucket] = []
