@@ -149,6 +149,32 @@ def test_a_child_of_a_process_that_has_run_threads_takes_small_steps(threads, mo
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.parametrize("shapes", [[(4,)] * 300, [(20_000,)] * 8])
+def test_what_torch_computes_on_one_thread_in_such_a_child_is_the_parents_bits(threads, shapes):
+    def stepped():
+        weights = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        optimizer = optim.AdamW(weights, lr=0.1)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.full(weight.shape, 0.3)
+            gradilocks.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+        return [weight.detach() for weight in weights]
+
+    threads(2)
+    torch.ones(1 << 20).sum()
+    expected = stepped()
+    child = fork()
+    if not child:
+        faulthandler.dump_traceback_later(20, exit=True, file=sys.__stderr__)
+        code = 1
+        try:
+            code = 0 if same(stepped(), expected) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_steps_of_tensors_that_lie_otherwise_are_those_of_a_contiguous_twin():
     torch.manual_seed(0)
     values, gradient = torch.randn(4, 6, 5, 5), torch.randn(4, 6, 5, 5)

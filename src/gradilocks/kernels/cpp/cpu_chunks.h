@@ -20,7 +20,8 @@ class Chunks {
   Chunks(const int64_t* sizes, const int64_t* codes, int64_t count, int64_t chunk, bool is_double);
 
   // Calls `work` with the first chunk of a run and the one after its last, until all are done, on
-  // as many threads as torch uses. `grain`: so few elements are not worth a thread of their own.
+  // as many threads as torch uses, or on this one alone in a child of a fork that lost the others.
+  // `grain`: so few elements are not worth a thread of their own.
   void run(int64_t grain, const std::function<void(int64_t, int64_t)>& work) const;
 
   int64_t count() const { return static_cast<int64_t>(codes.size()); }
