@@ -31,7 +31,7 @@ def build(
         bool, flag("--check", "Build nothing; say whether it is there, and exit with 1 if not.")
     ] = False,
 ) -> None:
-    """Build the C++ library now instead of in the background of the first run.
+    """Build the C++ library now, ahead of the first training step.
 
     It walks over tensors and computes on the CPU; until it is there, Python does. Needs a C++
     compiler and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev), and 15 s.
