@@ -104,7 +104,7 @@ class Settler:
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
         located, order, count = gradients.at.located, clip.order, len(gradients)
-        stream = stream_of(self.device)
+        stream = stream_of(located.device)
         (found, found_at), (row, row_at) = self._found.take(stream), self._rows.take(stream)
         if self._state[:2] != (id(state), id(streak)):
             moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
