@@ -24,6 +24,8 @@ if "GRADILOCKS_NATIVE_CACHE" not in os.environ:
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts and stops.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # Under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 try:
     from hypothesis import HealthCheck, settings
