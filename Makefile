@@ -14,11 +14,13 @@ PYTHON ?=
 CANDIDATES := python3.11 python3.12 python3.13 python3.10 python3 python
 WORKERS ?= 2
 ARGS ?=
+NATIVE ?= wait
 
 # One thread a worker: torch's own threads would only compete with the other worker for the same
 # cores. A worker that is through takes over tests of the other. Bytecode is kept also where the
 # environment says not to: else each of the processes that tests start compiles the package anew.
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+# The C++ library is waited for, once a machine: else the first tests would run without it.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= GRADILOCKS_NATIVE=$(NATIVE) \
   $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # ensurepip first: an environment made by another tool may have no pip.
@@ -40,7 +42,7 @@ $(shell test -x $(BIN)/python || rm -f $(RUNTIME) $(DEV))
 $(shell test -x $(FRAMEWORKS)/bin/python || rm -f $(FRAMEWORKS_DEV))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks quick ranks long lint format types bench clean
+.PHONY: help demo test test-frameworks quick ranks sanitize long lint format types bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -77,6 +79,21 @@ quick: lint types ## while working: lint, types and the tests that take under a 
 # One worker: each test fills the cores with 2, 4 or 8 processes of its own.
 ranks: $(DEV) ## all layouts over 2, 4 and 8 processes beside one; some 6 minutes on 16 cores, longer on two
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks tests/ranks $(ARGS)
+
+# Both end the process at the first finding, and with it pytest. The sanitizers' own library must be
+# loaded before all others, libstdc++ with it (else it does not find what throws); Python's own
+# allocator would hide what is written past an object's end. Captured, a report would be lost.
+SANITIZED := tests/kernels/test_native_library.py tests/dropin/test_gradient_marks.py \
+  tests/kernels/test_native_kernels.py tests/kernels/test_native_steps.py \
+  tests/engine/test_walks_agree.py tests/observe/test_parameter_marks.py
+SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -g1
+
+sanitize: $(DEV) ## the tests of the C++ under AddressSanitizer and UndefinedBehaviorSanitizer
+	@OMP_NUM_THREADS=2 PYTHONMALLOC=malloc CXX=g++ GRADILOCKS_NATIVE=wait \
+	  GRADILOCKS_NATIVE_CXXFLAGS='$(SANITIZE)' \
+	  ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	  $(BIN)/python -m pytest --capture=sys $(SANITIZED) $(ARGS)
 
 long: $(DEV) ## the whole of what `make test` runs a part of: kills, the demo at its default settings
 	@$(PYTEST) -m long $(ARGS)

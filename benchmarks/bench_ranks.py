@@ -3,6 +3,7 @@
     python benchmarks/bench_ranks.py                      # 2, 4 and 8 gloo ranks on loopback
     python benchmarks/bench_ranks.py --ranks 2 --layouts FSDP2 --rounds 100
     python benchmarks/bench_ranks.py --device cuda        # FSDP2 on a mesh of one GPU, NCCL
+    python benchmarks/bench_ranks.py --ranks 1            # the same contenders on a CPU, gloo
     python benchmarks/bench_ranks.py --device cuda --queued
 
 Parameters are what the wrappers leave: DTensors with the placements of `fully_shard` and of tensor
@@ -37,7 +38,7 @@ from compete import Settings, compete, free
 from environment import environment
 from floor import STEP_BYTES, Floor
 from harness import Contender, Ready
-from rank_layouts import LAYOUTS, RankLoad, mesh_of_one
+from rank_layouts import LAYOUTS, RankLoad, fsdp2
 from row_sets import TOLERANCE
 from workloads import SIZES
 
@@ -48,8 +49,8 @@ from report import Row, Spread, save, table
 
 LR = 1e-3
 LIMIT = 1.0
-GPU_SIZES = {"1.07B": lambda: [(2048, 2048)] * 256, "8M": SIZES["8M"], "tiny": SIZES["tiny"]}
-GPU_ROUNDS = {"1.07B": 15}
+RANK_SIZES = {**SIZES, "1.07B": lambda: [(2048, 2048)] * 256}
+GPU_ROUNDS = {"1.07B": 15, "8M": 31}
 PATIENCE = 600.0
 Counted = dict[str, Any]
 
@@ -59,7 +60,9 @@ def main() -> None:
     device = torch.device(options.device)
     print(environment(device), flush=True)
     if device.type == "cuda":
-        on_one_gpu(options)
+        on_one_rank(options, torch.device("cuda", 0))
+    elif options.ranks == [1]:
+        on_one_rank(options, device)
     else:
         over_gloo(options)
 
@@ -67,24 +70,23 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--ranks", default="2,4,8", help="over gloo; default: 2,4,8")
+    parser.add_argument("--ranks", default="2,4,8", help="over gloo, 1 or more than 1")
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="over gloo; default: all")
     parser.add_argument("--size", default="", help="default: 1M over gloo; 1.07B,8M on a GPU")
-    parser.add_argument("--rounds", type=int, default=0, help="default: 40; on a GPU 15 and 61")
+    parser.add_argument("--rounds", type=int, default=0, help="default: 40; on a GPU 15 and 31")
     parser.add_argument("-o", "--output", type=Path, default=None, help="also write JSON here")
     parser.add_argument("--queued", action="store_true", help="time the GPU also with a full queue")
     options = parser.parse_args()
     options.ranks = [int(number) for number in options.ranks.split(",")]
     options.layouts = options.layouts.split(",")
-    known = GPU_SIZES if options.device == "cuda" else SIZES
     default = "1.07B,8M" if options.device == "cuda" else "1M"
     options.size = (options.size or default).split(",")
-    if unknown := set(options.size) - set(known):
-        parser.error(f"--size takes {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(options.size) - set(RANK_SIZES):
+        parser.error(f"--size takes {', '.join(RANK_SIZES)}, got {', '.join(sorted(unknown))}")
     if unknown := set(options.layouts) - set(LAYOUTS):
         parser.error(f"--layouts takes {', '.join(LAYOUTS)}, got {', '.join(sorted(unknown))}")
-    if any(number < 2 for number in options.ranks):
-        parser.error("--ranks takes numbers from 2 on; one rank is --device cuda")
+    if options.ranks != [1] and any(number < 2 for number in options.ranks):
+        parser.error("--ranks takes numbers from 2 on, or 1 alone: a mesh of one")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
     return options
@@ -269,7 +271,7 @@ def measured(
             layout = LAYOUTS[name](ranks)
             if layout is None:
                 continue
-            load = RankLoad(SIZES[size](), layout, device=settings.device)
+            load = RankLoad(RANK_SIZES[size](), layout, device=settings.device)
             *same, apart = [*contenders(load, scaled=True, own=False), per_tensor(load)]
             counted += [counted_step(each, load, name, ranks) for each in (*same, apart)]
             what = f"{ranks} ranks, {name}, {load.described}"
@@ -352,35 +354,42 @@ def what_grows(counted: list[Counted]) -> list[str]:
     return told
 
 
-# --- on one GPU -----------------------------------------------------------------------------------
+# --- on a mesh of one -----------------------------------------------------------------------------
 
 
-def on_one_gpu(options: argparse.Namespace) -> None:
-    """FSDP2 on a mesh of one, over NCCL: what the kernels do on shards."""
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+def on_one_rank(options: argparse.Namespace, device: torch.device) -> None:
+    """FSDP2 on a mesh of one, over NCCL on a GPU: what the kernels do on shards."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend, bound = ("nccl", {"device_id": device}) if on_gpu else ("gloo", {})
+    logging.disable(logging.WARNING)  # torch's own, of what is suboptimal in a DTensor's norm.
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **bound)
     settings = Settings(device, queued=options.queued)
-    floor = Floor(device)
+    floor = Floor(device) if on_gpu else None
     free()
     rows: list[Row] = []
     memory: list[dict[str, Any]] = []
-    extra: dict[str, object] = {"copy_bytes_per_second": floor.bytes_per_second}
+    extra: dict[str, object] = {"temporaries": memory}
+    if floor is not None:
+        extra["copy_bytes_per_second"] = floor.bytes_per_second
     for size in options.size:
-        load = RankLoad(GPU_SIZES[size](), mesh_of_one(), device=device, scale=1.0)
+        load = RankLoad(RANK_SIZES[size](), fsdp2(1, device.type), device=device, scale=1.0)
         everybody = contenders(load, scaled=False, own=True)
+        what = f"FSDP2 on one {'GPU' if on_gpu else 'rank'}, {load.described}"
         rows += compete(
-            f"FSDP2 on one GPU, {load.described}",
+            what,
             everybody,
             settings,
-            rounds=options.rounds or GPU_ROUNDS.get(size, 61),
+            rounds=options.rounds or (GPU_ROUNDS.get(size, 61) if on_gpu else 40),
             start=load.start,
             tolerance=TOLERANCE,
-            floor_ms=floor.ms(load.count, STEP_BYTES),
+            floor_ms=floor.ms(load.count, STEP_BYTES) if floor else None,
         )
         free()
-        memory += [temporaries(each, load) for each in everybody]
-        extra["temporaries"] = memory
+        if floor is not None:
+            rows.append(floor.row(what, load.count, STEP_BYTES))
+            memory += [temporaries(each, load) for each in everybody]
         if options.output:
             save(options.output, rows, device=device, notes=settings.notes, extra=extra)
     print(table(rows))

@@ -37,7 +37,7 @@ def own_adamw(params: list[Tensor], **options: Any) -> torch.optim.Optimizer:
 
 
 def step_contenders(
-    load: Workload, limit: float, *, compiled: bool = False, own: bool = True, graph: bool = False
+    load: Workload, limit: float, *, compiled: bool = False, graph: bool = False
 ) -> list[Contender]:
     """Everybody, torch's first.
 
@@ -45,8 +45,7 @@ def step_contenders(
         load: the parameters and gradients.
         limit: the largest norm.
         compiled: torch.compile takes part.
-        own: gradilocks.optim takes part.
-        graph: so does a CUDA graph of it.
+        graph: so does a CUDA graph of gradilocks.optim.
     """
     torchs = partial(with_scaler, load, limit, torch.amp.GradScaler, clip=_torch_clip)
     ours = partial(with_scaler, load, limit, gradilocks.GradScaler, clip=gradilocks.clip_grad_norm_)
@@ -58,13 +57,12 @@ def step_contenders(
     if compiled:
         build = partial(torchs, fused=None, compiled=True)
         made.append(Contender("torch.compile, default AdamW", build, baseline=True, optional=True))
+    controlled = partial(with_control, load, limit)
     made += [
         Contender("drop-in, torch fused AdamW", partial(ours, fused=True)),
-        Contender("GradientControl, torch fused AdamW", partial(with_control, load, limit)),
+        Contender("GradientControl, torch fused AdamW", controlled),
+        Contender("GradientControl, gradilocks.optim", partial(controlled, own=True)),
     ]
-    if own:
-        build = partial(with_control, load, limit, own=True)
-        made.append(Contender("GradientControl, gradilocks.optim", build))
     if graph:
         made.append(Contender("gradilocks.optim in a CUDA graph", partial(in_a_graph, load, limit)))
     return made

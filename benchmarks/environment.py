@@ -1,15 +1,24 @@
-"""What the numbers of a run depend on: hardware and versions."""
+"""What the numbers of a run depend on: hardware, versions, and which kernels and walk serve.
+
+Every benchmark imports this, directly or through `report`, before it uses Gradilocks, and so waits
+for the native library to be built instead of measuring half a run without it. GRADILOCKS_NATIVE=off
+in the environment still measures the way without.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
+import re
 from pathlib import Path
 
 import torch
 
 import gradilocks
 import gradilocks.kernels
+
+os.environ.setdefault("GRADILOCKS_NATIVE", "wait")
 
 
 def environment(device: torch.device) -> dict[str, object]:
@@ -23,13 +32,18 @@ def environment(device: torch.device) -> dict[str, object]:
         "triton": _version("triton"),
         "gradilocks": gradilocks.__version__,
         "system": platform.system(),
+        "kernels": {what: _short(said) for what, said in gradilocks.kernels.describe().items()},
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
         found["cuda"] = torch.version.cuda
-        found["kernels"] = gradilocks.kernels.describe()[device.type]
     return found
+
+
+def _short(said: str) -> str:
+    """Without the folders of paths: they are of the machine, and nothing depends on them."""
+    return re.sub(r"(?<!\S)/\S*/", "", said)
 
 
 def _version(package: str) -> str | None:

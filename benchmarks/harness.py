@@ -51,16 +51,21 @@ class Contender:
 
 Times = dict[str, list[float]]
 """Milliseconds, round by round, of each measure: "wall" and, on a CPU, "cpu", on a GPU "gpu",
-"host", "queued"."""
+"host", "queued"; of training steps also "loop"."""
 
 
 def alternate(
-    ready: Sequence[Ready], *, rounds: int, device: torch.device, queued: bool = False
+    ready: Sequence[Ready],
+    *,
+    rounds: int,
+    device: torch.device,
+    queued: bool = False,
+    warm_up: int = WARM_UP,
 ) -> list[Times]:
     """Times everybody once a round, after a few rounds that do not count."""
     clock = _GpuClock() if device.type == "cuda" else _CpuClock()
     times: list[Times] = [{} for _ in ready]
-    for number in range(WARM_UP + rounds):
+    for number in range(warm_up + rounds):
         # Another one begins each round, so that nobody always follows the same neighbour.
         shift = number % len(ready)
         order = [*range(shift, len(ready)), *range(shift)]
@@ -68,7 +73,7 @@ def alternate(
             taken = clock.time(ready[place])
             if queued and isinstance(clock, _GpuClock):
                 taken["queued"] = clock.time_queued(ready[place], host_ms=taken["host"])
-            if number >= WARM_UP:
+            if number >= warm_up:
                 for measure, value in taken.items():
                     times[place].setdefault(measure, []).append(value)
     return times

@@ -82,11 +82,6 @@ LAYOUTS: dict[str, Callable[[int], RankLayout | None]] = {
 """A number of ranks → the layout; None where it needs more ranks."""
 
 
-def mesh_of_one() -> RankLayout:
-    """FSDP2 on one GPU."""
-    return fsdp2(1, "cuda")
-
-
 class RankLoad:
     """A workload of which each rank has its part: parameters, and gradients to start rounds from.
 

@@ -6,6 +6,9 @@ block has all that recording does in it. What counts is the median, over the blo
 contender's time over that of the run without recording in the same block. The run ends with status
 1 if recording has changed a single bit of the weights.
 
+`many_tensors` does the same with steps alone, of parameters that are small and many: there the host
+is all that counts, and what recording adds to a step is told in milliseconds.
+
 `histograms` does what `wandb.watch(model, log_freq=1)` does in a hook of every gradient: looks
 whether all is finite, finds the range, and makes 64 bins with `torch.histc`. What wandb then does
 with them is left out.
@@ -30,6 +33,7 @@ from gradilocks import GradientControl, Recorder, read_run
 from gradilocks.demo.small_gpt import GPT, Batches, python_documentation
 
 BLOCK, BINS = 10, 64
+TENSORS = (4, 64, 578, 2000)
 ROWS, LENGTH, WIDTH, LAYERS = 4, 64, 384, 6
 
 
@@ -65,6 +69,61 @@ def recording(options: argparse.Namespace) -> dict[str, Any]:
         "bytes_a_step": round(size / steps),
         "rows": rows,
     }
+
+
+def many_tensors(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of small tensors, more and more of them, recorded and not; processor's time."""
+    torch.set_num_threads(1)
+    rows = []
+    for count in TENSORS:
+        with tempfile.TemporaryDirectory() as folder:
+            recorder = Recorder(Path(folder) / "a.jsonl", detail_every=10, log=False)
+            ready = [small_steps(count), small_steps(count, record=recorder)]
+            rounds = options.blocks * BLOCK
+            plain, mine = alternate(ready, rounds=rounds, device=torch.device("cpu"))
+            recorder.close()
+            if not all(map(torch.equal, ready[0].result(), ready[1].result())):
+                sys.exit("recording has changed the weights")
+        blocks = [
+            [sum(times[k : k + BLOCK]) / BLOCK for k in range(0, rounds, BLOCK)]
+            for times in (plain["cpu"], mine["cpu"])
+        ]
+        added = [b - a for a, b in zip(*blocks, strict=True)]
+        rows.append(
+            {
+                "tensors": count,
+                "plain_ms": statistics.median(blocks[0]),
+                "added_ms": statistics.median(added),
+                "added_ms_p10": quantile(added, 0),
+                "added_ms_p90": quantile(added, -1),
+            }
+        )
+    return {"blocks": options.blocks, "rows": rows}
+
+
+def small_steps(count: int, record: Recorder | None = None) -> Ready:
+    """A control over `count` tensors; `run` is one step on gradients that stay."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(32, 8)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer = torch.optim.SGD(params, lr=1e-4, foreach=True)
+    control = GradientControl(optimizer, scale=None, clip=1.0, record=record)
+    return Ready(
+        run=control.step,
+        prepare=lambda: None,
+        result=lambda: [param.detach() for param in params],
+    )
+
+
+def tensors_table(found: dict[str, Any]) -> str:
+    lines = ["| tensors | ms a step, of the processor | added by recording |", "|---|---|---|"]
+    for each in found["rows"]:
+        lines.append(
+            f"| {each['tensors']} | {each['plain_ms']:.3f} | {each['added_ms']:+.3f} ms "
+            f"({each['added_ms_p10']:+.3f} to {each['added_ms_p90']:+.3f}) |"
+        )
+    return "\n".join(lines)
 
 
 def build(*, record: Recorder | None = None, hook: Callable[[Tensor], None] | None = None) -> Ready:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from compete import Settings, compete
+from compete import Settings, compete, free
 from contenders import step_contenders, with_control, with_telemetry
 from floor import BF16_BYTES, CLIP_BYTES, MASTERS_BYTES, NORM_BYTES, STEP_BYTES, Floor
 from half_contenders import expert_contenders, masters_contenders
 from harness import Contender, Ready
 from torch import Tensor
-from workloads import EXPERTS, SIZES, Workload
+from workloads import EXPERTS, NORM, SIZES, Workload
 
 import gradilocks
 from report import Row
@@ -34,8 +34,6 @@ class Job:
     settings: Settings
     floor: Floor | None = None
     compiled: bool = False
-    every: bool = False
-    """Every contender that the device allows, not only those of the CPU's table."""
 
     @property
     def device(self) -> torch.device:
@@ -43,20 +41,22 @@ class Job:
 
 
 def step_rows(job: Job) -> list[Row]:
-    """Scale + check + clip + AdamW in float32; for thousands of tensors also on new gradients."""
+    """Scale + check + clip + AdamW in float32; where there is something to clip, also on gradients
+    that are new every round, as `zero_grad(set_to_none=True)` makes them."""
     rows: list[Row] = []
-    for fresh in [False, True] if job.size in ("8M", "tiny") and job.every else [False]:
+    for fresh in [False, True] if job.limit < NORM else [False]:
         load = Workload(SIZES[job.size](), device=job.device, fresh=fresh)
         contenders = step_contenders(
             load,
             job.limit,
             compiled=job.compiled and not fresh,
-            own=job.every,
             graph=job.device.type == "cuda" and not fresh,
         )
         # 17.6 GB each at 1.1 B, beside the gradients that all start from.
         at_most = 5 if job.size == "1.1B" else 100
         rows += _measured(job, load, load.describe(job.limit), contenders, STEP_BYTES, at_most)
+        del load, contenders
+        free()
     return rows
 
 
@@ -105,10 +105,17 @@ def masters_rows(job: Job) -> list[Row]:
 
 
 def moe_rows(job: Job) -> list[Row]:
-    """A mixture of experts in bf16 throughout, with no scale."""
-    load = Workload(EXPERTS[job.size](), device=job.device, dtype=torch.bfloat16, scale=1.0)
-    contenders = expert_contenders(load, job.limit)
-    return _measured(job, load, f"experts, {load.describe(job.limit)}", contenders, BF16_BYTES)
+    """A mixture of experts in bf16 throughout, with no scale; also on new gradients."""
+    rows: list[Row] = []
+    for fresh in (False, True):
+        half = {"dtype": torch.bfloat16, "scale": 1.0}
+        load = Workload(EXPERTS[job.size](), device=job.device, fresh=fresh, **half)
+        contenders = expert_contenders(load, job.limit)
+        name = f"experts, {load.describe(job.limit)}"
+        rows += _measured(job, load, name, contenders, BF16_BYTES)
+        del load, contenders
+        free()
+    return rows
 
 
 ROW_SETS: dict[str, Callable[[Job], list[Row]]] = {

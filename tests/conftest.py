@@ -16,9 +16,16 @@ from tests.interpreter import make_fast
 if not torch.cuda.is_available():  # Before anything imports Triton, which reads it once.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The C++ library is built once for all tests, also for those that give a process another home.
+if "GRADILOCKS_NATIVE_CACHE" not in os.environ:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    os.environ["GRADILOCKS_NATIVE_CACHE"] = os.path.join(home, "gradilocks", "native")
+
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts and stops.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # Under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 try:
     from hypothesis import HealthCheck, settings

@@ -202,6 +202,7 @@ WAITS = {
     "step/update.py": "an optimizer that cannot skip on the device; elsewhere the CPU alone",
     "optim/sgd.py": "which momentum buffers are filled, for a checkpoint or torch's own step",
     "kernels/reference.py": "on the CPU alone, where nothing waits",
+    "kernels/native_backend.py": "on the CPU alone, where nothing waits",
 }
 # What reads a tensor: a method, or a conversion of something that is no Python number.
 METHODS = {
@@ -216,10 +217,14 @@ READ_ELSEWHERE = {
     "dropin/grad_scaler.py": {
         "float(start.scale)",  # A policy's start, on the CPU.
         "int(start.growth_tracker)",
-        "bool(scale >= 1.0)",  # After `scale.device != cpu` has returned.
+        "float(scale)",  # After `scale.is_cpu`.
         "bool(tensor.abs().max().double() > most)",
     },
-    "kernels/chunks.py": {"int(each.sum())", "int(counts.max())"},  # Tables, made on the CPU.
+    # Tables and addresses, made on the CPU.
+    "kernels/chunks.py": {
+        *("numbers.tolist()", "torch.equal(addresses, sent)"),
+        "torch.equal(numbers, self.numbers)",
+    },
     "kernels/triton_launch.py": {"torch.equal(cells, expected)"},  # A launcher is tried out, once.
     # At a step at which ranks compare what has shown its first gradient.
     "ranks/agreement.py": {
@@ -310,10 +315,11 @@ NUMBERS = {
         "int(pair[0].ndim)",
     },
     "record/batch.py": {
+        "bool(counts.any())",  # On the host, as all that a batch has read.
         "bool(numbers['clipped'])",
         "bool(numbers['rejected'])",
         "float(value)",
-        "int(elements[place])",  # On the host, as all that a batch has read.
+        "int(elements[place])",
         "int(inf)",
         "int(nan)",
         "int(number)",

@@ -146,7 +146,14 @@ def test_the_wheel_holds_every_module_the_type_marker_and_the_licence(tmp_path):
         for path in (ROOT / "src" / "gradilocks" / "report" / folder).iterdir()
     ]
     assert len(shown) >= 5
-    wanted |= set(shown)
+    sources = (ROOT / "src" / "gradilocks" / "kernels" / "cpp").iterdir()
+    compiled = [
+        path.relative_to(ROOT / "src").as_posix()
+        for path in sources
+        if path.suffix in (".cpp", ".h")
+    ]
+    assert {name[-4:] for name in compiled} >= {".cpp", "ve.h"}
+    wanted |= {*shown, *compiled}
     assert wanted | {"gradilocks/py.typed"} <= held
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in held)
 

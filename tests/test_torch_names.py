@@ -203,6 +203,22 @@ def versions_kept(torch_, lost):
     assert tensor._version == 1  # Then a backward pass that is still to come may refuse.
 
 
+def flattened(torch_, lost):
+    tensors = [torch.ones(2, 3).t(), torch.zeros(()), torch.full((1, 2), 4.0)]
+    for way in (torch_, lost):
+        assert way.flattened(tensors).tolist() == [1.0] * 6 + [0.0] + [4.0] * 2
+        assert way.flattened(tensors[:1]).tolist() == [1.0] * 6
+
+
+def without_gradients(torch_, lost):
+    for way in (torch_, lost):
+        for before in (True, False):
+            with torch.set_grad_enabled(before):
+                with way.unseen_by_modes():
+                    assert not torch.is_grad_enabled()
+                assert torch.is_grad_enabled() is before
+
+
 def hidden(torch_, lost):
     """Nothing is hidden without the name, and what is done inside comes out the same."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -231,13 +247,24 @@ def modes(torch_, lost):
 
 
 def disabled(torch_, lost):
-    """The public function does the same, and imports the compiler at once, which takes seconds."""
+    """A wrapper does the same, at the price of a call; the public one imports the compiler."""
+    seen = []
 
-    def double(x):
-        return 2 * x
+    def inside(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
 
-    assert torch_.uncompiled(double)(3) == 6
-    assert lost.uncompiled is torch.compiler.disable
+    for module in (torch_, lost):
+
+        def looks(x):
+            seen.append(torch.compiler.is_compiling())
+            return inside(2 * x)
+
+        left = module.uncompiled(looks)
+        traced = torch.compile(lambda x, left=left: left(x * 2), backend="eager")
+        assert traced(torch.tensor(3.0)).item() == 13.0
+        assert left(3) == 7
+    assert seen == [False] * 8
 
 
 def hooks_of_all(torch_, lost):
@@ -306,6 +333,7 @@ FOUND = {
     "torch._foreach_clamp_min_": in_place("clamp_min_", -1.5),
     "torch._foreach_clamp_max_": in_place("clamp_max_", 1.5),
     "torch._foreach_norm": norms,
+    "torch._utils._flatten_dense_tensors": flattened,
     "torch._amp_foreach_non_finite_check_and_unscale_": unscale,
     "torch.utils._foreach_utils._device_has_foreach_support": has_foreach,
     "torch.nn.modules.batchnorm._NormBase": norm_classes,
@@ -319,7 +347,11 @@ FOUND = {
     "torch._C._EnableTorchFunction": modes_back,
     "torch.utils._python_dispatch._disable_current_modes": hidden,
     "torch.utils._python_dispatch.TorchDispatchMode": modes,
+    "torch._C._set_grad_enabled": without_gradients,
     "torch._compile._disable_dynamo": disabled,
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": disabled,
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": disabled,
+    "torch._C._dynamo.eval_frame._FrameAction": disabled,
     "torch.optim.optimizer._global_optimizer_pre_hooks": hooks_of_all,
     "torch.optim.optimizer._global_optimizer_post_hooks": hooks_of_all,
     "torch._C._autograd._profiler_enabled": profiler,
@@ -505,6 +537,10 @@ def local_elements():
     assert "_local_tensor" in _source_of("torch.distributed.tensor._api"), (
         "DTensors keep their elements under another name"
     )
+    assert set(_torch.DTENSOR_PARTS) == {"_local_tensor", "_spec"}
+    assert "_spec" in _source_of("torch.distributed.tensor._api"), (
+        "DTensors keep their specs under another name: Python walks over them"
+    )
 
 
 def _source_of(module):
@@ -624,6 +660,7 @@ INSTANCE = {
     "_parameters": tables("parameters_in", "_parameters"),
     "_post_accumulate_grad_hooks": late_hooks,
     "_schedulers": inner,
+    "_spec": local_elements,
     "_step_supports_amp_scaling": amp_flag,
     "_values": sparse("sparse_values"),
     "_version": version,

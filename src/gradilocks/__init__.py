@@ -42,6 +42,7 @@ _HOME = {
     "emulate": "lab.emulate",
     "errors": "",
     "get_total_norm": "dropin",
+    "kernels": "",
     "log": "record",
     "megatron_copies": "ranks.copies",
     "optim": "",
@@ -78,6 +79,7 @@ __all__ = [
     "emulate",
     "errors",
     "get_total_norm",
+    "kernels",
     "log",
     "megatron_copies",
     "optim",
@@ -102,7 +104,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from gradilocks import errors, optim
+    from gradilocks import errors, kernels, optim
     from gradilocks.clip import (
         AdaGC,
         AdaptiveClip,

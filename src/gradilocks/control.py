@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import logging
-import math
 import operator
 import os
 import warnings
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gradilocks import kernels
 from gradilocks._torch import infers_metadata, is_joining
 from gradilocks.checks import (
     check_closure,
@@ -103,19 +103,6 @@ def _warn_of_ranks(count: int) -> None:
 
 def _nobody() -> None:
     """In the place of a weak reference where there is nothing to refer to."""
-
-
-def _put_back(overflow: Tensor, gradients: Gradients) -> None:
-    """Writes Inf to one element if `overflow`: a device that settles a step finds it there.
-
-    What was NaN or Inf when it was unscaled may have been written over since. A step that is
-    skipped has no use for its gradients.
-    """
-    first = next((tensor for tensor in gradients.tensors if tensor.numel()), None)
-    if first is not None:
-        with torch.no_grad():
-            element = first.as_strided((1,), (1,))
-            element.copy_(torch.where(overflow > 0, math.inf, element))
 
 
 class GradientControl:
@@ -652,7 +639,7 @@ class GradientControl:
             return
         # Of a pipeline's stages only the last has a loss, and the others unscale too.
         whole._order.check_unscale(elsewhere=whole._ranks is not None)
-        gradients, _ = whole._find([False] * len(whole._optimizers), steps=False)
+        gradients, _ = whole._find(inside=False, steps=False)
         with torch.no_grad():
             factor = torch.reciprocal(whole._engine.state.scale)
             if decides:
@@ -710,7 +697,7 @@ class GradientControl:
             whole._engine.step_begun = False
             if whole._loads is not None:
                 whole._loads.begin_step()
-        gradients, model_ranks = whole._find([True] * len(whole._optimizers))
+        gradients, model_ranks = whole._find(inside=True)
         whole._asked_ahead = True
         try:
             return whole._engine.norm(
@@ -1150,7 +1137,7 @@ class GradientControl:
         for part in self._parts.values():
             part._order.look_again(parameter_list(part._optimizers))
             if part._order.waits(parameter_list(part._optimizers)):
-                gradients, _ = part._find([True], steps=False)
+                gradients, _ = part._find(inside=True, steps=False)
                 with torch.no_grad():
                     multiply_(gradients, engine.state.scale / before)
                 gradients.release()
@@ -1231,18 +1218,16 @@ class GradientControl:
             check_closure(closure, len(self._optimizers))
             return self._step_with_closure(closure)
         engine = self._engine
-        inside = list(map(takes_decision, self._optimizers))
-        gradients, model_ranks = self._find(inside)
+        gradients, model_ranks = self._find()
         self._is_stepping = True
         try:
             rating, direct, overflow = None, False, None
             seen = self._seen if self._order.unscaled else None
             if seen is not None:
                 overflow = seen.flag(engine.state.scale.device)
-            if model_ranks is None and engine.settles(gradients):
-                if overflow is not None:
-                    _put_back(overflow, gradients)
-                    overflow = None
+            settles = model_ranks is None and engine.settles(gradients)
+            settles = settles and engine.begin(gradients)
+            if settles:
                 direct = takes_directly(self._optimizers)
                 # Work out an optimizer's rates where the step is settled: one launch less.
                 rating = self._optimizers[0].ready(gradients) if direct else None
@@ -1252,6 +1237,7 @@ class GradientControl:
                 overflow=overflow,
                 model_ranks=model_ranks,
                 rating=rating,
+                on_device=settles,
                 moves=not self._is_part,
             )
             if seen is not None and len(seen.places) == len(gradients.params):
@@ -1266,7 +1252,7 @@ class GradientControl:
                     skip, divisor = verdict.decision.skip, verdict.decision.divisor
                     self._optimizers[0].take(skip, divisor, rated=rating is not None)
                 else:
-                    self._update(verdict, gradients, inside)
+                    self._update(verdict, gradients)
             except BaseException:
                 self._after_a_failed_update(verdict)
                 raise
@@ -1275,7 +1261,7 @@ class GradientControl:
             gradients.release()
         return self._conclude(verdict, gradients.params)
 
-    def _update(self, verdict: Verdict, gradients: Gradients, inside: Sequence[bool]) -> None:
+    def _update(self, verdict: Verdict, gradients: Gradients) -> None:
         """Steps each optimizer on its gradients, or none."""
         begin = 0
         for number, optimizer in enumerate(self._optimizers):
@@ -1289,22 +1275,25 @@ class GradientControl:
                 gradients.tensors[begin:end],
                 device=gradients.device,
                 begin=begin,
-                inside=inside[number],
+                inside=takes_decision(optimizer),
                 multiplied=self._order.note_unscaled,
             )
             begin = end
 
     def _find(
-        self, inside: Sequence[bool], *, steps: bool = True
+        self, *, inside: bool | None = None, steps: bool = True
     ) -> tuple[Gradients, ModelRanks | None]:
         """The gradients, and the ranks that hold the model together with this one, if any.
 
         Args:
-            inside: for each optimizer, whether its own step unscales; else its gradients are
-                unscaled in place, which float16 would not survive.
+            inside: whether each optimizer's own step unscales; else its gradients are unscaled in
+                place, which float16 would not survive. None if each is to be asked.
             steps: whether a step goes on: at the first the ranks compare settings and recorders.
         """
-        model_ranks = self._model_ranks() if has_other_ranks() else None
+        model_ranks = None
+        if has_other_ranks():
+            kernels.agree_with_ranks()
+            model_ranks = self._model_ranks()
         if steps and self._loads is not None and self._loads.is_new:
             self._compare_again(self._loads)
         if steps and not self._compared:
@@ -1394,9 +1383,9 @@ class GradientControl:
             holdings = Holdings(rank_group, params, elements, measured, numbers, whole=True)
         check.check(holdings, step)
 
-    def _refuse_float16(self, gradients: Gradients, inside: Sequence[bool]) -> None:
+    def _refuse_float16(self, gradients: Gradients, inside: bool | None) -> None:
         for number, optimizer in enumerate(self._optimizers):
-            if not inside[number]:
+            if not (takes_decision(optimizer) if inside is None else inside):
                 params, tensors = gradients.of_optimizer(number)
                 refuse_unscaling_float16(optimizer, params, tensors, self._names)
 
@@ -1416,7 +1405,7 @@ class GradientControl:
             seen = self._engine.evidence(verdict)
             # A device that settles steps writes over its flag at the next.
             self._judged.append(seen._replace(skip=seen.skip.clone()))
-        for scheduler in self._schedules:
+        for scheduler in self._schedules if self._schedules else ():
             if not self._is_part or scheduler.is_of(self._optimizers):
                 scheduler.note(verdict.record.row)
         self._order.note_step(params)
@@ -1487,7 +1476,7 @@ class GradientControl:
 
         def make_true() -> bool:
             nonlocal last
-            gradients, model_ranks = self._find([False])
+            gradients, model_ranks = self._find(inside=False)
             unscaled = self._order.unscaled
             last = self._engine.decide(
                 gradients, unscaled=unscaled, model_ranks=model_ranks, on_device=False

@@ -220,16 +220,21 @@ class Decision:
     """What the parts of each gradient are multiplied by; 1 when skipped."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StepRecord:
     """What one step leaves behind, on the device, until somebody reads it."""
 
-    row: Tensor
-    """float64 (float32 where the device has none), 1-d: the numbers that ROW names."""
+    kept_row: Tensor | Callable[[], Tensor]
+    """The row, or what returns it when somebody asks; it keeps no statistics."""
     skip: Tensor
     """float32, 0-d: whether the gradients were not finite; good until the next step."""
     found: Callable[[], Statistics]
     """Makes `statistics` when somebody asks for them."""
+
+    @functools.cached_property
+    def row(self) -> Tensor:
+        """float64 (float32 where the device has none), 1-d: the numbers that ROW names."""
+        return self.kept_row if isinstance(self.kept_row, Tensor) else self.kept_row()
 
     @functools.cached_property
     def statistics(self) -> Statistics:
@@ -263,4 +268,6 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
     A copy to the host that does not wait may be read before it has arrived.
     """
+    if tensor.device == device:
+        return tensor
     return tensor.to(device, non_blocking=device.type != "cpu")

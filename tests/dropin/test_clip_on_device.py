@@ -97,7 +97,10 @@ def test_the_kernels_agree_with_the_reference(device, monkeypatch, mix, order, p
             )  # fmt: skip
 
 
-def test_three_launches_clip_whatever_the_number_of_tensors(device, monkeypatch):
+@pytest.mark.parametrize("company", [False, True], ids=["alone", "beside other ranks"])
+def test_three_launches_clip_whatever_the_number_of_tensors(device, monkeypatch, company):
+    """Also of data-parallel ranks, each of which clips plain tensors by itself."""
+    monkeypatch.setattr("gradilocks.dropin.clip_functions.has_other_ranks", lambda: company)
     names = []
     call = triton_launch.Launch.__call__
 

@@ -762,6 +762,57 @@ def test_fp16_gradients_are_unscaled_for_whoever_allows_it(scaler_class):
     assert param.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("place", ["object", "subclass", "class"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_whoever_replaces_how_gradients_are_looked_at_is_asked(
+    scaler_class, param, monkeypatch, place, fused
+):
+    asked = []
+    original = scaler_class._unscale_grads_
+
+    def says_that_they_overflow(self, optimizer, inv_scale, found_inf, allow_fp16):
+        asked.append(float(inv_scale))
+        flags = original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        return {device: torch.ones_like(flag) for device, flag in flags.items()}
+
+    kind = scaler_class
+    if place == "subclass":
+        kind = type("Own", (kind,), {"_unscale_grads_": says_that_they_overflow})
+    elif place == "class":
+        monkeypatch.setattr(kind, "_unscale_grads_", says_that_they_overflow)
+    scaler, optimizer = kind("cpu", init_scale=8.0), sgd(param, fused=fused)
+    if place == "object":
+        scaler._unscale_grads_ = says_that_they_overflow.__get__(scaler)
+    backward(scaler, param)
+    scaler.step(optimizer)
+    assert asked == [1.0 if fused else 0.125]
+    assert param.tolist() == [1.0, 2.0]
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    backward(scaler, param)
+    scaler.unscale_(optimizer)
+    assert asked[1:] == [0.25]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_optimizer_that_writes_to_the_flag_it_is_given_moves_no_scale(
+    scaler_class, param, broken
+):
+    class Writes(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self):
+            given = self.grad_scale, self.found_inf
+            seen.append(given[1].item())
+            self.found_inf.fill_(1.0 - given[1].item())
+
+    seen = []
+    scaler = scaler_class("cpu", init_scale=8.0, growth_interval=1)
+    iterate(scaler, Writes([param], lr=0.5), [param], broken=broken)
+    assert seen == [float(broken)]
+    assert scaler.get_scale() == (4.0 if broken else 16.0)
+
+
 def test_the_scale_can_be_had_without_waiting(scaler_class):
     scaler = scaler_class("cpu", init_scale=8.0)
     assert scaler._get_scale_async() is None

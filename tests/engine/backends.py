@@ -1,7 +1,7 @@
 """A step settled by the device, and the same step with the policies asked in Python.
 
 On the CPU the Triton kernels are interpreted, and the CPU then counts as a device that they serve;
-with `-m gpu` they are compiled for CUDA.
+with `-m gpu` they are compiled for CUDA. "native" is the CPU with its own kernels, in C++.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gradilocks import kernels
+from gradilocks.kernels import native
 from gradilocks.step.engine import Engine
 from gradilocks.step.outcome import Streak
 
@@ -22,6 +23,12 @@ DEVICES = [
         marks=pytest.mark.skipif(COMPILED, reason="with a GPU the kernels are compiled, not read"),
     ),
     pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param(
+        "native",
+        marks=pytest.mark.skipif(
+            native.library() is None, reason="the native library is not there"
+        ),
+    ),
 ]
 
 
@@ -52,9 +59,21 @@ def _label(name):
 
 
 def serve(device, monkeypatch):
-    """Lets the Triton kernels serve `device`, in small chunks where they are interpreted."""
-    from gradilocks.kernels import chunks, triton_backend, triton_measure, triton_optimizers
+    """Lets the Triton kernels serve `device`, or C++ for "native"; in small chunks on a CPU.
+
+    Returns the device's own name.
+    """
+    from gradilocks.kernels import chunks
     from gradilocks.optim import fused_optimizer
+
+    if device == "native":
+        from gradilocks.kernels import native_backend
+
+        monkeypatch.setitem(kernels.BACKENDS, "cpu", native_backend)
+        monkeypatch.setattr(chunks, "CHUNK", 64)
+        monkeypatch.setattr(fused_optimizer, "CHUNK", 64)
+        return "cpu"
+    from gradilocks.kernels import triton_backend, triton_measure, triton_optimizers
 
     monkeypatch.setitem(kernels.BACKENDS, device, triton_backend)
     if device == "cpu":
@@ -71,20 +90,29 @@ class Settling:
     """Lets the device settle the next steps, or has the policies asked, and counts the former."""
 
     def __init__(self, monkeypatch):
-        from gradilocks.kernels.triton_settle import Settler
+        from gradilocks.kernels import triton_settle
 
         self.count = 0
         self.allowed = True
-        settle, settles = Settler.settle, Engine.settles
+        settles = Engine.settles
 
-        def counting(*args, **options):
-            self.count += 1
-            return settle(*args, **options)
+        def counting(settle):
+            def counted(*args, **options):
+                self.count += 1
+                return settle(*args, **options)
+
+            return counted
 
         def guarded(*args):
             return self.allowed and settles(*args)
 
-        monkeypatch.setattr(Settler, "settle", counting)
+        settlers = [triton_settle.Settler]
+        if native.library() is not None:
+            from gradilocks.kernels import native_backend
+
+            settlers.append(native_backend.Settler)
+        for settler in settlers:
+            monkeypatch.setattr(settler, "settle", counting(settler.settle))
         monkeypatch.setattr(Engine, "settles", guarded)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import weakref
 
 import pytest
 import torch
 
-from gradilocks import DynamicScale, GradientControl, optim
+from gradilocks import DynamicScale, GradientControl, kernels, optim
 from gradilocks.errors import ScaleMisuse
 from tests.control.gradient_scripts import assert_same, contents
 from tests.engine.backends import (
@@ -23,7 +22,6 @@ from tests.engine.backends import (
 )
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
-launches = importlib.import_module("gradilocks.kernels.triton_optimizers")
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -48,7 +46,9 @@ class Failing:
         if method == "step":
             optimizer.register_step_pre_hook(self.fail)
             return
-        owner = launches if method == "launch" else optimizer
+        # Whoever serves the device, Triton or C++.
+        where = optimizer.param_groups[0]["params"][0].device.type
+        owner = kernels.BACKENDS[where].optimizers if method == "launch" else optimizer
         method = "launch_step" if method == "launch" else method
         real = getattr(owner, method)
 

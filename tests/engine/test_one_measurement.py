@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradilocks import DynamicScale, GradientControl, GradScaler, HeadroomScale, optim
+from gradilocks import DynamicScale, GradientControl, GradScaler, HeadroomScale, kernels, optim
 from gradilocks.kernels import reference
 from tests.control.gradient_scripts import assert_same, contents
-from tests.engine.backends import INF
+from tests.engine.backends import DEVICES, INF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
@@ -61,6 +61,7 @@ def iteration(model, optimizer, scaler, factor=1.0, *, unscale=False):
 @pytest.mark.parametrize("name", MAKERS)
 def test_plain_torch_measures_once_and_multiplies_at_most_once(monkeypatch, name, policy):
     functions = ("measure", "multiply_", "multiply_each_", "multiply_and_check_", "clamp_")
+    monkeypatch.setitem(kernels.BACKENDS, "cpu", reference)
     counted = Counted(monkeypatch, reference, *functions)
     model = net()
     optimizer = MAKERS[name](model.parameters())
@@ -78,6 +79,7 @@ def test_plain_torch_measures_once_and_multiplies_at_most_once(monkeypatch, name
     assert calls[-1 if name != "SGD" else -2] == "measure"
 
 
+@pytest.mark.parametrize("device", DEVICES[:2], indirect=True)
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_kernels_measure_in_one_launch_and_add_up_or_settle_in_another(
     device, monkeypatch, name
@@ -102,6 +104,35 @@ def test_the_kernels_measure_in_one_launch_and_add_up_or_settle_in_another(
             reading = {"measure_kernel", "gather_kernel", "settle_kernel"}
             assert not reading & set(launched[2:])
             assert launched.count("change_kernel") == (name == "SGD")
+
+
+class CountedChunks:
+    """Calls the C++ kernels, and notes which."""
+
+    def __init__(self, chunks, called):
+        self._chunks, self._called = chunks, called
+
+    def __getattr__(self, name):
+        self._called.append(name)
+        return getattr(self._chunks, name)
+
+
+@pytest.mark.parametrize("device", DEVICES[2:], indirect=True)
+@pytest.mark.parametrize("name", MAKERS)
+def test_cpp_measures_and_settles_in_one_call(device, monkeypatch, name):
+    backend = kernels.BACKENDS["cpu"]
+    called, cut = [], backend._cut
+    monkeypatch.setattr(backend, "_cut", lambda *args: CountedChunks(cut(*args), called))
+    monkeypatch.setattr("gradilocks.kernels.chunks._chunkings", {})
+    for policy, first in ((HeadroomScale(), "measure"), (DynamicScale(), "settle")):
+        model = net(device)
+        optimizer = MAKERS[name](model.parameters())
+        scaler = GradScaler(device, policy=policy, clip=1.0)
+        for _ in range(2):
+            del called[:]
+            iteration(model, optimizer, scaler)
+            then = {"SGD": ["multiply"], "our AdamW": ["step"]}.get(name, [])
+            assert called == [first, *then]
 
 
 def check_trajectory(device, name, policy):

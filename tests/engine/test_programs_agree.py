@@ -140,7 +140,7 @@ iterations = st.tuples(
 )
 def test_a_program_ends_alike_with_either_back_end(device, kind, order, program):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        serve(device, monkeypatch)
+        device = serve(device, monkeypatch)
         settling = Settling(monkeypatch)
         settled = World(device, kind, order).run(program)
         assert settling.count == len(program)

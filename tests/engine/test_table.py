@@ -14,7 +14,7 @@ from tests.engine.backends import parameter, serve
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
 from gradilocks import kernels
-from gradilocks.kernels import pieces, reference, triton_backend
+from gradilocks.kernels import native, pieces, reference, triton_backend
 from gradilocks.step import table
 from gradilocks.step.table import GradientTable
 
@@ -65,12 +65,18 @@ class CheckedTable:
         return found
 
 
-@pytest.fixture(params=[True, False], ids=["with torch's guard", "without it"])
+@pytest.fixture(params=["in C++", "with torch's guard", "without it"])
 def checked(device, request, monkeypatch):
-    if not request.param:
+    if request.param == "in C++":
+        if native.library() is None:
+            pytest.skip("the native library cannot be built here")
+    else:
+        monkeypatch.setattr(native, "library", lambda: None)
+    if request.param == "without it":
         monkeypatch.setattr(table, "tensor_guards", lambda tensors: None)
     made = CheckedTable(device)
-    assert made.find() is not None
+    found = made.find()
+    assert (found.walker is not None) == (request.param == "in C++")
     return made
 
 

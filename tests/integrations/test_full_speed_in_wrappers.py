@@ -16,8 +16,7 @@ import lightning
 import pytest
 import torch
 
-from gradilocks import GradientControl, GradScaler, optim
-from gradilocks.kernels import reference
+from gradilocks import GradientControl, GradScaler, kernels, optim
 from gradilocks.step.framework_wrappers import steppers
 from gradilocks.step.update import takes_decision
 from tests.control.optimizer_wrappers import MAKERS, Forwards, Imitates, TrueGradients, state_of
@@ -112,8 +111,9 @@ def same(one, other):
 def multiplied(monkeypatch):
     """Every call that multiplies gradients in place."""
     calls = []
-    real = reference.multiply_
-    monkeypatch.setattr(reference, "multiply_", lambda *args: (calls.append(1), real(*args))[1])
+    backend = kernels.BACKENDS["cpu"]
+    real = backend.multiply_
+    monkeypatch.setattr(backend, "multiply_", lambda *args: (calls.append(1), real(*args))[1])
     return calls
 
 

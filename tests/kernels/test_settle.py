@@ -82,12 +82,12 @@ def by_the_policies(tensors, policy, clip, loss, unscaled, standing):
 
 def by_the_kernel(tensors, policy, clip, loss, unscaled, standing, settler):
     found = gradients_of(tensors)
+    rules = clip.rules(), policy.rules()
+    settler.begin(found.addressed, *rules, largest_finite=found.largest_finite)
     return settler.settle(
         found.addressed,
-        clip.rules(),
-        policy.rules(),
+        *rules,
         standing.state,
-        largest_finite=found.largest_finite,
         streak=standing.streak,
         steps=standing.steps,
         loss=loss,

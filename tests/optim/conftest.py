@@ -1,4 +1,4 @@
-"""Where the optimizers run: by torch on a CPU, by the kernels interpreted there, and on a GPU."""
+"""Where the optimizers run: on a CPU by torch, by C++ or by interpreted kernels, and on a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradilocks import kernels
-from gradilocks.kernels import chunks
+from gradilocks.kernels import chunks, native, reference
 from gradilocks.optim import fused_optimizer
 
 INTERPRETED = pytest.param(
@@ -22,6 +22,10 @@ INTERPRETED = pytest.param(
             reason="Triton is not installed, so there are no kernels to test",
         ),
     ],
+)
+NATIVE = pytest.param(
+    "native",
+    marks=pytest.mark.skipif(native.library() is None, reason="the native library is not there"),
 )
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -38,22 +42,37 @@ def _prepare(way, monkeypatch):
         monkeypatch.setattr(triton_measure, "TILE", 128)
         monkeypatch.setattr(triton_backend, "CHANGE_CHUNK", 64)
         monkeypatch.setattr(triton_measure, "CHANGE_TILE", 32)
+    if way == "by torch":
+        monkeypatch.setitem(kernels.BACKENDS, "cpu", reference)
+    if way == "native":
+        from gradilocks.kernels import native_backend
+
+        monkeypatch.setitem(kernels.BACKENDS, "cpu", native_backend)
+        monkeypatch.setattr(fused_optimizer, "CHUNK", 64)
+        monkeypatch.setattr(chunks, "CHUNK", 256)
     if way == "cuda":
         kernels.BACKENDS["cuda"]  # Tries the kernels out the first time.
         return "cuda"
     return "cpu"
 
 
-@pytest.fixture(params=["by torch", INTERPRETED, CUDA])
+@pytest.fixture(params=["by torch", NATIVE, INTERPRETED, CUDA])
 def device(request, monkeypatch):
     """Wherever the optimizers run."""
     yield _prepare(request.param, monkeypatch)
     chunks._chunkings.clear()
 
 
-@pytest.fixture(params=[INTERPRETED, CUDA])
+@pytest.fixture(params=[NATIVE, INTERPRETED, CUDA])
 def kernel_device(request, monkeypatch):
     """Where our own kernels serve."""
+    yield _prepare(request.param, monkeypatch)
+    chunks._chunkings.clear()
+
+
+@pytest.fixture(params=[INTERPRETED, CUDA])
+def triton_device(request, monkeypatch):
+    """Where the kernels in Triton serve, whose launches can be counted and captured."""
     yield _prepare(request.param, monkeypatch)
     chunks._chunkings.clear()
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 
-from gradilocks import GradientControl, optim
+from gradilocks import GradientControl, kernels, optim
 from gradilocks.optim import fused_optimizer
 from tests.optim.twins import both_kinds, close, contents_of, give, ours, parameters, run, torchs
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
-launches = importlib.import_module("gradilocks.kernels.triton_optimizers")
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -82,6 +79,7 @@ def test_a_launch_that_fails_counts_nothing(make, controlled, kernel_device, mon
     optimizer = make(params, lr=0.1, **settings)
     control = GradientControl(optimizer, scale=None)
     step = control.step if controlled else optimizer.step
+    launches = kernels.BACKENDS[kernel_device].optimizers
     real = launches.launch_step
 
     def failing(*args):

@@ -39,8 +39,8 @@ def stepped(control, params, step, **kwargs):
     control.step()
 
 
-def test_addresses_that_a_capture_sent_are_sent_again(kernel_device, capture):
-    params = parameters([(5,), (2, 3)], device=kernel_device)
+def test_addresses_that_a_capture_sent_are_sent_again(triton_device, capture):
+    params = parameters([(5,), (2, 3)], device=triton_device)
     optimizer = ours("SGD", params)
     control = GradientControl(optimizer, scale=None)
     stepped(control, params, 0)
@@ -63,8 +63,8 @@ def test_addresses_that_a_capture_sent_are_sent_again(kernel_device, capture):
     assert found.at.located.pointers is again
 
 
-def test_plans_settings_rules_and_layouts_made_in_a_capture_serve_it_alone(kernel_device, capture):
-    params = parameters([(5,), (2, 3)], device=kernel_device)
+def test_plans_settings_rules_and_layouts_made_in_a_capture_serve_it_alone(triton_device, capture):
+    params = parameters([(5,), (2, 3)], device=triton_device)
     optimizer = ours("SGD", params)
     control = GradientControl(optimizer, scale=None, clip=1.0)
     capture(True)
@@ -88,7 +88,7 @@ def test_plans_settings_rules_and_layouts_made_in_a_capture_serve_it_alone(kerne
     assert optimizer._plan is second
     assert second.settings is not changed
     assert second.settings[0].item() == 0.5
-    twins = parameters([(5,), (2, 3)], device=kernel_device)
+    twins = parameters([(5,), (2, 3)], device=triton_device)
     other = ours("SGD", twins)
     for step in range(4):
         other.param_groups[0]["lr"] = 0.5 if step > 1 else other.defaults["lr"]
@@ -96,8 +96,8 @@ def test_plans_settings_rules_and_layouts_made_in_a_capture_serve_it_alone(kerne
     assert all(map(torch.equal, params, twins))
 
 
-def test_a_loaded_checkpoint_leaves_the_graphs_of_before_what_they_need(kernel_device, capture):
-    params = parameters([(5,)], device=kernel_device)
+def test_a_loaded_checkpoint_leaves_the_graphs_of_before_what_they_need(triton_device, capture):
+    params = parameters([(5,)], device=triton_device)
     optimizer = ours("SGD", params)
     give(params, 0)
     optimizer.step()

@@ -32,9 +32,9 @@ def launches(monkeypatch):
 @both_kinds
 @pytest.mark.parametrize("tensors", [1, 40])
 def test_a_step_is_two_launches_however_many_tensors_and_groups(
-    kind, tensors, kernel_device, launches
+    kind, tensors, triton_device, launches
 ):
-    params = parameters([(k + 1,) for k in range(tensors)], device=kernel_device)
+    params = parameters([(k + 1,) for k in range(tensors)], device=triton_device)
     groups = [{"params": [p], "lr": 0.1 / (k + 1)} for k, p in enumerate(params)]
     optimizer = ours(kind, groups)
     for step in range(3):
@@ -45,12 +45,12 @@ def test_a_step_is_two_launches_however_many_tensors_and_groups(
 
 
 @both_kinds
-def test_a_scaled_step_that_may_be_skipped_is_two_launches(kind, kernel_device, launches):
-    params = parameters([(5,), (70,), ()], device=kernel_device)
+def test_a_scaled_step_that_may_be_skipped_is_two_launches(kind, triton_device, launches):
+    params = parameters([(5,), (70,), ()], device=triton_device)
     optimizer = ours(kind, params)
-    optimizer.grad_scale = torch.full((), 8.0, device=kernel_device)
+    optimizer.grad_scale = torch.full((), 8.0, device=triton_device)
     for skip in (1.0, 0.0):
-        optimizer.found_inf = torch.full((), skip, device=kernel_device)
+        optimizer.found_inf = torch.full((), skip, device=triton_device)
         give(params, 0)
         launches.clear()
         optimizer.step()
@@ -58,9 +58,9 @@ def test_a_scaled_step_that_may_be_skipped_is_two_launches(kind, kernel_device, 
 
 
 @both_kinds
-def test_each_dtype_and_each_flag_is_a_launch_of_its_own(kind, kernel_device, launches):
+def test_each_dtype_and_each_flag_is_a_launch_of_its_own(kind, triton_device, launches):
     singles, doubles = (
-        parameters([(5,), (9,)], dtype=dtype, device=kernel_device)
+        parameters([(5,), (9,)], dtype=dtype, device=triton_device)
         for dtype in (torch.float32, torch.float64)
     )
     groups = [{"params": singles + doubles[:1]}, {"params": doubles[1:], "maximize": True}]
@@ -72,8 +72,8 @@ def test_each_dtype_and_each_flag_is_a_launch_of_its_own(kind, kernel_device, la
 
 
 @both_kinds
-def test_under_a_control_a_step_is_three_launches(kind, kernel_device, launches):
-    params = parameters([(5,), (70,), ()], device=kernel_device)
+def test_under_a_control_a_step_is_three_launches(kind, triton_device, launches):
+    params = parameters([(5,), (70,), ()], device=triton_device)
     optimizer = ours(kind, params)
     control = GradientControl(optimizer, clip=1.0)
     for number in range(3):

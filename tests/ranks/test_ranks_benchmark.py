@@ -46,10 +46,25 @@ def test_collectives_and_times_are_measured_beside_torchs_way(tmp_path: Path) ->
     assert len(content["what_grows"]) == 4
 
 
+def test_a_mesh_of_one_has_the_contenders_of_a_gpu(script_server, tmp_path: Path) -> None:
+    words = ["--ranks", "1", "--size", "tiny", "--rounds", "1", "-o", "one.json"]
+    done = script_server.run(ROOT / "benchmarks" / "bench_ranks.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "one.json").read_text())
+    assert content["note"] == ""
+    assert [row["contender"] for row in content["rows"]] == [
+        "torch: clip, fused AdamW",
+        "drop-in, torch fused AdamW",
+        "GradientControl, torch fused AdamW",
+        "GradientControl, gradilocks.optim",
+        "the same, by the way of several ranks",
+    ]
+
+
 def test_a_wrong_option_is_refused(script_server, tmp_path: Path) -> None:
     for words, said in (
         (["--layouts", "FSDP3"], "--layouts takes DDP, FSDP2, FSDP2 x TP, PP x FSDP2, got FSDP3"),
-        (["--ranks", "1"], "--ranks takes numbers from 2 on"),
+        (["--ranks", "1,2"], "--ranks takes numbers from 2 on, or 1 alone"),
         (["--size", "huge"], "got huge"),
     ):
         script = ROOT / "benchmarks" / "bench_ranks.py"

@@ -30,8 +30,8 @@ def test_what_was_gathered_by_dtype_comes_back_to_its_own_step():
     for number, row in enumerate(batch.unpack()):
         assert (row.scalars["loss"], row.scalars["scale"]) == (number, 2.0 * number)
         assert row.scalars["norm"] == 0.5 * number
-        assert row.columns["nan"] == [number, 0, 7]
-        assert row.columns["norms"] == list(range(number))
+        assert row.column("nan") == [number, 0, 7]
+        assert row.column("norms") == list(range(number))
 
 
 def test_numbers_of_the_users_own_come_back_with_the_steps_they_travelled_with():
@@ -90,7 +90,7 @@ def test_a_large_tensor_is_estimated_from_a_fixed_sample(layout):
         "a slice": torch.randn(700, 600)[:, 5:517],
     }[layout]
     before, weights = param.clone(), Weights([param])
-    assert sum(sample.numel() for sample in weights._before) <= LARGEST_WHOLE
+    assert sum(each.elements.numel() for each in weights._before) <= LARGEST_WHOLE
     param.add_(torch.randn_like(param), alpha=0.01)
     weight, update = weights.moved_by_step(torch.device("cpu"))
     assert weight.item() == pytest.approx(before.norm().item(), rel=0.02)
@@ -102,7 +102,7 @@ def test_the_sample_sees_every_column_of_a_matrix():
     param = torch.zeros(1536, 384)
     columns = torch.arange(384.0).expand(1536, 384)
     weights = Weights([param.copy_(columns)])
-    assert weights._before[0].unique().numel() == 384
+    assert weights._before[0].elements.unique().numel() == 384
 
 
 def test_nothing_moved_is_exactly_zero_and_a_start_from_zero_has_no_ratio():

@@ -117,7 +117,7 @@ def test_recording_changes_nothing_for_any_optimizer(tmp_path, make, two):
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 def test_recording_changes_nothing_by_the_short_way(tmp_path, monkeypatch, device, make, two):
     pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
-    serve(device, monkeypatch)
+    device = serve(device, monkeypatch)
     run = compare(tmp_path, (OPTIMIZERS | OURS)[make], device=device, two=two, micro=2)
     assert run.steps[0].detail.zeros[0] is not None
     assert [step.skipped for step in run.steps if step.optimizer == 0][2:7] == [

@@ -242,7 +242,7 @@ def test_a_batch_is_read_twice_alike():
     assert batch.is_here()
     for read in (batch.read, batch.read, batch.unpack):
         (found,) = read()
-        assert (found.scalars["loss"], found.columns["nan"]) == (3.0, [1.0, 2.0])
+        assert (found.scalars["loss"], found.column("nan")) == (3.0, [1.0, 2.0])
 
 
 SCRIPT = """

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from gradilocks.cli.audit_command import audit
+from gradilocks.cli.build_command import build
 from gradilocks.cli.compare_command import compare
 from gradilocks.cli.demo_command import demo
 from gradilocks.cli.explain_command import NUMBERS, explain
@@ -40,6 +41,7 @@ app.command(cls=ScriptCommand, context_settings=SCRIPT)(audit)
 app.command(cls=Command, context_settings=NUMBERS)(explain)
 app.command(cls=Command)(demo)
 app.command(cls=Command)(selftest)
+app.command(cls=Command)(build)
 
 
 @app.callback()

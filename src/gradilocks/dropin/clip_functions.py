@@ -33,7 +33,7 @@ from gradilocks.step.call_order import own_write_begins, own_write_ended, refuse
 from gradilocks.step.engine import measure_all, multiply_, norm_and_coefficient
 from gradilocks.step.events import EVENTS
 from gradilocks.step.table import Gradients, gradients_among, gradients_of
-from gradilocks.values import Measurement, moved, wide
+from gradilocks.values import Measurement, RankGroup, moved, wide
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -41,7 +41,6 @@ _TensorOrTensors = Tensor | Iterable[Tensor]
 
 
 @eager
-@torch.no_grad()
 def clip_grad_norm_(
     parameters: _TensorOrTensors,
     max_norm: float,
@@ -66,12 +65,13 @@ def clip_grad_norm_(
         The norm before clipping: float32, or float64 if a gradient is float64. Where all gradients
         are DTensors on one mesh it is a DTensor too, whole on every rank.
     """
-    params = _listed(parameters, warn_if_empty_generator=True)
-    clip = EVENTS.begin_clip(params, max_norm, order=norm_type) if EVENTS.listeners else None
-    norm, mesh = _clip_by_norm(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    if clip is not None:
-        EVENTS.end_clip(clip, norm=norm)
-    return norm if mesh is None else _on_every_rank(norm, mesh)
+    with torch.no_grad():
+        params = _listed(parameters, warn_if_empty_generator=True)
+        clip = EVENTS.begin_clip(params, max_norm, order=norm_type) if EVENTS.listeners else None
+        norm, mesh = _clip_by_norm(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        if clip is not None:
+            EVENTS.end_clip(clip, norm=norm)
+        return norm if mesh is None else _on_every_rank(norm, mesh)
 
 
 def _clip_by_norm(
@@ -85,13 +85,17 @@ def _clip_by_norm(
     bound = _bound("max_norm", max_norm)
     refuse_scaled(params, "clip_grad_norm_", bound)
     order = _order(norm_type)
+    rank_groups: Sequence[RankGroup] = ()
+    if has_other_ranks():
+        kernels.agree_with_ranks()
+        rank_groups = rank_groups_of(params)
     gradients = _found(params, foreach)
-    settled = None if has_other_ranks() else norm_and_coefficient(gradients, bound, order)
+    settled = None if rank_groups else norm_and_coefficient(gradients, bound, order)
     if settled is not None:
         norm, coefficient = settled
         double = torch.float64 in gradients.dtypes
     else:
-        measurement = _measured(gradients, params, order)
+        measurement = _measured(gradients, rank_groups, order)
         norm, double = measurement.norm, measurement.double
         coefficient = clip_coefficient(norm, bound, measurement.nonfinite)
     returned = _checked_norm(norm, order, double, error_if_nonfinite)
@@ -103,7 +107,6 @@ def _clip_by_norm(
 
 
 @eager
-@torch.no_grad()
 def clip_grads_with_norm_(
     parameters: _TensorOrTensors,
     max_norm: float,
@@ -118,25 +121,25 @@ def clip_grads_with_norm_(
         total_norm: as `get_total_norm` returned it. NaN and inf leave the gradients as they are.
         foreach: as in `clip_grad_norm_`.
     """
-    params = _listed(parameters)
-    clip = EVENTS.begin_clip(params, max_norm) if EVENTS.listeners else None
-    bound = _bound("max_norm", max_norm)
-    refuse_scaled(params, "clip_grads_with_norm_", bound)
-    gradients = _found(params, foreach)
-    if gradients.tensors:
-        device = gradients.tensors[0].device
-        norm = _on_device(total_norm, device)
-        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
-        nonfinite = torch.logical_not(norm.abs() < math.inf).to(torch.float32)
-        kept = own_write_begins(gradients.params)
-        multiply_(gradients, clip_coefficient(norm, bound, nonfinite))
-        own_write_ended(kept)
-    if clip is not None:
-        EVENTS.end_clip(clip, norm=total_norm)
+    with torch.no_grad():
+        params = _listed(parameters)
+        clip = EVENTS.begin_clip(params, max_norm) if EVENTS.listeners else None
+        bound = _bound("max_norm", max_norm)
+        refuse_scaled(params, "clip_grads_with_norm_", bound)
+        gradients = _found(params, foreach)
+        if gradients.tensors:
+            device = gradients.tensors[0].device
+            norm = _on_device(total_norm, device)
+            norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
+            nonfinite = torch.logical_not(norm.abs() < math.inf).to(torch.float32)
+            kept = own_write_begins(gradients.params)
+            multiply_(gradients, clip_coefficient(norm, bound, nonfinite))
+            own_write_ended(kept)
+        if clip is not None:
+            EVENTS.end_clip(clip, norm=total_norm)
 
 
 @eager
-@torch.no_grad()
 def get_total_norm(
     tensors: _TensorOrTensors,
     norm_type: float = 2.0,
@@ -154,19 +157,20 @@ def get_total_norm(
     Returns:
         The norm: float32, or float64 if a tensor is float64; a DTensor as in `clip_grad_norm_`.
     """
-    given = _listed(tensors)
-    order = _order(norm_type)
-    gradients = gradients_among(given, name=_place(given))
-    if foreach:
-        _check_foreach(gradients.tensors)
-    measurement = _measured(gradients, given, order)
-    norm = _checked_norm(measurement.norm, order, measurement.double, error_if_nonfinite)
-    mesh = common_mesh(gradients.layouts)
-    return norm if mesh is None else _on_every_rank(norm, mesh)
+    with torch.no_grad():
+        given = _listed(tensors)
+        order = _order(norm_type)
+        gradients = gradients_among(given, name=_place(given))
+        if foreach:
+            _check_foreach(gradients.tensors)
+        rank_groups = rank_groups_of(given) if has_other_ranks() else []
+        measurement = _measured(gradients, rank_groups, order)
+        norm = _checked_norm(measurement.norm, order, measurement.double, error_if_nonfinite)
+        mesh = common_mesh(gradients.layouts)
+        return norm if mesh is None else _on_every_rank(norm, mesh)
 
 
 @eager
-@torch.no_grad()
 def clip_grad_value_(
     parameters: _TensorOrTensors, clip_value: float, foreach: bool | None = None
 ) -> None:
@@ -177,19 +181,20 @@ def clip_grad_value_(
         clip_value: the bound, not negative. NaN elements stay NaN.
         foreach: as in `clip_grad_norm_`.
     """
-    params = _listed(parameters)
-    clip = EVENTS.begin_clip(params, clip_value, by_value=True) if EVENTS.listeners else None
-    bound = _bound("clip_value", clip_value)
-    refuse_scaled(params, "clip_grad_value_", bound)
-    gradients = _found(params, foreach)
-    kept = own_write_begins(gradients.params)
-    for device, places in kernels.by_device(gradients.tensors).items():
-        limit = torch.full((), bound, dtype=wide(device), device=device)
-        tensors = [gradients.tensors[place] for place in places]
-        kernels.BACKENDS[device.type].clamp_(tensors, limit)
-    own_write_ended(kept)
-    if clip is not None:
-        EVENTS.end_clip(clip)
+    with torch.no_grad():
+        params = _listed(parameters)
+        clip = EVENTS.begin_clip(params, clip_value, by_value=True) if EVENTS.listeners else None
+        bound = _bound("clip_value", clip_value)
+        refuse_scaled(params, "clip_grad_value_", bound)
+        gradients = _found(params, foreach)
+        kept = own_write_begins(gradients.params)
+        for device, places in kernels.by_device(gradients.tensors).items():
+            limit = torch.full((), bound, dtype=wide(device), device=device)
+            tensors = [gradients.tensors[place] for place in places]
+            kernels.BACKENDS[device.type].clamp_(tensors, limit)
+        own_write_ended(kept)
+        if clip is not None:
+            EVENTS.end_clip(clip)
 
 
 def _found(params: Sequence[Tensor], foreach: bool | None) -> Gradients:
@@ -199,12 +204,11 @@ def _found(params: Sequence[Tensor], foreach: bool | None) -> Gradients:
     return gradients
 
 
-def _measured(gradients: Gradients, given: Sequence[Tensor], order: float) -> Measurement:
+def _measured(gradients: Gradients, rank_groups: Sequence[RankGroup], order: float) -> Measurement:
     """Of all gradients together, on the first one's device; a distributed one over its mesh."""
     tensors = gradients.tensors
     home = tensors[0].device if tensors else torch.device("cpu")
     measurement = measure_all(gradients, home=home, order=order)
-    rank_groups = rank_groups_of(given) if has_other_ranks() else []
     if not rank_groups:
         return measurement
     layouts = gradients.every_layout()

@@ -1,13 +1,16 @@
 """The back ends behind the engine, chosen by device in one table.
 
 A back end is a module with the functions of `Backend`, as `reference` has them. One that reaches
-tensors by their addresses has those of `SettlingBackend` too. Another one, such as C++ kernels for
-the CPU, is a module more and a line in `_TABLE`.
+tensors by their addresses has those of `SettlingBackend` too. Another one is a module more and a
+line in `_TABLE`. The CPU's is C++ that is built on this machine (`native.py`): which one serves is
+fixed when the CPU is first used, alike on all ranks, because the kernels may differ from plain
+torch in the last bit; a library that is done later serves the next process.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
@@ -16,10 +19,12 @@ import torch
 from torch import Tensor
 
 from gradilocks.eager import users_line
-from gradilocks.kernels import reference
+from gradilocks.kernels import native, reference
 from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Chunking
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.failure import KernelFailed, report_to
+from gradilocks.kernels.native import build_native, find_native
+from gradilocks.kernels.rank_choice import first_choice, has_company
 from gradilocks.values import Decision, NonFinite, ScaleState, Statistics, StepRecord
 
 __all__ = [
@@ -30,8 +35,11 @@ __all__ = [
     "OptimizerKernels",
     "Settler",
     "SettlingBackend",
+    "agree_with_ranks",
+    "build_native",
     "by_device",
     "describe",
+    "find_native",
     "give_up",
 ]
 
@@ -72,6 +80,14 @@ class Settler(Protocol):
 
     device: torch.device
 
+    def begin(
+        self, gradients: AddressedTensors, clip: Any, scale: Any, *, largest_finite: float
+    ) -> None:
+        """Begins to measure, so that a device is at work while the host prepares the rest.
+
+        Called before each `settle`, with the same gradients and rules.
+        """
+
     def settle(
         self,
         gradients: AddressedTensors,
@@ -79,15 +95,15 @@ class Settler(Protocol):
         scale: Any,
         state: ScaleState,
         *,
-        largest_finite: float,
         streak: Tensor,
         steps: Tensor,
         loss: Tensor | None,
         unscaled: bool,
         moves: bool,
+        overflow: Tensor | None = None,
         rating: Any = None,
     ) -> tuple[Decision, StepRecord]:
-        """Measures, decides, and moves the scale, the streak and the count of steps on."""
+        """Decides, and moves the scale, the streak and the count of steps on."""
 
     def undo(self, record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
         """Puts back what `settle` has moved on."""
@@ -135,16 +151,20 @@ class SettlingBackend(Backend, Protocol):
         """Moves a dynamic scale on after a step that was taken or skipped."""
 
 
+_logger = logging.getLogger("gradilocks")
+_WAIT_FOR_RANKS = 120.0
+"""Seconds that a rank waits for its build of a library that another rank computes with."""
+
 # Device type -> the module that serves it, and whose kernels those are. A device that is not listed
 # is served by the reference.
-_TABLE = {"cuda": ("triton_backend", "Triton")}
+_TABLE = {"cpu": ("native_backend", "C++"), "cuda": ("triton_backend", "Triton")}
 
 
 class _Backends(dict[str, Backend]):
     """Device type → the back end that serves it; chosen on first use."""
 
     def __missing__(self, kind: str) -> Backend:
-        if kind in _TABLE and capturing():
+        if kind in _TABLE and kind != "cpu" and capturing():
             raise RuntimeError(
                 "the kernels cannot be tried out while a CUDA graph is captured. Run a step or two "
                 "before the capture, as for torch's own optimizers."
@@ -176,14 +196,17 @@ report_to(give_up)
 
 
 def describe() -> dict[str, str]:
-    """Which implementation each device takes, and why.
+    """Which implementation each device takes, which language walks over the tensors, and why.
 
     Example:
-        >>> describe()["cpu"]
-        'reference: plain torch serves cpu'
+        >>> describe()["cpu"].partition(":")[0] in ("reference", "fused")
+        True
+        >>> describe()["walk"].partition(":")[0] in ("C++", "Python")
+        True
     """
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return {kind: _reasons[kind] for kind in kinds if BACKENDS[kind] is not None}
+    told = {kind: _reasons[kind] for kind in kinds if BACKENDS[kind] is not None}
+    return {**told, "walk": native.status()}
 
 
 def _choose(kind: str) -> tuple[Backend, str]:
@@ -191,6 +214,10 @@ def _choose(kind: str) -> tuple[Backend, str]:
     if kind not in _TABLE:
         return plain, f"reference: plain torch serves {kind}"
     module, whose = _TABLE[kind]
+    if kind == "cpu":
+        without = _without_native()
+        if without:
+            return plain, f"reference: plain torch serves cpu: {without}"
     try:
         fused: Any = importlib.import_module(f"gradilocks.kernels.{module}")
     except Exception as error:  # A Triton of another time may fail in any way.
@@ -214,6 +241,44 @@ def _choose(kind: str) -> tuple[Backend, str]:
     return cast("Backend", fused), f"fused: {whose}'s kernels run on {kind}"
 
 
+def agree_with_ranks() -> None:
+    """Has the CPU compute as the other ranks do, also if it was first used before they met.
+
+    To be called before gradients are looked at. Once they have agreed, nothing changes any more.
+    """
+    global _has_agreed
+    if _has_agreed or not has_company():
+        return
+    _has_agreed = True
+    chosen = _reasons.get("cpu", "").partition(":")[0]
+    if chosen == ("fused" if "cpu" in BACKENDS and BACKENDS["cpu"].BY_ADDRESS else "reference"):
+        BACKENDS.pop("cpu", None)  # Chosen again on its next use, by all of them alike.
+
+
+_has_agreed = False
+
+
+def _without_native() -> str:
+    """Why plain torch serves the CPU; empty if the native library does, on all ranks."""
+    library = native.library()
+    chosen = first_choice("cpu kernels", "reference" if library is None else "native")
+    if chosen == "reference":
+        if library is not None:
+            return "another rank has begun with plain torch, and all compute alike"
+        return "there was no C++ library yet when it was first used, 'walk' says why"
+    if library is None:
+        _logger.info("another rank computes with the C++ library; waiting for its build here")
+    if native.library_within(_WAIT_FOR_RANKS) is not None:
+        return ""
+    _warn(
+        "cpu",
+        "another rank computes with the C++ library, which is not there on this one "
+        f"({native.status()}), so copies of a model may differ in the last bit from rank to rank. "
+        "Run `gradilocks build` on every machine, or set GRADILOCKS_NATIVE=off for all ranks.",
+    )
+    return "another rank has a C++ library and this one has none, 'walk' says why"
+
+
 def _reason(what: str, error: Exception) -> str:
     return f"{what} ({type(error).__name__}: {error})"
 
@@ -228,6 +293,8 @@ def _warn(kind: str, why: str) -> None:
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     """The tensors' places in the sequence, device by device."""
+    if isinstance(tensors, AddressedTensors):
+        return {tensors.at.device: list(range(len(tensors)))}
     if len({tensor.device for tensor in tensors}) == 1:
         return {tensors[0].device: list(range(len(tensors)))}
     places: dict[torch.device, list[int]] = {}

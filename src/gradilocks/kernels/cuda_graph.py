@@ -7,8 +7,6 @@ the control or the optimizer whose step was captured, as the optimizer's own sta
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -18,6 +16,8 @@ __all__ = ["capturing", "keep_if_captured", "keeping"]
 class _Keepers(threading.local):
     def __init__(self) -> None:
         self.stack: list[list[object]] = []
+        self.captured: bool | None = None
+        """Whether a graph is captured, as it was when the step that goes on began."""
 
 
 _keepers = _Keepers()
@@ -27,8 +27,11 @@ _for_good: list[object] = []
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return ready and torch.cuda.is_current_stream_capturing()
+    known = _keepers.captured
+    if known is None:
+        ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return ready and torch.cuda.is_current_stream_capturing()
+    return known
 
 
 def keep_if_captured(*needed: object) -> None:
@@ -37,11 +40,21 @@ def keep_if_captured(*needed: object) -> None:
         (_keepers.stack[0] if _keepers.stack else _for_good).extend(needed)
 
 
-@contextmanager
-def keeping(kept: list[object]) -> Iterator[None]:
-    """Inside, `kept` is where things are kept; of two such contexts the outer one counts."""
-    _keepers.stack.append(kept)
-    try:
-        yield
-    finally:
+class keeping:  # noqa: N801 (a context, as `torch.no_grad` is)
+    """Inside, `kept` is where things are kept; of two such contexts the outer one counts.
+
+    Whether a graph is captured is asked once, on entering: torch's answer takes a microsecond, and
+    a step wants it six times.
+    """
+
+    def __init__(self, kept: list[object]) -> None:
+        self._kept = kept
+
+    def __enter__(self) -> None:
+        self._before, _keepers.captured = _keepers.captured, None
+        _keepers.stack.append(self._kept)
+        _keepers.captured = capturing()
+
+    def __exit__(self, *_: object) -> None:
+        _keepers.captured = self._before
         _keepers.stack.pop()

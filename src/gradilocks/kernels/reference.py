@@ -24,6 +24,7 @@ always to the bit, before limit, coefficient and record see it.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch import Tensor
 from gradilocks import _torch
 from gradilocks._torch import clamp_max_, clamp_min_, mul_, unscale_and_check_
 from gradilocks.kernels import pieces
+from gradilocks.kernels.chunks import AddressedTensors
 from gradilocks.values import Measurement, NonFinite, Statistics, wide
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "multiply_and_check_",
     "multiply_each_",
     "rounded",
+    "rounded_number",
     "summarize",
     "total_norm",
 ]
@@ -210,7 +213,7 @@ def _multiply_small_(tensors: list[Tensor], factor: float) -> bool:
     """Multiplies, and says whether all elements are finite, before and after."""
     flag, by = torch.zeros((), **_FLOAT), torch.tensor(factor, **_FLOAT)
     unscale_and_check_(tensors, flag, by)
-    if abs(factor) > 1.0:  # The kernel looks before it multiplies; a product can overflow.
+    if not abs(factor) <= 1.0:  # The kernel looks before it multiplies; a product can overflow.
         unscale_and_check_(tensors, flag, torch.ones_like(by))
     return not flag.item()
 
@@ -485,6 +488,14 @@ def rounded(norm: Tensor, *, double: bool = False) -> Tensor:
     return torch.where(fits, norm.to(torch.float32).to(torch.float64), norm)
 
 
+def rounded_number(norm: float) -> float:
+    """As `rounded`, of a number of the host's, where no gradient is float64."""
+    fits = _SMALLEST_SINGLE <= norm <= _LARGEST_SINGLE
+    return array("f", (norm,))[0] if fits else norm
+
+
 def any_double(tensors: Iterable[Tensor]) -> bool:
     """Whether one of `tensors` is float64."""
+    if isinstance(tensors, AddressedTensors):
+        return not DOUBLE.isdisjoint(tensors.at.dtypes)
     return not DOUBLE.isdisjoint({tensor.dtype for tensor in tensors})

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from gradilocks.kernels import reference, triton_optimizers
-from gradilocks.kernels.chunks import ORDERS, Located, locate
+from gradilocks.kernels.chunks import ORDERS, Located, locate, note_written
 from gradilocks.kernels.failure import KernelFailed
+from gradilocks.kernels.kernel_results import fill_in, statistics_of
 from gradilocks.kernels.triton_launch import launch_for
 from gradilocks.kernels.triton_measure import (
     change_located,
@@ -25,7 +26,6 @@ from gradilocks.kernels.triton_measure import (
     lanes_for,
     measure_located,
     scratch_for,
-    statistics_of,
 )
 from gradilocks.kernels.triton_settle import Settler, advance, limit, look
 from gradilocks.values import NonFinite, Statistics
@@ -70,7 +70,7 @@ def multiply_and_check_(
         if not located.rest:
             flag, counts = look(located, multiplier)
             if multiplier is not None:
-                torch.autograd.graph.increment_version(tensors)
+                note_written(tensors)
             return flag, counts
         found = _measured(tensors, multiplier, 2.0)
         flag = (found.nan + found.inf).any().to(torch.float32)
@@ -129,9 +129,12 @@ def _measured(tensors: Sequence[Tensor], multiplier: Tensor | None, order: float
     else:
         found = _gathered(located, multiplier, order)
     if rest:
-        _fill_in([tensors[i] for i in rest], rest, multiplier, order, found)
+        others = [tensors[i] for i in rest]
+        if multiplier is not None:
+            reference.multiply_(others, multiplier)
+        fill_in(found, others, rest, order)
     if multiplier is not None:
-        torch.autograd.graph.increment_version(tensors)
+        note_written(tensors)
     return statistics_of(found)
 
 
@@ -146,24 +149,6 @@ def _gathered(located: Located, multiplier: Tensor | None, order: float) -> Tens
     return found
 
 
-def _fill_in(
-    tensors: list[Tensor],
-    places: Sequence[int],
-    multiplier: Tensor | None,
-    order: float,
-    out: Tensor,
-) -> None:
-    """What the kernels cannot take, by the reference, put into its places."""
-    if multiplier is not None:
-        reference.multiply_(tensors, multiplier)
-    found = reference.measure(tensors, order=order, detail=True)
-    columns = (found.norms, found.largest, found.zeros, found.nan, found.inf)
-    for row, column in zip(out, columns, strict=True):
-        assert column is not None
-        for number, place in zip(column.unbind(), places, strict=True):
-            row[place] = number
-
-
 def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:
     located = locate(tensors, chunk=CHANGE_CHUNK)
     change_located(located, number, clamp=clamp)
@@ -173,4 +158,4 @@ def _change(tensors: Sequence[Tensor], number: Tensor, *, clamp: bool) -> None:
             reference.multiply_each_(others, torch.stack([number[i] for i in located.rest]))
         else:
             (reference.clamp_ if clamp else reference.multiply_)(others, number)
-    torch.autograd.graph.increment_version(tensors)
+    note_written(tensors)

@@ -33,9 +33,11 @@ from gradilocks._torch import (
     constants_taken,
     current_device,
     current_stream,
+    plain_launch,
     seen_by_launcher,
     short_launcher,
 )
+from gradilocks.kernels import native
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.failure import KernelFailed, report
 
@@ -64,7 +66,7 @@ class Launch:
         names = [name for name in kernel.arg_names if name in self._constants]
         self._tail = tuple([self._constants[name] for name in names])
         self.compiled: dict[int, Any] = {}
-        self._trusted: dict[int, Callable[[int, int, list[int]], None]] = {}
+        self._trusted: dict[int, Callable[..., object]] = {}
         """By device: the short way, where the launcher was seen to agree with it."""
 
     def prepare(self, device: torch.device, *args: Any) -> None:
@@ -97,11 +99,12 @@ class Launch:
         """Runs `programs` programs on the device's current stream."""
         index = device.index
         launch = self._trusted.get(index)
-        if launch is None or current_device() != index:
+        if (
+            launch is None
+            or current_device() != index
+            or launch(programs, current_stream(index), *args) is False
+        ):
             self._launch(programs, device, args)
-        else:
-            addresses = [arg if type(arg) is int else arg.data_ptr() for arg in args]
-            launch(programs, current_stream(index), addresses)
 
     def _launch(self, programs: int, device: torch.device, args: tuple[Any, ...]) -> None:
         index = device.index
@@ -114,7 +117,9 @@ class Launch:
             self.prepare(device, *args)
             constants = self.launch_and_compare(programs, index, args)
             if constants is not None and takes_addresses(device):
-                self._trusted[index] = short_launcher(self.compiled[index], constants)
+                compiled = self.compiled[index]
+                quick = None if index not in _by_driver else by_driver(compiled, index, args)
+                self._trusted[index] = quick or short_launcher(compiled, constants)
 
     def launch_and_compare(
         self, programs: int, index: int, args: tuple[Any, ...]
@@ -135,9 +140,25 @@ class Launch:
         return self._kernel[(programs,)](*args, num_warps=self._warps, **self._constants)
 
 
+def by_driver(compiled: Any, index: int, args: tuple[Any, ...]) -> Callable[..., object] | None:
+    """What launches through the driver, from C++, called as `short_launcher`'s is.
+
+    None without the native library, or if the kernel's own parameters, as the driver tells them,
+    are not such as `args`. It returns False, and has done nothing, in a thread that has not used
+    the GPU yet.
+    """
+    library, plain = native.library(), plain_launch(compiled)
+    if library is None or plain is None:
+        return None
+    launch: Callable[..., object] | None = library.cuda_launch(*plain, index, args)
+    return launch
+
+
 _GUARD, _CELLS = 64, 8
 """Cells before and after those that the probe may touch, and cells that it reads or writes."""
 _takes_addresses: dict[int, bool] = {}
+_by_driver: set[int] = set()
+"""The GPUs on which a launch through the driver has done what it should."""
 
 
 def takes_addresses(device: torch.device) -> bool:
@@ -178,10 +199,17 @@ def _probe(device: torch.device) -> bool:
     constants = launch.launch_and_compare(3, device.index, (source, out, 7, 5))
     if constants is None or not torch.equal(cells, expected):
         return False
+    args, stream = (source, out, 7, 5), current_stream(device.index)
     out.fill_(-1)
-    addresses = [source.data_ptr(), out.data_ptr(), 7, 5]
-    short_launcher(compiled, constants)(3, current_stream(device.index), addresses)
-    return torch.equal(cells, expected)
+    short_launcher(compiled, constants)(3, stream, *args)
+    if not torch.equal(cells, expected):
+        return False
+    quick = by_driver(compiled, device.index, args)
+    if quick is not None:
+        out.fill_(-1)
+        if quick(3, stream, *args) and torch.equal(cells, expected):
+            _by_driver.add(device.index)
+    return True
 
 
 def unspecialized(function):

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gradilocks.kernels.chunks import ORDERS, Chunking, Located
 from gradilocks.kernels.triton_launch import TYPES, Launch, launch_for, unspecialized
-from gradilocks.values import NonFinite, Statistics
 
 __all__ = [
     "change_located",
@@ -30,9 +29,7 @@ __all__ = [
     "gather_kernel",
     "lanes_for",
     "measure_located",
-    "nonfinite_of",
     "scratch_for",
-    "statistics_of",
 ]
 
 TILE, WARPS = 1024, 8
@@ -91,18 +88,6 @@ def _measuring(kind: Any, chunk: int, power: int, multiplier: Tensor | None) -> 
         MULTIPLY=multiplier is not None, ORDER=power, DTYPE=TYPES[dtype],
         WORK=_work_type(dtype), CHUNK=chunk, TILE=min(TILE, chunk), ALIGN=align,
     )  # fmt: skip
-
-
-def statistics_of(found: Tensor) -> Statistics:
-    """The Statistics in what `gather_kernel` leaves."""
-    counts = found[2:].to(torch.int64)
-    return Statistics(found[0], counts[1], counts[2], largest=found[1], zeros=counts[0])
-
-
-def nonfinite_of(found: Tensor) -> NonFinite:
-    """The counts of NaN and Inf in what `gather_kernel` leaves."""
-    counts = found[3:].to(torch.int64)
-    return NonFinite(counts[0], counts[1])
 
 
 def change_located(located: Located, number: Tensor, *, clamp: bool) -> None:

@@ -12,6 +12,7 @@ launches. What is measured comes from `triton_measure`; nothing is read back by 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,14 +23,13 @@ from torch import Tensor
 from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Located
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.kernels.host_numbers import numbers_on, send, stream_of
+from gradilocks.kernels.kernel_results import nonfinite_of, put_back, statistics_of
 from gradilocks.kernels.triton_launch import launch_for, unspecialized
 from gradilocks.kernels.triton_measure import (
     gather,
     lanes_for,
     measure_located,
-    nonfinite_of,
     scratch_for,
-    statistics_of,
 )
 from gradilocks.kernels.triton_optimizers import adam_rates, sgd_rates
 from gradilocks.values import Decision, NonFinite, ScaleState, StepRecord
@@ -37,6 +37,10 @@ from gradilocks.values import Decision, NonFinite, ScaleState, StepRecord
 __all__ = ["Settler", "advance", "limit", "look"]
 
 _LARGEST = torch.finfo(torch.float64).max
+_ROW = 12
+"""Numbers of a step's row, as the kernel writes them."""
+_SLAB = 1 << 15
+"""Numbers that are allocated at once: a quarter of a megabyte, or what one step needs."""
 
 
 class Settler:
@@ -56,6 +60,21 @@ class Settler:
         self._decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
         self._prepared_for: tuple[object, ...] = ()
         self._state: tuple[object, ...] = ()
+        self._rows = _Slab(_ROW, device)
+
+    def begin(
+        self, gradients: AddressedTensors, clip: Any, scale: Any, *, largest_finite: float
+    ) -> None:
+        """Launches the measuring, so that the device is at work while the host prepares the rest.
+
+        Args:
+            gradients: of this step.
+            clip, scale: the ClipRules and the ScaleRules.
+            largest_finite: what the gradients' dtypes hold.
+        """
+        located = gradients.at.located
+        self._prepare(located, clip, scale, largest_finite)
+        measure_located(located, self._scratch, order=clip.order)
 
     def settle(
         self,
@@ -64,32 +83,29 @@ class Settler:
         scale: Any,
         state: ScaleState,
         *,
-        largest_finite: float,
         streak: Tensor,
         steps: Tensor,
         loss: Tensor | None,
         unscaled: bool,
         moves: bool,
+        overflow: Tensor | None = None,
         rating: Any = None,
     ) -> tuple[Decision, StepRecord]:
-        """Measures, decides, and moves the scale, the streak and the count of steps on.
+        """Decides, and moves the scale, the streak and the count of steps on.
 
         Args:
-            gradients: of this step.
-            clip, scale: the ClipRules and the ScaleRules.
+            gradients, clip, scale: as `begin` was given them.
             state: of the scale.
-            largest_finite: what the gradients' dtypes hold.
             streak, steps: the counts of non-finite steps in a row and of all steps.
             loss: 0-d; to be looked at for NaN and Inf.
             unscaled: whether the gradients have lost the scale already.
             moves: whether the scale may move on.
+            overflow: 0-d; above 0 if NaN or Inf were found in the gradients before.
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
-        located, order = gradients.at.located, clip.order
-        self._prepare(located, clip, scale, largest_finite)
-        measure_located(located, self._scratch, order=order)
-        found = torch.empty(5, located.chunking.count, dtype=torch.float64, device=self.device)
-        row = torch.empty(12, dtype=torch.float64, device=self.device)
+        located, order, count = gradients.at.located, clip.order, len(gradients)
+        stream = stream_of(located.device)
+        (found, found_at), (row, row_at) = self._found.take(stream), self._rows.take(stream)
         if self._state[:2] != (id(state), id(streak)):
             moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
             # The kernel gets addresses: one of the host would be written to blindly.
@@ -100,20 +116,19 @@ class Settler:
         launch_settle(
             located, self._scratch, found, row, Standing(self._reads, self._results), loss, rating,
             order=order, clip=clip.max_norm is not None, dynamic=moves and scale.moves,
-            unscaled=unscaled,
+            unscaled=unscaled, overflow=overflow, found_at=found_at, row_at=row_at,
         )  # fmt: skip
         keep_if_captured(self._reads, self._results, self._scratch)
-        return self._decision, StepRecord(row, self._skip, lambda: statistics_of(found))
+        return self._decision, StepRecord(
+            partial(torch.narrow, row, 0, row_at, _ROW),
+            self._skip,
+            lambda: statistics_of(found.narrow(0, found_at, 5 * count).view(5, count)),
+        )
 
     @staticmethod
     def undo(record: StepRecord, state: ScaleState, streak: Tensor, steps: Tensor) -> None:
         """Puts back what `settle` has moved on."""
-        state.scale.copy_(record.row[1])
-        for number, tensor in zip(
-            record.row[9:].unbind(), (state.growth_tracker, state.hysteresis, streak), strict=True
-        ):
-            tensor.copy_(number)
-        steps.sub_(1)
+        put_back(record, state, streak, steps)
 
     def _prepare(self, located: Located, clip: Any, scale: Any, largest_finite: float) -> None:
         wanted: tuple[object, ...] = (located.chunking, clip, scale, largest_finite)
@@ -124,9 +139,36 @@ class Settler:
         host = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self._numbers = send(host, self.device)
         self._scratch = scratch_for(located)
+        self._found = _Slab(5 * located.chunking.count, self.device)
         self._state = ()
         # What a graph sends is there only when it is replayed.
         self._prepared_for = () if capturing() else wanted
+
+
+class _Slab:
+    """Room for what several steps leave behind: an allocation a step takes the host 8 µs (H200's).
+
+    Args:
+        width: numbers a step.
+        device: where they lie.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._width, self._device = width, device
+        self._slots = max(1, min(64, _SLAB // width))
+        self._next, self._stream = self._slots, cast("int | None", None)
+
+    def take(self, stream: int | None) -> tuple[Tensor, int]:
+        """float64, 1-d, and where in it the numbers of the next step begin."""
+        if capturing():  # A graph writes to the same place at each replay.
+            return torch.empty(self._width, dtype=torch.float64, device=self._device), 0
+        if self._next == self._slots or stream != self._stream:
+            size = self._slots * self._width
+            self._numbers = torch.empty(size, dtype=torch.float64, device=self._device)
+            self._next, self._stream = 0, stream
+        at = self._next * self._width
+        self._next += 1
+        return self._numbers, at
 
 
 class _Spare:
@@ -265,6 +307,9 @@ def launch_settle(
     clip: bool,
     dynamic: bool,
     unscaled: bool,
+    overflow: Tensor | None = None,
+    found_at: int = 0,
+    row_at: int = 0,
     prepare_only: bool = False,
 ) -> None:
     """Adds up what `measure_located` found, decides the step and moves the scale on: one launch.
@@ -272,30 +317,34 @@ def launch_settle(
     Args:
         located: the tensors.
         scratch: as `measure_located` left it.
-        found: float64 [5, tensors], to be filled as `gather_kernel` says.
-        row: float64 [12], to be filled as `settling` says.
+        found: float64, to be filled from `found_at` on as `gather_kernel` says.
+        row: float64, to be filled from `row_at` on as `_settle` says.
         standing: what is read and moved on.
         loss: 0-d; to be looked at for NaN and Inf.
         rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         order, clip, dynamic, unscaled: which rules apply.
+        overflow: 0-d; above 0 if the step is to be skipped whatever is found.
         prepare_only: compile it, so that what comes before may be done.
     """
     chunking = located.chunking
     key = (
         "settle", order, clip, dynamic, unscaled,
         None if loss is None else loss.dtype, None if rating is None else rating[0],
+        None if overflow is None else overflow.dtype,
     )  # fmt: skip
     tables = (row, row, row, row) if rating is None else rating[1]
     args = (
         chunking.begin, chunking.counts, *scratch, found,
-        *standing.before_loss, row if loss is None else loss, *standing.after_loss, row, *tables,
-        chunking.chunks, chunking.count,
+        *standing.before_loss, row if loss is None else loss, row if overflow is None else overflow,
+        *standing.after_loss, row, *tables,
+        chunking.chunks, chunking.count, found_at, row_at,
     )  # fmt: skip
     launches = chunking.launches.get(key)
     if launches is None:
         launch = launch_for(
-            settle_kernel, 4, key[5], ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
-            UNSCALED=unscaled, LOSS=loss is not None, BLOCK=lanes_for(chunking),
+            settle_kernel, 4, (key[5], key[7]), ORDER=ORDERS[order], CLIP=clip, DYNAMIC=dynamic,
+            UNSCALED=unscaled, LOSS=loss is not None, OVERFLOW=overflow is not None,
+            BLOCK=lanes_for(chunking),
             DOUBLE=any(kind[0] is torch.float64 for kind in cast("Any", chunking.kinds) if kind),
             RATES=0 if rating is None else {"adam": 1, "sgd": 2}[rating[0]],
         )  # fmt: skip
@@ -308,17 +357,21 @@ def launch_settle(
 @unspecialized
 def settle_kernel(
     begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, found_ptr, arrived_ptr, rules_ptr,
-    scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
+    scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr, overflow_ptr,
     skip_ptr, divisor_ptr, multiplier_ptr, row_ptr,
     own_ptr, groups_ptr, settings_ptr, rates_ptr,
-    chunks, tensors,
+    chunks, tensors, found_at, row_at,
     ORDER: tl.constexpr, CLIP: tl.constexpr, DYNAMIC: tl.constexpr, UNSCALED: tl.constexpr,
-    LOSS: tl.constexpr, DOUBLE: tl.constexpr, RATES: tl.constexpr, BLOCK: tl.constexpr,
+    LOSS: tl.constexpr, OVERFLOW: tl.constexpr, DOUBLE: tl.constexpr, RATES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds up each tensor, a program a tensor; the program that is last decides the step.
 
-    With RATES 1 or 2 it also works out the rates of Adam or SGD, which saves that launch.
+    What it finds goes to `found` and `row`, from `found_at` and `row_at` on. With RATES 1 or 2 it
+    also works out the rates of Adam or SGD, which saves that launch.
     """
+    found_ptr += found_at
+    row_ptr += row_at
     gather(
         begin_ptr, chunk_counts_ptr, reals_ptr, counts_ptr, found_ptr, chunks, tensors, ORDER, BLOCK
     )
@@ -328,8 +381,8 @@ def settle_kernel(
         tl.store(arrived_ptr, 0)
         skipped = _settle(
             found_ptr, rules_ptr, scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr,
-            loss_ptr, skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
-            ORDER, CLIP, DYNAMIC, UNSCALED, LOSS, DOUBLE, BLOCK,
+            loss_ptr, overflow_ptr, skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
+            ORDER, CLIP, DYNAMIC, UNSCALED, LOSS, OVERFLOW, DOUBLE, BLOCK,
         )  # fmt: skip
         if skipped == 0:
             lanes = tl.arange(0, BLOCK)
@@ -343,10 +396,10 @@ def settle_kernel(
 @triton.jit
 def _settle(
     found_ptr, rules_ptr,
-    scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr,
+    scale_ptr, tracker_ptr, hysteresis_ptr, streak_ptr, steps_ptr, loss_ptr, overflow_ptr,
     skip_ptr, divisor_ptr, multiplier_ptr, row_ptr, tensors,
     ORDER: tl.constexpr, CLIP: tl.constexpr, DYNAMIC: tl.constexpr, UNSCALED: tl.constexpr,
-    LOSS: tl.constexpr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
+    LOSS: tl.constexpr, OVERFLOW: tl.constexpr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Decides one step and moves the scale on; returns whether it is skipped.
 
@@ -387,6 +440,8 @@ def _settle(
         norm = tl.where(fits, norm.to(tl.float32).to(tl.float64), norm)
     norm = tl.where(nan > 0.0, float("nan"), norm)
     broken = (nan + inf) > 0.0
+    if OVERFLOW:
+        broken = broken | (tl.load(overflow_ptr) > 0.0)
 
     stored = tl.load(scale_ptr)
     scale = stored.to(tl.float64)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from gradilocks._torch import sparse_values, version
 from gradilocks.lab.tensors import storage_of
+from gradilocks.observe.parameter_marks import marks_of
 from gradilocks.record.precision import formats_behind
 from gradilocks.step.events import StepListener
 from gradilocks.step.own_step import weakly
-from gradilocks.step.table import every_parameter
+from gradilocks.step.table import every_parameter, parameter_list
 
 __all__ = ["Losses", "parameters_of"]
 
@@ -50,10 +51,11 @@ class Losses(StepListener):
         self._unscaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # By scaled loss.
         self._optimizers: dict[int, Callable[[], Any]] = {}  # Also before their first step.
         # Of the parameters when the first of these losses came: their gradients, by which is seen
-        # whether the losses have changed them; those without one; and to whom the losses gave one.
+        # whether the losses have changed them; and bits, in the order of `_ids`, for those that
+        # have had no gradient since, and for those to whom the losses gave one.
         self._gradients: dict[int, _GradientState] = {}
-        self._without_gradient: set[int] = set()
-        self._given_gradient: set[int] = set()
+        self._ids = b""
+        self._without_gradient = self._given_gradient = 0
 
     def optimizer_made(self, optimizer: Any) -> None:
         """An optimizer was made, or is met at its step: losses may be for it."""
@@ -73,15 +75,17 @@ class Losses(StepListener):
     def backward_begins(self, tensors: Any, gradients: Any) -> None:
         """If the losses that wait gave gradients to parameters, and those have none any more,
         nothing is left of those losses: the script has dropped them without `zero_grad`."""
-        params = list(self.parameters())
-        given = [param for param in params if id(param) in self._given_gradient]
-        if self.are_waiting and given and all(param.grad is None for param in given):
-            self._leave_out()
+        params = self.parameters()
+        now = marks_of(params)
+        if self.are_waiting:
+            then = now.along(self._ids)
+            given = self._given_gradient & then.there
+            if given and not given & ~then.lacking:
+                self._leave_out()
         if not self.are_waiting:
             several = len(self._optimizers) > 1
-            self._gradients = {id(p): _GradientState.of(p) for p in params if several}
-            self._without_gradient = {id(p) for p in params if p.grad is None}
-            self._given_gradient = set()
+            self._gradients = {id(p): _GradientState.of(p) for p in params} if several else {}
+            self._ids, self._without_gradient, self._given_gradient = now.ids, now.lacking, 0
         if isinstance(tensors, Tensor):
             tensors = (tensors,)
         given_gradients = gradients if isinstance(gradients, (list, tuple)) else (gradients,)
@@ -90,9 +94,10 @@ class Losses(StepListener):
 
     def backward_ended(self) -> None:
         if self.are_waiting:
-            given = {id(param) for param in self.parameters() if param.grad is not None}
+            now = marks_of(self.parameters()).along(self._ids)
+            given = now.there & ~now.lacking
             self._given_gradient |= given & self._without_gradient
-            self._without_gradient -= given
+            self._without_gradient &= ~given
 
     def gradients_clear(self, owner: Any) -> None:
         """With the gradients go the losses that they came from, unless gradients of another
@@ -165,18 +170,26 @@ class Losses(StepListener):
                 scaled, loss = self._unscaled.pop(id(tensor), (None, tensor))
                 if scaled is None or scaled() is not tensor:
                     loss = tensor.detach().clone()
-                loss = loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
+                if loss.dim():
+                    loss = loss.reshape(())
+                if loss.dtype is not torch.float32:
+                    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
                 # Added up at once: a script may run backward for ever and never step.
                 if self._sum is not None:
                     loss = self._sum + loss.to(self._sum.device, non_blocking=True)
                 self._sum = loss
 
-    def parameters(self) -> Iterator[Tensor]:
+    def parameters(self) -> list[Tensor]:
         """Those of every optimizer that there is, each of them once."""
-        found = {key: (ref, ref()) for key, ref in self._optimizers.items()}
-        self._optimizers = {key: ref for key, (ref, each) in found.items() if each is not None}
-        there = [o for _, o in found.values() if isinstance(getattr(o, "param_groups", None), list)]
-        yield from {id(param): param for param in every_parameter(there)}.values()
+        found = [(key, ref()) for key, ref in self._optimizers.items()]
+        for key, each in found:
+            if each is None:
+                self._optimizers.pop(key, None)
+        there = [o for _, o in found if isinstance(getattr(o, "param_groups", None), list)]
+        params = parameter_list(there)
+        if len(there) > 1:
+            params = list({id(param): param for param in params}.values())
+        return params
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ the id of a parameter that is gone to a new one, and clearing a gradient ends it
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any, NamedTuple
@@ -29,15 +30,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradilocks.kernels.reference import any_double
+from gradilocks._torch import TensorBase
+from gradilocks.kernels.chunks import AddressedTensors
+from gradilocks.kernels.reference import (
+    DOUBLE,
+    any_double,
+    rounded,
+    rounded_number,
+    total_norm,
+)
 from gradilocks.lab.tensors import storage_of
-from gradilocks.ranks.layout import has_other_ranks
+from gradilocks.ranks.layout import has_other_ranks, is_distributed
 from gradilocks.step.events import Clip
-from gradilocks.step.measure import measure
-from gradilocks.step.table import measurable_gradients
+from gradilocks.step.host_copy import fetch
+from gradilocks.step.measure import statistics_of
+from gradilocks.step.table import GradientTable, measurable_gradients
 from gradilocks.values import Statistics, moved
 
-__all__ = ["ClipEffect", "ClippedGradients", "GradientReader", "Reading", "bad_elements"]
+__all__ = [
+    "ClipEffect",
+    "ClippedGradients",
+    "GradientReader",
+    "Reading",
+    "WatchedGradients",
+    "bad_elements",
+]
 
 
 class ClipEffect(NamedTuple):
@@ -60,11 +77,11 @@ class ClipEffect(NamedTuple):
 class Reading:
     """What was found in gradients."""
 
-    places: list[int]
+    places: Sequence[int]
     """Which of the parameters had one."""
     statistics: Statistics | None
     """Of those; None if there was none."""
-    elements: list[int]
+    elements: Sequence[int]
     """How many elements each has."""
     double: bool
     """Whether one of them is float64."""
@@ -73,6 +90,68 @@ class Reading:
     clipped: Statistics | None = None
     """Of them as they are now, if `statistics` may be of before a clip."""
 
+    @functools.cached_property
+    def total(self) -> Tensor | float | None:
+        """The norm of all of them, as they were measured: a number if that needs no wait. It is
+        finite just when every element is."""
+        if self.statistics is None:
+            return None
+        norms = self.statistics.norms
+        if self.double or norms.dtype is not torch.float64:
+            return rounded(total_norm(norms, 2.0), double=self.double)
+        norm = torch.linalg.vector_norm(norms)  # Squares of float32 are well within float64.
+        # On a CPU each operation on a number takes longer than to read it.
+        return rounded_number(*fetch(norm)) if norm.device.type == "cpu" else rounded(norm)
+
+    def norm(self, carried: Tensor | float) -> Tensor | float | None:
+        """The norm of all of them, without the scale that they carried."""
+        norm = self.total
+        if norm is None or not isinstance(carried, Tensor):
+            return norm
+        if isinstance(norm, Tensor):
+            return norm / moved(carried.detach(), norm.device)
+        (scale,) = fetch(carried.detach())
+        return norm / scale if scale else math.inf
+
+
+class WatchedGradients:
+    """Finds the gradients of parameters: nothing is refused, coalesced or written.
+
+    It holds the parameters, and no gradient.
+
+    Args:
+        params: whose.
+        once: whether it will not be asked at every step, so that there is nothing to remember.
+    """
+
+    def __init__(self, params: list[Tensor], *, once: bool = False) -> None:
+        self.params = params
+        # A table lists each parameter once, and asks ranks how they hold a distributed one.
+        is_plain = not once and len(set(map(id, params))) == len(params)
+        is_plain = is_plain and not any(map(is_distributed, params))
+        self._table = GradientTable(refuse_twice=False, may_share=True) if is_plain else None
+        self._places: tuple[Any, Sequence[int]] = None, ()  # For what the table has found.
+
+    def find(self) -> tuple[Sequence[int], Sequence[Tensor], Sequence[int], bool]:
+        """Places of the parameters that have one, its elements, how many, and is one float64?"""
+        table = self._table
+        found = None if table is None else table.find_addressed([[self.params]], name=_unnamed)
+        if found is None:
+            places, plain = measurable_gradients(self.params)
+            return places, plain, [each.numel() for each in plain], any_double(plain)
+        if found is not self._places[0]:
+            lacks_none = len(found.params) == len(self.params)
+            having = [k for k, p in enumerate(self.params) if lacks_none or p.grad is not None]
+            self._places = found, having
+        tensors = found.tensors
+        found.release()
+        double = not DOUBLE.isdisjoint(found.dtypes)
+        return self._places[1], tensors, found.at.sizes, double
+
+
+def _unnamed(param: Tensor) -> str:
+    return "a parameter"
+
 
 @dataclass(eq=False)
 class ClippedGradients:
@@ -80,6 +159,12 @@ class ClippedGradients:
 
     storages: list[weakref.ref[Any]]
     before: Statistics
+    offsets: list[int]
+    """Where each begins in its storage."""
+    gradients: Callable[[], WatchedGradients | None]
+    """What has found them, if it is still there."""
+    places: Sequence[int]
+    """As that has told them."""
     after: Statistics | None = None
     effect: ClipEffect | None = None
     """None until the clip is over."""
@@ -97,6 +182,11 @@ class ClippedGradients:
         """Whether the gradient in this row is in the memory that `gradient` has now."""
         return self.storages[row]() is storage_of(gradient)
 
+    def are_still(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether `gradients` are in the memory that they had, one by one."""
+        then = [find() for find in self.storages]
+        return len(then) == len(gradients) and all(map(is_, _storages(gradients), then))
+
     def tells(self, *, detail: bool) -> bool:
         """Whether both measurements are there, in as much detail as is wanted."""
         return self.after is not None and (not detail or self.before.zeros is not None)
@@ -106,32 +196,55 @@ class GradientReader:
     """Measures gradients, and remembers what it found before a clip."""
 
     def __init__(self) -> None:
+        # The last clip, as long as nobody has asked for a part of its gradients: the step of the
+        # same ones takes it whole.
+        self._latest: ClippedGradients | None = None
         # By a gradient's storage and its place in it: what it was clipped with, and its row there.
         self._clipped: dict[tuple[int, int], tuple[ClippedGradients, int]] = {}
 
-    def before_clip(self, params: Sequence[Tensor], *, detail: bool) -> ClippedGradients | None:
+    @property
+    def has_clips(self) -> bool:
+        """Whether gradients were clipped that no step has taken yet."""
+        return self._latest is not None or bool(self._clipped)
+
+    def _one_by_one(self) -> dict[tuple[int, int], tuple[ClippedGradients, int]]:
+        """By gradient, what it was clipped with: also what the last clip was of."""
+        clipped, self._latest = self._latest, None
+        if clipped is not None:
+            there = zip([find() for find in clipped.storages], clipped.offsets, strict=True)
+            self._clipped.update(
+                ((id(storage), offset), (clipped, row))
+                for row, (storage, offset) in enumerate(there)
+                if storage is not None
+            )
+        return self._clipped
+
+    def before_clip(self, gradients: WatchedGradients, *, detail: bool) -> ClippedGradients | None:
         """Measures the gradients that are about to be clipped; None if there are none."""
         self._clipped = {
             key: (clipped, row)
-            for key, (clipped, row) in self._clipped.items()
+            for key, (clipped, row) in self._one_by_one().items()
             if clipped.storages[row]() is not None
         }
-        places, tensors = measurable_gradients(params)
+        places, tensors, _, _ = gradients.find()
         if not tensors:
             return None
-        gradients = _gradients(params, places)
-        refs = [weakref.ref(storage_of(gradient)) for gradient in gradients]
-        clipped = ClippedGradients(refs, _measured(tensors, detail=detail))
-        self._clipped.update((_key(each), (clipped, row)) for row, each in enumerate(gradients))
-        return clipped
+        each = _gradients(gradients.params, places)
+        self._latest = ClippedGradients(
+            storages=list(map(weakref.ref, _storages(each))),
+            before=_measured(tensors, detail=detail),
+            offsets=_offsets(each),
+            gradients=weakref.ref(gradients),
+            places=places,
+        )
+        return self._latest
 
-    def after_clip(self, clipped: ClippedGradients, clip: Clip) -> None:
+    def after_clip(
+        self, clipped: ClippedGradients, gradients: WatchedGradients, clip: Clip
+    ) -> None:
         """The clip is done: measures what it has left."""
-        params = clip.params
-        places, tensors = measurable_gradients(params)
-        now = [storage_of(gradient) for gradient in _gradients(params, places)]
-        then = [ref() for ref in clipped.storages]
-        if len(now) == len(then) and all(map(is_, now, then)):
+        places, tensors, _, _ = gradients.find()
+        if clipped.are_still(_gradients(gradients.params, places)):
             clipped.after = _measured(tensors, detail=False)
         clipped.effect = _effect(clip, clipped)
 
@@ -157,9 +270,10 @@ class GradientReader:
     def _waiting(self, params: Sequence[Tensor]) -> dict[ClippedGradients, list[int]]:
         """Clips that are over, all of whose gradients are among those of `params`: which ones."""
         found: dict[ClippedGradients, dict[int, int]] = {}  # By row: the place in `params`.
-        for place, param in enumerate(params if self._clipped else ()):
+        known = self._one_by_one()
+        for place, param in enumerate(params if known else ()):
             gradient = param.grad
-            was = None if gradient is None else self._clipped.get(_key(gradient))
+            was = None if gradient is None else known.get(_key(gradient))
             if gradient is not None and was is not None and was[0].is_of(gradient, was[1]):
                 found.setdefault(was[0], {})[was[1]] = place
         return {
@@ -170,29 +284,63 @@ class GradientReader:
 
     def gradients_clear(self, params: Iterable[Tensor]) -> None:
         """Gradients are about to be cleared, perhaps in place: what comes there is not clipped."""
-        for param in params if self._clipped else ():
+        known = self._one_by_one()
+        for param in params if known else ():
             if param.grad is not None:
-                self._clipped.pop(_key(param.grad), None)
+                known.pop(_key(param.grad), None)
 
     def effects(self, params: Sequence[Tensor]) -> dict[str, Any]:
         """`limit` and `clipped` of clips that no reading has told of; empty if there is none."""
         effects: dict[int, ClipEffect] = {}  # Each of them once.
-        for gradient in _gradients(params, range(len(params))) if self._clipped else ():
-            was = self._clipped.pop(_key(gradient), None)
+        known = self._one_by_one()
+        for gradient in _gradients(params, range(len(params))) if known else ():
+            was = known.pop(_key(gradient), None)
             if was is not None and was[0].effect is not None and was[0].is_of(gradient, was[1]):
                 effects[id(was[0].effect)] = was[0].effect
         return _together(list(effects.values()))
 
-    def read(self, params: Sequence[Tensor], *, detail: bool) -> Reading:
-        """Measures the gradients of `params`; those that a clip has left tell of before it."""
-        places, tensors = measurable_gradients(params)
+    def read(self, gradients: WatchedGradients, *, detail: bool) -> Reading:
+        """Measures the gradients; those that a clip has left tell of before it."""
+        places, tensors, sizes, double = gradients.find()
         if not tensors:
             return Reading([], None, [], double=False)
         found = _measured(tensors, detail=detail)
+        if not self.has_clips:
+            return Reading(places, found, sizes, double=double)
+        each = _gradients(gradients.params, places)
+        clipped = self._latest
+        if (
+            clipped is not None
+            and not self._clipped
+            and clipped.gradients() is gradients
+            and clipped.places == places
+            and clipped.offsets == _offsets(each)
+            and clipped.are_still(each)
+        ):
+            self._latest = None
+            now = found if clipped.tells(detail=detail) else None
+            if now is not None:
+                found = _unclipped(found, clipped, None, detail=detail)
+            clip = _together([clipped.effect] if clipped.effect is not None else [])
+            return Reading(places, found, sizes, double=double, clip=clip, clipped=now)
+        return self._read_parts(gradients, found, places, sizes, double=double, detail=detail)
+
+    def _read_parts(
+        self,
+        gradients: WatchedGradients,
+        found: Statistics,
+        places: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        double: bool,
+        detail: bool,
+    ) -> Reading:
+        """As `read`, gradient by gradient: each may have been clipped with others, or not."""
+        known = self._one_by_one()
         rows: dict[ClippedGradients, list[tuple[int, int]]] = {}  # In what is found, and before.
         effects: dict[int, ClipEffect] = {}  # Each of them once.
-        for here, gradient in enumerate(_gradients(params, places) if self._clipped else ()):
-            was = self._clipped.pop(_key(gradient), None)  # It was clipped for this step.
+        for here, gradient in enumerate(_gradients(gradients.params, places)):
+            was = known.pop(_key(gradient), None)  # It was clipped for this step.
             if was is None or not was[0].is_of(gradient, was[1]):
                 continue
             clipped, row = was
@@ -203,9 +351,7 @@ class GradientReader:
         now = found if rows else None
         for clipped, pairs in rows.items():
             found = _unclipped(found, clipped, pairs, detail=detail)
-        sizes = [tensor.numel() for tensor in tensors]
         clip = _together(list(effects.values()))
-        double = any_double(tensors)
         return Reading(places, found, sizes, double=double, clip=clip, clipped=now)
 
 
@@ -214,7 +360,32 @@ def _gradients(params: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
 
 
 def _key(gradient: Tensor) -> tuple[int, int]:
-    return id(storage_of(gradient)), 0 if gradient.is_sparse else int(gradient.storage_offset())
+    return id(storage_of(gradient)), _offset_of(gradient)
+
+
+def _offset_of(gradient: Tensor) -> int:
+    return 0 if gradient.is_sparse else int(gradient.storage_offset())
+
+
+# Of plain tensors by a walk in C: 400 in 0.1 ms, one by one in 0.6.
+
+
+def _storages(gradients: Sequence[Tensor]) -> list[Any]:
+    if {Tensor}.issuperset(map(type, gradients)):
+        try:
+            return list(map(TensorBase.untyped_storage, gradients))
+        except (NotImplementedError, RuntimeError):  # One is sparse.
+            pass
+    return list(map(storage_of, gradients))
+
+
+def _offsets(gradients: Sequence[Tensor]) -> list[int]:
+    if {Tensor}.issuperset(map(type, gradients)):
+        try:
+            return list(map(TensorBase.storage_offset, gradients))
+        except (NotImplementedError, RuntimeError):
+            pass
+    return list(map(_offset_of, gradients))
 
 
 def _effect(clip: Clip, gradients: ClippedGradients) -> ClipEffect:
@@ -245,30 +416,39 @@ def _together(effects: Sequence[ClipEffect]) -> dict[str, Any]:
 def _unclipped(
     now: Statistics,
     clipped: ClippedGradients,
-    rows: Sequence[tuple[int, int]],
+    rows: Sequence[tuple[int, int]] | None,
     *,
     detail: bool,
 ) -> Statistics:
     """What was found before a clip if its gradients are now as it has left them, else `now`.
 
-    All of them or none: a norm of some from before and others from after is none.
+    All of them or none: a norm of some from before and others from after is none. `rows` are those
+    in `now` and in the clip; None: all of them, one by one.
     """
     home, before, after = now.norms.device, clipped.before, clipped.after
     assert after is not None
-    pairs = torch.tensor(rows, device="cpu").to(home, non_blocking=True)
-    here, there = pairs[:, 0], pairs[:, 1]
+    here = there = None
+    if rows is not None:
+        pairs = torch.tensor(rows, device="cpu").to(home, non_blocking=True)
+        here, there = pairs[:, 0], pairs[:, 1]
 
     def past(column: Tensor) -> Tensor:
-        return moved(column, home)[there]
+        column = moved(column, home)
+        return column if there is None else column[there]
+
+    def present(column: Tensor) -> Tensor:
+        return column if here is None else column[here]
 
     left = Statistics(past(after.norms), past(after.nan), past(after.inf))
-    unchanged = _alike(Statistics(now.norms[here], now.nan[here], now.inf[here]), left).all()
+    mine = Statistics(present(now.norms), present(now.nan), present(now.inf))
+    unchanged = _alike(mine, left).all()
     if not has_other_ranks():  # Else it may come from the gradients that another rank holds.
         made = (bad_elements(before) == 0) & (bad_elements(after) > 0)
         unchanged = unchanged & torch.logical_not(moved(made, home))
 
     def chosen(column: Tensor, old: Tensor) -> Tensor:
-        return column.index_copy(0, here, torch.where(unchanged, past(old), column[here]))
+        right = torch.where(unchanged, past(old), present(column))
+        return right if here is None else column.index_copy(0, here, right)
 
     def chosen_detail(column: Tensor | None, old: Tensor | None) -> Tensor | None:
         return chosen(column, old) if detail and not (column is None or old is None) else None
@@ -305,4 +485,5 @@ def _measured_at(params: Sequence[Tensor], places: Sequence[int]) -> Statistics:
 
 
 def _measured(tensors: Sequence[Tensor], *, detail: bool) -> Statistics:
-    return measure(tensors, home=tensors[0].device, detail=detail).tensors
+    at = tensors.at if isinstance(tensors, AddressedTensors) else tensors[0]
+    return statistics_of(tensors, home=at.device, detail=detail)

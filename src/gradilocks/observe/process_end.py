@@ -139,24 +139,29 @@ class ProcessEnd:
 class SignalsHeld:
     """Holds signals back while a line of the run file is on its way, and delivers them after."""
 
+    __slots__ = ("_came", "_handlers")
+
     def __init__(self) -> None:
-        self._handlers: dict[int, Any] = {}
+        self._handlers: list[tuple[int, Any]] = []
         self._came: list[int] = []
 
     def __enter__(self) -> SignalsHeld:
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == threading.main_thread().ident:
+            remember = self._remember
             for number in _HELD:
                 handler = _get_handler(number)
                 if callable(handler):
-                    self._handlers[number] = handler
-                    _set_handler(number, self._remember)
+                    self._handlers.append((number, handler))
+                    _set_handler(number, remember)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
+        for number, handler in self._handlers:
             _set_handler(number, handler)
-        for number in self._came:
-            self._handlers[number](number, sys._getframe())
+        if self._came:
+            handlers = dict(self._handlers)
+            for number in self._came:
+                handlers[number](number, sys._getframe())
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if number not in self._came:

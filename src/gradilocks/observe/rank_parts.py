@@ -152,7 +152,7 @@ def letter_of(pending: PendingStep, own: Step, number: int) -> dict[str, Any]:
         own: the same as this rank would write it down.
         number: the step's, counted from the first of this session.
     """
-    part, columns = pending.part, pending.columns
+    part = pending.part
     assert part is not None
     told: dict[str, Any] = {
         "optimizer": part.optimizer,
@@ -162,15 +162,15 @@ def letter_of(pending: PendingStep, own: Step, number: int) -> dict[str, Any]:
         "clipped": own.clipped,
         "double": part.double,
     }
-    norms = columns.get("part_norms")
-    if norms is None:
+    norms = pending.column("part_norms")
+    if not norms:
         return told
     told["holders"] = [
         [name, ranks, norm] for (name, ranks), norm in zip(part.holders, norms, strict=True)
     ]
     measured = zip(
-        pending.places or (), part.sets, part.counts, columns.get("nan", ()),
-        columns.get("inf", ()), pending.elements or (), strict=True,
+        pending.places or (), part.sets, part.counts, pending.column("nan"),
+        pending.column("inf"), pending.elements or (), strict=True,
     )  # fmt: skip
     told["tensors"] = [
         [place, at, counts, nan, inf, elements, *_row_of(own.detail, place)]

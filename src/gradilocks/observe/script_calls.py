@@ -21,6 +21,7 @@ from gradilocks._torch import parameters_in, script_for_caller
 from gradilocks.lab.tensors import Hook, tensors_in
 from gradilocks.lab.trace import KeptCalls, called_modules
 from gradilocks.names import is_compiled
+from gradilocks.observe.between_steps import parameters_of
 from gradilocks.observe.patches import Patches
 from gradilocks.observe.script_models import modules_besides, owners_of
 from gradilocks.step.events import PerDriver, Step, StepListener
@@ -106,12 +107,9 @@ class ScriptCalls(StepListener):
 
     def gradients_clear(self, owner: Any) -> None:
         if self.kept.calls:
-            params = (
-                owner.parameters()
-                if isinstance(owner, nn.Module)
-                else (param for group in owner.param_groups for param in group["params"])
-            )
-            self.kept.forget({id(param) for param in params})
+            # Whose gradients are cleared matters only to calls that have made some.
+            made = any(call.came_back for call in self.kept.calls)
+            self.kept.forget(set(map(id, parameters_of(owner))) if made else ())
 
     def step_begins(self, step: Step) -> None:
         if self._fresh:

@@ -127,8 +127,9 @@ class ScriptTracer(StepListener):
             self.passed_by = True
             return
         driver.looked = step
-        # A sum would take longer than to read them.
-        bad_gradients = any((found.nan + found.inf).tolist())
+        bad_gradients = not step.is_finite
+        if step.is_finite is None:  # A sum would take longer than to read them.
+            bad_gradients = any((found.nan + found.inf).tolist())
         if not bad_gradients:
             self._tracer.well()
         if bad_gradients or _is_bad(step):

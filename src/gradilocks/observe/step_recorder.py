@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import math
 import os
 import time
 import weakref
@@ -21,14 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from gradilocks import runfile
 from gradilocks._torch import unseen_by_modes
 from gradilocks.errors import BadRunFile
 from gradilocks.kernels.cuda_graph import capturing
-from gradilocks.kernels.reference import rounded, total_norm
 from gradilocks.names import Names, name_parameters, prefixed
 from gradilocks.observe.between_steps import Losses, parameters_of
 from gradilocks.observe.data_wait import DataWait
@@ -37,6 +36,7 @@ from gradilocks.observe.gradient_reader import (
     ClippedGradients,
     GradientReader,
     Reading,
+    WatchedGradients,
 )
 from gradilocks.observe.process_end import SignalsHeld
 from gradilocks.observe.rank_parts import RankParts, letter_of, step_of_all
@@ -49,8 +49,7 @@ from gradilocks.record.environment import rank_here
 from gradilocks.record.file_writer import RunFileWriter
 from gradilocks.record.journal import Journal
 from gradilocks.step.events import Clip, Step, StepListener
-from gradilocks.step.table import every_parameter
-from gradilocks.values import moved
+from gradilocks.step.table import every_parameter, parameter_list
 
 __all__ = ["Guard", "ScriptRecorder", "StepRecorder"]
 
@@ -81,14 +80,26 @@ class Guard:
     def __call__(self, act: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Calls `act` with these arguments."""
         if not (self.closed or os.getpid() != self._pid or capturing()):
-            with SignalsHeld(), torch.no_grad(), unseen_by_modes():
-                try:
-                    act(*args, **kwargs)
-                except Exception as error:
-                    self.closed = self.failed = True
-                    self._on_failure(error)
+            with SignalsHeld():
+                self._act(act, args, kwargs)
         if self.failed and self._after_failure is not None:
             self._after_failure()
+
+    def in_memory(self, act: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """The same for what is on its way to no file: a signal may come in its midst, as it may in
+        what the script has called. To hold signals takes longer than to do such a thing."""
+        if not (self.closed or os.getpid() != self._pid or capturing()):
+            self._act(act, args, kwargs)
+        if self.failed and self._after_failure is not None:
+            self._after_failure()
+
+    def _act(self, act: Callable[..., object], args: Any, kwargs: Any) -> None:
+        with unseen_by_modes():
+            try:
+                act(*args, **kwargs)
+            except Exception as error:
+                self.closed = self.failed = True
+                self._on_failure(error)
 
     def around(self, listeners: Sequence[StepListener]) -> StepListener:
         """Hears what any of `listeners` wants to hear, and hands it on to them, one after another.
@@ -103,8 +114,14 @@ class Guard:
                 if callable(unheard) and getattr(type(each), name) is not unheard
             ]
             if hear:
-                setattr(guarded, name, functools.partial(self, functools.partial(_each, hear)))
+                act = hear[0] if len(hear) == 1 else functools.partial(_each, hear)
+                guard = self.in_memory if name in _IN_MEMORY else self
+                setattr(guarded, name, functools.partial(guard, act))
         return guarded
+
+
+_IN_MEMORY = ("backward_begins", "backward_ended", "gradients_clear", "update_begins")
+"""What recorder and tracer only remember; each comes once a step or more often."""
 
 
 def _each(acts: Sequence[Callable[..., object]], *args: Any, **kwargs: Any) -> None:
@@ -308,6 +325,8 @@ class _Introduction:
     ) -> None:
         self.index, self._params, self.whole, self.parts = index, params, whole, parts
         self.ids = frozenset(map(id, params))  # Theirs as long as this object lives.
+        self.gradients = WatchedGradients(params)
+        """Finds those of the parameters."""
 
     def __reduce__(self) -> Any:
         return list, ()
@@ -331,6 +350,7 @@ class _Attempt:
 
     index: int
     params: list[Tensor]
+    known: _Introduction
     detail: bool
     whole: bool
     parts: RankParts | None
@@ -369,7 +389,7 @@ class StepRecorder(StepListener):
         self._reader = GradientReader()
         self.losses = Losses(lambda: 0 if self.recorder is None else self.recorder.latest_step())
         self.data_wait = DataWait()
-        self._clipping: ClippedGradients | None = None
+        self._clipping: tuple[ClippedGradients, WatchedGradients] | None = None
         self.recorder: ScriptRecorder | None = None
 
     def recorder_now(self) -> ScriptRecorder:
@@ -385,7 +405,7 @@ class StepRecorder(StepListener):
             self._control_begins(step)
             return
         (optimizer,) = step.optimizers
-        params = list(step.parameters())
+        params = parameter_list(step.optimizers)
         if not params:
             return
         recorder = self.recorder_now()
@@ -397,7 +417,7 @@ class StepRecorder(StepListener):
             if parts is None and not self.measures:
                 return  # There is nobody to tell.
             detail = detail and parts is not None and parts.has_detail
-        attempt = _Attempt(known.index, params, detail, known.whole, parts)
+        attempt = _Attempt(known.index, params, known, detail, known.whole, parts)
         lr = optimizer.param_groups[0].get("lr")
         attempt.lr = lr if isinstance(lr, (int, float, Tensor)) else None
         self._attempts[step] = attempt
@@ -409,13 +429,15 @@ class StepRecorder(StepListener):
         if self._only_losses(attempt):
             attempt.reading = Reading([], None, [], double=False)
         else:
-            attempt.reading = self._reader.read(attempt.params, detail=attempt.detail)
+            attempt.reading = self._reader.read(attempt.known.gradients, detail=attempt.detail)
         if attempt.parts is not None:
             attempt.counts = attempt.parts.counts(attempt.params, attempt.reading)
         step.statistics = attempt.reading.statistics
         step.clipped_statistics = attempt.reading.clipped
+        total = attempt.reading.total
+        step.is_finite = math.isfinite(total) if isinstance(total, float) else None
         if self.measures and self._only_losses(attempt):
-            step.statistics = self._reader.read(attempt.params, detail=False).statistics
+            step.statistics = self._reader.read(attempt.known.gradients, detail=False).statistics
         attempt.loss = self.losses.take()
         if self.recorder is not None and self.recorder.writes:
             self.recorder.precision(self.losses.formats)
@@ -497,11 +519,7 @@ class StepRecorder(StepListener):
         if attempt.parts is None and not self.recorder.writes:
             return
         found = reading.statistics
-        norm = weight = update = None
-        if found is not None:
-            norm = rounded(total_norm(found.norms, 2.0), double=reading.double)
-            if isinstance(step.carried, Tensor):
-                norm = norm / moved(step.carried.detach(), norm.device)
+        weight = update = None
         if attempt.detail:
             home = attempt.params[0].device if found is None else found.norms.device
             self._read_weights(attempt)  # If a scaler held the step back, nobody has yet.
@@ -515,7 +533,7 @@ class StepRecorder(StepListener):
         sample = Sample(
             loss=attempt.loss,
             scale=step.scale,
-            norm=norm,
+            norm=reading.norm(step.carried),
             skip=step.skip,
             rejected=step.rejected,
             lr=attempt.lr,
@@ -610,8 +628,17 @@ class StepRecorder(StepListener):
     def clip_begins(self, clip: Clip) -> None:
         if self._tells_only_losses(clip.params):
             return
-        detail = clip.by_value or self._wants_detail({id(param) for param in clip.params})
-        self._clipping = self._reader.before_clip(clip.params, detail=detail)
+        detail = clip.by_value or self._wants_detail(set(map(id, clip.params)))
+        gradients = self._gradients_of(list(clip.params))
+        clipped = self._reader.before_clip(gradients, detail=detail)
+        self._clipping = None if clipped is None else (clipped, gradients)
+
+    def _gradients_of(self, params: list[Tensor]) -> WatchedGradients:
+        """Those of an optimizer, if these are its parameters."""
+        for known in [find() for find in self._introductions.values()]:
+            if known is not None and known.is_of(params):
+                return known.gradients
+        return WatchedGradients(params, once=True)
 
     def _tells_only_losses(self, params: Sequence[Tensor]) -> bool:
         """Whether this rank has nothing to say of these gradients: rank 0 has the same ones."""
@@ -634,15 +661,18 @@ class StepRecorder(StepListener):
         return bool(params)  # Of an optimizer that has not stepped yet, whose first step is.
 
     def clip_ended(self, clip: Clip) -> None:
-        gradients, self._clipping = self._clipping, None
-        if gradients is not None:
-            self._reader.after_clip(gradients, clip)
+        clipping, self._clipping = self._clipping, None
+        if clipping is not None:
+            self._reader.after_clip(*clipping, clip)
 
     def unscale_begins(self, optimizer: Any) -> None:
-        self._reader.before_unscale(list(parameters_of(optimizer)))
+        if self._reader.has_clips:
+            self._reader.before_unscale(list(parameters_of(optimizer)))
 
     def unscale_ended(self, optimizer: Any, scale: Tensor) -> None:
-        self._reader.after_unscale(list(parameters_of(optimizer)), scale)
+        if self._reader.has_clips:
+            self._reader.after_unscale(list(parameters_of(optimizer)), scale)
 
     def gradients_clear(self, owner: Any) -> None:
-        self._reader.gradients_clear(parameters_of(owner))
+        if self._reader.has_clips:
+            self._reader.gradients_clear(parameters_of(owner))

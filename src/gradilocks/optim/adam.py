@@ -26,16 +26,19 @@ class _Adams(FusedOptimizer):
     columns: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def flags(self, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-        decoupled = group.get("decoupled_weight_decay", isinstance(self, _AdamW))
         return (
             ("AMSGRAD", bool(group["amsgrad"])),
             ("MAXIMIZE", bool(group["maximize"])),
-            ("DECOUPLED", bool(decoupled)),
+            ("DECOUPLED", self._is_decoupled(group)),
         )
 
     def settings(self, group: dict[str, Any]) -> list[Any]:
-        decoupled = 1.0 if dict(self.flags(group))["DECOUPLED"] else 0.0
+        decoupled = 1.0 if self._is_decoupled(group) else 0.0
         return [group["lr"], group["weight_decay"], *group["betas"], group["eps"], decoupled]
+
+    def _is_decoupled(self, group: dict[str, Any]) -> bool:
+        decoupled = group.get("decoupled_weight_decay")  # torch before 2.7 has no such setting.
+        return isinstance(self, _AdamW) if decoupled is None else bool(decoupled)
 
     def fill_state(
         self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]], mastered: Sequence[bool]

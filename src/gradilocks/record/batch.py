@@ -11,6 +11,7 @@ other kinds are read when the batch is due, which waits for them.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +38,9 @@ __all__ = ["Batch", "Pending", "PendingNumbers", "PendingStep", "RecordedOptimiz
 _SCALARS = (
     "loss", "scale", "norm", "limit", "clipped", "skip", "rejected", "lr", "next_scale", "carried",
 )  # fmt: skip
-_ALWAYS = ("nan", "inf", "blamed", "rank_losses", "part_norms")  # Not only at steps with detail.
 _SPREAD_SCALARS = ("nan", "inf", "mean_loss", "losses")
+_NO_SCALARS: dict[str, float | None] = dict.fromkeys((*_SCALARS, *_SPREAD_SCALARS))
+_scalars_of = operator.attrgetter(*_SCALARS)
 
 
 class RecordedOptimizer:
@@ -114,23 +116,28 @@ class PendingStep:
             sample.rank_losses,
             sample.of_rank,
         )
-        self.scalars: dict[str, float | None] = dict.fromkeys((*_SCALARS, *_SPREAD_SCALARS))
-        self.columns: dict[str, list[float]] = {}
+        self.scalars: dict[str, float | None] = _NO_SCALARS.copy()
+        self._columns: dict[str, Tensor | list[float]] = {}  # On the host.
         self.on_device: list[tuple[tuple[str, ...] | str, Tensor]] = []
         """Names of scalars with their numbers in a row, or the name of a column with it."""
         self._take_scalars(sample)
         self._take_columns(sample)
-        devices = {tensor.device for _, tensor in self.on_device if tensor.is_cuda}
-        self.streams: set[Any] = {torch.cuda.current_stream(device) for device in devices}
+        self.streams: set[Any] = set()
+        if self.on_device:
+            devices = {tensor.device for _, tensor in self.on_device if tensor.is_cuda}
+            self.streams = {torch.cuda.current_stream(device) for device in devices}
 
     def _take_scalars(self, sample: Sample) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
-        named = [(name, getattr(sample, name)) for name in _SCALARS]
+        values = _scalars_of(sample)
+        named = list(zip(_SCALARS, values, strict=True))
         if sample.spread is not None:
             named += [(name, getattr(sample.spread, name)) for name in _SPREAD_SCALARS]
         for name, value in named:
+            if value is None:
+                continue
             if not isinstance(value, Tensor):
-                self.scalars[name] = None if value is None else float(value)
+                self.scalars[name] = float(value)
             elif value.device.type == "cpu":
                 self.scalars[name] = float(value.detach())
             else:
@@ -140,21 +147,45 @@ class PendingStep:
             self.on_device.append((tuple(name for name, _ in pairs), stacked))
 
     def _take_columns(self, sample: Sample) -> None:
-        columns: dict[str, Any] = {} if sample.statistics is None else {**vars(sample.statistics)}
-        columns |= {"weight": sample.weight, "update": sample.update}
+        columns: dict[str, Any] = {}
+        found = sample.statistics
         if sample.spread is not None:
             columns = self._spread_columns(sample.spread)
+        elif found is not None:
+            columns = {"nan": found.nan, "inf": found.inf}
+            if self.detail:
+                columns |= {"norms": found.norms, "largest": found.largest, "zeros": found.zeros}
+        if self.detail and sample.spread is None:
+            columns |= {"weight": sample.weight, "update": sample.update}
         if sample.rank_losses is not None:
             columns["rank_losses"] = sample.rank_losses.numbers
         if sample.part is not None:
             columns["part_norms"] = sample.part.norms
         for name, column in columns.items():
-            if column is None or not (self.detail or name in _ALWAYS):
+            if column is None:
                 continue
             if column.device.type == "cpu":
-                self.columns[name] = fetch(column.detach())
+                self._columns[name] = column.detach()
             else:
                 self.on_device.append((name, column.detach()))
+
+    def column(self, name: str) -> list[float]:
+        """Numbers that have arrived, one for each tensor or rank; none if there are none."""
+        numbers = self._columns.get(name, [])
+        if isinstance(numbers, Tensor):
+            numbers = self._columns[name] = fetch(numbers)
+        return numbers
+
+    def _counts(self, name: str) -> list[int]:
+        return [int(number) for number in self.column(name)]
+
+    def _has_bad(self) -> bool:
+        """Whether an element of a gradient is NaN or Inf: whose, is looked at only then."""
+        for name in ("nan", "inf"):
+            counts = self._columns.get(name, ())
+            if bool(counts.any()) if isinstance(counts, Tensor) else any(counts):
+                return True
+        return False
 
     def _spread_columns(self, spread: SpreadSample) -> dict[str, Any]:
         """What all ranks found, along the parameters that one optimizer has on all of them."""
@@ -169,12 +200,12 @@ class PendingStep:
         found["update"] = update_ratio(found["weight"], found.pop("change"))
         return columns | {f"{name} of all": column for name, column in found.items()}
 
-    def put(self, what: tuple[str, ...] | str, numbers: list[float]) -> None:
+    def put(self, what: tuple[str, ...] | str, numbers: Tensor) -> None:
         """Takes numbers that have arrived, under what `on_device` had them as."""
         if isinstance(what, str):
-            self.columns[what] = numbers
+            self._columns[what] = numbers
         else:
-            self.scalars.update(zip(what, numbers, strict=True))
+            self.scalars.update(zip(what, fetch(numbers), strict=True))
 
     def to_step(self, optimizer: RecordedOptimizer) -> Step:
         """The record of a step whose numbers have arrived: unscaled, with culprits by name."""
@@ -186,11 +217,16 @@ class PendingStep:
             self._take_spread()
             if numbers["losses"]:
                 numbers["loss"] = numbers["mean_loss"]
-        nan = [int(number) for number in self.columns.get("nan", [])]
-        inf = [int(number) for number in self.columns.get("inf", [])]
+        nan: list[int] = []
+        inf: list[int] = []
+        told: dict[str, Any] = {"nan": 0, "inf": 0, "culprits": ()}
+        is_bad = self._has_bad()
+        if is_bad or self.detail:
+            nan, inf = self._counts("nan"), self._counts("inf")
         places = range(len(nan)) if self.places is None else self.places
-        told: dict[str, Any] = {"nan": sum(nan), "inf": sum(inf)}
-        told |= _culprits(optimizer, places, nan, inf, of_rank=self.of_rank)
+        if is_bad:
+            told = {"nan": sum(nan), "inf": sum(inf)}
+            told |= _culprits(optimizer, places, nan, inf, of_rank=self.of_rank)
         if self.spread is not None:
             told |= self._told_by_ranks(self.spread)
         return Step(
@@ -218,7 +254,7 @@ class PendingStep:
         """What data-parallel ranks have told of the losses up to this step, if they have."""
         if self.rank_losses is None:
             return None
-        found = self.rank_losses.by_step(self.columns["rank_losses"])
+        found = self.rank_losses.by_step(self.column("rank_losses"))
         first = self.step - len(found) + 1
         return RankLosses(
             optimizer=self.index,
@@ -230,19 +266,20 @@ class PendingStep:
 
     def _take_spread(self) -> None:
         """Of what all ranks found, keeps the parameters that had a gradient on one of them."""
-        elements = self.columns.get("elements of all", [])
+        elements = self.column("elements of all")
         self.places = [place for place, number in enumerate(elements) if number]
         self.elements = [int(elements[place]) for place in self.places]
-        for name in [each for each in self.columns if each.endswith(" of all")]:
-            column, short = self.columns.pop(name), name.removesuffix(" of all")
+        for name in [each for each in self._columns if each.endswith(" of all")]:
+            column, short = self.column(name), name.removesuffix(" of all")
+            del self._columns[name]
             if short in ("weight", "update"):  # These run along all parameters.
-                self.columns[short] = column
+                self._columns[short] = column
             else:
-                self.columns[short] = [column[place] for place in self.places]
+                self._columns[short] = [column[place] for place in self.places]
 
     def _told_by_ranks(self, spread: SpreadSample) -> dict[str, Any]:
         """Culprits with their ranks, NaN and Inf of all, and whose losses were bad."""
-        culprits, bad = spread.together.blamed(self.columns["blamed"], optimizer=spread.optimizer)
+        culprits, bad = spread.together.blamed(self.column("blamed"), optimizer=spread.optimizer)
         named = tuple(Culprit(name, *counts) for name, counts in culprits.items())
         nan, inf = self.scalars["nan"], self.scalars["inf"]
         return {
@@ -265,7 +302,13 @@ class PendingStep:
         if sizes is None:
             sizes = [optimizer.info.sizes[place] for place in places if place < count]
 
+        all_in_order = len(places) == count and (
+            isinstance(places, range) or list(places) == list(range(count))
+        )
+
         def placed(numbers: Sequence[float | None]) -> list[Any]:
+            if all_in_order and len(numbers) == count:
+                return list(numbers)
             row: list[float | None] = [None] * count
             for place, number in zip(places, numbers, strict=False):
                 if place < count:
@@ -273,13 +316,18 @@ class PendingStep:
             return row
 
         def unscaled(name: str) -> list[float | None]:
-            return placed([_finite(number * factor) for number in self.columns.get(name, [])])
+            column = self.column(name)
+            if factor != 1.0:
+                column = [number * factor for number in column]
+            return placed(_all_finite(column))
 
         def of_measured(name: str) -> list[float | None]:
-            column = self.columns.get(name, [])  # Runs along all parameters.
-            return placed([_finite(column[p]) if p < len(column) else None for p in places])
+            column = _all_finite(self.column(name))  # Runs along all parameters.
+            if all_in_order and len(column) == count:
+                return list(column)
+            return placed([column[p] if p < len(column) else None for p in places])
 
-        zeros = zip(self.columns.get("zeros", []), sizes, strict=False)
+        zeros = zip(self.column("zeros"), sizes, strict=False)
         return Detail(
             norm=unscaled("norms"),
             largest=unscaled("largest"),
@@ -312,9 +360,9 @@ class PendingNumbers:
             torch.cuda.current_stream(device) for device in groups if device.type == "cuda"
         }
 
-    def put(self, what: tuple[str, ...] | str, numbers: list[float]) -> None:
+    def put(self, what: tuple[str, ...] | str, numbers: Tensor) -> None:
         """As `PendingStep.put`."""
-        self._values.update(zip(what, numbers, strict=True))
+        self._values.update(zip(what, fetch(numbers), strict=True))
 
     def to_logged(self) -> Logged:
         """The record, once the numbers have arrived."""
@@ -332,9 +380,7 @@ def _culprits(
     *,
     of_rank: bool,
 ) -> dict[str, Any]:
-    """`culprits` of a step and, where they tell something, `finite_gradients`, `finite_after`."""
-    if not any(nan) and not any(inf):
-        return {"culprits": ()}
+    """`culprits` of a bad step and, if they tell something, `finite_gradients`, `finite_after`."""
     names = optimizer.info.names
     where = f" on rank {optimizer.rank}" if of_rank else ""
     counts = dict(zip(places, zip(nan, inf, strict=True), strict=False))
@@ -356,6 +402,12 @@ def _culprits(
 
 def _finite(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
+
+
+def _all_finite(numbers: list[float]) -> Sequence[float | None]:
+    if math.isfinite(sum(numbers)):  # Then each of them is; 2,000 in 5 us instead of 150.
+        return numbers
+    return [_finite(number) for number in numbers]
 
 
 _Entry = tuple[Pending, tuple[str, ...] | str, int]  # Whose, under what name, how many.
@@ -401,11 +453,11 @@ class Batch:
         Memory that a device has copied to is given back with calls to it.
         """
         for copy, entries in self._copies:
-            numbers = copy.read()
-            begin = 0
-            for step, what, size in entries:
-                step.put(what, numbers[begin : begin + size])
-                begin += size
+            # In memory that no device knows of, and tensor by tensor: most of the numbers, the
+            # counts of NaN and Inf of every gradient, are only asked whether one of them is not 0.
+            parts = torch.split(copy.numbers(), [size for _, _, size in entries])
+            for (step, what, _), numbers in zip(entries, parts, strict=True):
+                step.put(what, numbers)
         return self.steps
 
     def unpack(self) -> Sequence[Pending]:

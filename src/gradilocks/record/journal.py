@@ -25,7 +25,7 @@ from gradilocks.record.sample import Sample, SpreadSample, Weights
 from gradilocks.step.events import EVENTS, Step, StepEvents, StepListener
 from gradilocks.step.measure import measure
 from gradilocks.step.own_step import weakly
-from gradilocks.step.table import every_parameter, gradients_of
+from gradilocks.step.table import every_parameter, gradients_of, parameter_list
 from gradilocks.step.together import Together
 from gradilocks.values import ROW, Statistics, StepRecord, wide
 
@@ -228,13 +228,14 @@ class Journal(StepListener):
         return self.recorder.rank in step.ranks[:1]
 
     def _read_detail(self, wanted: Sequence[bool], step: Step) -> None:
-        found = gradients_of(list(step.parameters()), name=self._names(step))
-        self._elements = [tensor.numel() for tensor in found.tensors]
+        found = gradients_of(parameter_list(step.optimizers), name=self._names(step))
+        at = found.addressed
+        self._elements = list(at.at.sizes if at else map(Tensor.numel, found.tensors))
         if step.order != 2.0 and found.tensors:
             assert isinstance(step.scale, Tensor)
             self._two_norms = measure(found.tensors, home=step.scale.device).tensors.norms
         self._weights = [
-            Weights(list(every_parameter([optimizer]))) if wants else None
+            Weights(parameter_list([optimizer])) if wants else None
             for optimizer, wants in zip(step.optimizers, wanted, strict=True)
         ]
 

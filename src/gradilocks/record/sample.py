@@ -7,14 +7,17 @@ the step, and how far the step has moved it. Nothing here waits.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradilocks import _torch, kernels
-from gradilocks.kernels import pieces
+from gradilocks import _torch
+from gradilocks.kernels import native, pieces
+from gradilocks.kernels.host_numbers import numbers_on, send
 from gradilocks.ranks.layout import local_of
 from gradilocks.step.rank_losses import RankedLosses
 from gradilocks.step.together import Together
@@ -70,7 +73,7 @@ class RankPart:
     """Whether a gradient is float64."""
 
 
-@dataclass(frozen=True)
+@dataclass  # Not frozen: that takes 4 us for each of them.
 class Sample:
     """One step. Tensors stay on their device; nothing here is read until it has arrived.
 
@@ -133,18 +136,21 @@ one would see the same few columns of a matrix again and again.
 """
 _RUN = 16
 _RUNS = LARGEST_WHOLE // _RUN
+_PLAIN = {Tensor, torch.nn.Parameter}
+_device_of, _dtype_of = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 
 class Weights:
-    """What the parameters of an optimizer are before a step."""
+    """What the parameters of an optimizer are before a step.
+
+    Each of them, or a part of a large one, is copied in float32 or wider: in as many operations as
+    there are kinds of parameters, however many there are of each kind.
+    """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = [_local(param) for param in params]
-        if any(param.is_meta for param in self._params):  # Nothing is known of what is there.
-            unknown = torch.full((1,), math.nan, device="cpu")
-            self._params = [unknown if p.is_meta else p for p in self._params]
+        self._params = _own_elements(params)
         with torch.no_grad():
-            self._before = [_copy(param) for param in self._params]
+            self._before = [_copies(self._params, kind) for kind in _kinds(self._params)]
 
     def moved_by_step(self, home: torch.device) -> tuple[Tensor, Tensor]:
         """The norms before the step, and ‖change‖ / ‖before‖; both 1-d, on `home`, no wait."""
@@ -153,27 +159,98 @@ class Weights:
 
     def norms(self, home: torch.device) -> tuple[Tensor, Tensor]:
         """The norms before the step, and those of what it has changed, likewise."""
-        count = len(self._params)
-        norms = torch.zeros(2, count, dtype=torch.float32, device=home)
+        found = []
         with torch.no_grad():
-            for places in kernels.by_device(self._before).values():
-                before = [self._before[place] for place in places]
-                change = [_copy(self._params[place]) for place in places]
-                _torch.sub_(change, before)
-                both = [*_torch.norms(before), *_torch.norms(change)]
-                found = torch.stack([norm.to(torch.float32) for norm in both])
-                found = moved(found.view(2, len(places)), home)
-                if len(places) == count:
-                    norms = found
-                else:
-                    at = torch.tensor(places, device="cpu").to(home, non_blocking=True)
-                    norms.index_copy_(1, at, found)
-            # The norm of a part is multiplied to estimate that of its tensor.
-            pairs = zip(self._params, self._before, strict=True)
-            ratios = [math.sqrt(max(p.numel(), 1) / max(b.numel(), 1)) for p, b in pairs]
-            factors = torch.tensor(ratios, dtype=torch.float32, device="cpu")
-            weight, change_norm = (norms * moved(factors, home)).unbind()
+            for before in self._before:
+                change = _copies(self._params, before.kind).elements.sub_(before.elements)
+                both = [
+                    *torch.split(before.elements, before.sizes),
+                    *torch.split(change, before.sizes),
+                ]
+                norms = torch.stack(_torch.norms(both)).to(torch.float32)
+                found.append(moved(norms.view(2, len(before.sizes)), home))
+            norms = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+            places = [place for each in self._before for place in each.kind.places]
+            if places != list(range(len(places))):
+                back = sorted(range(len(places)), key=places.__getitem__)
+                norms = norms[:, numbers_on(home, tuple(back), torch.int64)]
+            if any(each.kind.large for each in self._before):
+                # The norm of a part is multiplied to estimate that of its tensor.
+                sizes = list(map(_torch.TensorBase.numel, self._params))
+                looked_at = torch.tensor(sizes, dtype=torch.float64, device="cpu") / LARGEST_WHOLE
+                factors = looked_at.clamp_(min=1.0).sqrt_().to(torch.float32)
+                norms = norms * send(factors, home)
+            weight, change_norm = norms.unbind()
             return weight, change_norm
+
+
+class _Kind(NamedTuple):
+    """Parameters that one operation copies: of one dtype, on one device."""
+
+    places: Sequence[int]
+    large: bool
+    """Whether only a part of each is looked at."""
+
+
+class _Copies(NamedTuple):
+    """What parameters were at one moment."""
+
+    kind: _Kind
+    elements: Tensor
+    """Of one after another; 1-d."""
+    sizes: list[int]
+    """How many are of each."""
+
+
+def _own_elements(params: Sequence[Tensor]) -> list[Tensor]:
+    """Plain real tensors in the same memory; one NaN where nothing is known of what is there."""
+    params = list(params)
+    dtypes, kinds = set(map(_dtype_of, params)), {device.type for device in map(_device_of, params)}
+    if not set(map(type, params)) <= _PLAIN or any(dtype.is_complex for dtype in dtypes):
+        params = [_local(param) for param in params]
+    if "meta" in kinds:
+        unknown = torch.full((1,), math.nan, device="cpu")
+        params = [unknown if param.is_meta else param for param in params]
+    return params
+
+
+def _kinds(params: Sequence[Tensor]) -> list[_Kind]:
+    keys = list(
+        zip(
+            map(_device_of, params),
+            map(_dtype_of, params),
+            map(LARGEST_WHOLE.__lt__, map(_torch.TensorBase.numel, params)),
+            strict=True,
+        )
+    )
+    different = dict.fromkeys(keys)
+    if len(different) == 1:
+        return [_Kind(range(len(keys)), keys[0][2])]
+    return [
+        _Kind([at for at, key in enumerate(keys) if key == kind], kind[2]) for kind in different
+    ]
+
+
+def _copies(params: Sequence[Tensor], kind: _Kind) -> _Copies:
+    tensors = [params[place] for place in kind.places]
+    if kind.large:
+        elements = torch.cat(_sampled(tensors)).view(-1)
+        sizes = [LARGEST_WHOLE] * len(tensors)
+    else:
+        elements = _torch.flattened(tensors)
+        sizes = list(map(_torch.TensorBase.numel, tensors))
+        if len(tensors) == 1:  # Which torch does not copy.
+            elements = elements.clone()
+    return _Copies(kind, elements.to(torch.promote_types(elements.dtype, torch.float32)), sizes)
+
+
+def _sampled(tensors: list[Tensor]) -> list[Tensor]:
+    """Of each of these large tensors the runs that are looked at, in its own memory."""
+    library = native.library()
+    if library is not None:
+        found: list[Tensor] = library.sampled_runs(tensors, _RUNS, _RUN)
+        return found
+    return [_runs_of(tensor) for tensor in tensors]
 
 
 def update_ratio(weight: Tensor, change: Tensor) -> Tensor:
@@ -186,14 +263,9 @@ def _local(param: Tensor) -> Tensor:
     return torch.view_as_real(param) if param.is_complex() else param
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """A tensor, or part of a large one, in float32 or wider, as one dimension of its own memory."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    count = tensor.numel()
-    if count > LARGEST_WHOLE:
-        if not pieces.is_dense(tensor):
-            tensor = tensor.contiguous()
-        distance = (count - _RUN) // (_RUNS - 1)
-        distance -= 1 - distance % 2
-        tensor = torch.as_strided(tensor, (_RUNS, _RUN), (distance, 1), tensor.storage_offset())
-    return tensor.to(dtype, copy=True).reshape(-1)
+def _runs_of(tensor: Tensor) -> Tensor:
+    if not pieces.is_dense(tensor):
+        tensor = tensor.contiguous()
+    distance = (tensor.numel() - _RUN) // (_RUNS - 1)
+    distance -= 1 - distance % 2
+    return torch.as_strided(tensor, (_RUNS, _RUN), (distance, 1), tensor.storage_offset())

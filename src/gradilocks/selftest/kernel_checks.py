@@ -1,6 +1,7 @@
 """The kernels on this rank's device, every operation and dtype, beside plain arithmetic.
 
-Plain torch is compared with float64, and Triton's kernels, where they run, with plain torch.
+Plain torch is compared with float64, and Triton's and the C++ kernels, where they run, with plain
+torch.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ def _triton(world: World) -> Found:
             found.problem(f"Triton is installed, and its kernels do not serve {kind}: ")
             found.problems[-1] += kernels.describe()[kind]
             return found
+    return _compared(world, backend, cast("kernels.Backend", reference))
+
+
+def _native(world: World) -> Found:
+    """The CPU's kernels in C++ beside plain torch."""
+    backend: Any = importlib.import_module("gradilocks.kernels.native_backend")
     return _compared(world, backend, cast("kernels.Backend", reference))
 
 
@@ -172,8 +179,16 @@ def _no_triton(device: str) -> str:
     return ""
 
 
+def _no_native(device: str) -> str:
+    if device != "cpu":
+        return "the C++ kernels are the CPU's"
+    served = kernels.describe()["cpu"]
+    return "" if served.startswith("fused") else served
+
+
 KERNEL_CHECKS: dict[str, tuple[Callable[[World], Found], Callable[[str], str]]] = {
     "plain torch": (_plain, lambda device: ""),
     "Triton": (_triton, _no_triton),
+    "C++": (_native, _no_native),
 }
 """What runs it, and why it is not run on a kind of device, by name."""

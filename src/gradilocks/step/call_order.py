@@ -15,7 +15,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from gradilocks._torch import version, watch_clips
 from gradilocks.eager import users_line
 from gradilocks.errors import ScaleMisuse, SharedParameter
+from gradilocks.kernels import native
 from gradilocks.ranks.layout import has_other_ranks
 
 __all__ = [
@@ -32,6 +34,9 @@ __all__ = [
     "own_write_ended",
     "refuse_scaled",
 ]
+
+
+_Known = TypeVar("_Known")
 
 
 class CallOrder:
@@ -48,7 +53,7 @@ class CallOrder:
         self.is_part = False
         """Whether another one knows its parameters too, which is behind it at times."""
         with _lock:
-            _alive.add(self)
+            _alive[id(self)] = self
         watch_clips(_clip_noticed)
         self.scaled = False
         """Whether a loss has been scaled since the last step."""
@@ -61,6 +66,7 @@ class CallOrder:
         # Some gradients and how often they were written to by then: those of the last step that
         # were still there at a loss; as they were made true; and such ones at a loss since.
         self._leftovers: list[tuple[Tensor, int]] = []
+        self._stepped = -1  # How many gradients the last step has used up.
         self._made_true: list[tuple[Tensor, int]] = []
         self._true_at_loss: list[tuple[Tensor, int]] | None = None
 
@@ -68,7 +74,7 @@ class CallOrder:
         left: dict[str, object] = {"_leftovers": [], "_made_true": [], "_true_at_loss": None}
         self.__dict__.update(state, number=next(_numbers), **left)
         with _lock:
-            _alive.add(self)
+            _alive[id(self)] = self
         watch_clips(_clip_noticed)
 
     def know(self, parameters: Callable[[], Iterable[Tensor]], policies: _Policies) -> None:
@@ -91,16 +97,20 @@ class CallOrder:
         """Before gradients are added to what is there: the first, the last and a few between."""
         if self.scaled and not self.unscaled:
             return
-        there = self._some(params)
-        if not there:
-            self.unscaled = False
-            return
+        if self.unscaled:
+            self.unscaled = len(self._some(params)) > 0
         if self.unscaled:
             raise ScaleMisuse(
                 "backward() after unscale_() would add scaled gradients to unscaled ones. Call "
                 "control.step() first, or clear the gradients with control.zero_grad()."
             )
-        if any(self._has_stepped_on(grad) and not _cleared_unseen(grad) for grad in there):
+        if len(params) == self._stepped:  # All had a gradient: these of them were marked.
+            there = [grad for param in _sample(params) if (grad := param.grad) is not None]
+        else:
+            there = self._some(params)
+        for grad in there:
+            if not self._has_stepped_on(grad) or _cleared_unseen(grad):
+                continue
             raise ScaleMisuse(
                 "the gradients of the last step are still there, and backward() would add "
                 "scaled gradients to them. Clear them with control.zero_grad() after every "
@@ -208,7 +218,8 @@ class CallOrder:
         """
         self.scaled = self.handed_out = self.unscaled = self.by_scaler = False
         listed = params if isinstance(params, list) else list(params)
-        for param in (*listed[:: max(1, len(listed) // _MARKED)], *listed[-1:]):
+        self._stepped = len(listed)
+        for param in _sample(listed):
             grad = param.grad
             if grad is not None:
                 setattr(grad, _STEPPED, (self.number, version(grad)))
@@ -275,7 +286,8 @@ class _Policies(Protocol):
     clip_policy: Any
 
 
-_alive: weakref.WeakSet[CallOrder] = weakref.WeakSet()
+# By their ids: a WeakSet takes ten times as long to go through.
+_alive: weakref.WeakValueDictionary[int, CallOrder] = weakref.WeakValueDictionary()
 # A mark travels with a gradient that is saved: in another process it must be nobody's.
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "big"))
 _MARKED = 8
@@ -284,8 +296,18 @@ _STEPPED = "_gradilocks_stepped"
 """Marks, on the gradient itself, which CallOrder has stepped on it, and at which version. A weak
 reference would do the same, but `torch.utils.swap_tensors` refuses tensors that have one."""
 _UNSCALED = "_gradilocks_unscaled"
-"""Likewise, which UnscaledGuard has seen it unscaled."""
+"""Likewise, whose _AttributeMarks have seen it unscaled."""
 _lock = threading.Lock()
+
+
+def _sample(params: list[Tensor] | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Some of the parameters, the first and the last among them."""
+    return *params[:: max(1, len(params) // _MARKED)], *params[-1:]
+
+
+def _living(known: weakref.WeakValueDictionary[int, _Known]) -> list[_Known]:
+    with _lock:
+        return [each for ref in known.valuerefs() if (each := ref()) is not None]
 
 
 def refuse_scaled(params: Sequence[Tensor], caller: str, bound: float) -> None:
@@ -298,24 +320,26 @@ def refuse_scaled(params: Sequence[Tensor], caller: str, bound: float) -> None:
         caller: the name of the function.
         bound: to which it clips; at infinity it only measures.
     """
-    with _lock:
-        orders = [each for each in _alive if each.scaled or each.never_scales]
-        guards = [each for each in _guards if each.clip is not None]
-    if not orders and not guards:
-        return
-    gradients = [param.grad for param in params if param.grad is not None]
-    for order, clash in _clashes(orders, gradients):
-        if clash == "scaled":
-            raise ScaleMisuse(
-                "these gradients still carry the scale of a GradientControl and would be clipped "
-                "by that much too far. Use GradientControl(..., clip=1.0), or call "
-                "control.unscale_() first."
-            )
-        if bound < math.inf and not order.has_warned(clash):
-            order.warn(clash, f"gradilocks.{caller}")
+    orders = [each for each in _living(_alive) if each.scaled or each.never_scales]
+    guards = [each for each in _living(_guards) if each.clip is not None]
+    clashes = [(order, order.clash()) for order in orders]
+    if any(
+        clash == "scaled" or (clash and bound < math.inf and not order.has_warned(clash))
+        for order, clash in clashes
+    ):
+        gradients = [grad for param in params if (grad := param.grad) is not None]
+        for order, clash in _clashes(orders, gradients):
+            if clash == "scaled":
+                raise ScaleMisuse(
+                    "these gradients still carry the scale of a GradientControl and would be "
+                    "clipped by that much too far. Use GradientControl(..., clip=1.0), or call "
+                    "control.unscale_() first."
+                )
+            if bound < math.inf and not order.has_warned(clash):
+                order.warn(clash, f"gradilocks.{caller}")
     if bound < math.inf:
         for guard in guards:
-            guard.warn_of_clip(f"gradilocks.{caller}", gradients)
+            guard.warn_of_clip(f"gradilocks.{caller}", params=params)
 
 
 def _clip_noticed(caller: str, gradients: Sequence[Tensor], bound: float) -> None:
@@ -323,8 +347,7 @@ def _clip_noticed(caller: str, gradients: Sequence[Tensor], bound: float) -> Non
     if bound == math.inf:  # It only measures.
         return
     _warn_of_scalers(caller, gradients)
-    with _lock:
-        orders = list(_alive)
+    orders = _living(_alive)
     if not any((clash := order.clash()) and not order.has_warned(clash) for order in orders):
         return
     for order, clash in _clashes(orders, gradients):
@@ -334,10 +357,8 @@ def _clip_noticed(caller: str, gradients: Sequence[Tensor], bound: float) -> Non
 
 def _warn_of_scalers(caller: str, gradients: Sequence[Tensor]) -> None:
     """Tells if one of our scalers will clip these gradients again."""
-    with _lock:
-        guards = [each for each in _guards if each.clip is not None]
-    for guard in guards:
-        guard.warn_of_clip(caller, gradients)
+    for guard in [each for each in _living(_guards) if each.clip is not None]:
+        guard.warn_of_clip(caller, gradients=gradients)
 
 
 def _clashes(
@@ -369,24 +390,30 @@ def _cleared_unseen(grad: Tensor) -> bool:
     return not bool(grad.count_nonzero())
 
 
-_guards: weakref.WeakSet[UnscaledGuard] = weakref.WeakSet()
+_guards: weakref.WeakValueDictionary[int, UnscaledGuard] = weakref.WeakValueDictionary()
 
 
 class UnscaledGuard:
-    """Knows the gradients that a GradScaler has unscaled since its last `update()`.
-
-    They are marked themselves, as a CallOrder marks the one that it has stepped on.
-    """
+    """Knows the gradients that a GradScaler has unscaled since its last `update()`."""
 
     def __init__(self) -> None:
-        self._losses = 0
-        self._number = next(_numbers)
-        self.has_marked = False
+        self._warned: set[str] = set()
         self.clip: Any = None
         """The policy by which the scaler will clip what it has unscaled, if it has one."""
-        self._warned: set[str] = set()
+        self._marks: Any = None
+        self.start_iteration()
         with _lock:
-            _guards.add(self)
+            _guards[id(self)] = self
+
+    def start_iteration(self) -> None:
+        """Nothing has been scaled or unscaled so far."""
+        self._losses = 0
+        self.clip = None
+        self.has_marked = False
+        library = native.library()
+        if self._marks is None or (library is not None and type(self._marks) is _AttributeMarks):
+            self._marks = _AttributeMarks() if library is None else library.GradientMarks()
+        self._marks.clear()
 
     def will_clip(self, clip: Any, warned: set[str]) -> None:
         """The scaler clips at its step, by a policy of its own.
@@ -398,11 +425,19 @@ class UnscaledGuard:
         self.clip, self._warned = clip, warned
         watch_clips(_clip_noticed)
 
-    def warn_of_clip(self, caller: str, gradients: Sequence[Tensor]) -> None:
-        """Tells, once, if `caller` clips gradients that the scaler has unscaled and clips again."""
-        if self._warned or not any(
-            getattr(gradient, _UNSCALED, (None, 0))[0] == self._number for gradient in gradients
-        ):
+    def warn_of_clip(
+        self, caller: str, *, params: Sequence[Tensor] = (), gradients: Sequence[Tensor] = ()
+    ) -> None:
+        """Tells, once, if `caller` clips gradients that the scaler has unscaled and clips again.
+
+        Args:
+            caller: the name of a function.
+            params: whose gradients it clips,
+            gradients: or the gradients.
+        """
+        if self._warned or not self.has_marked:
+            return
+        if self._marks.first_marked(params, False) < 0 and not self._marks.knows_one_of(gradients):
             return
         self._warned.add("twice")
         text = _CLIPPED_TWICE.format(caller=caller, clip=self.clip, who="GradScaler")
@@ -412,15 +447,12 @@ class UnscaledGuard:
         """Losses have been scaled; with more than one, backward may come between two steps."""
         self._losses += 1 if isinstance(outputs, Tensor) else 2
 
-    def mark(self, params: Iterable[Tensor]) -> None:
+    def mark(self, params: Sequence[Tensor]) -> None:
         """The gradients of `params` are unscaled now."""
         self.has_marked = True
-        for param in params:
-            grad = param.grad
-            if grad is not None:
-                setattr(grad, _UNSCALED, (self._number, version(grad)))
+        self._marks.mark(params)
 
-    def refuse_twice(self, params: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
+    def refuse_twice(self, params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
         """Raises if one of them has been unscaled already.
 
         The same tensor may be unscaled again if somebody has written to it since, other than our
@@ -428,45 +460,75 @@ class UnscaledGuard:
         """
         if not self.has_marked:
             return
+        place = self._marks.first_marked(params, self._losses != 1)
+        if place >= 0:
+            raise SharedParameter(
+                f"the gradient of {name(params[place])} has been unscaled already since the last "
+                "update() and would be divided by the scale twice. Put each parameter into one "
+                "optimizer, and give unscale_() and step() the same optimizer object."
+            )
+
+    def unwritten(self, params: Sequence[Tensor]) -> Callable[[], None]:
+        """Those of their gradients that are as they were unscaled.
+
+        Returns:
+            To be called when they have been written to by ourselves: it makes them count as before.
+        """
+        marks = self._marks
+        return partial(marks.renew, marks.unwritten(params))
+
+
+class _AttributeMarks:
+    """As GradientMarks in C++, where that is not built: a mark is an attribute of a gradient."""
+
+    def clear(self) -> None:
+        self._number = next(_numbers)
+
+    def mark(self, params: Sequence[Tensor]) -> None:
         for param in params:
+            grad = param.grad
+            if grad is not None:
+                setattr(grad, _UNSCALED, (self._number, version(grad)))
+
+    def first_marked(self, params: Sequence[Tensor], unwritten_only: bool) -> int:
+        for place, param in enumerate(params):
             grad = param.grad
             number, writes = getattr(grad, _UNSCALED, (None, 0))
             if grad is None or number != self._number:
                 continue
-            if version(grad) == writes or self._losses == 1:
-                raise SharedParameter(
-                    f"the gradient of {name(param)} has been unscaled already since the last "
-                    "update() and would be divided by the scale twice. Put each parameter into one "
-                    "optimizer, and give unscale_() and step() the same optimizer object."
-                )
+            if not unwritten_only or version(grad) == writes:
+                return place
+        return -1
+
+    def knows_one_of(self, gradients: Sequence[Tensor]) -> bool:
+        return any(getattr(grad, _UNSCALED, (None, 0))[0] == self._number for grad in gradients)
+
+    def unwritten(self, params: Sequence[Tensor]) -> list[Tensor]:
+        gradients = [grad for param in params if (grad := param.grad) is not None]
+        return [
+            grad
+            for grad in gradients
+            if getattr(grad, _UNSCALED, None) == (self._number, version(grad))
+        ]
+
+    def renew(self, gradients: Sequence[Tensor]) -> None:
+        for grad in gradients:
+            setattr(grad, _UNSCALED, (self._number, version(grad)))
 
 
-def own_write_begins(params: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+def own_write_begins(params: Sequence[Tensor]) -> list[Callable[[], None]]:
     """Our own clip is about to write to the gradients of `params`; that makes no new gradients.
 
     Returns:
-        For `own_write_ended`: the gradients that are still as they were unscaled.
+        For `own_write_ended`.
     """
-    with _lock:
-        guards = list(_guards)
-    for guard in guards:
-        if guard.has_marked:
-            break
-    else:
-        return []
-    kept = []
-    for param in params:
-        grad = param.grad
-        number, writes = getattr(grad, _UNSCALED, (None, 0))
-        if grad is not None and number is not None and version(grad) == writes:
-            kept.append((grad, number))
-    return kept
+    return [each.unwritten(params) for each in _living(_guards) if each.has_marked]
 
 
-def own_write_ended(kept: Sequence[tuple[Tensor, int]]) -> None:
+def own_write_ended(kept: Sequence[Callable[[], None]]) -> None:
     """Our own clip has written."""
-    for grad, number in kept:
-        setattr(grad, _UNSCALED, (number, version(grad)))
+    for count_as_before in kept:
+        count_as_before()
 
 
 _CLIPPED_SCALED = (

@@ -362,6 +362,24 @@ class Engine:
             and scale is not None
         )
 
+    def begin(self, gradients: Gradients) -> bool:
+        """Has the device begin to measure, where it can settle the step (`settles`).
+
+        Returns:
+            Whether it has; for `decide`.
+        """
+        device, addressed = self.state.scale.device, gradients.addressed
+        assert addressed is not None
+        if self._settler is None or self._settler.device != device:
+            backend = cast("kernels.SettlingBackend", kernels.BACKENDS[device.type])
+            self._settler = backend.settler(device)
+        try:
+            largest = gradients.largest_finite
+            self._settler.begin(addressed, *self._rules, largest_finite=largest)
+        except kernels.KernelFailed:  # The user has been warned, and nothing has been decided.
+            return False
+        return True
+
     def decide(
         self,
         gradients: Gradients,
@@ -371,7 +389,7 @@ class Engine:
         model_ranks: ModelRanks | None = None,
         rank_groups: Sequence[RankGroup] = (),
         rating: Any = None,
-        on_device: bool = True,
+        on_device: bool | None = None,
         moves: bool = True,
     ) -> Verdict:
         """Measures all gradients together and decides; changes no gradient and no parameter.
@@ -385,19 +403,19 @@ class Engine:
                 with this one, each on a mesh of its own.
             rating: for a device that settles the step: "adam" or "sgd" and its tables, whose rates
                 are worked out on the way.
-            on_device: whether the device may settle the step, which counts it; not while a closure
-                may be evaluated again.
+            on_device: whether the device settles the step, which counts it, and has begun to
+                (`begin`). None if that is to be done here; False while a closure may be evaluated
+                again.
             moves: whether the scale may move on with this step; a GradScaler moves it later.
         """
-        if (
-            on_device
-            and overflow is None
-            and model_ranks is None
-            and not rank_groups
-            and self.settles(gradients)
-        ):
+        if on_device is None:
+            alone = overflow is None and model_ranks is None and not rank_groups
+            on_device = alone and self.settles(gradients) and self.begin(gradients)
+        if on_device:
             try:
-                return self._settled(gradients, unscaled=unscaled, rating=rating, moves=moves)
+                return self._settled(
+                    gradients, unscaled=unscaled, overflow=overflow, rating=rating, moves=moves
+                )
             except kernels.KernelFailed:  # The user has been warned, and nothing has been decided.
                 pass
         home, policy = self.state.scale.device, self.clip_policy
@@ -680,25 +698,29 @@ class Engine:
         return StepRecord(row, overflow, lambda: statistics)
 
     def _settled(
-        self, gradients: Gradients, *, unscaled: bool, rating: Any, moves: bool
+        self,
+        gradients: Gradients,
+        *,
+        unscaled: bool,
+        overflow: Tensor | None,
+        rating: Any,
+        moves: bool,
     ) -> Verdict:
         """The step as the device settles it, by the policies' rules."""
         device, addressed = self.state.scale.device, gradients.addressed
         assert addressed is not None
+        assert self._settler is not None
         self.streak.move_to(device)
-        if self._settler is None or self._settler.device != device:
-            backend = cast("kernels.SettlingBackend", kernels.BACKENDS[device.type])
-            self._settler = backend.settler(device)
         decision, record = self._settler.settle(
             addressed,
             *self._rules,
             self.state,
-            largest_finite=gradients.largest_finite,
             streak=self.streak.count,
             steps=self.steps,
             loss=self.losses.as_one(device),
             unscaled=unscaled,
             moves=moves,
+            overflow=overflow,
             rating=rating,
         )
         captured = capturing()

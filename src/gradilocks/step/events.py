@@ -105,6 +105,9 @@ class Step:
     """At the end: whether they were left so by a clip policy, on finite gradients."""
     statistics: Statistics | None = None
     """For listeners: what one of them has measured, if the driver is no control."""
+    is_finite: bool | None = None
+    """For listeners: whether there is no NaN and no Inf in `statistics`; None if the host does not
+    know yet."""
     clipped_statistics: Statistics | None = None
     """For listeners: the same of the gradients as they are now, if `statistics` are of before a
     clip."""

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from gradilocks import kernels
+from gradilocks.kernels.chunks import AddressedTensors
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.kernels.reference import any_double, summarize
 from gradilocks.values import Measurement, Statistics, moved
 
-__all__ = ["measure"]
+__all__ = ["measure", "statistics_of"]
 
 
 def measure(
@@ -33,11 +34,22 @@ def measure(
     Returns:
         The Measurement, on `home`; nothing waits.
     """
-    places, double = kernels.by_device(tensors), any_double(tensors)
+    found = statistics_of(tensors, home=home, order=order, detail=detail)
+    return summarize(found, order=order, double=any_double(tensors))
+
+
+def statistics_of(
+    tensors: Sequence[Tensor], *, home: torch.device, order: float = 2.0, detail: bool = False
+) -> Statistics:
+    """What is in each of them, as `measure` has it, without what all of them have together."""
+    if isinstance(tensors, AddressedTensors):
+        backend = kernels.BACKENDS[tensors.at.device.type]
+        return _moved(backend.measure(tensors, order=order, detail=detail), home)
+    places = kernels.by_device(tensors)
     if len(places) == 1:
         (device,) = places
         found = kernels.BACKENDS[device.type].measure(tensors, order=order, detail=detail)
-        return summarize(_moved(found, home), order=order, double=double)
+        return _moved(found, home)
     parts = [
         _moved(
             kernels.BACKENDS[device.type].measure(
@@ -48,8 +60,7 @@ def measure(
         for device, indices in places.items()
     ]
     order_of_parts = [i for indices in places.values() for i in indices]
-    merged = _merged(parts, order_of_parts, home=home, detail=detail)
-    return summarize(merged, order=order, double=double)
+    return _merged(parts, order_of_parts, home=home, detail=detail)
 
 
 def _moved(found: Statistics, home: torch.device) -> Statistics:

@@ -306,7 +306,9 @@ class Streak:
         self._together = together
         self.count = torch.zeros((), dtype=torch.int32, device="cpu")
         self._until_reading = limit or 0
-        self._recent: deque[Tensor] = deque(maxlen=min(limit, 1000) if limit else 1)
+        self._recent: deque[Tensor | Callable[[], Tensor]] = deque(
+            maxlen=min(limit, 1000) if limit else 1
+        )
         self._coming: HostCopy | None = None
         self._age = 0  # How many steps ago it was sent for.
 
@@ -324,7 +326,7 @@ class Streak:
 
     def watch(self, record: StepRecord) -> bool:
         """As `note`, after a step that has been counted already."""
-        self._recent.append(record.row)
+        self._recent.append(record.kept_row)
         if self.limit is None:
             return False
         self._until_reading -= 1
@@ -370,7 +372,8 @@ class Streak:
     def symptoms(self) -> list[Symptom]:
         """The non-finite steps of the present run of them, oldest first."""
         found: list[Symptom] = []
-        for row in reversed(self._recent):
+        for kept in reversed(self._recent):
+            row = kept if isinstance(kept, Tensor) else kept()
             numbers = dict(zip(ROW, fetch(row), strict=False))
             if numbers["skip"] != 1.0:
                 break

@@ -70,6 +70,7 @@ def own_step(optimizer: Any) -> OwnStep | None:
     (profiler and step hooks, `no_grad`, an LR scheduler's note that a step was taken) are looked
     through: they call what they wrap, on the same object.
     """
+    global _latest
     kind: Any = type(optimizer)
     if kind.__setattr__ is not _SET or kind.__getattribute__ is not _GET:
         return None
@@ -77,9 +78,12 @@ def own_step(optimizer: Any) -> OwnStep | None:
         attributes = _GET(optimizer, "__dict__")
     except AttributeError:
         return None
-    step = attributes.get("step")
+    step, by_itself = attributes.get("step"), False
     if step is None:
-        step = getattr(kind, "step", None)
+        step, by_itself = getattr(kind, "step", None), True
+        latest = _latest
+        if latest[0] is kind and latest[1] is step:
+            return latest[2]
     elif isinstance(step, MethodType):  # As accelerate leaves it after a step.
         step = step.__func__ if step.__self__ is optimizer else None
     else:
@@ -94,6 +98,8 @@ def own_step(optimizer: Any) -> OwnStep | None:
         found = by_class[kind] = _examine(step, kind)
     if found.reads_decision and not found.is_proven and _may_step_another(optimizer, attributes):
         return dataclasses.replace(found, reads_decision=False)
+    if by_itself and found.is_proven:
+        _latest = kind, step, found
     return found
 
 
@@ -186,6 +192,9 @@ def weakly(optimizer: Any) -> Callable[[], Any]:
 # What was found, by function and class, and only as long as they live.
 _examined: weakref.WeakKeyDictionary[FunctionType, weakref.WeakKeyDictionary[type, OwnStep]]
 _examined = weakref.WeakKeyDictionary()
+# The latest class whose own step is known code: the same one asks several times a step, and a look
+# into two weak dictionaries takes 1.5 µs.
+_latest: tuple[Any, Any, OwnStep | None] = (None, None, None)
 _ours: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 _guards: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 

@@ -125,7 +125,7 @@ def apply_in_place(decision: Decision, tensors: Sequence[Tensor]) -> None:
 def _multiply(decision: Decision, tensors: Sequence[Tensor]) -> None:
     """One pass, none if the multiplier is 1."""
     for device, places in kernels.by_device(tensors).items():
-        on_device = [tensors[place] for place in places]
+        on_device = tensors if len(places) == len(tensors) else [tensors[i] for i in places]
         kernels.BACKENDS[device.type].multiply_(on_device, decision.multiplier.to(device))
 
 
@@ -133,7 +133,7 @@ def _apply_bound(decision: Decision, tensors: Sequence[Tensor]) -> None:
     """Bounds the elements of the gradients as they stand."""
     assert decision.bound is not None
     for device, places in kernels.by_device(tensors).items():
-        on_device = [tensors[place] for place in places]
+        on_device = tensors if len(places) == len(tensors) else [tensors[i] for i in places]
         kernels.BACKENDS[device.type].clamp_(on_device, decision.bound.to(device))
 
 
@@ -147,7 +147,7 @@ def _apply_factors(decision: Decision, tensors: Sequence[Tensor], *, begin: int)
         return
     factors = decision.factors[begin : begin + len(tensors)]
     for device, places in kernels.by_device(tensors).items():
-        on_device = [tensors[place] for place in places]
+        on_device = tensors if len(places) == len(tensors) else [tensors[i] for i in places]
         mine = factors
         if len(places) != len(tensors):
             mine = factors[numbers_on(factors.device, tuple(places), torch.int64)]

@@ -1,0 +1,100 @@
+// How the chunks of many tensors are shared out among torch's threads.
+#include "cpu_chunks.h"
+
+#include <ATen/Parallel.h>
+#include <pthread.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <atomic>
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+namespace gradilocks {
+
+namespace {
+
+// What a chunk costs besides its elements, in elements: 20 ns.
+constexpr int64_t CHUNK_COST = 64;
+
+// Lets a thread treat subnormal numbers as another does (torch.set_flush_denormal holds for one
+// thread alone), so that results do not depend on the number of threads.
+#if defined(__SSE__)
+class SameRounding {
+ public:
+  explicit SameRounding(unsigned wanted) : before_(_mm_getcsr()) { _mm_setcsr(wanted); }
+  ~SameRounding() { _mm_setcsr(before_); }
+  SameRounding(const SameRounding&) = delete;
+  SameRounding& operator=(const SameRounding&) = delete;
+  static unsigned here() { return _mm_getcsr(); }
+
+ private:
+  unsigned before_;
+};
+#else
+class SameRounding {
+ public:
+  explicit SameRounding(unsigned) {}
+  ~SameRounding() {}
+  static unsigned here() { return 0; }
+};
+#endif
+
+// A fork takes one thread along, and libgomp then waits for ever for the others of its pool: where
+// there were others, the child computes on one. torch's own operators open a parallel region for
+// large tensors alone, so that a small model steps in a child; with ours it must too.
+bool forks_with_threads = false;
+std::atomic<bool> pool_is_lost{false};
+
+void before_fork() {
+  struct stat told;  // Its links are 2 and one for each thread.
+  forks_with_threads = stat("/proc/self/task", &told) != 0 || told.st_nlink > 3;
+}
+
+void in_child() {
+  if (forks_with_threads) {
+    pool_is_lost = true;
+  }
+}
+
+[[maybe_unused]] const int forks_are_watched = pthread_atfork(before_fork, nullptr, in_child);
+
+}  // namespace
+
+Chunks::Chunks(const int64_t* sizes, const int64_t* given, int64_t count, int64_t chunk,
+               bool any_double)
+    : codes(given, given + count), is_double(any_double), weights_{0} {
+  begin.reserve(static_cast<size_t>(count) + 1);
+  for (int64_t tensor = 0; tensor < count; ++tensor) {
+    begin.push_back(static_cast<int64_t>(chunks.size()));
+    if (codes[tensor] < 0) {
+      continue;
+    }
+    for (int64_t start = 0; start < sizes[tensor]; start += chunk) {
+      const int64_t length = std::min(chunk, sizes[tensor] - start);
+      chunks.push_back({tensor, start, length});
+      weights_.push_back(weights_.back() + length + CHUNK_COST);
+    }
+  }
+  begin.push_back(static_cast<int64_t>(chunks.size()));
+}
+
+void Chunks::run(int64_t grain, const std::function<void(int64_t, int64_t)>& work) const {
+  if (pool_is_lost) {
+    work(0, static_cast<int64_t>(chunks.size()));
+    return;
+  }
+  const unsigned rounding = SameRounding::here();
+  // Each thread gets one stretch, the same at every call, so that what it has read is in its cache
+  // when it comes to write. A chunk belongs to the stretch in which it begins.
+  at::parallel_for(0, weights_.back(), grain, [&](int64_t from, int64_t to) {
+    const SameRounding same(rounding);
+    const auto first = std::lower_bound(weights_.begin(), weights_.end() - 1, from);
+    const auto last = std::lower_bound(first, weights_.end() - 1, to);
+    work(first - weights_.begin(), last - weights_.begin());
+  });
+}
+
+}  // namespace gradilocks

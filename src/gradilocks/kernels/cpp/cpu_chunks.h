@@ -1,0 +1,38 @@
+// Tensors cut into chunks, and the one loop over the chunks of all of them, on torch's own threads.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace gradilocks {
+
+struct Chunk {
+  int64_t tensor;
+  int64_t start;   // Of its elements in the tensor.
+  int64_t length;  // Of them.
+};
+
+// The chunks of tensors of given sizes: runs of at most `chunk` elements of one tensor, tensor by
+// tensor. Nothing here depends on the number of threads.
+class Chunks {
+ public:
+  // `codes`: what a kernel is to know of each tensor; below 0 leaves it out.
+  Chunks(const int64_t* sizes, const int64_t* codes, int64_t count, int64_t chunk, bool is_double);
+
+  // Calls `work` with the first chunk of a run and the one after its last, until all are done, on
+  // as many threads as torch uses, or on this one alone in a child of a fork that lost the others.
+  // `grain`: so few elements are not worth a thread of their own.
+  void run(int64_t grain, const std::function<void(int64_t, int64_t)>& work) const;
+
+  int64_t count() const { return static_cast<int64_t>(codes.size()); }
+
+  std::vector<Chunk> chunks;
+  std::vector<int64_t> codes;
+  std::vector<int64_t> begin;  // The first chunk of each tensor, and the number of all.
+  bool is_double;              // Whether one of the tensors is float64.
+
+ private:
+  std::vector<int64_t> weights_;  // Of the chunks before each, and of all.
+};
+
+}  // namespace gradilocks

@@ -1,0 +1,39 @@
+// Walks over Python's tensors. The only unit that includes torch's Python headers, which take most
+// of the time that building takes (10 s of g++ 12).
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "gradient_marks.h"
+#include "gradient_walk.h"
+#include "native.h"
+#include "parameter_marks.h"
+#include "weight_sample.h"
+
+namespace gradilocks {
+
+bool cuda_address(PyObject* given, int device, uint64_t* out) {
+  try {
+    if (!THPVariable_CheckExact(given)) {
+      PyErr_Format(PyExc_TypeError, "a launch takes tensors and numbers, got %s",
+                   Py_TYPE(given)->tp_name);
+      return false;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(given);
+    if (!tensor.is_cuda() || tensor.get_device() != device) {
+      PyErr_Format(PyExc_ValueError, "a launch on cuda:%d was given a tensor on %s", device,
+                   tensor.device().str().c_str());
+      return false;
+    }
+    *out = reinterpret_cast<uint64_t>(tensor.data_ptr());
+    return true;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return false;
+  }
+}
+
+bool add_tensor_walk(PyObject* module) {
+  return add_gradient_walk(module) && add_gradient_marks(module) && add_parameter_marks(module) &&
+         add_weight_sample(module);
+}
+
+}  // namespace gradilocks
