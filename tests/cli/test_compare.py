@@ -158,7 +158,9 @@ def test_one_file_is_a_usage_error_and_a_bad_one_a_clear_line(two, tmp_path):
     alone = run("compare", two[0])
     assert alone.returncode == 2
     assert f"expected two run files or more, got one: {two[0]}." in alone.stderr
-    assert run("compare").returncode == 2
+    empty = tmp_path / "empty"  # Without a file, those of the folder are compared.
+    empty.mkdir()
+    assert run("compare", cwd=empty).returncode == 2
     (tmp_path / "bad").write_text("no\n")
     for bad in (tmp_path / "bad", tmp_path / "absent", tmp_path):
         done = run("compare", two[0], bad)

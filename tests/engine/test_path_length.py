@@ -110,7 +110,7 @@ def way(request, monkeypatch):
 
 
 # Where C++ settles the step, the way is that of a GPU: a table of addresses, a settler. It is more
-# calls, of a third of the time: what plain torch does in sixty operations is one of them.
+# calls and less time: what plain torch does in sixty operations is one of them.
 STEP = {"plain torch": 60, "C++": 70}
 # The guard against unscaling twice has methods, of which C++ has its own: up to ten calls more.
 ITERATION = {"plain torch": 90, "C++": 102}

@@ -222,8 +222,14 @@ def test_a_run_file_of_a_header_alone_has_a_page(
 
 
 def test_a_missing_argument_and_a_useless_option_are_usage_errors(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    empty = tmp_path / "empty"  # Without a file, the latest run of the folder is meant.
+    empty.mkdir()
+    monkeypatch.chdir(empty)
     assert main(["report"]) == 2
     assert main(["report", str(run_file), "--json", "--open"]) == 2
     assert "--open needs a page" in capsys.readouterr().err
