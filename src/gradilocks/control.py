@@ -76,13 +76,17 @@ from gradilocks.step.own_step import inner_optimizers
 from gradilocks.step.rank_drift import LoadCount
 from gradilocks.step.rank_losses import LossExchange, exchange_for
 from gradilocks.step.replica_check import Holdings, ReplicaCheck, check_every
-from gradilocks.step.table import Gradients, every_parameter, parameter_list
+from gradilocks.step.table import (
+    Gradients,
+    every_parameter,
+    first_parameter,
+    peek_parameters,
+)
 from gradilocks.step.together import Together
 from gradilocks.step.update import (
     apply_in_place,
     refuse_unscaling_float16,
     takes_decision,
-    takes_directly,
     update,
 )
 from gradilocks.values import SharedDetail
@@ -666,7 +670,7 @@ class GradientControl:
         """
         whole = self._whole(only)
         for each in (whole, *whole._parts.values()):
-            each._order.note_unscaled(parameter_list(each._optimizers))
+            each._order.note_unscaled(peek_parameters(each._optimizers))
 
     @eager
     def norm(self, only: Any = None) -> Tensor:
@@ -944,10 +948,10 @@ class GradientControl:
             self._move_on()
         if parts:
             for part in parts:
-                part._order.note_loss(parameter_list(part._optimizers))
+                part._order.note_loss(peek_parameters(part._optimizers))
         elif self._engine.scales:
-            self._order.check_backward(parameter_list(self._optimizers))
-        first = next(self._all_parameters(), None)
+            self._order.check_backward(peek_parameters(self._optimizers))
+        first = first_parameter(self._optimizers)
         if first is None and self._optimizers:
             check_parameters((), self._names)
             raise AssertionError("an optimizer without parameters was not refused")
@@ -990,7 +994,7 @@ class GradientControl:
         part = self._parts[id(mine)]
         part._engine.follow(self._engine.state)
         part._engine.losses = copy.copy(self._engine.losses)
-        part._order.look_again(parameter_list(part._optimizers))
+        part._order.look_again(peek_parameters(part._optimizers))
         return part
 
     def _mine(self, optimizer: Any) -> Any:
@@ -1085,7 +1089,7 @@ class GradientControl:
 
     def _step_apart(self, part: GradientControl, closure: Callable[[], Tensor] | None) -> Outcome:
         """A step of one optimizer alone."""
-        part._order.check_leftovers(parameter_list(part._optimizers))
+        part._order.check_leftovers(peek_parameters(part._optimizers))
         try:
             return part._step_by(self, closure)
         finally:
@@ -1118,7 +1122,7 @@ class GradientControl:
 
     def _is_stepped(self) -> bool:
         """Whether the gradients that are there are those of the latest step, if there are any."""
-        return self._order.is_stepped(parameter_list(self._optimizers))
+        return self._order.is_stepped(peek_parameters(self._optimizers))
 
     def _move_on(self) -> None:
         """Moves the scale on by the steps of single optimizers since it last moved.
@@ -1135,8 +1139,8 @@ class GradientControl:
         before = engine.state.scale.clone()
         engine.advance_scale(judged)
         for part in self._parts.values():
-            part._order.look_again(parameter_list(part._optimizers))
-            if part._order.waits(parameter_list(part._optimizers)):
+            part._order.look_again(peek_parameters(part._optimizers))
+            if part._order.waits(peek_parameters(part._optimizers)):
                 gradients, _ = part._find(inside=True, steps=False)
                 with torch.no_grad():
                     multiply_(gradients, engine.state.scale / before)
@@ -1225,12 +1229,12 @@ class GradientControl:
             seen = self._seen if self._order.unscaled else None
             if seen is not None:
                 overflow = seen.flag(engine.state.scale.device)
-            settles = model_ranks is None and engine.settles(gradients)
-            settles = settles and engine.begin(gradients)
+            settles = model_ranks is None and engine.begin(gradients)
             if settles:
-                direct = takes_directly(self._optimizers)
+                own: Any = self._optimizers[0]
+                direct = own is gradients.found_by and bool(own.is_direct())
                 # Work out an optimizer's rates where the step is settled: one launch less.
-                rating = self._optimizers[0].ready(gradients) if direct else None
+                rating = own.ready(gradients) if direct else None
             verdict = engine.decide(
                 gradients,
                 unscaled=self._order.unscaled,
@@ -1304,7 +1308,9 @@ class GradientControl:
                 # Of a pipeline's stages only the last has a loss: the ranks ask each other.
                 # Where nobody has said that ranks hold different parts, all have a loss.
                 own = model_ranks is None or self._engine.scaled_here
-                if own or (gradients.params and not self._engine.elsewhere):
+                if not self._order.scaled and (
+                    own or (gradients.params and not self._engine.elsewhere)
+                ):
                     self._order.check_scaled("step()")
                 if torch.float16 in gradients.dtypes:
                     self._refuse_float16(gradients, inside)
@@ -1315,7 +1321,7 @@ class GradientControl:
                 self._engine.refuse(model_ranks)
             raise
         if not self._engine.scales:  # No loss was scaled, which would have brought the state there.
-            first = next(self._all_parameters(), None)
+            first = first_parameter(self._optimizers)
             if first is not None:
                 self._engine.move_to(first.device)
         return gradients, model_ranks

@@ -21,7 +21,7 @@ from gradilocks import (
     StaticScale,
 )
 from gradilocks.step.own_step import inner_optimizers
-from gradilocks.step.update import takes_decision, takes_directly, takes_scaler
+from gradilocks.step.update import takes_decision, takes_scaler
 from tests.control.gradient_scripts import INF, NAN, assert_same, control_step, loss_making
 from tests.control.optimizer_wrappers import (
     MAKERS,
@@ -136,7 +136,6 @@ def test_no_wrapper_is_taken_for_the_optimizer_inside(wrap, name):
     wrapper = wrap(MAKERS[name](two_parameters()))
     assert not takes_decision(wrapper)
     assert not takes_scaler(wrapper)
-    assert not takes_directly([wrapper])
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -94,7 +94,7 @@ class Settling:
 
         self.count = 0
         self.allowed = True
-        settles = Engine.settles
+        begin = Engine.begin
 
         def counting(settle):
             def counted(*args, **options):
@@ -104,7 +104,7 @@ class Settling:
             return counted
 
         def guarded(*args):
-            return self.allowed and settles(*args)
+            return self.allowed and begin(*args)
 
         settlers = [triton_settle.Settler]
         if native.library() is not None:
@@ -113,7 +113,7 @@ class Settling:
             settlers.append(native_backend.Settler)
         for settler in settlers:
             monkeypatch.setattr(settler, "settle", counting(settler.settle))
-        monkeypatch.setattr(Engine, "settles", guarded)
+        monkeypatch.setattr(Engine, "begin", guarded)
 
 
 def read_at_once(monkeypatch):

@@ -111,6 +111,10 @@ def trained(device, make, *, before_step=None, at=None):
         control.backward(model(inputs).square().sum())
         if number == at:
             before_step()
+            # As where tensors of other kinds have come: launches are made anew.
+            control._engine._settler = None
+            if getattr(optimizer, "_plan", None) is not None:
+                optimizer._plan._kept.clear()
         outcome = control.step()
         told.append((outcome.step, outcome.skipped, outcome.clipped))
         norms.append(outcome.norm)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -126,8 +126,9 @@ class OptimizerKernels(Protocol):
         rates: Tensor,
         skip: Tensor | None,
         divisor: Tensor | None,
+        kept: dict[Hashable, Any],
     ) -> None:
-        """Steps every tensor by "adam" or "sgd"."""
+        """Steps every tensor by "adam" or "sgd"; `kept` is what it may keep for the next step."""
 
 
 class SettlingBackend(Backend, Protocol):

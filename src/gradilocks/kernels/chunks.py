@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradilocks.kernels import native, pieces
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
-from gradilocks.kernels.host_numbers import send, stream_of
+from gradilocks.kernels.host_numbers import send, send_into, stream_of
 
 __all__ = [
     "CHUNK",
@@ -204,6 +204,8 @@ class Addresses:
         self._listed: tuple[Tensor, list[int]] | None = None
         self._located: dict[int | None, Located] = {}
         self._in_captures: set[int | None] = set()
+        # Pointers on the device that nobody else knows, and the stream that they were sent on.
+        self._own: tuple[Tensor, int | None] | None = None
         self._parts: dict[tuple[int, int], tuple[Tensor, Addresses]] = {}
 
     @property
@@ -217,17 +219,22 @@ class Addresses:
     @property
     def located(self) -> Located:
         """The tensors as the kernels that measure see them."""
-        return self.located_in(None)
+        found = self._located.get(None)
+        return self.located_in(None) if found is None or capturing() else found
 
     def located_in(self, chunk: int | None) -> Located:
         """The tensors in chunks of so many elements; None for what is best for measuring."""
         found = self._located.get(chunk)
         if found is None:
             found = _placed(self.sizes, self.kinds, self.numbers, self.device, chunk)
+            if self._own is not None:  # All have the same: they change together.
+                found = found._replace(pointers=self._own[0])
             self._located[chunk] = found
             if chunk is not None and capturing():
                 self._in_captures.add(chunk)
-        keep_if_captured(found)
+        if capturing():
+            keep_if_captured(found)
+            self._own = None  # A graph will read there whenever it is replayed.
         return found
 
     @functools.cached_property
@@ -239,7 +246,9 @@ class Addresses:
         """Tensors of the same sizes and kinds that lie elsewhere, or there."""
         made = Addresses(numbers, self.kinds, self.sizes, self.device)
         made._located, made._in_captures = dict(self._located), set(self._in_captures)
-        if not torch.equal(numbers, self.numbers):
+        if torch.equal(numbers, self.numbers):
+            self._own = None  # From here on both read there.
+        else:
             made.change(numbers)
         return made
 
@@ -264,15 +273,21 @@ class Addresses:
             numbers: the address of each tensor, as before.
         """
         self.numbers = numbers
-        known, self._located = self._located, {}
         for chunk in self._in_captures:  # What a graph sends is there only when it is replayed.
-            known.pop(chunk, None)
+            self._located.pop(chunk, None)
         self._in_captures.clear()
-        if known:
-            pointers = send(numbers, self.device)
-            self._located = {
-                chunk: each._replace(pointers=pointers) for chunk, each in known.items()
-            }
+        if not self._located:
+            return
+        stream, captured = stream_of(self.device), capturing()
+        if self._own is not None and self._own[1] == stream and not captured:
+            # Behind all that reads the old ones, which was queued on the same stream.
+            send_into(self._own[0], numbers, stream)
+            return
+        pointers = send(numbers, self.device)
+        self._own = None if captured else (pointers, stream)
+        self._located = {
+            chunk: each._replace(pointers=pointers) for chunk, each in self._located.items()
+        }
 
 
 class AddressedTensors(Sequence[Tensor]):
@@ -327,7 +342,8 @@ def note_written(tensors: Sequence[Tensor]) -> None:
     if library is None:
         torch.autograd.graph.increment_version(tensors)
     else:
-        library.count_write(tensors.held if isinstance(tensors, AddressedTensors) else tensors)
+        # Not isinstance: for a list it would ask the abstract class, in Python.
+        library.count_write(tensors.held if type(tensors) is AddressedTensors else tensors)
 
 
 def locate(tensors: Sequence[Tensor], *, chunk: int | None = None) -> Located:

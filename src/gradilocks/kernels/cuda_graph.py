@@ -51,9 +51,10 @@ class keeping:  # noqa: N801 (a context, as `torch.no_grad` is)
         self._kept = kept
 
     def __enter__(self) -> None:
-        self._before, _keepers.captured = _keepers.captured, None
+        self._before = _keepers.captured
         _keepers.stack.append(self._kept)
-        _keepers.captured = capturing()
+        ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        _keepers.captured = ready and torch.cuda.is_current_stream_capturing()
 
     def __exit__(self, *_: object) -> None:
         _keepers.captured = self._before

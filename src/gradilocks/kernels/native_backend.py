@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -269,6 +269,7 @@ class Optimizers:
         rates: Tensor,
         skip: Tensor | None,
         divisor: Tensor | None,
+        kept: dict[Hashable, Any],
     ) -> None:
         """Steps every tensor.
 
@@ -280,11 +281,12 @@ class Optimizers:
             rates: as `launch_rates` leaves them.
             skip: 0-d float32; None to step whatever comes.
             divisor: 0-d float32; None to take the gradients as they are.
+            kept: what was made for the chunking at an earlier step; of whoever steps.
         """
-        chunks = chunking.launches.get(_STEPPED)
+        chunks = kept.get(chunking)
         if chunks is None:
-            chunks = chunking.launches[_STEPPED] = [_cut(chunking, _step_code)]
-        chunks[0].step(
+            chunks = kept[chunking] = _cut(chunking, _step_code)
+        chunks.step(
             OPTIMIZERS[kernel], *map(_address, (places, gradients, rates)),
             0 if skip is None else _address(skip), 0 if divisor is None else _address(divisor),
         )  # fmt: skip
@@ -306,7 +308,7 @@ def try_out(device: torch.device) -> None:
         raise RuntimeError(f"the kernels give {found.norms} where {norm} is right")
 
 
-_MEASURED, _STEPPED = "native", "native step"
+_MEASURED = "native"
 _MOVING = (torch.float32, torch.int32, torch.int32, torch.int32, torch.int64)
 """Of scale, growth tracker, hysteresis, streak and count of steps."""
 

@@ -41,7 +41,7 @@ from gradilocks.kernels import native
 from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.kernels.failure import KernelFailed, report
 
-__all__ = ["TYPES", "Launch", "launch_for", "takes_addresses", "unspecialized"]
+__all__ = ["TYPES", "BoundLaunch", "Launch", "launch_for", "takes_addresses", "unspecialized"]
 
 TYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
@@ -106,6 +106,32 @@ class Launch:
         ):
             self._launch(programs, device, args)
 
+    def bind(
+        self,
+        programs: int,
+        device: torch.device,
+        args: tuple[Any, ...],
+        changing: tuple[int, ...] = (),
+    ) -> BoundLaunch:
+        """The same launch again and again, of which some arguments change.
+
+        Args:
+            programs, device: as in a call.
+            args: the others are not looked at again, and are held.
+            changing: the places of those that each call brings.
+        """
+        return BoundLaunch(self, programs, device, args, changing)
+
+    def quick(
+        self, programs: int, index: int, args: tuple[Any, ...], changing: tuple[int, ...]
+    ) -> Callable[..., object] | None:
+        """What launches on these arguments from C++; None if that is not built, or not trusted."""
+        bind: Any = getattr(self._trusted.get(index), "bind", None)
+        bound: Callable[..., object] | None = (
+            None if bind is None else bind(programs, args, changing)
+        )
+        return bound
+
     def _launch(self, programs: int, device: torch.device, args: tuple[Any, ...]) -> None:
         index = device.index
         if device.type != "cuda":  # Interpreted.
@@ -138,6 +164,45 @@ class Launch:
 
     def _as_documented(self, programs: int, args: tuple[Any, ...]) -> Any:
         return self._kernel[(programs,)](*args, num_warps=self._warps, **self._constants)
+
+
+class BoundLaunch:
+    """A kernel with its programs and arguments, called with those of them that have changed.
+
+    Made by `Launch.bind`. From its second call on C++ hands the driver what it has read from the
+    arguments at the first, where that is built.
+    """
+
+    __slots__ = ("_args", "_changing", "_device", "_index", "_launch", "_programs", "_quick")
+
+    def __init__(
+        self,
+        launch: Launch,
+        programs: int,
+        device: torch.device,
+        args: tuple[Any, ...],
+        changing: tuple[int, ...],
+    ) -> None:
+        self._launch, self._programs, self._device = launch, programs, device
+        self._changing, self._index = changing, device.index
+        # What is given at each call need not be held.
+        self._args = tuple([0 if k in changing else arg for k, arg in enumerate(args)])
+        self._quick: Callable[..., object] | None = None
+
+    def __call__(self, *changed: Any) -> None:
+        """Runs it on the device's current stream; `changed` in the order of `changing`."""
+        index, quick = self._index, self._quick
+        if (
+            quick is None
+            or current_device() != index
+            or quick(current_stream(index), *changed) is False
+        ):
+            args = list(self._args)
+            for place, value in zip(self._changing, changed, strict=True):
+                args[place] = value
+            self._launch(self._programs, self._device, *args)
+            if quick is None:
+                self._quick = self._launch.quick(self._programs, index, self._args, self._changing)
 
 
 def by_driver(compiled: Any, index: int, args: tuple[Any, ...]) -> Callable[..., object] | None:

@@ -21,9 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gradilocks.kernels.chunks import ORDERS, Chunking, Located
-from gradilocks.kernels.triton_launch import TYPES, Launch, launch_for, unspecialized
+from gradilocks.kernels.triton_launch import TYPES, BoundLaunch, Launch, launch_for, unspecialized
 
 __all__ = [
+    "bound_measuring",
     "change_located",
     "gather",
     "gather_kernel",
@@ -55,6 +56,25 @@ def measure_located(
         multiplier: 0-d; what they are multiplied by first.
         order: 1, 2 or inf.
     """
+    for launch, programs, args in _measuring(located, scratch, multiplier, order):
+        launch(programs, located.device, *args)
+
+
+def bound_measuring(
+    located: Located, scratch: tuple[Tensor, Tensor], *, order: float
+) -> list[BoundLaunch]:
+    """The launches of `measure_located`, to be made again and again."""
+    device = located.device
+    return [
+        launch.bind(programs, device, args)
+        for launch, programs, args in _measuring(located, scratch, None, order)
+    ]
+
+
+def _measuring(
+    located: Located, scratch: tuple[Tensor, Tensor], multiplier: Tensor | None, order: float
+) -> list[tuple[Launch, int, tuple[Any, ...]]]:
+    """Launches, each with its programs and arguments; raises KernelFailed if one cannot be made."""
     chunking, device = located.chunking, located.device
     key = (order, None if multiplier is None else multiplier.dtype)
     args = (
@@ -64,12 +84,14 @@ def measure_located(
     launches = chunking.launches.get(key)
     if launches is None:
         power = ORDERS[order]
-        launches = [_measuring(b.kind, chunking.chunk, power, multiplier) for b in chunking.buckets]
+        launches = [_launch(b.kind, chunking.chunk, power, multiplier) for b in chunking.buckets]
         for launch in launches:
             launch.prepare(device, *args, 0, chunking.chunks)
         chunking.launches[key] = launches
-    for bucket, launch in zip(chunking.buckets, launches, strict=True):
-        launch(bucket.chunks, device, *args, bucket.first, chunking.chunks)
+    return [
+        (launch, bucket.chunks, (*args, bucket.first, chunking.chunks))
+        for bucket, launch in zip(chunking.buckets, launches, strict=True)
+    ]
 
 
 def scratch_for(located: Located) -> tuple[Tensor, Tensor]:
@@ -81,7 +103,7 @@ def scratch_for(located: Located) -> tuple[Tensor, Tensor]:
     )
 
 
-def _measuring(kind: Any, chunk: int, power: int, multiplier: Tensor | None) -> Launch:
+def _launch(kind: Any, chunk: int, power: int, multiplier: Tensor | None) -> Launch:
     dtype, align = kind
     return launch_for(
         measure_kernel, WARPS, None if multiplier is None else multiplier.dtype,

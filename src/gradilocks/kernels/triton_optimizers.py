@@ -14,6 +14,8 @@ at all is done if the step is skipped, and the gradients are never written.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradilocks.kernels.chunks import Chunking
-from gradilocks.kernels.triton_launch import TYPES, Launch, launch_for, unspecialized
+from gradilocks.kernels.triton_launch import TYPES, BoundLaunch, Launch, launch_for, unspecialized
 
 __all__ = [
     "adam_kernel",
@@ -373,6 +375,7 @@ def launch_step(
     rates: Tensor,
     skip: Tensor | None,
     divisor: Tensor | None,
+    kept: dict[Hashable, Any],
 ) -> None:
     """Steps every tensor: one launch for those that have dtypes and flags in common.
 
@@ -384,7 +387,27 @@ def launch_step(
         rates: as `launch_rates` leaves them.
         skip: 0-d float32; None to step whatever comes.
         divisor: 0-d float32; None to take the gradients as they are.
+        kept: the launches of the last step and what they were made for; of whoever steps.
     """
+    given = (places, gradients, rates, skip, divisor)
+    before, launches = kept.get(chunking, ((), ()))
+    if len(before) != len(given) or any(map(operator.is_not, before, given)):
+        launches = _bound_steps(kernel, chunking, *given)
+        kept[chunking] = given, launches
+    for launch in launches:
+        launch()
+
+
+def _bound_steps(
+    kernel: str,
+    chunking: Chunking,
+    places: Tensor,
+    gradients: Tensor,
+    rates: Tensor,
+    skip: Tensor | None,
+    divisor: Tensor | None,
+) -> list[BoundLaunch]:
+    """The launches of `launch_step`."""
     key = (kernel, skip is None, divisor is None)
     args = (
         places, gradients, chunking.sizes, chunking.owner, chunking.index, rates,
@@ -398,8 +421,10 @@ def launch_step(
         for launch in launches:
             launch.prepare(chunking.device, *args, 0, chunking.count)
         chunking.launches[key] = launches
-    for bucket, launch in zip(chunking.buckets, launches, strict=True):
-        launch(bucket.chunks, chunking.device, *args, bucket.first, chunking.count)
+    return [
+        launch.bind(bucket.chunks, chunking.device, (*args, bucket.first, chunking.count))
+        for bucket, launch in zip(chunking.buckets, launches, strict=True)
+    ]
 
 
 def _stepping(kernel: str, chunking: Chunking, kind: Any, always: bool, unscaled: bool) -> Launch:

@@ -11,7 +11,7 @@ launches. What is measured comes from `triton_measure`; nothing is read back by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -24,8 +24,9 @@ from gradilocks.kernels.chunks import ORDERS, AddressedTensors, Located
 from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.kernels.host_numbers import numbers_on, send, stream_of
 from gradilocks.kernels.kernel_results import nonfinite_of, put_back, statistics_of
-from gradilocks.kernels.triton_launch import launch_for, unspecialized
+from gradilocks.kernels.triton_launch import BoundLaunch, Launch, launch_for, unspecialized
 from gradilocks.kernels.triton_measure import (
+    bound_measuring,
     gather,
     lanes_for,
     measure_located,
@@ -59,8 +60,12 @@ class Settler:
         self._results = (self._skip, self._divisor, self._multiplier)
         self._decision = Decision(self._skip, self._multiplier, divisor=self._divisor)
         self._prepared_for: tuple[object, ...] = ()
-        self._state: tuple[object, ...] = ()
+        self._located: Located | None = None
         self._rows = _Slab(_ROW, device)
+        # Launches on what stays from step to step, and for which state and optimizer.
+        self._measuring: list[BoundLaunch] = []
+        self._settling: dict[Hashable, BoundLaunch] = {}
+        self._settling_for: tuple[object, ...] = ()
 
     def begin(
         self, gradients: AddressedTensors, clip: Any, scale: Any, *, largest_finite: float
@@ -73,8 +78,11 @@ class Settler:
             largest_finite: what the gradients' dtypes hold.
         """
         located = gradients.at.located
-        self._prepare(located, clip, scale, largest_finite)
-        measure_located(located, self._scratch, order=clip.order)
+        wanted: tuple[object, ...] = (located.chunking, clip, scale, largest_finite)
+        if located is not self._located or wanted != self._prepared_for:
+            self._prepare(located, clip, scale, largest_finite)
+        for launch in self._measuring:
+            launch()
 
     def settle(
         self,
@@ -103,22 +111,43 @@ class Settler:
             overflow: 0-d; above 0 if NaN or Inf were found in the gradients before.
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
-        located, order, count = gradients.at.located, clip.order, len(gradients)
-        stream = stream_of(located.device)
-        (found, found_at), (row, row_at) = self._found.take(stream), self._rows.take(stream)
-        if self._state[:2] != (id(state), id(streak)):
+        located, count, captured = self._located, len(gradients), capturing()
+        assert located is not None
+        stream = stream_of(self.device)
+        found, found_at = self._found.take(stream, captured)
+        row, row_at = self._rows.take(stream, captured)
+        # Of an optimizer only its settings are replaced as long as its rates are where they were.
+        rates, settings = (None, row) if rating is None else (rating[1][3], rating[1][2])
+        if self._settling_for != (id(state), id(streak), id(rates)):
             moving = (state.scale, state.growth_tracker, state.hysteresis, streak, steps)
             # The kernel gets addresses: one of the host would be written to blindly.
             assert all(tensor.device == state.scale.device for tensor in moving)
             assert state.scale.device.type == self.device.type
-            self._reads = (self._arrived, self._numbers, *moving)
-            self._state = id(state), id(streak), state, streak
-        launch_settle(
-            located, self._scratch, found, row, Standing(self._reads, self._results), loss, rating,
-            order=order, clip=clip.max_norm is not None, dynamic=moves and scale.moves,
-            unscaled=unscaled, overflow=overflow, found_at=found_at, row_at=row_at,
+            self._standing = Standing((self._arrived, self._numbers, *moving), self._results)
+            self._settling_for = id(state), id(streak), id(rates)
+            self._held = state, streak, rates  # So that no other has their ids.
+            self._settling.clear()
+        # The kernel's constants, but for those that follow from the rules and from `rates`.
+        key = (
+            moves, unscaled, None if loss is None else loss.dtype,
+            None if overflow is None else overflow.dtype,
         )  # fmt: skip
-        keep_if_captured(self._reads, self._results, self._scratch)
+        launch = self._settling.get(key)
+        if launch is None:
+            kernel, args = settling(
+                located, self._scratch, found, row, self._standing, loss, rating,
+                order=clip.order, clip=clip.max_norm is not None, dynamic=moves and scale.moves,
+                unscaled=unscaled, overflow=overflow,
+            )  # fmt: skip
+            launch = kernel.bind(count, self.device, args, _CHANGING)
+            self._settling[key] = launch
+        launch(
+            found, row if loss is None else loss, row if overflow is None else overflow, row,
+            settings, found_at, row_at,
+        )  # fmt: skip
+        if captured:
+            keep_if_captured(self._standing, self._scratch)
+            self._located = None  # What a graph sends is there only when it is replayed.
         return self._decision, StepRecord(
             partial(torch.narrow, row, 0, row_at, _ROW),
             self._skip,
@@ -132,15 +161,15 @@ class Settler:
 
     def _prepare(self, located: Located, clip: Any, scale: Any, largest_finite: float) -> None:
         wanted: tuple[object, ...] = (located.chunking, clip, scale, largest_finite)
-        if wanted == self._prepared_for:
-            return
-        numbers = [float("inf") if clip.max_norm is None else clip.max_norm]
-        numbers += [largest_finite, *scale.numbers()]
-        host = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        self._numbers = send(host, self.device)
-        self._scratch = scratch_for(located)
-        self._found = _Slab(5 * located.chunking.count, self.device)
-        self._state = ()
+        if wanted != self._prepared_for:
+            numbers = [float("inf") if clip.max_norm is None else clip.max_norm]
+            numbers += [largest_finite, *scale.numbers()]
+            host = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+            self._numbers = send(host, self.device)
+            self._scratch = scratch_for(located)
+            self._found = _Slab(5 * located.chunking.count, self.device)
+        self._measuring = bound_measuring(located, self._scratch, order=clip.order)
+        self._located, self._settling_for = located, ()
         # What a graph sends is there only when it is replayed.
         self._prepared_for = () if capturing() else wanted
 
@@ -158,9 +187,9 @@ class _Slab:
         self._slots = max(1, min(64, _SLAB // width))
         self._next, self._stream = self._slots, cast("int | None", None)
 
-    def take(self, stream: int | None) -> tuple[Tensor, int]:
+    def take(self, stream: int | None, captured: bool) -> tuple[Tensor, int]:
         """float64, 1-d, and where in it the numbers of the next step begin."""
-        if capturing():  # A graph writes to the same place at each replay.
+        if captured:  # A graph writes to the same place at each replay.
             return torch.empty(self._width, dtype=torch.float64, device=self._device), 0
         if self._next == self._slots or stream != self._stream:
             size = self._slots * self._width
@@ -277,10 +306,12 @@ def _settle_spare(
         (spare.arrived, numbers, spare.scale, *spare.moving),
         (spare.skip if skip is None else skip, spare.divisor, coefficient),
     )
-    launch_settle(
+    launch, args = settling(
         located, scratch, found, row, standing, None, None, order=order,
-        clip=bound is not None, dynamic=False, unscaled=True, prepare_only=prepare_only,
+        clip=bound is not None, dynamic=False, unscaled=True,
     )  # fmt: skip
+    if not prepare_only:
+        launch(located.chunking.count, device, *args)
     keep_if_captured(spare, standing, scratch, found, located)
     return row[2], coefficient
 
@@ -294,7 +325,11 @@ class Standing(NamedTuple):
     """Skip, divisor, multiplier."""
 
 
-def launch_settle(
+_CHANGING = (4, 12, 13, 17, 20, 24, 25)
+"""Among the arguments: found, loss, overflow, row, settings, found_at, row_at."""
+
+
+def settling(
     located: Located,
     scratch: tuple[Tensor, Tensor],
     found: Tensor,
@@ -308,23 +343,24 @@ def launch_settle(
     dynamic: bool,
     unscaled: bool,
     overflow: Tensor | None = None,
-    found_at: int = 0,
-    row_at: int = 0,
-    prepare_only: bool = False,
-) -> None:
-    """Adds up what `measure_located` found, decides the step and moves the scale on: one launch.
+) -> tuple[Launch, tuple[Any, ...]]:
+    """What adds up what measuring found, decides the step and moves the scale on; its arguments.
+
+    A program a tensor. Both numbers at the end say where in `found` and `row` to begin.
 
     Args:
         located: the tensors.
-        scratch: as `measure_located` left it.
-        found: float64, to be filled from `found_at` on as `gather_kernel` says.
-        row: float64, to be filled from `row_at` on as `_settle` says.
+        scratch: as `measure_located` leaves it.
+        found: float64, to be filled as `gather_kernel` says.
+        row: float64, to be filled as `_settle` says.
         standing: what is read and moved on.
         loss: 0-d; to be looked at for NaN and Inf.
         rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         order, clip, dynamic, unscaled: which rules apply.
         overflow: 0-d; above 0 if the step is to be skipped whatever is found.
-        prepare_only: compile it, so that what comes before may be done.
+
+    Raises:
+        KernelFailed: it does not compile.
     """
     chunking = located.chunking
     key = (
@@ -336,8 +372,7 @@ def launch_settle(
     args = (
         chunking.begin, chunking.counts, *scratch, found,
         *standing.before_loss, row if loss is None else loss, row if overflow is None else overflow,
-        *standing.after_loss, row, *tables,
-        chunking.chunks, chunking.count, found_at, row_at,
+        *standing.after_loss, row, *tables, chunking.chunks, chunking.count, 0, 0,
     )  # fmt: skip
     launches = chunking.launches.get(key)
     if launches is None:
@@ -350,8 +385,7 @@ def launch_settle(
         )  # fmt: skip
         launch.prepare(located.device, *args)
         launches = chunking.launches[key] = [launch]
-    if not prepare_only:
-        launches[0](chunking.count, located.device, *args)
+    return launches[0], args
 
 
 @unspecialized

@@ -24,6 +24,9 @@ _AdamW = torch.optim.AdamW
 class _Adams(FusedOptimizer):
     kernel: ClassVar[str] = "adam"
     columns: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    reads: ClassVar[tuple[str, ...]] = (
+        "lr", "weight_decay", "betas", "eps", "decoupled_weight_decay", "amsgrad", "maximize",
+    )  # fmt: skip
 
     def flags(self, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
         return (

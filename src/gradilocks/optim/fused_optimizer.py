@@ -7,9 +7,10 @@ only when parameters, groups or state have been replaced.
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -83,6 +84,7 @@ freed, unless somebody frees what is in a storage. On a CPU every step looks at 
 
 
 _NUMBERS = {float, int}
+_FIXED = {float, int, bool, str, type(None)}
 _address = TensorBase.data_ptr
 
 
@@ -133,6 +135,11 @@ class Plan:
         self._numbers: list[float | None] = []
         self._every: list[list[Any]] = []
         self.settings = self.rates
+        # The groups' entries when their settings were last taken over: as long as each is the same
+        # object nothing of them has changed. None if one may change and stay the same object.
+        self._entries: list[Any] | None = None
+        self._is_unchanged = False  # As `fits` has seen it.
+        self._kept: dict[Hashable, Any] = {}
         self.own, more = optimizer.own_table(self)
         self._held = [*self._columns, more]
         # What a graph sends is there only when it is replayed: no other step can use such a plan.
@@ -160,9 +167,10 @@ class Plan:
 
     def fits(self, optimizer: Any, found: TableGradients) -> bool:
         """Whether parameters, groups and state are still those that this plan was made for."""
-        if self._dropped or found is not self.found or _shape(optimizer) != self._shape:
+        if self._dropped or found is not self.found or optimizer.state is not self._state:
             return False
-        if optimizer.state is not self._state:
+        self._is_unchanged = self._has_same_entries(optimizer)
+        if not self._is_unchanged and _shape(optimizer) != self._shape:
             return False
         library, watched, homes = native.library(), self._watched, self._homes
         if self.device.type != "cpu":
@@ -174,9 +182,18 @@ class Plan:
             return there
         return list(map(_address, watched)) == homes
 
+    def _has_same_entries(self, optimizer: Any) -> bool:
+        """Whether the groups have the very objects that their settings were taken from."""
+        known = self._entries
+        if known is None:
+            return False
+        entries = [entry for group in optimizer.param_groups for entry in group.values()]
+        return len(entries) == len(known) and all(map(operator.is_, entries, known))
+
     def drop(self) -> None:
         """Lets go of the state, of which something is about to be replaced."""
-        self._dropped = True
+        self._dropped, self._entries = True, None
+        self._kept.clear()
         self.states, self._columns, self._held = [], [], []
         self._watched, self._storages = [], []
 
@@ -205,7 +222,8 @@ class Plan:
                         [found.params[place] for place in changed],
                         [self.states[place]["master"] for place in changed],
                     )
-        self._send_settings(optimizer)
+        if not self._is_unchanged:
+            self._send_settings(optimizer)
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What working out the rates needs: each tensor's own, its group, settings, the rates."""
@@ -225,7 +243,10 @@ class Plan:
             else:
                 pointers = self.places, found.at.located.pointers
                 launch = self._kernels.launch_step
-                launch(optimizer.kernel, self.chunking, *pointers, self.rates, skip, divisor)
+                launch(
+                    optimizer.kernel, self.chunking, *pointers, self.rates, skip, divisor,
+                    self._kept,
+                )  # fmt: skip
         except BaseException:
             if not rated:  # Else whoever has had them worked out takes them back.
                 optimizer.undo_rates(skip)
@@ -250,7 +271,7 @@ class Plan:
             copies.append((param, grad))
         places, gradients = send(_flat(rows), self.device), send(array("q", addresses), self.device)
         launch = self._kernels.launch_step
-        launch(optimizer.kernel, self.chunking, places, gradients, self.rates, skip, divisor)
+        launch(optimizer.kernel, self.chunking, places, gradients, self.rates, skip, divisor, {})
         for place, (param, _) in zip(self._copied, copies, strict=True):
             found.elements[place].copy_(param)
 
@@ -262,6 +283,10 @@ class Plan:
         return given  # type: ignore[no-any-return]
 
     def _send_settings(self, optimizer: Any) -> None:
+        groups = optimizer.param_groups
+        fixed = all(_never_changes(group.get(key)) for group in groups for key in optimizer.reads)
+        entries = [entry for group in groups for entry in group.values()]
+        self._entries = entries if fixed and not capturing() else None
         every = [optimizer.settings(group) for group in optimizer.param_groups]
         if self._every and all(map(_same_numbers, every, self._every)):
             return
@@ -352,6 +377,13 @@ def _same_numbers(settings: list[Any], before: list[float]) -> bool:
     return True
 
 
+def _never_changes(entry: object) -> bool:
+    """Whether it has the same value for as long as it lives."""
+    if type(entry) is tuple:
+        return all(map(_never_changes, entry))
+    return type(entry) in _FIXED
+
+
 def _flat(rows: list[list[int]]) -> array[int]:
     return array("q", [address for row in rows for address in row])
 
@@ -363,6 +395,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     """What the back ends' optimizers call its kernel."""
     columns: ClassVar[tuple[str, ...]] = ()
     """The names of the state tensors, in the order in which the kernel wants their addresses."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The settings of a group that `flags` and `settings` read."""
 
     def _prepare(self, master_weights: bool | None = None) -> None:
         """Ends every constructor, and every return from a pickle or a checkpoint."""
@@ -493,6 +527,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             ):
                 return None
             self._looked_at = found
+        if found is not None:
+            found.found_by = self
         return found
 
     def _name(self, param: Tensor) -> str:
@@ -521,8 +557,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             The kernel and the tables for whoever can work out the rates on the way.
         """
         self._watch_state()
-        self._plan_for(found)
-        assert self._plan is not None
+        if self._plan is None or not self._plan.fits(self, found):
+            self._plan_for(found)
+            assert self._plan is not None
         self._plan.ready(self)
         # The first step works them out by itself, as it compiles.
         return (self.kernel, self._plan.tables()) if self._plan.has_run else None
@@ -548,7 +585,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if found is None or not found.tensors:  # Held for a step that was not taken.
             found = self.gradients()
         try:
-            self._plan_for(found)
+            if self._plan is None or found is None or not self._plan.fits(self, found):
+                self._plan_for(found)
             if self._plan is not None:
                 self._plan.run(self)
         except KernelFailed:  # Warned of already, and nothing has been stepped.
@@ -560,11 +598,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return found is not None
 
     def _plan_for(self, found: TableGradients | None) -> None:
-        """The plan that there is, if it still fits, or a new one."""
-        plan = self._plan
-        if plan is not None and found is not None and plan.fits(self, found):
-            return
-        self._plan = None
+        """A new plan in the place of the one that there is; None for no gradients."""
+        plan, self._plan = self._plan, None
         if plan is not None:
             plan.note_masters(self.marks)
         self.forget_stateless()

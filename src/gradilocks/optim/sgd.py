@@ -35,6 +35,9 @@ class SGD(FusedOptimizer, _Base):
     """
 
     kernel: ClassVar[str] = "sgd"
+    reads: ClassVar[tuple[str, ...]] = (
+        "lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize",
+    )  # fmt: skip
     columns: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def __init__(

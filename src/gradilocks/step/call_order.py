@@ -109,7 +109,8 @@ class CallOrder:
         else:
             there = self._some(params)
         for grad in there:
-            if not self._has_stepped_on(grad) or _cleared_unseen(grad):
+            mark = getattr(grad, _STEPPED, None)  # Of a new one nothing else is asked.
+            if mark is None or mark != (self.number, version(grad)) or _cleared_unseen(grad):
                 continue
             raise ScaleMisuse(
                 "the gradients of the last step are still there, and backward() would add "

@@ -328,7 +328,8 @@ class Engine:
             as_it_is: leave the loss as it is, and multiply what flows back from it. Then it is to
                 be noted when something does.
         """
-        self.move_to(device)
+        if self.state.scale.device != device:
+            self.move_to(device)
         if not as_it_is:
             self.losses.note(loss, self.state.scale.device)
         if not self.scales:
@@ -338,10 +339,11 @@ class Engine:
     def find(self, optimizers: Sequence[Any]) -> Gradients:
         """The gradients of all optimizers; raises if one cannot be measured."""
         only: Any = optimizers[0] if len(optimizers) == 1 else None
-        if KINDS.get(type(only)) is not None:  # A framework's wrapper.
+        own = getattr(only, AMP_FLAG, False) and is_ours(only)
+        if not own and KINDS.get(type(only)) is not None:  # A framework's wrapper.
             only = ours_inside(only)
-        own = getattr(only, AMP_FLAG, False) and is_ours(only) and not self.table.adds_up
-        if own:
+            own = getattr(only, AMP_FLAG, False)
+        if own and not self.table.adds_up:
             found: TableGradients | None = only.gradients()  # Its step will want the same.
             if found is not None and found.shared:
                 refuse_shared_gradient(found.params, found.tensors, self.names)
@@ -349,33 +351,28 @@ class Engine:
                 return found
         return self.table.find(lists_of(optimizers), name=self.names)
 
-    def settles(self, gradients: Gradients) -> bool:
-        """Whether the device can settle a step on these gradients by the policies' rules."""
-        clip, scale = self._rules
-        home = self.state.scale.device
-        return (
-            gradients.addressed is not None
-            and gradients.device == home
-            and kernels.BACKENDS[home.type].BY_ADDRESS  # Unless a kernel has failed just now.
-            and clip is not None
-            and clip.order in kernels.ORDERS
-            and scale is not None
-        )
-
     def begin(self, gradients: Gradients) -> bool:
-        """Has the device begin to measure, where it can settle the step (`settles`).
+        """Has the device begin to measure, if it can settle a step on them by the policies' rules.
 
         Returns:
             Whether it has; for `decide`.
         """
-        device, addressed = self.state.scale.device, gradients.addressed
-        assert addressed is not None
-        if self._settler is None or self._settler.device != device:
-            backend = cast("kernels.SettlingBackend", kernels.BACKENDS[device.type])
-            self._settler = backend.settler(device)
+        (clip, scale), home = self._rules, self.state.scale.device
+        addressed = gradients.addressed
+        if (
+            addressed is None
+            or gradients.device != home
+            or not kernels.BACKENDS[home.type].BY_ADDRESS  # A kernel has failed just now.
+            or clip is None
+            or clip.order not in kernels.ORDERS
+            or scale is None
+        ):
+            return False
+        if self._settler is None or self._settler.device != home:
+            backend = cast("kernels.SettlingBackend", kernels.BACKENDS[home.type])
+            self._settler = backend.settler(home)
         try:
-            largest = gradients.largest_finite
-            self._settler.begin(addressed, *self._rules, largest_finite=largest)
+            self._settler.begin(addressed, clip, scale, largest_finite=gradients.largest_finite)
         except kernels.KernelFailed:  # The user has been warned, and nothing has been decided.
             return False
         return True
@@ -410,7 +407,7 @@ class Engine:
         """
         if on_device is None:
             alone = overflow is None and model_ranks is None and not rank_groups
-            on_device = alone and self.settles(gradients) and self.begin(gradients)
+            on_device = alone and self.begin(gradients)
         if on_device:
             try:
                 return self._settled(
@@ -710,7 +707,8 @@ class Engine:
         device, addressed = self.state.scale.device, gradients.addressed
         assert addressed is not None
         assert self._settler is not None
-        self.streak.move_to(device)
+        if self.streak.count.device != device:
+            self.streak.move_to(device)
         decision, record = self._settler.settle(
             addressed,
             *self._rules,
@@ -726,12 +724,8 @@ class Engine:
         captured = capturing()
         if captured:
             self._counted = None
-        outcome = Outcome(
-            record,
-            self.namer(gradients.params),
-            step=self.next_step,
-            live=captured,
-        )
+        step = None if self._counted is None else self._counted + 1
+        outcome = Outcome(record, self.namer(gradients.params), step=step, live=captured)
         return Verdict(decision, outcome, record, True)
 
     def undo(self, verdict: Verdict) -> None:

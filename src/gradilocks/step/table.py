@@ -55,12 +55,14 @@ __all__ = [
     "TableGradients",
     "addresses_of",
     "every_parameter",
+    "first_parameter",
     "gradients_among",
     "gradients_of",
     "lists_of",
     "measurable",
     "measurable_gradients",
     "parameter_list",
+    "peek_parameters",
     "refuse_shared_gradient",
     "refuse_twice",
 ]
@@ -103,16 +105,12 @@ class Gradients:
         """The device of all of them; None if they lie on several, or there are none."""
         self.layouts = layouts
         """How each lies on the ranks: None for a plain tensor; () if no gradient is distributed."""
-
-    @property
-    def largest_finite(self) -> float:
+        self.largest_finite = _LARGEST_DOUBLE if dtypes == _ONLY_DOUBLE else _LARGEST_SINGLE
         """The largest number that all of them can hold; half precision is stepped in float32."""
-        return _LARGEST_DOUBLE if self.dtypes == _ONLY_DOUBLE else _LARGEST_SINGLE
-
-    @property
-    def addressed(self) -> AddressedTensors | None:
+        self.addressed = tensors if isinstance(tensors, AddressedTensors) else None
         """The gradients if kernels reach all of them by their addresses, else None."""
-        return self.tensors if isinstance(self.tensors, AddressedTensors) else None
+        self.found_by: Any = None
+        """The optimizer that has found them in its own table, for its own step; else None."""
 
     def of_optimizer(self, number: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The parameters and the gradients of one optimizer."""
@@ -125,7 +123,7 @@ class Gradients:
 
     def release(self) -> None:
         """Lets go of the gradients, whose memory the next forward pass may need."""
-        self.tensors = []
+        self.tensors, self.addressed, self.found_by = [], None, None
 
 
 class TableGradients(Gradients):
@@ -200,7 +198,7 @@ class TableGradients(Gradients):
                 return False
             self._sent_in_a_capture = capturing()
             self.at.change(as_numbers(numbers))
-        self.tensors = AddressedTensors(tensors, self.at)
+        self.tensors = self.addressed = AddressedTensors(tensors, self.at)
         return True
 
     def let_walk(self, lists: Lists) -> None:
@@ -234,7 +232,7 @@ class TableGradients(Gradients):
             self.shared = self.walker.shared
             self._sent_in_a_capture = capturing()
             self.at.change(numbers)
-        self.tensors = AddressedTensors(tensors, self.at)
+        self.tensors = self.addressed = AddressedTensors(tensors, self.at)
         return True
 
     def _alike(self, tensors: list[Tensor]) -> bool:
@@ -800,6 +798,27 @@ def parameter_list(optimizers: Sequence[Any]) -> list[Tensor]:
         for group in optimizer.param_groups:
             params += group["params"]
     return params
+
+
+def peek_parameters(optimizers: Sequence[Any]) -> list[Tensor]:
+    """As `parameter_list`, for a look: nobody may keep it or change it.
+
+    If there is one group it is that group's own list: joining 2,000 takes the host 0.03 ms.
+    """
+    if len(optimizers) == 1 and len(optimizers[0].param_groups) == 1:
+        only: list[Tensor] = optimizers[0].param_groups[0]["params"]
+        return only
+    return parameter_list(optimizers)
+
+
+def first_parameter(optimizers: Sequence[Any]) -> Tensor | None:
+    """The first of `every_parameter`; None if there is none."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                first: Tensor = param
+                return first
+    return None
 
 
 def every_parameter(optimizers: Sequence[Any]) -> Iterator[Tensor]:

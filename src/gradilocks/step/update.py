@@ -32,7 +32,6 @@ __all__ = [
     "must_skip_on_host",
     "refuse_unscaling_float16",
     "takes_decision",
-    "takes_directly",
     "takes_scaler",
     "update",
 ]
@@ -197,11 +196,6 @@ def takes_decision(optimizer: Any) -> bool:
         if "fused" in group and not group["fused"]:
             return False
     return True
-
-
-def takes_directly(optimizers: Sequence[Any]) -> bool:
-    """Whether there is one optimizer, and it takes the decision without a call of `step`."""
-    return len(optimizers) == 1 and is_ours(optimizers[0]) and bool(optimizers[0].is_direct())
 
 
 def takes_scaler(optimizer: Any) -> bool:

@@ -25,11 +25,13 @@ using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsi
                              unsigned, void*, void**, void**);
 using ParamInfo = int (*)(void*, size_t, size_t*, size_t*);
 using ErrorString = int (*)(int, const char**);
+using CopyToDevice = int (*)(uint64_t, const void*, size_t, void*);
 
 struct Driver {
   LaunchKernel launch = nullptr;
   ParamInfo param_info = nullptr;
   ErrorString error_string = nullptr;
+  CopyToDevice copy = nullptr;
 
   Driver() {
     void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -37,6 +39,7 @@ struct Driver {
       launch = reinterpret_cast<LaunchKernel>(dlsym(library, "cuLaunchKernel"));
       param_info = reinterpret_cast<ParamInfo>(dlsym(library, "cuFuncGetParamInfo"));
       error_string = reinterpret_cast<ErrorString>(dlsym(library, "cuGetErrorString"));
+      copy = reinterpret_cast<CopyToDevice>(dlsym(library, "cuMemcpyHtoDAsync_v2"));
     }
   }
 };
@@ -76,6 +79,62 @@ bool as_number(PyObject* given, uint8_t size, uint64_t* out) {
   return true;
 }
 
+// The value of a parameter: a number, or where a tensor lies; false with an error set if `given` is
+// neither or does not fit.
+bool as_parameter(const Launch* launch, Py_ssize_t place, PyObject* given, uint64_t* out) {
+  if (PyLong_CheckExact(given)) {
+    return as_number(given, launch->sizes[place], out);
+  }
+  if (launch->sizes[place] != 8) {
+    PyErr_Format(PyExc_TypeError,
+                 "argument %zd of a launch is a tensor where the kernel takes a number", place);
+    return false;
+  }
+  return cuda_address(given, launch->device, out);
+}
+
+bool as_programs(PyObject* given, long long* out) {
+  *out = PyLong_AsLongLong(given);
+  if (PyErr_Occurred()) {
+    return false;
+  }
+  if (*out < 0 || *out > INT32_MAX) {
+    PyErr_Format(PyExc_ValueError, "a launch takes 0 to 2147483647 programs, got %lld", *out);
+    return false;
+  }
+  return true;
+}
+
+PyObject* failed(int status) {
+  const char* text = nullptr;
+  if (driver().error_string != nullptr) {
+    driver().error_string(status, &text);
+  }
+  // As Triton's launcher words it.
+  PyErr_Format(PyExc_RuntimeError, "Triton Error [CUDA]: %s", text == nullptr ? "unknown" : text);
+  return nullptr;
+}
+
+// True if it was launched, False if this thread has no context yet; null with an error set.
+PyObject* launch_on(const Launch* launch, long long programs, void* stream, uint64_t* values) {
+  if (programs == 0) {
+    Py_RETURN_TRUE;
+  }
+  void* pointers[kMost];
+  for (Py_ssize_t place = 0; place < launch->count; ++place) {
+    pointers[place] = &values[place];
+  }
+  int status = 0;
+  Py_BEGIN_ALLOW_THREADS status =
+      driver().launch(launch->function, static_cast<unsigned>(programs), 1, 1, launch->threads, 1,
+                      1, launch->shared, stream, pointers, nullptr);
+  Py_END_ALLOW_THREADS if (status == kInvalidContext) { Py_RETURN_FALSE; }
+  if (status != 0) {
+    return failed(status);
+  }
+  Py_RETURN_TRUE;
+}
+
 // launch(programs, stream, *args): True if it was launched, False if this thread has no context
 // yet.
 PyObject* run(PyObject* self, PyObject* const* args, size_t flags, PyObject* names) {
@@ -87,54 +146,120 @@ PyObject* run(PyObject* self, PyObject* const* args, size_t flags, PyObject* nam
                  launch->given, count);
     return nullptr;
   }
-  const long long programs = PyLong_AsLongLong(args[0]);
+  long long programs = 0;
   void* stream = PyLong_AsVoidPtr(args[1]);
-  if (PyErr_Occurred()) {
-    return nullptr;
-  }
-  if (programs < 0 || programs > INT32_MAX) {
-    PyErr_Format(PyExc_ValueError, "a launch takes 0 to 2147483647 programs, got %lld", programs);
+  if (PyErr_Occurred() || !as_programs(args[0], &programs)) {
     return nullptr;
   }
   uint64_t values[kMost] = {};
-  void* pointers[kMost];
-  for (Py_ssize_t place = 0; place < launch->count; ++place) {
-    pointers[place] = &values[place];
-    if (place >= launch->given) {
-      continue;
-    }
-    PyObject* given = args[place + 2];
-    const bool fine =
-        PyLong_CheckExact(given)
-            ? as_number(given, launch->sizes[place], &values[place])
-            : launch->sizes[place] == 8 && cuda_address(given, launch->device, &values[place]);
-    if (!fine) {
-      if (!PyErr_Occurred()) {
-        PyErr_Format(PyExc_TypeError,
-                     "argument %zd of a launch is a tensor where the kernel takes a number", place);
-      }
+  for (Py_ssize_t place = 0; place < launch->given; ++place) {
+    if (!as_parameter(launch, place, args[place + 2], &values[place])) {
       return nullptr;
     }
   }
-  if (programs == 0) {
-    Py_RETURN_TRUE;
-  }
-  int status = 0;
-  Py_BEGIN_ALLOW_THREADS status =
-      driver().launch(launch->function, static_cast<unsigned>(programs), 1, 1, launch->threads, 1,
-                      1, launch->shared, stream, pointers, nullptr);
-  Py_END_ALLOW_THREADS if (status == kInvalidContext) { Py_RETURN_FALSE; }
-  if (status != 0) {
-    const char* text = nullptr;
-    if (driver().error_string != nullptr) {
-      driver().error_string(status, &text);
-    }
-    // As Triton's launcher words it.
-    PyErr_Format(PyExc_RuntimeError, "Triton Error [CUDA]: %s", text == nullptr ? "unknown" : text);
+  return launch_on(launch, programs, stream, values);
+}
+
+// A launch on arguments of which only some change from call to call. The others are not looked at
+// again: of twenty tensors, after other work has filled the cache, that would be sixty waits for
+// memory.
+struct BoundLaunch {
+  PyObject_HEAD vectorcallfunc call;
+  Launch* launch;   // Owned.
+  PyObject* args;   // Owned: it keeps the tensors whose addresses are in `values`.
+  long long programs;
+  Py_ssize_t changing;  // How many change, and where they stand among the arguments.
+  uint8_t places[kMost];
+  uint64_t values[kMost];
+};
+
+PyObject* bound_launch_type = nullptr;
+
+// bound(stream, *changing): as a launch.
+PyObject* run_bound(PyObject* self, PyObject* const* args, size_t flags, PyObject* names) {
+  auto* bound = reinterpret_cast<BoundLaunch*>(self);
+  const Py_ssize_t count = PyVectorcall_NARGS(flags);
+  if (names != nullptr || count != bound->changing + 1) {
+    PyErr_Format(PyExc_TypeError,
+                 "a bound launch takes a stream and %zd arguments, got %zd in all", bound->changing,
+                 count);
     return nullptr;
   }
-  Py_RETURN_TRUE;
+  void* stream = PyLong_AsVoidPtr(args[0]);
+  if (PyErr_Occurred()) {
+    return nullptr;
+  }
+  // A copy: another thread may be here while the driver reads it.
+  uint64_t values[kMost];
+  std::memcpy(values, bound->values, sizeof(values));
+  for (Py_ssize_t k = 0; k < bound->changing; ++k) {
+    const uint8_t place = bound->places[k];
+    if (!as_parameter(bound->launch, place, args[k + 1], &values[place])) {
+      return nullptr;
+    }
+  }
+  return launch_on(bound->launch, bound->programs, stream, values);
 }
+
+void destroy_bound(PyObject* self) {
+  auto* bound = reinterpret_cast<BoundLaunch*>(self);
+  Py_XDECREF(reinterpret_cast<PyObject*>(bound->launch));
+  Py_XDECREF(bound->args);
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// launch.bind(programs, args, changing): a launch on a tuple of arguments, of which those at the
+// places in the tuple `changing` are given at each call.
+PyObject* bind(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  auto* launch = reinterpret_cast<Launch*>(self);
+  if (count != 3 || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) ||
+      PyTuple_GET_SIZE(args[1]) != launch->given || PyTuple_GET_SIZE(args[2]) > launch->given) {
+    PyErr_Format(PyExc_TypeError,
+                 "bind takes programs, a tuple of %zd arguments and one of places among them",
+                 launch->given);
+    return nullptr;
+  }
+  long long programs = 0;
+  if (!as_programs(args[0], &programs)) {
+    return nullptr;
+  }
+  auto* type = reinterpret_cast<PyTypeObject*>(bound_launch_type);
+  auto* made = reinterpret_cast<BoundLaunch*>(type->tp_alloc(type, 0));
+  if (made == nullptr) {
+    return nullptr;
+  }
+  made->call = run_bound;
+  made->launch = reinterpret_cast<Launch*>(Py_NewRef(self));
+  made->args = Py_NewRef(args[1]);
+  made->programs = programs;
+  made->changing = PyTuple_GET_SIZE(args[2]);
+  bool fine = true;
+  for (Py_ssize_t place = 0; fine && place < launch->given; ++place) {
+    fine = as_parameter(launch, place, PyTuple_GET_ITEM(args[1], place), &made->values[place]);
+  }
+  for (Py_ssize_t k = 0; fine && k < made->changing; ++k) {
+    const Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(args[2], k));
+    if (!PyErr_Occurred() && (place < 0 || place >= launch->given)) {
+      PyErr_Format(PyExc_IndexError, "a launch of %zd arguments has none at %zd", launch->given,
+                   place);
+    }
+    fine = !PyErr_Occurred();
+    made->places[k] = static_cast<uint8_t>(place);
+  }
+  if (!fine) {
+    Py_DECREF(reinterpret_cast<PyObject*>(made));
+    return nullptr;
+  }
+  return reinterpret_cast<PyObject*>(made);
+}
+
+PyMethodDef launch_methods[] = {
+    {"bind", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(bind)), METH_FASTCALL,
+     "bind(programs, args, changing): a launch on these arguments, called with a stream and what "
+     "has changed."},
+    {nullptr, nullptr, 0, nullptr}};
 
 void destroy(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
@@ -199,7 +324,47 @@ PyObject* make(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
   return reinterpret_cast<PyObject*>(made);
 }
 
+// cuda_upload(to, numbers, device, stream): copies int64 of the host to a tensor on a GPU, in the
+// order of the stream; so few that the driver takes them over before it returns. False, and nothing
+// is done, if there is no such function or this thread has no context yet.
+PyObject* upload(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
+  if (count != 4) {
+    PyErr_SetString(PyExc_TypeError, "cuda_upload takes to, numbers, device and stream");
+    return nullptr;
+  }
+  const long device = PyLong_AsLong(args[2]);
+  void* stream = PyLong_AsVoidPtr(args[3]);
+  if (PyErr_Occurred()) {
+    return nullptr;
+  }
+  uint64_t to = 0;
+  const void* from = nullptr;
+  size_t room = 0, size = 0;
+  if (!cuda_address(args[0], static_cast<int>(device), &to) || !cpu_memory(args[1], &from, &size) ||
+      !memory_size(args[0], &room)) {
+    return nullptr;
+  }
+  if (room != size) {
+    PyErr_Format(PyExc_ValueError, "cuda_upload was given %zu bytes for %zu", size, room);
+    return nullptr;
+  }
+  if (driver().copy == nullptr) {
+    Py_RETURN_FALSE;
+  }
+  int status = 0;
+  Py_BEGIN_ALLOW_THREADS status = driver().copy(to, from, size, stream);
+  Py_END_ALLOW_THREADS if (status == kInvalidContext) { Py_RETURN_FALSE; }
+  if (status != 0) {
+    return failed(status);
+  }
+  Py_RETURN_TRUE;
+}
+
 PyMethodDef functions[] = {
+    {"cuda_upload", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(upload)),
+     METH_FASTCALL,
+     "cuda_upload(to, numbers, device, stream): copies numbers of the host to a tensor on a GPU; "
+     "False if that cannot be done from here."},
     {"cuda_launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make)),
      METH_FASTCALL,
      "cuda_launch(function, threads, shared, device, args): what launches the kernel on arguments "
@@ -216,12 +381,26 @@ bool add_cuda_launch(PyObject* module) {
   static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
                                 {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
                                 {Py_tp_members, members},
+                                {Py_tp_methods, launch_methods},
                                 {0, nullptr}};
   static PyType_Spec spec = {
       "gradilocks_native.CudaLaunch", sizeof(Launch), 0,
       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  static PyMemberDef bound_members[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(BoundLaunch, call), READONLY, nullptr},
+      {nullptr, 0, 0, 0, nullptr}};
+  static PyType_Slot bound_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(destroy_bound)},
+                                      {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                                      {Py_tp_members, bound_members},
+                                      {0, nullptr}};
+  static PyType_Spec bound_spec = {
+      "gradilocks_native.CudaBoundLaunch", sizeof(BoundLaunch), 0,
+      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+      bound_slots};
   launch_type = PyType_FromSpec(&spec);
-  return launch_type != nullptr && PyModule_AddFunctions(module, functions) == 0;
+  bound_launch_type = PyType_FromSpec(&bound_spec);
+  return launch_type != nullptr && bound_launch_type != nullptr &&
+         PyModule_AddFunctions(module, functions) == 0;
 }
 
 }  // namespace gradilocks

@@ -347,6 +347,13 @@ inline bool localize(const Walk& walk, PyObject* param, size_t i, at::Tensor& gr
   return grad.defined();
 }
 
+// Brings `bytes` of memory into the cache, without waiting for it.
+inline void fetch_lines(const void* at, size_t bytes) {
+  for (size_t offset = 0; offset < bytes; offset += 64) {
+    __builtin_prefetch(static_cast<const char*>(at) + offset);
+  }
+}
+
 // Brings what `look` will read of some places into the cache, step by step along the pointers that
 // lead there: a step is asked for of all places before the next step is taken of one. After other
 // work has filled the cache, each of the steps is a wait for memory, and one place would wait for
@@ -359,31 +366,26 @@ inline void fetch_ahead(const Walk& walk, size_t begin, size_t end) {
     return;
   }
   const size_t count = end - begin;
-  const auto lines = [](const void* at, size_t bytes) {
-    for (size_t offset = 0; offset < bytes; offset += 64) {
-      __builtin_prefetch(static_cast<const char*>(at) + offset);
-    }
-  };
-  const auto parts = [&](c10::TensorImpl* impl) {  // Beside it: its memory.
+  const auto parts = [](c10::TensorImpl* impl) {  // Beside it: its memory.
     if (impl->has_storage()) {
-      lines(impl->unsafe_storage().unsafeGetStorageImpl(), 64);
+      fetch_lines(impl->unsafe_storage().unsafeGetStorageImpl(), 64);
     }
   };
   for (size_t i = 0; i < count; ++i) {
-    lines(walk.places[begin + i].param.ptr(), 64);
+    fetch_lines(walk.places[begin + i].param.ptr(), 64);
   }
   for (size_t i = 0; i < count; ++i) {
     const Place& place = walk.places[begin + i];
     const bool plain = place.type != nullptr && Py_TYPE(place.param.ptr()) == place.type;
     impls[i] = plain ? THPVariable_Unpack(place.param.ptr()).unsafeGetTensorImpl() : nullptr;
     if (plain) {
-      lines(impls[i], sizeof(c10::TensorImpl));
+      fetch_lines(impls[i], sizeof(c10::TensorImpl));
     }
   }
   for (size_t i = 0; i < count; ++i) {
     if (impls[i] != nullptr) {
       parts(impls[i]);
-      lines(impls[i]->autograd_meta(), 128);
+      fetch_lines(impls[i]->autograd_meta(), 128);
     }
   }
   for (size_t i = 0; i < count; ++i) {
@@ -391,7 +393,7 @@ inline void fetch_ahead(const Walk& walk, size_t begin, size_t end) {
       const at::Tensor& grad = std::as_const(*impls[i]).grad();
       impls[i] = grad.defined() ? grad.unsafeGetTensorImpl() : nullptr;
       if (impls[i] != nullptr) {
-        lines(impls[i], sizeof(c10::TensorImpl));
+        fetch_lines(impls[i], sizeof(c10::TensorImpl));
       }
     }
   }
@@ -880,30 +882,61 @@ inline PyObject* collect(PyObject*, PyObject* args) {
   return nullptr;
 }
 
-// Calls `visit(tensor)` for all tensors of a list, a tuple or of HeldTensors. False, with a Python
-// error set, if there is something else in it; `visit` runs no Python code.
+// Fetches a tensor's memory, and what counts the writes to it; both are only pointed at by it.
+inline void fetch_parts(const c10::TensorImpl* impl) {
+  if (impl->has_storage()) {
+    fetch_lines(impl->unsafe_storage().unsafeGetStorageImpl(), 64);
+  }
+  const void* counter = nullptr;  // Its address alone: nothing is read there.
+  static_assert(sizeof(c10::VariableVersion) == sizeof(counter));
+  std::memcpy(&counter, static_cast<const void*>(&impl->version_counter()), sizeof(counter));
+  fetch_lines(counter, 16);
+}
+
+// Calls `visit(tensor)` for all tensors of a list, a tuple or of HeldTensors, of which some are
+// fetched at a time as `fetch_ahead` does it. False, with a Python error set, if there is something
+// else in it; `visit` runs no Python code.
 template <typename Visit>
 bool every_tensor(PyObject* tensors, Visit visit) {
+  const bool held = Py_TYPE(tensors) == reinterpret_cast<PyTypeObject*>(held_tensors_type);
   return guarded([&] {
-    if (Py_TYPE(tensors) == reinterpret_cast<PyTypeObject*>(held_tensors_type)) {
-      for (const at::Tensor& tensor : *reinterpret_cast<HeldTensors*>(tensors)->tensors) {
-        visit(tensor);
-      }
-      return;
-    }
-    py::object items =
-        py::reinterpret_steal<py::object>(PySequence_Fast(tensors, "expected a list of tensors"));
-    if (!items) {
-      throw PythonRaised();
-    }
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
-      const py::object item =
-          py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(items.ptr(), i));
-      if (!THPVariable_Check(item.ptr())) {
-        PyErr_Format(PyExc_TypeError, "expected tensors, got %s", Py_TYPE(item.ptr())->tp_name);
+    py::object items;
+    size_t count = 0;
+    if (held) {
+      count = reinterpret_cast<HeldTensors*>(tensors)->tensors->size();
+    } else {
+      items =
+          py::reinterpret_steal<py::object>(PySequence_Fast(tensors, "expected a list of tensors"));
+      if (!items) {
         throw PythonRaised();
       }
-      visit(THPVariable_Unpack(item.ptr()));
+      count = static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
+    }
+    const at::Tensor* some[kAhead];
+    for (size_t begin = 0; begin < count; begin += kAhead) {
+      const size_t end = std::min(begin + kAhead, count);
+      for (size_t i = begin; !held && i < end; ++i) {
+        fetch_lines(PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)), 64);
+      }
+      for (size_t i = begin; i < end; ++i) {
+        if (held) {
+          some[i - begin] = &(*reinterpret_cast<HeldTensors*>(tensors)->tensors)[i];
+        } else {
+          PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
+          if (!THPVariable_Check(item)) {
+            PyErr_Format(PyExc_TypeError, "expected tensors, got %s", Py_TYPE(item)->tp_name);
+            throw PythonRaised();
+          }
+          some[i - begin] = &THPVariable_Unpack(item);
+        }
+        fetch_lines(some[i - begin]->unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
+      }
+      for (size_t i = begin; i < end; ++i) {
+        fetch_parts(some[i - begin]->unsafeGetTensorImpl());
+      }
+      for (size_t i = begin; i < end; ++i) {
+        visit(*some[i - begin]);
+      }
     }
   });
 }

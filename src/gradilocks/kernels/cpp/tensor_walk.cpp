@@ -31,6 +31,29 @@ bool cuda_address(PyObject* given, int device, uint64_t* out) {
   }
 }
 
+bool memory_size(PyObject* given, size_t* bytes) {
+  if (!THPVariable_CheckExact(given) || !THPVariable_Unpack(given).is_contiguous()) {
+    PyErr_Format(PyExc_TypeError, "expected a contiguous tensor, got %s", Py_TYPE(given)->tp_name);
+    return false;
+  }
+  *bytes = THPVariable_Unpack(given).nbytes();
+  return true;
+}
+
+bool cpu_memory(PyObject* given, const void** out, size_t* bytes) {
+  if (!memory_size(given, bytes)) {
+    return false;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(given);
+  if (!tensor.is_cpu()) {
+    PyErr_Format(PyExc_ValueError, "expected a tensor on the CPU, got one on %s",
+                 tensor.device().str().c_str());
+    return false;
+  }
+  *out = tensor.const_data_ptr();
+  return true;
+}
+
 bool add_tensor_walk(PyObject* module) {
   return add_gradient_walk(module) && add_gradient_marks(module) && add_parameter_marks(module) &&
          add_weight_sample(module);
