@@ -19,11 +19,11 @@ from gradilocks.kernels import (
     chunks,
     host_numbers,
     triton_backend,
-    triton_launch,
     triton_measure,
     triton_settle,
 )
 from gradilocks.step.table import gradients_of
+from tests.launches import counted_launches, kernels_of
 
 # The interpreter computes with NumPy, which warns where float arithmetic overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -101,17 +101,10 @@ def test_the_kernels_agree_with_the_reference(device, monkeypatch, mix, order, p
 def test_three_launches_clip_whatever_the_number_of_tensors(device, monkeypatch, company):
     """Also of data-parallel ranks, each of which clips plain tensors by itself."""
     monkeypatch.setattr("gradilocks.dropin.clip_functions.has_other_ranks", lambda: company)
-    names = []
-    call = triton_launch.Launch.__call__
-
-    def counting(self, *args):
-        names.append(self._kernel.__name__)
-        call(self, *args)
-
-    monkeypatch.setattr(triton_launch.Launch, "__call__", counting)
+    launched = counted_launches(monkeypatch)
     params = parameters("float32", device) + parameters("float32", device, seed=1)
     clip_grad_norm_(params, 1.0)
-    assert names == ["measure_kernel", "settle_kernel", "change_kernel"]
+    assert kernels_of(launched) == ["measure_kernel", "settle_kernel", "change_kernel"]
 
 
 def test_calls_in_a_row_do_not_disturb_each_other(device):

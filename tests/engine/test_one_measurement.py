@@ -12,6 +12,7 @@ from gradilocks import DynamicScale, GradientControl, GradScaler, HeadroomScale,
 from gradilocks.kernels import reference
 from tests.control.gradient_scripts import assert_same, contents
 from tests.engine.backends import DEVICES, INF
+from tests.launches import counted_launches, kernels_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
@@ -84,22 +85,16 @@ def test_plain_torch_measures_once_and_multiplies_at_most_once(monkeypatch, name
 def test_the_kernels_measure_in_one_launch_and_add_up_or_settle_in_another(
     device, monkeypatch, name
 ):
-    launch = pytest.importorskip("gradilocks.kernels.triton_launch")
-    launched = []
-    call = launch.Launch.__call__
-
-    def counting(self, *args):
-        launched.append(self._kernel.__name__)
-        call(self, *args)
-
-    monkeypatch.setattr(launch.Launch, "__call__", counting)
+    pytest.importorskip("gradilocks.kernels.triton_launch")
+    launches = counted_launches(monkeypatch)
     for policy, second in ((HeadroomScale(), "gather_kernel"), (DynamicScale(), "settle_kernel")):
         model = net(device)
         optimizer = MAKERS[name](model.parameters())
         scaler = GradScaler(device, policy=policy, clip=1.0)
         for _ in range(2):
-            del launched[:]
+            launches.clear()
             iteration(model, optimizer, scaler)
+            launched = kernels_of(launches)
             assert launched[:2] == ["measure_kernel", second]
             reading = {"measure_kernel", "gather_kernel", "settle_kernel"}
             assert not reading & set(launched[2:])

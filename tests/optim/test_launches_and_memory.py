@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradilocks import GradientControl
-from gradilocks.kernels.triton_launch import Launch
+from tests.launches import counted_launches
 from tests.optim.twins import SETTINGS, both_kinds, give, ours, parameters, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -18,15 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.fixture
 def launches(monkeypatch):
     """The kernels that were launched, in order."""
-    seen = []
-    launch = Launch.__call__
-
-    def counting(self, *args):
-        seen.append(self)
-        launch(self, *args)
-
-    monkeypatch.setattr(Launch, "__call__", counting)
-    return seen
+    return counted_launches(monkeypatch)
 
 
 @both_kinds

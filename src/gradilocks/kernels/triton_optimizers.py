@@ -276,7 +276,8 @@ def _sgd_chunk(
             g = -g
         g = tl.where(decay != 0.0, g + decay * p, g)
         if MOMENTUM:
-            b = keep * b + take * g
+            # Said, not left to the compiler: which product it fuses differs from kernel to kernel.
+            b = tl.fma(take, g, keep * b)
             if NESTEROV:
                 g = g + momentum * b
             else:

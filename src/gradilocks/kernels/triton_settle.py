@@ -113,7 +113,7 @@ class Settler:
         """
         located, count, captured = self._located, len(gradients), capturing()
         assert located is not None
-        stream = stream_of(self.device)
+        stream = stream_of(located.device)
         found, found_at = self._found.take(stream, captured)
         row, row_at = self._rows.take(stream, captured)
         # Of an optimizer only its settings are replaced as long as its rates are where they were.
@@ -139,7 +139,7 @@ class Settler:
                 order=clip.order, clip=clip.max_norm is not None, dynamic=moves and scale.moves,
                 unscaled=unscaled, overflow=overflow,
             )  # fmt: skip
-            launch = kernel.bind(count, self.device, args, _CHANGING)
+            launch = kernel.bind(count, located.device, args, _CHANGING)
             self._settling[key] = launch
         launch(
             found, row if loss is None else loss, row if overflow is None else overflow, row,
