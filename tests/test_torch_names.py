@@ -586,6 +586,18 @@ def groups_joined():
         assert _torch.default_store() is None
 
 
+def default_group():
+    dist = importlib.import_module("torch.distributed.distributed_c10d")
+    layout = importlib.import_module("gradilocks.ranks.layout")
+    assert _torch.default_group(dist) is None
+    with pytest.MonkeyPatch.context() as patch:  # Then torch's own function is asked.
+        patch.setattr(dist, "_world", types.SimpleNamespace())
+        asked = []
+        patch.setattr(dist, "is_initialized", lambda: asked.append(True))
+        assert not layout.has_other_ranks()
+        assert asked
+
+
 def root():
     """Without the name a control refuses at its first step what it refuses when it is made."""
     mesh = types.SimpleNamespace(_get_root_mesh=lambda: "the mesh of all ranks")
@@ -643,6 +655,7 @@ INSTANCE = {
     "_backward_metadata_inference": inference,
     "_buffers": buffers,
     "_compiled_call_impl": compiled_in_place,
+    "_default_pg": default_group,
     "_device_types": kinds,
     "_fsdp_flattened": flattened,
     "_get_grad_norm": fsdps_norm,

@@ -54,6 +54,7 @@ __all__ = [
     "constants_taken",
     "current_device",
     "current_stream",
+    "default_group",
     "default_store",
     "device_kinds",
     "drop_empty_hooks",
@@ -543,8 +544,9 @@ def has_step_pre_hooks(optimizer: Any) -> bool:
 
 def has_step_hooks(optimizer: Any) -> bool:
     """Whether somebody is called before or after each step; True where nobody can say."""
-    own = getattr(optimizer, "_optimizer_step_post_hooks", _unknown_hooks)
-    return bool(own or _every_post_hook) or has_step_pre_hooks(optimizer)
+    before = getattr(optimizer, "_optimizer_step_pre_hooks", _unknown_hooks)
+    after = getattr(optimizer, "_optimizer_step_post_hooks", _unknown_hooks)
+    return bool(before or after or _every_pre_hook or _every_post_hook)
 
 
 is_profiling: Callable[[], bool] = _find("torch._C._autograd._profiler_enabled", lambda: True)
@@ -765,6 +767,11 @@ def groups_joined() -> int:
     return len(getattr(world, "pg_names", ()))
 
 
+default_group: Callable[[Any], Any] = operator.attrgetter("_world._default_pg")
+"""Of the module torch.distributed.distributed_c10d, the default process group, or None. Without the
+name `is_initialized` is asked, which is four calls, and a step asks at every turn."""
+
+
 def default_store() -> Any:
     """The store that the ranks of the default process group have met by.
 
@@ -916,6 +923,7 @@ INSTANCE_NAMES = (
     "_backward_metadata_inference",
     "_buffers",
     "_compiled_call_impl",
+    "_default_pg",
     "_device_types",
     "_fsdp_flattened",
     "_get_grad_norm",

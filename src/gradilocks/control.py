@@ -35,7 +35,7 @@ from gradilocks.dropin.control_scaler import ControlScaler
 from gradilocks.dropin.scaler_state import set_scale
 from gradilocks.eager import eager, users_line
 from gradilocks.errors import BadState, NoGradients, ScaleMisuse
-from gradilocks.kernels.cuda_graph import capturing, keeping
+from gradilocks.kernels.cuda_graph import capturing
 from gradilocks.names import Names
 from gradilocks.ranks.collective import largest_of_all
 from gradilocks.ranks.layout import (
@@ -763,7 +763,7 @@ class GradientControl:
             return self._step_told(driver, closure)
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return self._step(closure)
-        with keeping(self._engine.table.captured):
+        with self._engine.table.keeping:
             return self._step(closure)
 
     @eager
@@ -946,16 +946,16 @@ class GradientControl:
         parts = self._parts.values()
         if self._judged:
             self._move_on()
+        params = peek_parameters(self._optimizers)
         if parts:
             for part in parts:
                 part._order.note_loss(peek_parameters(part._optimizers))
         elif self._engine.scales:
-            self._order.check_backward(peek_parameters(self._optimizers))
-        first = first_parameter(self._optimizers)
-        if first is None and self._optimizers:
+            self._order.check_backward(params)
+        if not params and self._optimizers:
             check_parameters((), self._names)
             raise AssertionError("an optimizer without parameters was not refused")
-        device = loss.device if first is None else first.device
+        device = params[0].device if params else loss.device
         scaled = self._engine.scaled(loss, device, as_it_is=as_it_is)
         self._order.scaled, self._stepped_apart = True, False
         for part in parts:
@@ -1202,7 +1202,7 @@ class GradientControl:
         self._told = self._events.begin_step(told)
         engine.detail, engine.plans = told.detail, told.plans
         try:
-            with keeping(engine.table.captured):
+            with engine.table.keeping:
                 return self._step(closure)
         except BaseException:
             self._events.fail_step(told)

@@ -15,7 +15,8 @@ __all__ = ["capturing", "keep_if_captured", "keeping"]
 
 class _Keepers(threading.local):
     def __init__(self) -> None:
-        self.stack: list[list[object]] = []
+        self.stack: list[tuple[list[object], bool | None]] = []
+        """Where things are kept, and `captured` as it was before."""
         self.captured: bool | None = None
         """Whether a graph is captured, as it was when the step that goes on began."""
 
@@ -37,11 +38,13 @@ def capturing() -> bool:
 def keep_if_captured(*needed: object) -> None:
     """Keeps what a graph that is being captured will read at every replay."""
     if capturing():
-        (_keepers.stack[0] if _keepers.stack else _for_good).extend(needed)
+        (_keepers.stack[0][0] if _keepers.stack else _for_good).extend(needed)
 
 
 class keeping:  # noqa: N801 (a context, as `torch.no_grad` is)
     """Inside, `kept` is where things are kept; of two such contexts the outer one counts.
+
+    It may be entered again and again, also while it is entered.
 
     Whether a graph is captured is asked once, on entering: torch's answer takes a microsecond, and
     a step wants it six times.
@@ -51,11 +54,10 @@ class keeping:  # noqa: N801 (a context, as `torch.no_grad` is)
         self._kept = kept
 
     def __enter__(self) -> None:
-        self._before = _keepers.captured
-        _keepers.stack.append(self._kept)
         ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        _keepers.captured = ready and torch.cuda.is_current_stream_capturing()
+        captured = ready and torch.cuda.is_current_stream_capturing()
+        _keepers.stack.append((self._kept, _keepers.captured))
+        _keepers.captured = captured
 
     def __exit__(self, *_: object) -> None:
-        _keepers.captured = self._before
-        _keepers.stack.pop()
+        _keepers.captured = _keepers.stack.pop()[1]

@@ -173,7 +173,7 @@ class BoundLaunch:
     arguments at the first, where that is built.
     """
 
-    __slots__ = ("_args", "_changing", "_device", "_index", "_launch", "_programs", "_quick")
+    __slots__ = ("_args", "_changing", "_index", "_launch", "_programs", "_quick", "_where")
 
     def __init__(
         self,
@@ -183,8 +183,9 @@ class BoundLaunch:
         args: tuple[Any, ...],
         changing: tuple[int, ...],
     ) -> None:
-        self._launch, self._programs, self._device = launch, programs, device
-        self._changing, self._index = changing, device.index
+        self._launch, self._programs, self._changing = launch, programs, changing
+        self._where = device
+        self._index = device.index
         # What is given at each call need not be held.
         self._args = tuple([0 if k in changing else arg for k, arg in enumerate(args)])
         self._quick: Callable[..., object] | None = None
@@ -200,7 +201,7 @@ class BoundLaunch:
             args = list(self._args)
             for place, value in zip(self._changing, changed, strict=True):
                 args[place] = value
-            self._launch(self._programs, self._device, *args)
+            self._launch(self._programs, self._where, *args)
             if quick is None:
                 self._quick = self._launch.quick(self._programs, index, self._args, self._changing)
 

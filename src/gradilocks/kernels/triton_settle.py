@@ -111,9 +111,9 @@ class Settler:
             overflow: 0-d; above 0 if NaN or Inf were found in the gradients before.
             rating: "adam" or "sgd", and its tables, for rates to be worked out on the way.
         """
-        located, count, captured = self._located, len(gradients), capturing()
+        located, captured = self._located, capturing()
         assert located is not None
-        stream = stream_of(located.device)
+        count, stream = located.chunking.count, stream_of(located.device)
         found, found_at = self._found.take(stream, captured)
         row, row_at = self._rows.take(stream, captured)
         # Of an optimizer only its settings are replaced as long as its rates are where they were.

@@ -32,7 +32,7 @@ from gradilocks._torch import (
 from gradilocks.eager import eager
 from gradilocks.kernels import KernelFailed, native
 from gradilocks.kernels.chunks import chunking_for, note_written
-from gradilocks.kernels.cuda_graph import capturing, keep_if_captured, keeping
+from gradilocks.kernels.cuda_graph import capturing, keep_if_captured
 from gradilocks.kernels.host_numbers import send
 from gradilocks.names import Names
 from gradilocks.optim.optimizer_state import (
@@ -96,7 +96,7 @@ class Plan:
     """
 
     def __init__(self, optimizer: Any, found: TableGradients) -> None:
-        self.found, self.device = found, found.device
+        self.found, self.device, self._kernel = found, found.device, optimizer.kernel
         backend = kernels.BACKENDS[self.device.type]
         self._kernels = cast("kernels.SettlingBackend", backend).optimizers
         params = found.params
@@ -225,9 +225,10 @@ class Plan:
         if not self._is_unchanged:
             self._send_settings(optimizer)
 
-    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What working out the rates needs: each tensor's own, its group, settings, the rates."""
-        return self.own, self.groups, self.settings, self.rates
+    @property
+    def rating(self) -> tuple[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """The kernel, and its tables: each tensor's own, its group, settings, the rates."""
+        return self._kernel, (self.own, self.groups, self.settings, self.rates)
 
     def go(
         self, optimizer: Any, skip: Tensor | None, divisor: Tensor | None, *, rated: bool
@@ -235,7 +236,7 @@ class Plan:
         """Launches one step; the rates have been worked out already if `rated`."""
         found = self.found
         if not rated:
-            self._kernels.launch_rates(optimizer.kernel, self.tables(), skip)
+            self._kernels.launch_rates(*self.rating, skip)
         try:
             if self._copied:
                 with torch.no_grad():
@@ -252,7 +253,8 @@ class Plan:
                 optimizer.undo_rates(skip)
             raise
         note_written(found.params)
-        keep_if_captured(self, self.settings, skip, divisor, *self._held)
+        if capturing():
+            keep_if_captured(self, self.settings, skip, divisor, *self._held)
         self.has_run = True
         if self._masters:
             self._versions = [version(found.params[place]) for place in self._masters]
@@ -405,7 +407,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         before = self.__dict__.get("_table")
         self._table = GradientTable(may_share=True)
         if before is not None:  # Graphs from before a checkpoint was loaded go on.
-            self._table.captured = before.captured
+            self._table.captured, self._table.keeping = before.captured, before.keeping
         self._is_torchs_turn = False
         self._plan: Plan | None = None
         self._held: TableGradients | None = None
@@ -496,7 +498,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._watch_state()
-        with torch.no_grad(), keeping(self._table.captured):
+        with torch.no_grad(), self._table.keeping:
             if self._lay_elsewhere or not self._step_on_device():
                 self._step_as_parameters_lie()
         return loss
@@ -557,12 +559,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             The kernel and the tables for whoever can work out the rates on the way.
         """
         self._watch_state()
-        if self._plan is None or not self._plan.fits(self, found):
+        plan = self._plan
+        if plan is None or not plan.fits(self, found):
             self._plan_for(found)
-            assert self._plan is not None
-        self._plan.ready(self)
+            plan = self._plan
+            assert plan is not None
+        plan.ready(self)
         # The first step works them out by itself, as it compiles.
-        return (self.kernel, self._plan.tables()) if self._plan.has_run else None
+        return plan.rating if plan.has_run else None
 
     def take(self, skip: Tensor, divisor: Tensor, *, rated: bool) -> None:
         """Steps on the gradients that `ready` was given, or skips, as `skip` says."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import device_kinds, is_flattened, local_tensor
+from gradilocks._torch import default_group, device_kinds, is_flattened, local_tensor
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.values import RankGroup
 
@@ -69,7 +69,13 @@ class Layout(NamedTuple):
 def has_other_ranks() -> bool:
     """Whether other ranks train along."""
     dist = sys.modules.get("torch.distributed.distributed_c10d")  # Missing where it is not built.
-    return dist is not None and dist.is_initialized() and int(dist.get_world_size()) > 1
+    if dist is None:
+        return False
+    try:
+        is_one_of_several = default_group(dist) is not None
+    except AttributeError:
+        is_one_of_several = dist.is_initialized()
+    return bool(is_one_of_several) and world_size() > 1
 
 
 def replicas_of(model: object) -> Any:

@@ -174,7 +174,7 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     """The loss times the scale; a half-precision loss is widened first, so it cannot overflow."""
     if loss.dtype is torch.float16:
         loss = loss.float()
-    return loss * moved(scale, loss.device)
+    return loss * (scale if scale.device == loss.device else moved(scale, loss.device))
 
 
 class _GradientTimes(torch.autograd.Function):

@@ -36,7 +36,7 @@ from gradilocks.kernels.chunks import (
     as_numbers,
     kinds_of,
 )
-from gradilocks.kernels.cuda_graph import capturing
+from gradilocks.kernels.cuda_graph import capturing, keeping
 from gradilocks.kernels.host_numbers import stream_of
 from gradilocks.ranks.layout import (
     Layout,
@@ -297,6 +297,8 @@ class GradientTable:
         self._rosters: weakref.WeakSet[Roster] = weakref.WeakSet()
         self.captured: list[object] = []
         """What the CUDA graphs of the steps need for as long as they are replayed."""
+        self.keeping = keeping(self.captured)
+        """A context in which it is kept there."""
 
     def __reduce__(self) -> Any:
         return _new_table, (self._refuse_twice, self._may_share)  # A copy is over other parameters.
