@@ -1621,7 +1621,10 @@ class Losses:
             and loss.is_floating_point()
         ):
             return loss
-        return torch.where(self.broken(device) > 0, float("inf"), 0.0)
+        flag = torch.where(self.broken(device) > 0, float("inf"), 0.0)
+        if type(flag) is not Tensor:  # Of a loss of another class, as torch hands it on.
+            flag = local_of(flag).as_subclass(Tensor)
+        return flag
 
     def broken(self, home: torch.device) -> Tensor:
         """float32, 0-d, on `home`: 1 if one of them was NaN or Inf, else 0."""
