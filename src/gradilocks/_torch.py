@@ -727,9 +727,9 @@ def infers_metadata() -> bool:
     return False
 
 
-DTENSOR_PARTS = ("_local_tensor", "_spec")
-"""The attributes of a DTensor that C++ reads: this rank's elements, and how all of them lie.
-Without one of the names Python walks over DTensors."""
+DTENSOR_PARTS = ("_local_tensor", "_spec", "mesh", "placements")
+"""What C++ reads of a DTensor: the slots with this rank's elements and with its spec, and of a spec
+the attributes that say how all elements lie. Without one of them Python walks over DTensors."""
 
 
 def local_tensor(distributed: Any) -> Tensor | None:

@@ -13,7 +13,6 @@
 // nothing is changed before everything has been asked, and lists are measured at every item.
 #pragma once
 #include <ATen/ops/empty.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -24,61 +23,12 @@
 #include <vector>
 
 #include "native.h"
+#include "tensor_classes.h"
 
 namespace gradilocks {
 namespace {
 
 // --- tensors without a Python object -------------------------------------------------------------
-
-// How a tensor's Python object is asked for differs between torch 2.6 and 2.13: the first of these
-// that compiles is taken.
-template <typename Slot>
-auto object_in(Slot* slot, int, int) -> decltype(slot->load_pyobj()) {
-  return slot->load_pyobj();
-}
-template <typename Slot>
-auto object_in(Slot* slot, int, long) -> decltype(slot->check_pyobj().value_or(nullptr)) {
-  return slot->check_pyobj().value_or(nullptr);
-}
-template <typename Slot>
-auto object_in(Slot* slot, long, long)
-    -> decltype(slot->check_pyobj(getPyInterpreter()).value_or(nullptr)) {
-  return slot->check_pyobj(getPyInterpreter()).value_or(nullptr);
-}
-
-// The class that a tensor has, or would have, in Python. Null if that is not known without asking.
-inline PyTypeObject* class_of(const at::Tensor& tensor) {
-  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (PyObject* object = object_in(impl->pyobj_slot(), 0, 0)) {
-    return Py_TYPE(object);
-  }
-  // Other kinds of devices may have registered a class of their own.
-  const bool known = impl->is_cpu() || impl->is_cuda();
-  return known ? reinterpret_cast<PyTypeObject*>(THPVariableClass) : nullptr;
-}
-
-// Whether tensors of a class have the gradient that C++ sees: no `grad` of their own, and nobody
-// who is asked first.
-inline bool has_plain_grad(PyTypeObject* type) {
-  if (THPVariable_CheckTypeExact(type)) {
-    return true;
-  }
-  PyTypeObject* base = reinterpret_cast<PyTypeObject*>(THPVariableClass)->tp_base;
-  if (type->tp_getattro != PyObject_GenericGetAttr || base == nullptr) {
-    return false;
-  }
-  for (const char* name : {"grad", "__torch_function__"}) {
-    PyObject* from = name[0] == 'g' ? reinterpret_cast<PyObject*>(base) : ParameterClass;
-    py::object own = py::reinterpret_steal<py::object>(
-        PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
-    py::object torchs = py::reinterpret_steal<py::object>(PyObject_GetAttrString(from, name));
-    if (!own || !torchs || own.ptr() != torchs.ptr()) {
-      PyErr_Clear();
-      return false;
-    }
-  }
-  return true;
-}
 
 // Whether a tensor's memory is its own and all there, so that sizes, strides and address are those
 // of elements. Storage may have been freed or made smaller (`untyped_storage().resize_(0)`).
@@ -187,69 +137,43 @@ inline py::object numbers_of(const std::vector<int64_t>& addresses) {
 
 // --- the walk ------------------------------------------------------------------------------------
 
-// What a call of Python has raised while something was asked.
-struct PythonRaised {};
-
 // A place in the lists: whose it is, and what is known of it.
 struct Place {
   py::object param;
-  PyTypeObject* type;  // Null if Python has to be asked for its gradient.
-  Py_ssize_t among;    // Its number among those that have a gradient; below 0: see below.
+  const Kind* kind;  // Its class, when it was met.
+  Py_ssize_t among;  // Its number among those that have a gradient; below 0: see below.
+
+  // Whether Python need not be asked for its gradient.
+  bool is_plain() const { return kind->plain && kind->is_of(param.ptr()); }
 };
 constexpr Py_ssize_t kLacking = -1;  // It has no gradient.
 constexpr Py_ssize_t kAgain = -2;    // It has come before.
-constexpr size_t kAhead = 64;        // Places that are fetched at a time.
 
 struct Walk {
+  explicit Walk(PyObject* distributed) : kinds(distributed) {}
+
   std::vector<Py_ssize_t> groups;   // How many groups each optimizer has.
   std::vector<Py_ssize_t> lengths;  // How many parameters each group has.
   std::vector<Place> places;
-  std::vector<std::pair<py::object, bool>> types;  // Classes, and whether their `grad` is plain.
+  Kinds kinds;
   std::vector<int64_t> homes, addresses, numbers, scratch;
   std::vector<Make> params, grads;
   bool aligned = false, may_share = false, shared = false;
-  // Of DTensors. Empty if there are none.
-  std::vector<bool> distributed;           // Whether each parameter that has a gradient is one.
-  std::vector<py::object> specs;           // How each lies on its mesh; null for a plain one.
-  std::vector<py::object> gradient_specs;  // Those of gradients that lie as their parameters do.
-  py::object local_name, spec_name;        // The attributes that have the local tensor, the spec.
-  py::object lie_alike;                    // Says of a parameter and a gradient whether they do.
+  std::vector<std::pair<py::object, Lie>> specs;  // Of DTensors, and what they say; else null.
 
   template <typename Visit>
   int every_object(Visit visit) const {
     for (const Place& place : places) {
       if (const int stop = visit(place.param.ptr())) return stop;
     }
-    for (const auto& each : types) {
-      if (const int stop = visit(each.first.ptr())) return stop;
-    }
-    for (const auto* each : {&specs, &gradient_specs}) {
-      for (const py::object& spec : *each) {
-        if (const int stop = visit(spec.ptr())) return stop;
+    for (const auto& [spec, lie] : specs) {
+      for (const py::object* each : {&spec, &lie.mesh, &lie.placements}) {
+        if (const int stop = visit(each->ptr())) return stop;
       }
     }
-    return visit(lie_alike.ptr());
+    return kinds.every_object(visit);
   }
 };
-
-inline py::object attribute(PyObject* object, const py::object& name) {
-  py::object found = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name.ptr()));
-  if (!found) {  // Another torch has another name for it: then Python walks.
-    PyErr_SetString(PyExc_TypeError, "this torch's DTensors have no such attribute");
-    throw PythonRaised();
-  }
-  return found;
-}
-
-// This rank's elements of a DTensor; undefined if only Python can say.
-inline at::Tensor local_of(PyObject* tensor, const py::object& name) {
-  const py::object local = attribute(tensor, name);
-  if (Py_TYPE(local.ptr()) != reinterpret_cast<PyTypeObject*>(THPVariableClass)) {
-    return at::Tensor();
-  }
-  const at::Tensor& found = THPVariable_Unpack(local.ptr());
-  return found.requires_grad() ? found.detach() : found;
-}
 
 // A parameter's gradient, undefined if it has none. Throws PythonRaised if asking Python fails.
 inline at::Tensor gradient_of(PyObject* param, bool plain) {
@@ -320,134 +244,83 @@ struct Found {
   std::vector<at::Tensor> held;
   std::vector<c10::Storage> memory;
   std::vector<int64_t> addresses;
-  std::vector<py::object> gradient_specs;
 };
 
-// Replaces a gradient by its local tensor; false if it does not lie as its parameter does.
-inline bool localize(const Walk& walk, PyObject* param, size_t i, at::Tensor& grad, Found& found) {
-  c10::TensorImpl* impl = grad.unsafeGetTensorImpl();
-  py::object object = py::reinterpret_borrow<py::object>(object_in(impl->pyobj_slot(), 0, 0));
-  if (!object || Py_TYPE(object.ptr()) != Py_TYPE(param) ||
-      attribute(param, walk.spec_name).ptr() != walk.specs[i].ptr()) {
+// Replaces the gradient of a DTensor by its local tensor; false if it does not lie as its parameter
+// does.
+inline bool localize(const Walk& walk, size_t i, at::Tensor& grad) {
+  PyObject* object = object_of(grad.unsafeGetTensorImpl());
+  const Kind* kind = object == nullptr ? nullptr : walk.kinds.known(object);
+  if (kind == nullptr || !kind->is_distributed()) {
     return false;
   }
-  py::object spec = attribute(object.ptr(), walk.spec_name);
-  if (spec.ptr() != walk.gradient_specs[i].ptr()) {  // FSDP2 has one for parameter and gradient.
-    py::object alike = py::reinterpret_steal<py::object>(
-        PyObject_CallFunctionObjArgs(walk.lie_alike.ptr(), param, object.ptr(), nullptr));
-    if (!alike) {
-      throw PythonRaised();
-    }
-    if (alike.ptr() != Py_True) {
+  const py::object spec = py::reinterpret_borrow<py::object>(part_of(object, kind->spec));
+  const auto& [own, lie] = walk.specs[i];
+  if (spec.ptr() != own.ptr()) {  // FSDP2 has one for parameter and gradient.
+    if (!spec || !walk.kinds.lie(spec.ptr()).is_like(lie)) {
       return false;
     }
   }
-  found.gradient_specs[i] = std::move(spec);
-  grad = local_of(object.ptr(), walk.local_name);
+  at::Tensor local = local_of(object, *kind);
+  grad = std::move(local);
   return grad.defined();
-}
-
-// Brings what `look` will read of some places into the cache, step by step along the pointers that
-// lead there: a step is asked for of all places before the next step is taken of one. After other
-// work has filled the cache, each of the steps is a wait for memory, and one place would wait for
-// six of them in a row (2,000 parameters after 32 MB of copies, two busy AMD cores: 3.2 ms, and 1.0
-// to 1.6 so).
-inline void fetch_ahead(const Walk& walk, size_t begin, size_t end) {
-  c10::TensorImpl* impls[kAhead];
-  end = std::min(end, walk.places.size());
-  if (begin >= end) {
-    return;
-  }
-  const size_t count = end - begin;
-  const auto lines = [](const void* at, size_t bytes) {
-    for (size_t offset = 0; offset < bytes; offset += 64) {
-      __builtin_prefetch(static_cast<const char*>(at) + offset);
-    }
-  };
-  const auto parts = [&](c10::TensorImpl* impl) {  // Beside it: its memory.
-    if (impl->has_storage()) {
-      lines(impl->unsafe_storage().unsafeGetStorageImpl(), 64);
-    }
-  };
-  for (size_t i = 0; i < count; ++i) {
-    lines(walk.places[begin + i].param.ptr(), 64);
-  }
-  for (size_t i = 0; i < count; ++i) {
-    const Place& place = walk.places[begin + i];
-    const bool plain = place.type != nullptr && Py_TYPE(place.param.ptr()) == place.type;
-    impls[i] = plain ? THPVariable_Unpack(place.param.ptr()).unsafeGetTensorImpl() : nullptr;
-    if (plain) {
-      lines(impls[i], sizeof(c10::TensorImpl));
-    }
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (impls[i] != nullptr) {
-      parts(impls[i]);
-      lines(impls[i]->autograd_meta(), 128);
-    }
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (impls[i] != nullptr) {
-      const at::Tensor& grad = std::as_const(*impls[i]).grad();
-      impls[i] = grad.defined() ? grad.unsafeGetTensorImpl() : nullptr;
-      if (impls[i] != nullptr) {
-        lines(impls[i], sizeof(c10::TensorImpl));
-      }
-    }
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (impls[i] != nullptr) {
-      parts(impls[i]);
-    }
-  }
 }
 
 // The gradients as they are now and where they lie; false if something but the addresses is
 // another.
 inline bool look(const Walk& walk, PyObject* lists, Found& found) {
-  for (const auto& [type, plain] : walk.types) {  // Somebody may have given it a `grad`.
-    if (plain && !has_plain_grad(reinterpret_cast<PyTypeObject*>(type.ptr()))) {
-      return false;
-    }
+  if (!walk.kinds.hold()) {
+    return false;
   }
   found.held.reserve(walk.grads.size());
   found.memory.reserve(2 * walk.grads.size());
   found.addresses.reserve(walk.grads.size());
-  found.gradient_specs.resize(walk.specs.size());
-  const auto* tensor_class = reinterpret_cast<PyTypeObject*>(THPVariableClass);
-  fetch_ahead(walk, 0, kAhead);
+  const auto fetch_ahead = [&](size_t begin) {
+    Ahead ahead;
+    const size_t end = std::min(begin + Ahead::kMost, walk.places.size());
+    for (size_t number = begin; number < end; ++number) {
+      if (walk.places[number].is_plain()) {
+        ahead.add(walk.places[number].param.ptr(), *walk.places[number].kind);
+      }
+    }
+    ahead.fetch();
+  };
+  fetch_ahead(0);
   size_t number = 0;
   return every_place(walk, lists, [&](const Place& place) {
-    if (number++ % kAhead == 0) {
-      fetch_ahead(walk, number - 1 + kAhead, number - 1 + 2 * kAhead);
+    if (number++ % Ahead::kMost == 0) {
+      fetch_ahead(number - 1 + Ahead::kMost);
     }
     if (place.among == kAgain) {
       return true;
     }
     PyObject* param = place.param.ptr();
-    const bool plain = place.type != nullptr && Py_TYPE(param) == place.type;
-    at::Tensor grad = gradient_of(param, plain);
+    at::Tensor grad = gradient_of(param, place.is_plain());
     if (place.among == kLacking || !grad.defined()) {
       return (place.among == kLacking) == !grad.defined();
     }
     const size_t i = static_cast<size_t>(place.among);
-    if (!walk.distributed.empty() && walk.distributed[i]) {
-      const at::Tensor home = local_of(param, walk.local_name);
-      if (!plain || !home.defined() || !localize(walk, param, i, grad, found) ||
-          !walk.params[i].is_of(home, tensor_class, walk.numbers) ||
-          !walk.grads[i].is_of(grad, tensor_class, walk.numbers) ||
+    const bool distributed = !walk.specs.empty() && walk.specs[i].first;
+    if (distributed &&
+        (!place.is_plain() || part_of(param, place.kind->spec) != walk.specs[i].first.ptr())) {
+      return false;
+    }
+    {
+      const at::Tensor local = distributed ? local_of(param, *place.kind) : at::Tensor();
+      const at::Tensor& home = distributed ? local : THPVariable_Unpack(param);
+      if (!home.defined() ||
+          !walk.params[i].is_of(home, distributed ? tensor_class() : Py_TYPE(param),
+                                walk.numbers) ||
           address_of(home) != walk.homes[i]) {
         return false;
       }
       found.memory.push_back(home.storage());
-    } else {
-      const at::Tensor& home = THPVariable_Unpack(param);
-      if (!walk.params[i].is_of(home, Py_TYPE(param), walk.numbers) ||
-          !walk.grads[i].is_of(grad, class_of(grad), walk.numbers) ||
-          address_of(home) != walk.homes[i]) {
-        return false;
-      }
-      found.memory.push_back(home.storage());
+    }
+    if (distributed && !localize(walk, i, grad)) {
+      return false;
+    }
+    if (!walk.grads[i].is_of(grad, class_of(grad), walk.numbers)) {
+      return false;
     }
     found.addresses.push_back(address_of(grad));
     found.memory.push_back(grad.storage());
@@ -614,7 +487,6 @@ inline PyObject* walk_renew(PyObject* self, PyObject* const* args, Py_ssize_t co
     }
     walk->shared = shared;
     walk->addresses.swap(found.addresses);
-    walk->gradient_specs.swap(found.gradient_specs);
   });
   if (done) {
     return answer;
@@ -632,46 +504,76 @@ inline PyObject* walk_shared(PyObject* self, void*) {
   return PyBool_FromLong(walk != nullptr && walk->shared);
 }
 
-// Fills a walk by what was found; false if it is none that C++ can walk over. `marks` says which of
-// the parameters are DTensors; None if no one is.
-inline bool fill(Walk& walk, PyObject* lists, PyObject* params, PyObject* tensors,
-                 PyObject* marks) {
+// Calls `visit(tensor)` for all tensors of a list, a tuple or of HeldTensors. False, with a Python
+// error set, if there is something else in it; `visit` runs no Python code.
+template <typename Visit>
+bool every_tensor(PyObject* tensors, Visit visit) {
+  return guarded([&] {
+    if (Py_TYPE(tensors) == reinterpret_cast<PyTypeObject*>(held_tensors_type)) {
+      for (const at::Tensor& tensor : *reinterpret_cast<HeldTensors*>(tensors)->tensors) {
+        visit(tensor);
+      }
+      return;
+    }
+    py::object items =
+        py::reinterpret_steal<py::object>(PySequence_Fast(tensors, "expected a list of tensors"));
+    if (!items) {
+      throw PythonRaised();
+    }
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
+      const py::object item =
+          py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(items.ptr(), i));
+      if (!THPVariable_Check(item.ptr())) {
+        PyErr_Format(PyExc_TypeError, "expected tensors, got %s", Py_TYPE(item.ptr())->tp_name);
+        throw PythonRaised();
+      }
+      visit(THPVariable_Unpack(item.ptr()));
+    }
+  });
+}
+
+// Fills a walk by what was found; false if it is none that C++ can walk over.
+inline bool fill(Walk& walk, PyObject* lists, PyObject* params, PyObject* tensors) {
   const Py_ssize_t having = PyList_GET_SIZE(params);
-  const bool any = marks != Py_None;
-  if (!PyList_Check(lists) || PyList_GET_SIZE(tensors) != having ||
-      (any && (!PyList_Check(marks) || PyList_GET_SIZE(marks) != having))) {
-    return false;
+  std::vector<at::Tensor> grads;
+  if (!every_tensor(tensors, [&](const at::Tensor& grad) { grads.push_back(grad); })) {
+    throw PythonRaised();
   }
-  if (any) {
-    walk.distributed.resize(static_cast<size_t>(having));
-    walk.specs.resize(static_cast<size_t>(having));
-    walk.gradient_specs.resize(static_cast<size_t>(having));
+  if (!PyList_Check(lists) || static_cast<Py_ssize_t>(grads.size()) != having) {
+    return false;
   }
   for (Py_ssize_t i = 0; i < having; ++i) {
     PyObject* param = PyList_GET_ITEM(params, i);
-    PyObject* grad = PyList_GET_ITEM(tensors, i);
-    if (!THPVariable_Check(param) || !THPVariable_CheckExact(grad)) {
+    const at::Tensor& grad = grads[static_cast<size_t>(i)];
+    PyTypeObject* grad_class = class_of(grad);
+    if (!THPVariable_Check(param) || grad_class == nullptr ||
+        !THPVariable_CheckTypeExact(grad_class)) {
       return false;
     }
+    const Kind& kind = walk.kinds.of(param);
     at::Tensor home = THPVariable_Unpack(param);
-    PyTypeObject* type = Py_TYPE(param);
-    if (any && PyList_GET_ITEM(marks, i) == Py_True) {
-      walk.distributed[static_cast<size_t>(i)] = true;
-      walk.specs[static_cast<size_t>(i)] = attribute(param, walk.spec_name);
-      home = local_of(param, walk.local_name);
-      type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
-      if (!home.defined()) {
+    if (kind.is_distributed()) {
+      py::object spec = py::reinterpret_borrow<py::object>(part_of(param, kind.spec));
+      home = local_of(param, kind);
+      if (!spec || !home.defined()) {
         return false;
       }
+      Lie lie = walk.kinds.lie(spec.ptr());
+      const at::Tensor own = THPVariable_Unpack(param).grad();
+      if (PyObject* object = own.defined() ? object_of(own.unsafeGetTensorImpl()) : nullptr) {
+        walk.kinds.of(object);
+      }
+      walk.specs.resize(static_cast<size_t>(having));
+      walk.specs[static_cast<size_t>(i)] = {std::move(spec), std::move(lie)};
     }
-    const at::Tensor& found = THPVariable_Unpack(grad);
-    if (!has_memory(home) || !has_memory(found)) {
+    if (!has_memory(home) || !has_memory(grad)) {
       return false;
     }
+    PyTypeObject* type = kind.is_distributed() ? tensor_class() : Py_TYPE(param);
     walk.params.emplace_back(home, type, walk.numbers);
-    walk.grads.emplace_back(found, Py_TYPE(grad), walk.numbers);
+    walk.grads.emplace_back(grad, grad_class, walk.numbers);
     walk.homes.push_back(address_of(home));
-    walk.addresses.push_back(address_of(found));
+    walk.addresses.push_back(address_of(grad));
   }
   std::unordered_set<PyObject*> seen;
   Py_ssize_t next = 0;
@@ -688,27 +590,18 @@ inline bool fill(Walk& walk, PyObject* lists, PyObject* params, PyObject* tensor
       }
       walk.lengths.push_back(PyList_GET_SIZE(group));
       for (Py_ssize_t k = 0; k < PyList_GET_SIZE(group); ++k) {
-        PyObject* param = PyList_GET_ITEM(group, k);
-        if (!THPVariable_Check(param)) {
+        py::object param = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(group, k));
+        if (!THPVariable_Check(param.ptr())) {
           return false;
         }
-        PyTypeObject* type = Py_TYPE(param);
-        const bool plain = has_plain_grad(type);
-        if (!THPVariable_CheckTypeExact(type)) {
-          PyObject* object = reinterpret_cast<PyObject*>(type);
-          if (std::none_of(walk.types.begin(), walk.types.end(),
-                           [&](const auto& each) { return each.first.ptr() == object; })) {
-            walk.types.emplace_back(py::reinterpret_borrow<py::object>(object), plain);
-          }
-        }
         Py_ssize_t among = kLacking;
-        if (!seen.insert(param).second) {
+        if (!seen.insert(param.ptr()).second) {
           among = kAgain;
-        } else if (next < having && PyList_GET_ITEM(params, next) == param) {
+        } else if (next < having && PyList_GET_ITEM(params, next) == param.ptr()) {
           among = next++;
         }
-        walk.places.push_back(
-            Place{py::reinterpret_borrow<py::object>(param), plain ? type : nullptr, among});
+        const Kind& kind = walk.kinds.of(param.ptr());
+        walk.places.push_back(Place{std::move(param), &kind, among});
       }
     }
   }
@@ -717,19 +610,13 @@ inline bool fill(Walk& walk, PyObject* lists, PyObject* params, PyObject* tensor
 
 // walk_over(lists, params, tensors, aligned, may_share, distributed): a GradientWalk over what was
 // found, or None if C++ cannot walk over it. The parameters that have a gradient, each once and in
-// order, and these gradients; whether all of them are aligned to 16 bytes, and whether two may be
-// one. `distributed`: None, or which of the parameters are DTensors, the names of the attributes
-// that have the local tensor and the spec, and what says whether a gradient lies as its parameter.
+// order, and these gradients, of DTensors the local ones, which lie as their parameters do; whether
+// all of them are aligned to 16 bytes, and whether two may be one. `distributed`: see Kinds.
 inline PyObject* walk_over(PyObject*, PyObject* args) {
   PyObject *lists = nullptr, *params = nullptr, *tensors = nullptr, *distributed = nullptr;
   int aligned = 0, may_share = 0;
-  if (!PyArg_ParseTuple(args, "OO!O!ppO", &lists, &PyList_Type, &params, &PyList_Type, &tensors,
-                        &aligned, &may_share, &distributed)) {
-    return nullptr;
-  }
-  PyObject *marks = Py_None, *local_name = nullptr, *spec_name = nullptr, *lie_alike = nullptr;
-  if (distributed != Py_None &&
-      !PyArg_ParseTuple(distributed, "OUUO", &marks, &local_name, &spec_name, &lie_alike)) {
+  if (!PyArg_ParseTuple(args, "OO!OppO", &lists, &PyList_Type, &params, &tensors, &aligned,
+                        &may_share, &distributed)) {
     return nullptr;
   }
   PyTypeObject* type = reinterpret_cast<PyTypeObject*>(gradient_walk_type);
@@ -739,14 +626,11 @@ inline PyObject* walk_over(PyObject*, PyObject* args) {
   }
   bool walkable = false;
   const bool done = guarded([&] {
-    Walk* walk = new Walk();
+    Walk* walk = new Walk(distributed);
     reinterpret_cast<GradientWalk*>(made)->walk = walk;
     walk->aligned = aligned != 0;
     walk->may_share = may_share != 0;
-    walk->local_name = py::reinterpret_borrow<py::object>(local_name);
-    walk->spec_name = py::reinterpret_borrow<py::object>(spec_name);
-    walk->lie_alike = py::reinterpret_borrow<py::object>(lie_alike);
-    walkable = fill(*walk, lists, params, tensors, marks);
+    walkable = fill(*walk, lists, params, tensors);
     walk->shared = coincide(walk->addresses, walk->scratch);
   });
   if (done && walkable) {
@@ -784,128 +668,226 @@ inline bool is_dense(const at::Tensor& tensor) {
   return true;
 }
 
-// collect(params, detached): the gradients that there are, if kernels reach all of them by their
-// addresses. None if they do not, or Python has to be asked, or one needs a gradient and they are
-// to be detached; else the places of those who have one (None: all), their gradients, the addresses
-// as a tensor on the host, and as bytes the sizes and kinds: where these are equal, those are.
-inline PyObject* collect(PyObject*, PyObject* args) {
-  PyObject* params = nullptr;
-  int detached = 0;
-  if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &params, &detached)) {
-    return nullptr;
+// What `collect` brings together.
+struct Collection {
+  explicit Collection(PyObject* distributed) : kinds(distributed) {}
+
+  Kinds kinds;
+  std::vector<at::Tensor> held;
+  std::vector<c10::Storage> memory;
+  std::vector<int64_t> addresses;
+  std::vector<Py_ssize_t> having;
+  std::vector<py::object> elements;  // Of the parameters that have a gradient.
+  std::string signature;             // The size and kind of each gradient.
+  std::vector<Lie> layouts;
+  std::vector<int32_t> laid;  // Which of them each gradient has; -1 for a plain one.
+
+  // Takes note of how the next gradient lies.
+  void note_layout(const Lie& lie) {
+    laid.resize(held.size(), -1);
+    size_t number = laid.empty() || laid.back() < 0 ? 0 : static_cast<size_t>(laid.back());
+    for (size_t tried = 0; tried < layouts.size(); ++tried, ++number) {  // The last one first.
+      number = number < layouts.size() ? number : 0;
+      if (layouts[number].mesh.ptr() == lie.mesh.ptr() &&
+          Lie::are_equal(layouts[number].placements, lie.placements)) {
+        laid.push_back(static_cast<int32_t>(number));
+        return;
+      }
+    }
+    laid.push_back(static_cast<int32_t>(layouts.size()));
+    layouts.push_back(lie);
   }
-  PyObject* answer = nullptr;
-  const bool done = guarded([&] {
-    std::vector<at::Tensor> held;
-    std::vector<c10::Storage> memory;
-    std::vector<int64_t> addresses, scratch;
-    std::vector<Py_ssize_t> having;
-    std::string signature;
-    PyTypeObject* known = nullptr;  // A class whose `grad` is plain.
-    answer = Py_None;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
-      const py::object param = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(params, i));
-      if (Py_TYPE(param.ptr()) != known) {
-        if (!THPVariable_Check(param.ptr()) || !has_plain_grad(Py_TYPE(param.ptr()))) {
-          return;
-        }
-        known = Py_TYPE(param.ptr());
+
+  // Takes the gradient of a parameter, if it has one; false if Python has to look at it.
+  bool take(PyObject* param, Py_ssize_t place, bool detached, bool beside) {
+    const Kind& kind = kinds.of(param);
+    if (!kind.plain) {
+      return false;
+    }
+    at::Tensor grad = THPVariable_Unpack(param).grad();
+    if (!grad.defined()) {
+      return true;
+    }
+    if (kind.is_distributed()) {
+      PyObject* object = object_of(grad.unsafeGetTensorImpl());
+      if (object == nullptr || !kinds.of(object).is_distributed()) {
+        return false;
       }
-      const at::Tensor& grad = THPVariable_Unpack(param.ptr()).grad();
+      const Kind& grad_kind = kinds.of(object);
+      const py::object own = py::reinterpret_borrow<py::object>(part_of(param, kind.spec));
+      const py::object spec = py::reinterpret_borrow<py::object>(part_of(object, grad_kind.spec));
+      if (!own || !spec) {
+        return false;
+      }
+      const Lie lie = kinds.lie(spec.ptr());
+      if (own.ptr() != spec.ptr() && !lie.is_like(kinds.lie(own.ptr()))) {
+        return false;
+      }
+      note_layout(lie);
+      at::Tensor local = local_of(object, grad_kind);
+      grad = std::move(local);
       if (!grad.defined()) {
-        continue;
-      }
-      const PyTypeObject* type = class_of(grad);
-      if (type == nullptr || !THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type)) ||
-          !has_memory(grad) || (!held.empty() && grad.device() != held[0].device()) ||
-          (detached && grad.requires_grad())) {
-        return;
-      }
-      const c10::ScalarType dtype = grad.scalar_type();
-      if ((dtype != at::kFloat && dtype != at::kHalf && dtype != at::kBFloat16 &&
-           dtype != at::kDouble) ||
-          !is_dense(grad)) {
-        return;
-      }
-      const int64_t address = address_of(grad), size = grad.numel();
-      const int code = dtype == at::kFloat      ? 0
-                       : dtype == at::kHalf     ? 1
-                       : dtype == at::kBFloat16 ? 2
-                                                : 3;
-      const char kind = static_cast<char>(2 * code + (address % 16 == 0));
-      signature.append(reinterpret_cast<const char*>(&size), sizeof(size));
-      signature.push_back(kind);
-      addresses.push_back(address);
-      held.push_back(grad);
-      memory.push_back(grad.storage());
-      having.push_back(i);
-    }
-    if (held.empty() || coincide(addresses, scratch)) {
-      return;
-    }
-    py::object places = py::none();
-    if (static_cast<Py_ssize_t>(having.size()) != PyList_GET_SIZE(params)) {
-      places =
-          py::reinterpret_steal<py::object>(PyList_New(static_cast<Py_ssize_t>(having.size())));
-      for (size_t k = 0; places && k < having.size(); ++k) {
-        PyObject* place = PyLong_FromSsize_t(having[k]);
-        if (place == nullptr) {
-          throw PythonRaised();
-        }
-        PyList_SET_ITEM(places.ptr(), static_cast<Py_ssize_t>(k), place);
+        return false;
       }
     }
-    py::object numbers = numbers_of(addresses);
-    py::object bytes = py::reinterpret_steal<py::object>(
-        PyBytes_FromStringAndSize(signature.data(), static_cast<Py_ssize_t>(signature.size())));
-    if (!bytes || !places) {
+    PyTypeObject* type = class_of(grad);
+    if (type == nullptr || !THPVariable_CheckTypeExact(type) || !has_memory(grad) ||
+        (!held.empty() && grad.device() != held[0].device()) ||
+        (detached && grad.requires_grad())) {
+      return false;
+    }
+    const c10::ScalarType dtype = grad.scalar_type();
+    if ((dtype != at::kFloat && dtype != at::kHalf && dtype != at::kBFloat16 &&
+         dtype != at::kDouble) ||
+        !is_dense(grad)) {
+      return false;
+    }
+    if (beside) {  // Else no optimizer can step, or memory holds the opposite of a gradient.
+      const at::Tensor home =
+          kind.is_distributed() ? local_of(param, kind) : THPVariable_Unpack(param);
+      if (!home.defined() || !has_memory(home) || home.device() != grad.device() ||
+          home.sizes() != grad.sizes() || grad.is_neg()) {
+        return false;
+      }
+      PyObject* element = kind.is_distributed() ? part_of(param, kind.local) : param;
+      const bool detach = element != param && THPVariable_Unpack(element).requires_grad();
+      elements.push_back(py::reinterpret_steal<py::object>(detach ? THPVariable_Wrap(home)
+                                                                  : Py_NewRef(element)));
+    }
+    const int64_t address = address_of(grad), size = grad.numel();
+    const int code = dtype == at::kFloat      ? 0
+                     : dtype == at::kHalf     ? 1
+                     : dtype == at::kBFloat16 ? 2
+                                              : 3;
+    const char kind_of_grad = static_cast<char>(2 * code + (address % 16 == 0));
+    signature.append(reinterpret_cast<const char*>(&size), sizeof(size));
+    signature.push_back(kind_of_grad);
+    addresses.push_back(address);
+    memory.push_back(grad.storage());
+    held.push_back(std::move(grad));
+    having.push_back(place);
+    return true;
+  }
+
+  // A list of as many Python objects, each made by `make(number)`.
+  template <typename Make>
+  static py::object listed(size_t count, Make make) {
+    py::object list =
+        py::reinterpret_steal<py::object>(PyList_New(static_cast<Py_ssize_t>(count)));
+    for (size_t number = 0; list && number < count; ++number) {
+      PyObject* made = make(number);
+      if (made == nullptr) {
+        throw PythonRaised();
+      }
+      PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(number), made);
+    }
+    if (!list) {
       throw PythonRaised();
     }
-    const py::object tensors = hold(std::move(held), std::move(memory));
-    answer = PyTuple_Pack(4, places.ptr(), tensors.ptr(), numbers.ptr(), bytes.ptr());
-    if (answer == nullptr) {
+    return list;
+  }
+
+  // As bytes.
+  static py::object as_bytes(const void* begin, size_t size) {
+    py::object bytes = py::reinterpret_steal<py::object>(PyBytes_FromStringAndSize(
+        static_cast<const char*>(begin), static_cast<Py_ssize_t>(size)));
+    if (!bytes) {
+      throw PythonRaised();
+    }
+    return bytes;
+  }
+};
+
+// collect(params, distributed, detached, beside, may_share): the gradients that there are, if
+// kernels reach all of them by their addresses. None if they do not, or Python has to be asked, or
+// something is not as it is wanted to be:
+//   detached: no gradient needs a gradient itself;
+//   beside: each lies on the device of its parameter and has its shape;
+//   may_share: two of them may be one.
+// Else the places of those who have one (None: all), their gradients, the addresses as a tensor on
+// the host, as bytes the sizes and kinds (where these are equal, those are), `beside` the
+// parameters' own elements as a list, and how DTensors lie, each as its parameter: None if there
+// are none, else as bytes the number of each one's mesh and placements (int32, -1: a plain tensor)
+// and a list of those. `distributed`: see Kinds.
+inline PyObject* collect(PyObject*, PyObject* args) {
+  PyObject *params = nullptr, *distributed = nullptr;
+  int detached = 0, beside = 0, may_share = 0;
+  if (!PyArg_ParseTuple(args, "O!Oppp", &PyList_Type, &params, &distributed, &detached, &beside,
+                        &may_share)) {
+    return nullptr;
+  }
+  py::object answer = py::none();
+  const bool done = guarded([&] {
+    Collection found(distributed);
+    std::vector<int64_t> scratch;
+    const auto fetch_ahead = [&](Py_ssize_t begin) {
+      Ahead ahead;
+      const Py_ssize_t end = begin + static_cast<Py_ssize_t>(Ahead::kMost);
+      for (Py_ssize_t i = begin; i < std::min(end, PyList_GET_SIZE(params)); ++i) {
+        const Kind* kind = found.kinds.known(PyList_GET_ITEM(params, i));
+        if (kind != nullptr && kind->plain) {
+          ahead.add(PyList_GET_ITEM(params, i), *kind);
+        }
+      }
+      ahead.fetch();
+    };
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
+      const py::object param = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(params, i));
+      if (!THPVariable_Check(param.ptr())) {
+        return;
+      }
+      if (i == 0) {
+        found.kinds.of(param.ptr());
+        fetch_ahead(0);
+      }
+      if (i % static_cast<Py_ssize_t>(Ahead::kMost) == 0) {
+        fetch_ahead(i + static_cast<Py_ssize_t>(Ahead::kMost));
+      }
+      if (!found.take(param.ptr(), i, detached != 0, beside != 0)) {
+        return;
+      }
+    }
+    if (found.held.empty() || (!may_share && coincide(found.addresses, scratch))) {
+      return;
+    }
+    const size_t count = found.held.size();
+    py::object places = py::none(), elements = py::none(), layouts = py::none();
+    if (static_cast<Py_ssize_t>(count) != PyList_GET_SIZE(params)) {
+      places =
+          Collection::listed(count, [&](size_t k) { return PyLong_FromSsize_t(found.having[k]); });
+    }
+    if (beside) {
+      elements = Collection::listed(count, [&](size_t k) { return Py_NewRef(found.elements[k].ptr()); });
+    }
+    if (!found.layouts.empty()) {
+      found.laid.resize(count, -1);
+      const py::object numbers =
+          Collection::as_bytes(found.laid.data(), count * sizeof(found.laid[0]));
+      const py::object listed = Collection::listed(found.layouts.size(), [&](size_t k) {
+        return PyTuple_Pack(2, found.layouts[k].mesh.ptr(), found.layouts[k].placements.ptr());
+      });
+      layouts = py::reinterpret_steal<py::object>(PyTuple_Pack(2, numbers.ptr(), listed.ptr()));
+    }
+    const py::object numbers = numbers_of(found.addresses);
+    const py::object signature =
+        Collection::as_bytes(found.signature.data(), found.signature.size());
+    const py::object tensors = hold(std::move(found.held), std::move(found.memory));
+    answer = py::reinterpret_steal<py::object>(
+        PyTuple_Pack(6, places.ptr(), tensors.ptr(), numbers.ptr(), signature.ptr(), elements.ptr(),
+                     layouts.ptr()));
+    if (!answer) {
       throw PythonRaised();
     }
   });
   if (done) {
-    if (answer == Py_None) {
-      Py_INCREF(answer);
-    }
-    return answer;
+    return answer.release().ptr();
   }
-  if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {  // A tensor that has no address.
+  // A tensor that has no address, or a torch that names the parts of DTensors otherwise.
+  if (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_TypeError)) {
     PyErr_Clear();
     Py_RETURN_NONE;
   }
   return nullptr;
-}
-
-// Calls `visit(tensor)` for all tensors of a list, a tuple or of HeldTensors. False, with a Python
-// error set, if there is something else in it; `visit` runs no Python code.
-template <typename Visit>
-bool every_tensor(PyObject* tensors, Visit visit) {
-  return guarded([&] {
-    if (Py_TYPE(tensors) == reinterpret_cast<PyTypeObject*>(held_tensors_type)) {
-      for (const at::Tensor& tensor : *reinterpret_cast<HeldTensors*>(tensors)->tensors) {
-        visit(tensor);
-      }
-      return;
-    }
-    py::object items =
-        py::reinterpret_steal<py::object>(PySequence_Fast(tensors, "expected a list of tensors"));
-    if (!items) {
-      throw PythonRaised();
-    }
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
-      const py::object item =
-          py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(items.ptr(), i));
-      if (!THPVariable_Check(item.ptr())) {
-        PyErr_Format(PyExc_TypeError, "expected tensors, got %s", Py_TYPE(item.ptr())->tp_name);
-        throw PythonRaised();
-      }
-      visit(THPVariable_Unpack(item.ptr()));
-    }
-  });
 }
 
 // count_write(tensors): as torch.autograd.graph.increment_version, which leaves inference tensors
