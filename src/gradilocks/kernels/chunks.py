@@ -239,6 +239,7 @@ class Addresses:
         """Tensors of the same sizes and kinds that lie elsewhere, or there."""
         made = Addresses(numbers, self.kinds, self.sizes, self.device)
         made._located, made._in_captures = dict(self._located), set(self._in_captures)
+        made.dtypes = self.dtypes
         if not torch.equal(numbers, self.numbers):
             made.change(numbers)
         return made

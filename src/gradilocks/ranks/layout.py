@@ -390,10 +390,11 @@ def laid_out_like(param: Tensor, local: Tensor) -> Tensor:
 
 def common_mesh(layouts: Sequence[Layout | None]) -> Any:
     """The mesh on which all of these gradients lie; None if there is none, or not one."""
-    meshes = [layout.mesh for layout in layouts if layout is not None]
-    if not meshes or len(meshes) != len(layouts) or any(mesh != meshes[0] for mesh in meshes):
+    different = list(dict(zip(map(id, layouts), layouts, strict=True)).values())
+    if not different or any(layout is None for layout in different):
         return None
-    return meshes[0]
+    meshes = [layout.mesh for layout in different if layout is not None]
+    return None if any(mesh != meshes[0] for mesh in meshes) else meshes[0]
 
 
 def rank_groups_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[RankGroup]:

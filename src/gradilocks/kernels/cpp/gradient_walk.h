@@ -927,6 +927,26 @@ inline PyObject* addresses(PyObject*, PyObject* tensors) {
   return answer;
 }
 
+// requiring(params): which of a list of parameters require a gradient, a byte each; None if there
+// is one that Python has to be asked.
+inline PyObject* requiring(PyObject*, PyObject* params) {
+  py::object marks;
+  const bool done = guarded([&] {
+    std::string found;
+    PyTypeObject* plain = nullptr;  // A class of which C++ sees what Python would say.
+    if (!every_tensor(params, [&](const at::Tensor& tensor) {
+          PyTypeObject* type = class_of(tensor);
+          plain = type != nullptr && (type == plain || has_plain("requires_grad", type)) ? type : nullptr;
+          found.push_back(plain == nullptr ? 2 : tensor.requires_grad());
+        })) {
+      throw PythonRaised();
+    }
+    const bool all = found.find('\2') == std::string::npos;
+    marks = all ? Collection::as_bytes(found.data(), found.size()) : py::none();
+  });
+  return done ? marks.release().ptr() : nullptr;
+}
+
 // lie_at(tensors, addresses): whether each of a list of tensors lies where a list of numbers says.
 inline PyObject* lie_at(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 2 || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1])) {
@@ -981,6 +1001,7 @@ PyMethodDef gradient_walk_functions[] = {
     {"count_write", count_write, METH_O, "Counts a write to every tensor."},
     {"versions", versions, METH_O, "How often each tensor was written to."},
     {"addresses", addresses, METH_O, "Where each tensor lies."},
+    {"requiring", requiring, METH_O, "Which parameters require a gradient, a byte each, or None."},
     {"lie_at", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lie_at)), METH_FASTCALL,
      "Whether tensors lie where a list of numbers says."},
     {nullptr, nullptr, 0, nullptr}};

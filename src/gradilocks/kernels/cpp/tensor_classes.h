@@ -52,9 +52,9 @@ inline PyTypeObject* class_of(const at::Tensor& tensor) {
   return impl->is_cpu() || impl->is_cuda() ? tensor_class() : nullptr;
 }
 
-// Whether tensors of a class have the gradient that C++ sees: no `grad` of their own, and nobody
-// who is asked first.
-inline bool has_plain_grad(PyTypeObject* type) {
+// Whether C++ sees what Python tells of tensors of a class by an attribute, such as `grad`: they have
+// none of that name of their own, and there is nobody who is asked first.
+inline bool has_plain(const char* attribute, PyTypeObject* type) {
   if (THPVariable_CheckTypeExact(type)) {
     return true;
   }
@@ -62,8 +62,8 @@ inline bool has_plain_grad(PyTypeObject* type) {
   if (type->tp_getattro != PyObject_GenericGetAttr || base == nullptr) {
     return false;
   }
-  for (const char* name : {"grad", "__torch_function__"}) {
-    PyObject* from = name[0] == 'g' ? reinterpret_cast<PyObject*>(base) : ParameterClass;
+  for (const char* name : {attribute, "__torch_function__"}) {
+    PyObject* from = name == attribute ? reinterpret_cast<PyObject*>(base) : ParameterClass;
     py::object own = py::reinterpret_steal<py::object>(
         PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
     py::object torchs = py::reinterpret_steal<py::object>(PyObject_GetAttrString(from, name));
@@ -199,7 +199,7 @@ class Kinds {
   Kind seen(PyTypeObject* type) const {
     Kind kind;
     kind.type = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(type));
-    kind.plain = has_plain_grad(type);
+    kind.plain = has_plain("grad", type);
     auto* dtensor = reinterpret_cast<PyTypeObject*>(dtensor_.ptr());
     if (kind.plain && dtensor != nullptr && PyType_IsSubtype(type, dtensor)) {
       const Py_ssize_t local = slot_of(type, local_), spec = slot_of(type, spec_);
