@@ -135,6 +135,32 @@ inline py::object numbers_of(const std::vector<int64_t>& addresses) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(sent)));
 }
 
+// A list of as many Python objects, each made by `make(number)`.
+template <typename Make>
+py::object list_of(size_t count, Make make) {
+  py::object list = py::reinterpret_steal<py::object>(PyList_New(static_cast<Py_ssize_t>(count)));
+  for (size_t number = 0; list && number < count; ++number) {
+    PyObject* made = make(number);
+    if (made == nullptr) {
+      throw PythonRaised();
+    }
+    PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(number), made);
+  }
+  if (!list) {
+    throw PythonRaised();
+  }
+  return list;
+}
+
+inline py::object as_bytes(const void* begin, size_t size) {
+  py::object bytes = py::reinterpret_steal<py::object>(PyBytes_FromStringAndSize(
+      static_cast<const char*>(begin), static_cast<Py_ssize_t>(size)));
+  if (!bytes) {
+    throw PythonRaised();
+  }
+  return bytes;
+}
+
 // --- the walk ------------------------------------------------------------------------------------
 
 // A place in the lists: whose it is, and what is known of it.
@@ -668,6 +694,36 @@ inline bool is_dense(const at::Tensor& tensor) {
   return true;
 }
 
+// How DTensors lie, each way once.
+class Layouts {
+ public:
+  // The number of one. Two meshes that are equal are two: they may have other process groups.
+  size_t number(const Lie& lie) {
+    for (size_t tried = 0; tried < each_.size(); ++tried) {  // The last one first.
+      const size_t at = (last_ + tried) % each_.size();
+      if (each_[at].mesh.ptr() == lie.mesh.ptr() &&
+          Lie::are_equal(each_[at].placements, lie.placements)) {
+        return last_ = at;
+      }
+    }
+    each_.push_back(lie);
+    return last_ = each_.size() - 1;
+  }
+
+  bool empty() const { return each_.empty(); }
+
+  // As a list of mesh and placements.
+  py::object listed() const {
+    return list_of(each_.size(), [&](size_t at) {
+      return PyTuple_Pack(2, each_[at].mesh.ptr(), each_[at].placements.ptr());
+    });
+  }
+
+ private:
+  std::vector<Lie> each_;
+  size_t last_ = 0;
+};
+
 // What `collect` brings together.
 struct Collection {
   explicit Collection(PyObject* distributed) : kinds(distributed) {}
@@ -679,24 +735,8 @@ struct Collection {
   std::vector<Py_ssize_t> having;
   std::vector<py::object> elements;  // Of the parameters that have a gradient.
   std::string signature;             // The size and kind of each gradient.
-  std::vector<Lie> layouts;
+  Layouts layouts;
   std::vector<int32_t> laid;  // Which of them each gradient has; -1 for a plain one.
-
-  // Takes note of how the next gradient lies.
-  void note_layout(const Lie& lie) {
-    laid.resize(held.size(), -1);
-    size_t number = laid.empty() || laid.back() < 0 ? 0 : static_cast<size_t>(laid.back());
-    for (size_t tried = 0; tried < layouts.size(); ++tried, ++number) {  // The last one first.
-      number = number < layouts.size() ? number : 0;
-      if (layouts[number].mesh.ptr() == lie.mesh.ptr() &&
-          Lie::are_equal(layouts[number].placements, lie.placements)) {
-        laid.push_back(static_cast<int32_t>(number));
-        return;
-      }
-    }
-    laid.push_back(static_cast<int32_t>(layouts.size()));
-    layouts.push_back(lie);
-  }
 
   // Takes the gradient of a parameter, if it has one; false if Python has to look at it.
   bool take(PyObject* param, Py_ssize_t place, bool detached, bool beside) {
@@ -723,7 +763,8 @@ struct Collection {
       if (own.ptr() != spec.ptr() && !lie.is_like(kinds.lie(own.ptr()))) {
         return false;
       }
-      note_layout(lie);
+      laid.resize(held.size(), -1);
+      laid.push_back(static_cast<int32_t>(layouts.number(lie)));
       at::Tensor local = local_of(object, grad_kind);
       grad = std::move(local);
       if (!grad.defined()) {
@@ -767,34 +808,6 @@ struct Collection {
     held.push_back(std::move(grad));
     having.push_back(place);
     return true;
-  }
-
-  // A list of as many Python objects, each made by `make(number)`.
-  template <typename Make>
-  static py::object listed(size_t count, Make make) {
-    py::object list =
-        py::reinterpret_steal<py::object>(PyList_New(static_cast<Py_ssize_t>(count)));
-    for (size_t number = 0; list && number < count; ++number) {
-      PyObject* made = make(number);
-      if (made == nullptr) {
-        throw PythonRaised();
-      }
-      PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(number), made);
-    }
-    if (!list) {
-      throw PythonRaised();
-    }
-    return list;
-  }
-
-  // As bytes.
-  static py::object as_bytes(const void* begin, size_t size) {
-    py::object bytes = py::reinterpret_steal<py::object>(PyBytes_FromStringAndSize(
-        static_cast<const char*>(begin), static_cast<Py_ssize_t>(size)));
-    if (!bytes) {
-      throw PythonRaised();
-    }
-    return bytes;
   }
 };
 
@@ -853,24 +866,19 @@ inline PyObject* collect(PyObject*, PyObject* args) {
     const size_t count = found.held.size();
     py::object places = py::none(), elements = py::none(), layouts = py::none();
     if (static_cast<Py_ssize_t>(count) != PyList_GET_SIZE(params)) {
-      places =
-          Collection::listed(count, [&](size_t k) { return PyLong_FromSsize_t(found.having[k]); });
+      places = list_of(count, [&](size_t k) { return PyLong_FromSsize_t(found.having[k]); });
     }
     if (beside) {
-      elements = Collection::listed(count, [&](size_t k) { return Py_NewRef(found.elements[k].ptr()); });
+      elements = list_of(count, [&](size_t k) { return Py_NewRef(found.elements[k].ptr()); });
     }
     if (!found.layouts.empty()) {
       found.laid.resize(count, -1);
-      const py::object numbers =
-          Collection::as_bytes(found.laid.data(), count * sizeof(found.laid[0]));
-      const py::object listed = Collection::listed(found.layouts.size(), [&](size_t k) {
-        return PyTuple_Pack(2, found.layouts[k].mesh.ptr(), found.layouts[k].placements.ptr());
-      });
+      const py::object numbers = as_bytes(found.laid.data(), count * sizeof(found.laid[0]));
+      const py::object listed = found.layouts.listed();
       layouts = py::reinterpret_steal<py::object>(PyTuple_Pack(2, numbers.ptr(), listed.ptr()));
     }
     const py::object numbers = numbers_of(found.addresses);
-    const py::object signature =
-        Collection::as_bytes(found.signature.data(), found.signature.size());
+    const py::object signature = as_bytes(found.signature.data(), found.signature.size());
     const py::object tensors = hold(std::move(found.held), std::move(found.memory));
     answer = py::reinterpret_steal<py::object>(
         PyTuple_Pack(6, places.ptr(), tensors.ptr(), numbers.ptr(), signature.ptr(), elements.ptr(),
@@ -884,6 +892,83 @@ inline PyObject* collect(PyObject*, PyObject* args) {
   }
   // A tensor that has no address, or a torch that names the parts of DTensors otherwise.
   if (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_TypeError)) {
+    PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+  return nullptr;
+}
+
+// localized(lists, distributed): the local tensors of DTensors, and how these lie. The first list
+// has DTensors, the others what belongs to each: DTensors that lie as it does, or numbers of their
+// own (0-d), which stay; empty ones stay empty. None if it is not so, or Python has to be asked.
+// Else the lists, and a list of mesh and placements, each once. `distributed`: see Kinds.
+inline PyObject* localized(PyObject*, PyObject* args) {
+  PyObject *lists = nullptr, *distributed = nullptr;
+  if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &lists, &distributed)) {
+    return nullptr;
+  }
+  py::object answer = py::none();
+  const bool done = guarded([&] {
+    Kinds kinds(distributed);
+    Layouts layouts;
+    std::vector<std::pair<py::object, Lie>> specs;  // Of the first list.
+    std::vector<std::vector<py::object>> found;
+    for (Py_ssize_t l = 0; l < PyList_GET_SIZE(lists); ++l) {
+      const py::object list = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(lists, l));
+      found.emplace_back();
+      if (!PyList_Check(list.ptr())) {
+        return;
+      }
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.ptr()); ++i) {
+        py::object item = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(list.ptr(), i));
+        if (!THPVariable_Check(item.ptr())) {
+          return;
+        }
+        const Kind& kind = kinds.of(item.ptr());
+        if (!kind.is_distributed()) {
+          if (l == 0 || !THPVariable_CheckExact(item.ptr()) ||
+              THPVariable_Unpack(item.ptr()).dim() != 0) {
+            return;
+          }
+          found.back().push_back(std::move(item));
+          continue;
+        }
+        py::object spec = py::reinterpret_borrow<py::object>(part_of(item.ptr(), kind.spec));
+        py::object local = py::reinterpret_borrow<py::object>(part_of(item.ptr(), kind.local));
+        if (!spec || !local || Py_TYPE(local.ptr()) != tensor_class() ||
+            THPVariable_Unpack(local.ptr()).requires_grad()) {
+          return;
+        }
+        if (l == 0) {
+          Lie lie = kinds.lie(spec.ptr());
+          layouts.number(lie);
+          specs.emplace_back(std::move(spec), std::move(lie));
+        } else if (static_cast<size_t>(i) >= specs.size() ||
+                   (spec.ptr() != specs[static_cast<size_t>(i)].first.ptr() &&
+                    !kinds.lie(spec.ptr()).is_like(specs[static_cast<size_t>(i)].second))) {
+          return;
+        }
+        found.back().push_back(std::move(local));
+      }
+      if (!found.back().empty() && found.back().size() != specs.size()) {
+        return;
+      }
+    }
+    const py::object made = list_of(found.size(), [&](size_t l) {
+      return list_of(found[l].size(), [&](size_t i) { return Py_NewRef(found[l][i].ptr()); })
+          .release()
+          .ptr();
+    });
+    answer = py::reinterpret_steal<py::object>(
+        PyTuple_Pack(2, made.ptr(), layouts.listed().ptr()));
+    if (!answer) {
+      throw PythonRaised();
+    }
+  });
+  if (done) {
+    return answer.release().ptr();
+  }
+  if (PyErr_ExceptionMatches(PyExc_TypeError)) {  // A torch that names their parts otherwise.
     PyErr_Clear();
     Py_RETURN_NONE;
   }
@@ -936,13 +1021,14 @@ inline PyObject* requiring(PyObject*, PyObject* params) {
     PyTypeObject* plain = nullptr;  // A class of which C++ sees what Python would say.
     if (!every_tensor(params, [&](const at::Tensor& tensor) {
           PyTypeObject* type = class_of(tensor);
-          plain = type != nullptr && (type == plain || has_plain("requires_grad", type)) ? type : nullptr;
+          const bool known = type == plain && type != nullptr;
+          plain = known || (type != nullptr && has_plain("requires_grad", type)) ? type : nullptr;
           found.push_back(plain == nullptr ? 2 : tensor.requires_grad());
         })) {
       throw PythonRaised();
     }
     const bool all = found.find('\2') == std::string::npos;
-    marks = all ? Collection::as_bytes(found.data(), found.size()) : py::none();
+    marks = all ? as_bytes(found.data(), found.size()) : py::none();
   });
   return done ? marks.release().ptr() : nullptr;
 }
@@ -998,6 +1084,7 @@ PyMethodDef gradient_walk_functions[] = {
     {"walk_over", walk_over, METH_VARARGS,
      "A GradientWalk over gradients that were found, or None."},
     {"collect", collect, METH_VARARGS, "The gradients of a list of parameters, or None."},
+    {"localized", localized, METH_VARARGS, "The local tensors of lists of DTensors, or None."},
     {"count_write", count_write, METH_O, "Counts a write to every tensor."},
     {"versions", versions, METH_O, "How often each tensor was written to."},
     {"addresses", addresses, METH_O, "Where each tensor lies."},
