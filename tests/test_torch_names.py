@@ -537,10 +537,12 @@ def local_elements():
     assert "_local_tensor" in _source_of("torch.distributed.tensor._api"), (
         "DTensors keep their elements under another name"
     )
-    assert set(_torch.DTENSOR_PARTS) == {"_local_tensor", "_spec"}
-    assert "_spec" in _source_of("torch.distributed.tensor._api"), (
-        "DTensors keep their specs under another name: Python walks over them"
+    local, spec, *told = _torch.DTENSOR_PARTS
+    assert f'__slots__ = ["{local}", "{spec}"]' in _source_of("torch.distributed.tensor._api"), (
+        "DTensors keep their parts elsewhere: Python walks over them"
     )
+    specs = _source_of("torch.distributed.tensor._dtensor_spec")
+    assert all(f"    {name}: " in specs for name in told), "and so if specs name theirs otherwise"
 
 
 def _source_of(module):

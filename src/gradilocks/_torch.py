@@ -57,6 +57,7 @@ __all__ = [
     "default_group",
     "default_store",
     "device_kinds",
+    "dispatch_modes",
     "drop_empty_hooks",
     "function_modes",
     "groups_joined",
@@ -390,7 +391,9 @@ is_autocast_enabled: Callable[[], bool] = _find(
 """Whether torch.autocast is on for any device."""
 
 _no_torch_function: Any = _find("torch._C.DisableTorchFunction", contextlib.nullcontext)
-_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 0)
+dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 0)
+"""How many modes see the operators that are called, as those that count them; without the name they
+see an optimizer's step on DTensors as one on what is in these."""
 function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 0)
 """How many modes stand in the way of torch's functions, as those of `gradilocks.emulate` and of
 `torch.set_default_device`; without the name a replay does not notice that one is missing."""
@@ -423,7 +426,7 @@ class unseen_by_modes:  # noqa: N801 # As torch.no_grad is.
         self._gradients, self._hidden = torch.is_grad_enabled(), None
         self._functions = _no_torch_function()
         self._functions.__enter__()
-        if _modes():
+        if dispatch_modes():
             self._hidden = _without_modes()
             self._hidden.__enter__()
         _set_gradients(False)
@@ -483,8 +486,9 @@ torch's GradScaler goes by it too, so there is nothing else to go by."""
 
 
 BEGINS_GROUP = "_init_group"
-"""What the steps of torch's Adam, AdamW and SGD call first for each group. Ours put a check there:
-without the name nobody would notice who calls torch's step on an optimizer that was adopted."""
+"""What the steps of torch's Adam, AdamW and SGD call first for each group, to fill lists with its
+tensors. Ours put a check there: without the name nobody would notice who calls torch's step on an
+optimizer that was adopted; and fused steps on DTensors take their dispatch, which is slower."""
 
 
 def note_stepped(optimizer: Any) -> None:
@@ -729,9 +733,9 @@ def infers_metadata() -> bool:
     return False
 
 
-DTENSOR_PARTS = ("_local_tensor", "_spec")
-"""The attributes of a DTensor that C++ reads: this rank's elements, and how all of them lie.
-Without one of the names Python walks over DTensors."""
+DTENSOR_PARTS = ("_local_tensor", "_spec", "mesh", "placements")
+"""What C++ reads of a DTensor: the slots with this rank's elements and with its spec, and of a spec
+the attributes that say how all elements lie. Without one of them Python walks over DTensors."""
 
 
 def local_tensor(distributed: Any) -> Tensor | None:

@@ -78,9 +78,12 @@ from gradilocks.step.rank_losses import LossExchange, exchange_for
 from gradilocks.step.replica_check import Holdings, ReplicaCheck, check_every
 from gradilocks.step.table import (
     Gradients,
+    TableGradients,
     every_parameter,
     first_parameter,
+    parameter_list,
     peek_parameters,
+    requiring,
 )
 from gradilocks.step.together import Together
 from gradilocks.step.update import (
@@ -191,7 +194,7 @@ class GradientControl:
         self._names = Names(model, ())
         self._engine = Engine(*policies, names=self._names, give_up_after=give_up_after)
         # The parameters that `_ranks` is about, and whether each of them was trained.
-        self._ranks_of: tuple[list[Tensor], list[bool]] = [], []
+        self._ranks_of: tuple[list[Tensor], bytes] = [], b""
         self._ranks: ModelRanks | None = None
         # Of DistributedDataParallel: its ranks have equal gradients and compare settings once.
         self._data_parallel: Callable[[], Any] = _nobody
@@ -405,7 +408,7 @@ class GradientControl:
         # ranks goes along; to another process as far as torch lets it.
         left: dict[str, Any] = {
             "_ranks": None,
-            "_ranks_of": ([], []),
+            "_ranks_of": ([], b""),
             "_data_parallel": _nobody,
             "_replicas": None,
             "_compared": True,
@@ -1268,10 +1271,11 @@ class GradientControl:
     def _update(self, verdict: Verdict, gradients: Gradients) -> None:
         """Steps each optimizer on its gradients, or none."""
         begin = 0
+        found = gradients if isinstance(gradients, TableGradients) else None
         for number, optimizer in enumerate(self._optimizers):
-            ours = ours_inside(optimizer) if verdict.settled else None
+            ours = None if found is None else ours_inside(optimizer)
             if ours is not None:
-                ours.hold(gradients if len(self._optimizers) == 1 else None)
+                ours.hold(found if len(self._optimizers) == 1 else None)
             end = gradients.ends[number]
             update(
                 optimizer,
@@ -1525,8 +1529,8 @@ class GradientControl:
 
     def _model_ranks(self) -> ModelRanks | None:
         """The ranks that hold the model together; raises if they are not known."""
-        params = list(self._all_parameters())
-        trained = [param.requires_grad for param in params]
+        params = parameter_list(self._optimizers)
+        trained = requiring(params)
         known, were = self._ranks_of
         if len(params) != len(known) or any(map(operator.is_not, params, known)):
             self._ranks = self._ranks_of_changed(params)
@@ -1534,7 +1538,7 @@ class GradientControl:
             with self._refusing_for_all(self._ranks):
                 refuse_thawed(params, self._rank_options, name=self._names)
         # Nothing is kept where nothing is spread: a parameter that is replaced must go.
-        self._ranks_of = ([], []) if self._ranks is None else (params, trained)
+        self._ranks_of = ([], b"") if self._ranks is None else (params, trained)
         return self._ranks
 
     def _ranks_of_changed(self, params: list[Tensor]) -> ModelRanks | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import threading
@@ -470,11 +471,11 @@ def told_once(params, in_cpp, ask):
         return type(error), str(error)
     finally:
         native.library = before
-    places, tensors = found
-    told = [places, [tensor.data_ptr() for tensor in tensors], [t.dtype for t in tensors]]
+    places, tensors, *more = found
+    told = [places, *more, [tensor.data_ptr() for tensor in tensors], [t.dtype for t in tensors]]
     if isinstance(tensors, AddressedTensors):
         at = tensors.at
-        assert at.located.pointers.tolist() == at.addresses == told[1]
+        assert at.located.pointers.tolist() == at.addresses == told[-2]
         assert at.located.chunking.sizes.tolist() == [tensor.numel() for tensor in tensors]
         assert at.kinds == kinds_of(tensors, at.addresses)
     return told
@@ -482,7 +483,7 @@ def told_once(params, in_cpp, ask):
 
 def by_gradients_of(params):
     found = gradients_of(params, name=lambda param: "it")
-    return [id(param) for param in found.params], found.tensors
+    return [id(param) for param in found.params], found.tensors, found.layouts
 
 
 @settings(max_examples=60, deadline=None)
@@ -852,14 +853,42 @@ def locally_needing_gradient(model, param):
         param.grad._local_tensor = torch.ones(param.shape, requires_grad=True)
 
 
+def locally_needing_gradient_as_parameter(model, param):
+    if hasattr(param, "placements"):
+        param._local_tensor = param._local_tensor.detach().requires_grad_()
+
+
 def spread_anew(model, param):
     model.replace(param, model.spread(*param.shape))
 
 
+def spread_as_summands(model, param):
+    from torch.distributed.tensor import Partial
+
+    other = nn.Parameter(model.placed(torch.ones(param.shape), [Partial()]))
+    other.grad = model.placed(torch.ones(param.shape), [Partial()])
+    model.replace(param, other)
+
+
+def of_a_subclass(model, param):
+    """Also where one of the two is none, and C++ has to look twice."""
+    for each in (param, param.grad):
+        if hasattr(each, "placements"):
+            each.__class__ = spread_class()
+
+
+@functools.cache
+def spread_class():
+    from torch.distributed.tensor import DTensor
+
+    return type("Spreading", (DTensor,), {})
+
+
 SPREAD_ACTIONS = [
-    *(nothing, none, with_new_specs, with_the_specs_of_parameters, summands, replicated),
+    *(nothing, none, filled, with_new_specs, with_the_specs_of_parameters, summands, replicated),
     *(on_another_mesh, on_an_equal_mesh, plainly, locally_elsewhere, locally_of_another_shape),
-    *(locally_needing_gradient, spread_anew, listed_twice, taken_out, order_turned, frozen),
+    *(locally_needing_gradient, locally_needing_gradient_as_parameter, spread_anew),
+    *(spread_as_summands, of_a_subclass, listed_twice, taken_out, order_turned, frozen),
 ]
 
 
@@ -886,21 +915,89 @@ def test_both_say_the_same_of_dtensors():
             compare([(action, number), (with_new_specs, 0)], {"may_share": True}, Spread)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(SPREAD_ACTIONS), st.integers(0, 5)), max_size=5))
+def spread_gradients_agree(actions):
+    model = Spread()
+    for action, number in [(nothing, 0), *actions]:
+        model.change(action, number)
+        params = model.params()
+        for ask in (by_gradients_of, measurable_gradients):
+            told_once(params, False, ask)  # Summands are added up by the first.
+            assert told_once(params, True, ask) == told_once(params, False, ask)
+
+
 @pytest.mark.usefixtures("process_group")
-def test_dtensors_with_one_spec_are_walked_over_without_asking_python(monkeypatch):
-    asked = []
-    real = table.lie_alike
-    monkeypatch.setattr(table, "lie_alike", lambda *pair: asked.append(pair) or real(*pair))
+def test_dtensors_that_are_asked_for_once_are_the_same():
+    spread_gradients_agree()
+    for action in SPREAD_ACTIONS:
+        model = Spread()
+        model.change(action, 1)
+        found = [told_once(model.params(), in_cpp, by_gradients_of) for in_cpp in (True, False)]
+        assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_dtensors_are_found_and_walked_over_without_asking_python(monkeypatch):
     model, mine = Spread(), GradientTable()
+    monkeypatch.setattr(table, "lie_alike", None)
+    monkeypatch.setattr(table, "local_of", None)
     model.change(with_the_specs_of_parameters, 0)
     first = found_by(mine, model.lists)
-    model.change(with_the_specs_of_parameters, 0)
-    assert found_by(mine, model.lists) is first  # Asks, and remembers.
-    asked.clear()
-    for _ in range(2):
-        model.change(with_the_specs_of_parameters, 0)
+    for change in (with_the_specs_of_parameters, with_new_specs, with_new_specs):
+        model.change(change, 0)
         assert found_by(mine, model.lists) is first
-    assert not asked
+        found = gradients_of(model.params(), name=str)
+        assert found.addressed.at.addresses == first.at.addresses
+        assert found.layouts == first.layouts
+    model.change(none, 1)
+    assert len(found_by(mine, model.lists).params) == 3
+
+
+@pytest.mark.usefixtures("process_group")
+def test_layouts_of_the_same_dtensors_are_worked_out_once(monkeypatch):
+    model = Spread()
+    first = gradients_of(model.params(), name=str)
+    monkeypatch.setattr(table, "layout_on", None)
     model.change(with_new_specs, 0)
+    assert gradients_of(model.params(), name=str).layouts is first.layouts
+    monkeypatch.undo()
+    other = Spread()  # On a mesh that is equal and another, perhaps of another world.
+    found = gradients_of(other.params(), name=str)
+    assert found.layouts[0].mesh is other.mesh
+    assert first.layouts[0].mesh is model.mesh
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_dtensor_without_its_parts_is_no_crash():
+    for of_gradient in (False, True):
+        for part in ("_local_tensor", "_spec"):
+            model, mine = Spread(), GradientTable()
+            assert found_by(mine, model.lists) is not None
+            param = model.params()[1]
+            delattr(param.grad if of_gradient else param, part)
+            with pytest.raises(AttributeError):
+                mine.find_addressed(model.lists, name=str)
+            if of_gradient or part == "_spec":
+                with pytest.raises(AttributeError):
+                    gradients_of(model.params(), name=str)
+            else:  # Which are not asked for.
+                assert len(gradients_of(model.params(), name=str).tensors) == 4
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_class_of_dtensors_that_is_given_other_parts_in_mid_run_is_asked():
+    from torch.distributed.tensor import DTensor
+
+    class Late(DTensor):
+        pass
+
+    model, mine = Spread(), GradientTable()
+    param = model.params()[0]
+    param.__class__ = param.grad.__class__ = Late
+    first = found_by(mine, model.lists)
     assert found_by(mine, model.lists) is first
-    assert len(asked) == 3
+    other = torch.full((4, 3), 9.0)
+    Late._local_tensor = property(lambda self: other)
+    found = mine.find_addressed(model.lists, name=str)
+    assert found is None or found.homes[0] == other.data_ptr()

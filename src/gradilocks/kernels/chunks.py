@@ -246,6 +246,7 @@ class Addresses:
         """Tensors of the same sizes and kinds that lie elsewhere, or there."""
         made = Addresses(numbers, self.kinds, self.sizes, self.device)
         made._located, made._in_captures = dict(self._located), set(self._in_captures)
+        made.dtypes = self.dtypes
         if torch.equal(numbers, self.numbers):
             self._own = None  # From here on both read there.
         else:

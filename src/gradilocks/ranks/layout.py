@@ -17,7 +17,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from gradilocks._torch import default_group, device_kinds, is_flattened, local_tensor
+from gradilocks._torch import (
+    DTENSOR_PARTS,
+    default_group,
+    device_kinds,
+    is_flattened,
+    local_tensor,
+)
 from gradilocks.kernels.host_numbers import numbers_on
 from gradilocks.values import RankGroup
 
@@ -29,12 +35,14 @@ __all__ = [
     "covers_world",
     "data_parallel_around",
     "device_for",
+    "dtensor_parts",
     "flattened_among",
     "global_rows",
     "has_other_ranks",
     "is_distributed",
     "laid_out_like",
     "layout_of",
+    "layout_on",
     "lie_alike",
     "local_of",
     "meshes_of",
@@ -145,6 +153,12 @@ def is_distributed(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def dtensor_parts() -> tuple[Any, ...] | None:
+    """What C++ has to know of DTensors to walk over them; None as long as there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else (module.DTensor, *DTENSOR_PARTS)
+
+
 def any_distributed(tensors: Iterable[Tensor]) -> bool:
     """Whether one of them is a DTensor.
 
@@ -175,14 +189,18 @@ def layout_of(
                 f"the gradient of {name(param)} is a DTensor on other ranks than the parameter, so "
                 "which ranks measure it together is not known. Give it a gradient on its own mesh."
             )
-    if (id(mesh), placements) in known:
-        return known[id(mesh), placements]
+    if (id(mesh), placements) not in known:
+        known[id(mesh), placements] = layout_on(mesh, placements)
+    return known[id(mesh), placements]
+
+
+def layout_on(mesh: Any, placements: Sequence[Any]) -> Layout:
+    """How what is placed so lies on a mesh."""
     counts, mine = True, mesh.get_coordinate()
     for dim, placement in enumerate(placements):
         if placement.is_replicate() and mine is not None and mine[dim] != 0:
             counts = False
-    layout = known[id(mesh), placements] = Layout(ranks_on(mesh), counts, mesh)
-    return layout
+    return Layout(ranks_on(mesh), counts, mesh)
 
 
 class Summand(NamedTuple):
@@ -384,10 +402,11 @@ def laid_out_like(param: Tensor, local: Tensor) -> Tensor:
 
 def common_mesh(layouts: Sequence[Layout | None]) -> Any:
     """The mesh on which all of these gradients lie; None if there is none, or not one."""
-    meshes = [layout.mesh for layout in layouts if layout is not None]
-    if not meshes or len(meshes) != len(layouts) or any(mesh != meshes[0] for mesh in meshes):
+    different = list(dict(zip(map(id, layouts), layouts, strict=True)).values())
+    if not different or any(layout is None for layout in different):
         return None
-    return meshes[0]
+    meshes = [layout.mesh for layout in different if layout is not None]
+    return None if any(mesh != meshes[0] for mesh in meshes) else meshes[0]
 
 
 def rank_groups_of(tensors: Sequence[Tensor], *, group: Any = None) -> list[RankGroup]:

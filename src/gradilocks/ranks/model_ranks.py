@@ -189,11 +189,15 @@ class ModelRanks:
             and (other.rank_group.ranks, other.keys) == (self.rank_group.ranks, self.keys)
         )
 
-    def counts(self, params: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[bool]:
+    def counts(
+        self, params: Sequence[Tensor], layouts: Sequence[Layout | None]
+    ) -> tuple[bool, ...]:
         """Whether this rank's elements count, for the gradient of each of `params`."""
         return _with_layouts(self.counting, params, layouts)
 
-    def counts_each(self, params: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[bool]:
+    def counts_each(
+        self, params: Sequence[Tensor], layouts: Sequence[Layout | None]
+    ) -> tuple[bool, ...]:
         """Whether they count in the norm of that gradient by itself."""
         each = self.counting if self.counting_each is None else self.counting_each
         return _with_layouts(each, params, layouts)
@@ -227,11 +231,13 @@ class ModelRanks:
 
 def _with_layouts(
     counting: Mapping[int, bool], params: Sequence[Tensor], layouts: Sequence[Layout | None]
-) -> list[bool]:
-    return [
-        counting.get(id(param), True) and (layout is None or layout.counts)
-        for param, layout in zip(params, layouts, strict=True)
-    ]
+) -> tuple[bool, ...]:
+    return tuple(
+        [
+            counting.get(id(param), True) and (layout is None or layout.counts)
+            for param, layout in zip(params, layouts, strict=True)
+        ]
+    )
 
 
 def model_ranks_of(

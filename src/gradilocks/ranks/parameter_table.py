@@ -390,7 +390,7 @@ def table_of_meshes(
     return ParameterTable(_together(every), mine, meets, counting)
 
 
-def counts_of(params: Sequence[Tensor], ranks: ModelRanks | None = None) -> list[bool]:
+def counts_of(params: Sequence[Tensor], ranks: ModelRanks | None = None) -> Sequence[bool]:
     """Whether this rank's elements of each parameter count in what is added up of it by itself."""
     known: dict[tuple[int, Any], Layout] = {}
     layouts = [layout_of(p, p, str, known) if is_distributed(p) else None for p in params]

@@ -426,7 +426,7 @@ class Engine:
         together: Together | None = None
         peak: Tensor | None = None
         layouts = gradients.every_layout()
-        counts = [layout is None or layout.counts for layout in layouts]
+        counts: Sequence[bool] = ()
         if overflow is not None and model_ranks is not None:
             # Before the ranks tell each other: all skip, or none.
             flag = torch.maximum(measurement.nonfinite, moved(overflow, home))
@@ -435,9 +435,11 @@ class Engine:
             measurement, largest, together = self._over_ranks(
                 measurement, gradients, model_ranks, unscaled=unscaled
             )
-            counts = model_ranks.counts_each(gradients.params, layouts)
+            each = model_ranks.counts_each
+            counts = gradients.once("each", model_ranks, lambda: each(gradients.params, layouts))
             peak = together.largest("peak")
         elif rank_groups:
+            counts = [layout is None or layout.counts for layout in layouts]
             found = measurement.tensors.largest
             norms = measurement.tensors.norms
             peak = norms.new_zeros(()) if found is None or not found.numel() else found.amax()
@@ -1008,8 +1010,8 @@ class Engine:
         Raises on all of them if it is not known who holds what.
         """
         rank_group = model_ranks.rank_group
-        params, tensors = gradients.params, gradients.tensors
-        counts = model_ranks.counts(params, gradients.every_layout())
+        params, layouts = gradients.params, gradients.every_layout()
+        counts = gradients.once("counts", model_ranks, lambda: model_ranks.counts(params, layouts))
         anew = not model_ranks.is_like(self._table_of)
         agreement, step = self._agreement, self._step_number
         agreement.consider(model_ranks, self.names.of)
@@ -1021,8 +1023,8 @@ class Engine:
             mine,
             model_ranks,
             counts=counts,
-            found=self._told(mine.tensors, params, model_ranks, counts, unscaled=unscaled),
-            wide=all(tensor.dtype is torch.float64 for tensor in tensors),
+            found=self._told(mine.tensors, gradients, model_ranks, counts, unscaled=unscaled),
+            wide=gradients.dtypes <= {torch.float64},
         )
         every, rows = every[:, : len(REPORT)], every[:, len(REPORT) :]
         met = self._met
@@ -1068,13 +1070,14 @@ class Engine:
     def _told(
         self,
         found: Statistics,
-        params: Sequence[Tensor],
+        gradients: Gradients,
         model_ranks: ModelRanks,
-        counts: Sequence[bool],
+        counts: tuple[bool, ...],
         *,
         unscaled: bool,
     ) -> Tensor:
         """This rank's numbers of TOLD."""
+        params = gradients.params
         home, dtype = found.norms.device, found.norms.dtype
         loss = self.losses.broken(home).to(dtype)
         value = self.losses.total()
@@ -1092,8 +1095,9 @@ class Engine:
         if not params:
             return torch.stack([told[name] for name in TOLD])
         order = self.backward_order(model_ranks)
-        at = numbers_on(home, tuple(order[id(param)] for param in params), dtype)
-        counting = numbers_on(home, tuple(counts), dtype)
+        places = gradients.once("order", order, lambda: tuple([order[id(p)] for p in params]))
+        at = numbers_on(home, places, dtype)
+        counting = numbers_on(home, counts, dtype)
         nan, inf = found.nan.to(dtype), found.inf.to(dtype)
         bad = (nan + inf) > 0
         first = torch.where(bad, at, math.inf).amin()

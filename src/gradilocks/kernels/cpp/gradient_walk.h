@@ -13,7 +13,6 @@
 // nothing is changed before everything has been asked, and lists are measured at every item.
 #pragma once
 #include <ATen/ops/empty.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -24,61 +23,12 @@
 #include <vector>
 
 #include "native.h"
+#include "tensor_classes.h"
 
 namespace gradilocks {
 namespace {
 
 // --- tensors without a Python object -------------------------------------------------------------
-
-// How a tensor's Python object is asked for differs between torch 2.6 and 2.13: the first of these
-// that compiles is taken.
-template <typename Slot>
-auto object_in(Slot* slot, int, int) -> decltype(slot->load_pyobj()) {
-  return slot->load_pyobj();
-}
-template <typename Slot>
-auto object_in(Slot* slot, int, long) -> decltype(slot->check_pyobj().value_or(nullptr)) {
-  return slot->check_pyobj().value_or(nullptr);
-}
-template <typename Slot>
-auto object_in(Slot* slot, long, long)
-    -> decltype(slot->check_pyobj(getPyInterpreter()).value_or(nullptr)) {
-  return slot->check_pyobj(getPyInterpreter()).value_or(nullptr);
-}
-
-// The class that a tensor has, or would have, in Python. Null if that is not known without asking.
-inline PyTypeObject* class_of(const at::Tensor& tensor) {
-  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (PyObject* object = object_in(impl->pyobj_slot(), 0, 0)) {
-    return Py_TYPE(object);
-  }
-  // Other kinds of devices may have registered a class of their own.
-  const bool known = impl->is_cpu() || impl->is_cuda();
-  return known ? reinterpret_cast<PyTypeObject*>(THPVariableClass) : nullptr;
-}
-
-// Whether tensors of a class have the gradient that C++ sees: no `grad` of their own, and nobody
-// who is asked first.
-inline bool has_plain_grad(PyTypeObject* type) {
-  if (THPVariable_CheckTypeExact(type)) {
-    return true;
-  }
-  PyTypeObject* base = reinterpret_cast<PyTypeObject*>(THPVariableClass)->tp_base;
-  if (type->tp_getattro != PyObject_GenericGetAttr || base == nullptr) {
-    return false;
-  }
-  for (const char* name : {"grad", "__torch_function__"}) {
-    PyObject* from = name[0] == 'g' ? reinterpret_cast<PyObject*>(base) : ParameterClass;
-    py::object own = py::reinterpret_steal<py::object>(
-        PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
-    py::object torchs = py::reinterpret_steal<py::object>(PyObject_GetAttrString(from, name));
-    if (!own || !torchs || own.ptr() != torchs.ptr()) {
-      PyErr_Clear();
-      return false;
-    }
-  }
-  return true;
-}
 
 // Whether a tensor's memory is its own and all there, so that sizes, strides and address are those
 // of elements. Storage may have been freed or made smaller (`untyped_storage().resize_(0)`).
@@ -185,71 +135,71 @@ inline py::object numbers_of(const std::vector<int64_t>& addresses) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(sent)));
 }
 
-// --- the walk ------------------------------------------------------------------------------------
+// A list of as many Python objects, each made by `make(number)`.
+template <typename Make>
+py::object list_of(size_t count, Make make) {
+  py::object list = py::reinterpret_steal<py::object>(PyList_New(static_cast<Py_ssize_t>(count)));
+  for (size_t number = 0; list && number < count; ++number) {
+    PyObject* made = make(number);
+    if (made == nullptr) {
+      throw PythonRaised();
+    }
+    PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(number), made);
+  }
+  if (!list) {
+    throw PythonRaised();
+  }
+  return list;
+}
 
-// What a call of Python has raised while something was asked.
-struct PythonRaised {};
+inline py::object as_bytes(const void* begin, size_t size) {
+  py::object bytes = py::reinterpret_steal<py::object>(PyBytes_FromStringAndSize(
+      static_cast<const char*>(begin), static_cast<Py_ssize_t>(size)));
+  if (!bytes) {
+    throw PythonRaised();
+  }
+  return bytes;
+}
+
+// --- the walk ------------------------------------------------------------------------------------
 
 // A place in the lists: whose it is, and what is known of it.
 struct Place {
   py::object param;
-  PyTypeObject* type;  // Null if Python has to be asked for its gradient.
-  Py_ssize_t among;    // Its number among those that have a gradient; below 0: see below.
+  const Kind* kind;  // Its class, when it was met.
+  Py_ssize_t among;  // Its number among those that have a gradient; below 0: see below.
+
+  // Whether Python need not be asked for its gradient.
+  bool is_plain() const { return kind->plain && kind->is_of(param.ptr()); }
 };
 constexpr Py_ssize_t kLacking = -1;  // It has no gradient.
 constexpr Py_ssize_t kAgain = -2;    // It has come before.
-constexpr size_t kAhead = 64;        // Places that are fetched at a time.
 
 struct Walk {
+  explicit Walk(PyObject* distributed) : kinds(distributed) {}
+
   std::vector<Py_ssize_t> groups;   // How many groups each optimizer has.
   std::vector<Py_ssize_t> lengths;  // How many parameters each group has.
   std::vector<Place> places;
-  std::vector<std::pair<py::object, bool>> types;  // Classes, and whether their `grad` is plain.
+  Kinds kinds;
   std::vector<int64_t> homes, addresses, numbers, scratch;
   std::vector<Make> params, grads;
   bool aligned = false, may_share = false, shared = false;
-  // Of DTensors. Empty if there are none.
-  std::vector<bool> distributed;           // Whether each parameter that has a gradient is one.
-  std::vector<py::object> specs;           // How each lies on its mesh; null for a plain one.
-  std::vector<py::object> gradient_specs;  // Those of gradients that lie as their parameters do.
-  py::object local_name, spec_name;        // The attributes that have the local tensor, the spec.
-  py::object lie_alike;                    // Says of a parameter and a gradient whether they do.
+  std::vector<std::pair<py::object, Lie>> specs;  // Of DTensors, and what they say; else null.
 
   template <typename Visit>
   int every_object(Visit visit) const {
     for (const Place& place : places) {
       if (const int stop = visit(place.param.ptr())) return stop;
     }
-    for (const auto& each : types) {
-      if (const int stop = visit(each.first.ptr())) return stop;
-    }
-    for (const auto* each : {&specs, &gradient_specs}) {
-      for (const py::object& spec : *each) {
-        if (const int stop = visit(spec.ptr())) return stop;
+    for (const auto& [spec, lie] : specs) {
+      for (const py::object* each : {&spec, &lie.mesh, &lie.placements}) {
+        if (const int stop = visit(each->ptr())) return stop;
       }
     }
-    return visit(lie_alike.ptr());
+    return kinds.every_object(visit);
   }
 };
-
-inline py::object attribute(PyObject* object, const py::object& name) {
-  py::object found = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name.ptr()));
-  if (!found) {  // Another torch has another name for it: then Python walks.
-    PyErr_SetString(PyExc_TypeError, "this torch's DTensors have no such attribute");
-    throw PythonRaised();
-  }
-  return found;
-}
-
-// This rank's elements of a DTensor; undefined if only Python can say.
-inline at::Tensor local_of(PyObject* tensor, const py::object& name) {
-  const py::object local = attribute(tensor, name);
-  if (Py_TYPE(local.ptr()) != reinterpret_cast<PyTypeObject*>(THPVariableClass)) {
-    return at::Tensor();
-  }
-  const at::Tensor& found = THPVariable_Unpack(local.ptr());
-  return found.requires_grad() ? found.detach() : found;
-}
 
 // A parameter's gradient, undefined if it has none. Throws PythonRaised if asking Python fails.
 inline at::Tensor gradient_of(PyObject* param, bool plain) {
@@ -320,136 +270,83 @@ struct Found {
   std::vector<at::Tensor> held;
   std::vector<c10::Storage> memory;
   std::vector<int64_t> addresses;
-  std::vector<py::object> gradient_specs;
 };
 
-// Replaces a gradient by its local tensor; false if it does not lie as its parameter does.
-inline bool localize(const Walk& walk, PyObject* param, size_t i, at::Tensor& grad, Found& found) {
-  c10::TensorImpl* impl = grad.unsafeGetTensorImpl();
-  py::object object = py::reinterpret_borrow<py::object>(object_in(impl->pyobj_slot(), 0, 0));
-  if (!object || Py_TYPE(object.ptr()) != Py_TYPE(param) ||
-      attribute(param, walk.spec_name).ptr() != walk.specs[i].ptr()) {
+// Replaces the gradient of a DTensor by its local tensor; false if it does not lie as its parameter
+// does.
+inline bool localize(const Walk& walk, size_t i, at::Tensor& grad) {
+  PyObject* object = object_of(grad.unsafeGetTensorImpl());
+  const Kind* kind = object == nullptr ? nullptr : walk.kinds.known(object);
+  if (kind == nullptr || !kind->is_distributed()) {
     return false;
   }
-  py::object spec = attribute(object.ptr(), walk.spec_name);
-  if (spec.ptr() != walk.gradient_specs[i].ptr()) {  // FSDP2 has one for parameter and gradient.
-    py::object alike = py::reinterpret_steal<py::object>(
-        PyObject_CallFunctionObjArgs(walk.lie_alike.ptr(), param, object.ptr(), nullptr));
-    if (!alike) {
-      throw PythonRaised();
-    }
-    if (alike.ptr() != Py_True) {
+  const py::object spec = py::reinterpret_borrow<py::object>(part_of(object, kind->spec));
+  const auto& [own, lie] = walk.specs[i];
+  if (spec.ptr() != own.ptr()) {  // FSDP2 has one for parameter and gradient.
+    if (!spec || !walk.kinds.lie(spec.ptr()).is_like(lie)) {
       return false;
     }
   }
-  found.gradient_specs[i] = std::move(spec);
-  grad = local_of(object.ptr(), walk.local_name);
+  at::Tensor local = local_of(object, *kind);
+  grad = std::move(local);
   return grad.defined();
-}
-
-// Brings `bytes` of memory into the cache, without waiting for it.
-inline void fetch_lines(const void* at, size_t bytes) {
-  for (size_t offset = 0; offset < bytes; offset += 64) {
-    __builtin_prefetch(static_cast<const char*>(at) + offset);
-  }
-}
-
-// Brings what `look` will read of some places into the cache, step by step along the pointers that
-// lead there: a step is asked for of all places before the next step is taken of one. After other
-// work has filled the cache, each of the steps is a wait for memory, and one place would wait for
-// six of them in a row (2,000 parameters after 32 MB of copies, two busy AMD cores: 3.2 ms, and 1.0
-// to 1.6 so).
-inline void fetch_ahead(const Walk& walk, size_t begin, size_t end) {
-  c10::TensorImpl* impls[kAhead];
-  end = std::min(end, walk.places.size());
-  if (begin >= end) {
-    return;
-  }
-  const size_t count = end - begin;
-  const auto parts = [](c10::TensorImpl* impl) {  // Beside it: its memory.
-    if (impl->has_storage()) {
-      fetch_lines(impl->unsafe_storage().unsafeGetStorageImpl(), 64);
-    }
-  };
-  for (size_t i = 0; i < count; ++i) {
-    fetch_lines(walk.places[begin + i].param.ptr(), 64);
-  }
-  for (size_t i = 0; i < count; ++i) {
-    const Place& place = walk.places[begin + i];
-    const bool plain = place.type != nullptr && Py_TYPE(place.param.ptr()) == place.type;
-    impls[i] = plain ? THPVariable_Unpack(place.param.ptr()).unsafeGetTensorImpl() : nullptr;
-    if (plain) {
-      fetch_lines(impls[i], sizeof(c10::TensorImpl));
-    }
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (impls[i] != nullptr) {
-      parts(impls[i]);
-      fetch_lines(impls[i]->autograd_meta(), 128);
-    }
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (impls[i] != nullptr) {
-      const at::Tensor& grad = std::as_const(*impls[i]).grad();
-      impls[i] = grad.defined() ? grad.unsafeGetTensorImpl() : nullptr;
-      if (impls[i] != nullptr) {
-        fetch_lines(impls[i], sizeof(c10::TensorImpl));
-      }
-    }
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (impls[i] != nullptr) {
-      parts(impls[i]);
-    }
-  }
 }
 
 // The gradients as they are now and where they lie; false if something but the addresses is
 // another.
 inline bool look(const Walk& walk, PyObject* lists, Found& found) {
-  for (const auto& [type, plain] : walk.types) {  // Somebody may have given it a `grad`.
-    if (plain && !has_plain_grad(reinterpret_cast<PyTypeObject*>(type.ptr()))) {
-      return false;
-    }
+  if (!walk.kinds.hold()) {
+    return false;
   }
   found.held.reserve(walk.grads.size());
   found.memory.reserve(2 * walk.grads.size());
   found.addresses.reserve(walk.grads.size());
-  found.gradient_specs.resize(walk.specs.size());
-  const auto* tensor_class = reinterpret_cast<PyTypeObject*>(THPVariableClass);
-  fetch_ahead(walk, 0, kAhead);
+  const auto fetch_ahead = [&](size_t begin) {
+    Ahead ahead;
+    const size_t end = std::min(begin + Ahead::kMost, walk.places.size());
+    for (size_t number = begin; number < end; ++number) {
+      if (walk.places[number].is_plain()) {
+        ahead.add(walk.places[number].param.ptr(), *walk.places[number].kind);
+      }
+    }
+    ahead.fetch();
+  };
+  fetch_ahead(0);
   size_t number = 0;
   return every_place(walk, lists, [&](const Place& place) {
-    if (number++ % kAhead == 0) {
-      fetch_ahead(walk, number - 1 + kAhead, number - 1 + 2 * kAhead);
+    if (number++ % Ahead::kMost == 0) {
+      fetch_ahead(number - 1 + Ahead::kMost);
     }
     if (place.among == kAgain) {
       return true;
     }
     PyObject* param = place.param.ptr();
-    const bool plain = place.type != nullptr && Py_TYPE(param) == place.type;
-    at::Tensor grad = gradient_of(param, plain);
+    at::Tensor grad = gradient_of(param, place.is_plain());
     if (place.among == kLacking || !grad.defined()) {
       return (place.among == kLacking) == !grad.defined();
     }
     const size_t i = static_cast<size_t>(place.among);
-    if (!walk.distributed.empty() && walk.distributed[i]) {
-      const at::Tensor home = local_of(param, walk.local_name);
-      if (!plain || !home.defined() || !localize(walk, param, i, grad, found) ||
-          !walk.params[i].is_of(home, tensor_class, walk.numbers) ||
-          !walk.grads[i].is_of(grad, tensor_class, walk.numbers) ||
+    const bool distributed = !walk.specs.empty() && walk.specs[i].first;
+    if (distributed &&
+        (!place.is_plain() || part_of(param, place.kind->spec) != walk.specs[i].first.ptr())) {
+      return false;
+    }
+    {
+      const at::Tensor local = distributed ? local_of(param, *place.kind) : at::Tensor();
+      const at::Tensor& home = distributed ? local : THPVariable_Unpack(param);
+      if (!home.defined() ||
+          !walk.params[i].is_of(home, distributed ? tensor_class() : Py_TYPE(param),
+                                walk.numbers) ||
           address_of(home) != walk.homes[i]) {
         return false;
       }
       found.memory.push_back(home.storage());
-    } else {
-      const at::Tensor& home = THPVariable_Unpack(param);
-      if (!walk.params[i].is_of(home, Py_TYPE(param), walk.numbers) ||
-          !walk.grads[i].is_of(grad, class_of(grad), walk.numbers) ||
-          address_of(home) != walk.homes[i]) {
-        return false;
-      }
-      found.memory.push_back(home.storage());
+    }
+    if (distributed && !localize(walk, i, grad)) {
+      return false;
+    }
+    if (!walk.grads[i].is_of(grad, class_of(grad), walk.numbers)) {
+      return false;
     }
     found.addresses.push_back(address_of(grad));
     found.memory.push_back(grad.storage());
@@ -616,7 +513,6 @@ inline PyObject* walk_renew(PyObject* self, PyObject* const* args, Py_ssize_t co
     }
     walk->shared = shared;
     walk->addresses.swap(found.addresses);
-    walk->gradient_specs.swap(found.gradient_specs);
   });
   if (done) {
     return answer;
@@ -634,46 +530,107 @@ inline PyObject* walk_shared(PyObject* self, void*) {
   return PyBool_FromLong(walk != nullptr && walk->shared);
 }
 
-// Fills a walk by what was found; false if it is none that C++ can walk over. `marks` says which of
-// the parameters are DTensors; None if no one is.
-inline bool fill(Walk& walk, PyObject* lists, PyObject* params, PyObject* tensors,
-                 PyObject* marks) {
-  const Py_ssize_t having = PyList_GET_SIZE(params);
-  const bool any = marks != Py_None;
-  if (!PyList_Check(lists) || PyList_GET_SIZE(tensors) != having ||
-      (any && (!PyList_Check(marks) || PyList_GET_SIZE(marks) != having))) {
-    return false;
+// Fetches a tensor's memory, and what counts the writes to it; both are only pointed at by it.
+inline void fetch_parts(const c10::TensorImpl* impl) {
+  if (impl->has_storage()) {
+    fetch_lines(impl->unsafe_storage().unsafeGetStorageImpl(), 64);
   }
-  if (any) {
-    walk.distributed.resize(static_cast<size_t>(having));
-    walk.specs.resize(static_cast<size_t>(having));
-    walk.gradient_specs.resize(static_cast<size_t>(having));
+  const void* counter = nullptr;  // Its address alone: nothing is read there.
+  static_assert(sizeof(c10::VariableVersion) == sizeof(counter));
+  std::memcpy(&counter, static_cast<const void*>(&impl->version_counter()), sizeof(counter));
+  fetch_lines(counter, 16);
+}
+
+// Calls `visit(tensor)` for all tensors of a list, a tuple or of HeldTensors, of which some are
+// fetched at a time as Ahead does it. False, with a Python error set, if there is something
+// else in it; `visit` runs no Python code.
+template <typename Visit>
+bool every_tensor(PyObject* tensors, Visit visit) {
+  const bool held = Py_TYPE(tensors) == reinterpret_cast<PyTypeObject*>(held_tensors_type);
+  return guarded([&] {
+    py::object items;
+    size_t count = 0;
+    if (held) {
+      count = reinterpret_cast<HeldTensors*>(tensors)->tensors->size();
+    } else {
+      items =
+          py::reinterpret_steal<py::object>(PySequence_Fast(tensors, "expected a list of tensors"));
+      if (!items) {
+        throw PythonRaised();
+      }
+      count = static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
+    }
+    const at::Tensor* some[Ahead::kMost];
+    for (size_t begin = 0; begin < count; begin += Ahead::kMost) {
+      const size_t end = std::min(begin + Ahead::kMost, count);
+      for (size_t i = begin; !held && i < end; ++i) {
+        fetch_lines(PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)), 64);
+      }
+      for (size_t i = begin; i < end; ++i) {
+        if (held) {
+          some[i - begin] = &(*reinterpret_cast<HeldTensors*>(tensors)->tensors)[i];
+        } else {
+          PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
+          if (!THPVariable_Check(item)) {
+            PyErr_Format(PyExc_TypeError, "expected tensors, got %s", Py_TYPE(item)->tp_name);
+            throw PythonRaised();
+          }
+          some[i - begin] = &THPVariable_Unpack(item);
+        }
+        fetch_lines(some[i - begin]->unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
+      }
+      for (size_t i = begin; i < end; ++i) {
+        fetch_parts(some[i - begin]->unsafeGetTensorImpl());
+      }
+      for (size_t i = begin; i < end; ++i) {
+        visit(*some[i - begin]);
+      }
+    }
+  });
+}
+
+// Fills a walk by what was found; false if it is none that C++ can walk over.
+inline bool fill(Walk& walk, PyObject* lists, PyObject* params, PyObject* tensors) {
+  const Py_ssize_t having = PyList_GET_SIZE(params);
+  std::vector<at::Tensor> grads;
+  if (!every_tensor(tensors, [&](const at::Tensor& grad) { grads.push_back(grad); })) {
+    throw PythonRaised();
+  }
+  if (!PyList_Check(lists) || static_cast<Py_ssize_t>(grads.size()) != having) {
+    return false;
   }
   for (Py_ssize_t i = 0; i < having; ++i) {
     PyObject* param = PyList_GET_ITEM(params, i);
-    PyObject* grad = PyList_GET_ITEM(tensors, i);
-    if (!THPVariable_Check(param) || !THPVariable_CheckExact(grad)) {
+    const at::Tensor& grad = grads[static_cast<size_t>(i)];
+    PyTypeObject* grad_class = class_of(grad);
+    if (!THPVariable_Check(param) || grad_class == nullptr ||
+        !THPVariable_CheckTypeExact(grad_class)) {
       return false;
     }
+    const Kind& kind = walk.kinds.of(param);
     at::Tensor home = THPVariable_Unpack(param);
-    PyTypeObject* type = Py_TYPE(param);
-    if (any && PyList_GET_ITEM(marks, i) == Py_True) {
-      walk.distributed[static_cast<size_t>(i)] = true;
-      walk.specs[static_cast<size_t>(i)] = attribute(param, walk.spec_name);
-      home = local_of(param, walk.local_name);
-      type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
-      if (!home.defined()) {
+    if (kind.is_distributed()) {
+      py::object spec = py::reinterpret_borrow<py::object>(part_of(param, kind.spec));
+      home = local_of(param, kind);
+      if (!spec || !home.defined()) {
         return false;
       }
+      Lie lie = walk.kinds.lie(spec.ptr());
+      const at::Tensor own = THPVariable_Unpack(param).grad();
+      if (PyObject* object = own.defined() ? object_of(own.unsafeGetTensorImpl()) : nullptr) {
+        walk.kinds.of(object);
+      }
+      walk.specs.resize(static_cast<size_t>(having));
+      walk.specs[static_cast<size_t>(i)] = {std::move(spec), std::move(lie)};
     }
-    const at::Tensor& found = THPVariable_Unpack(grad);
-    if (!has_memory(home) || !has_memory(found)) {
+    if (!has_memory(home) || !has_memory(grad)) {
       return false;
     }
+    PyTypeObject* type = kind.is_distributed() ? tensor_class() : Py_TYPE(param);
     walk.params.emplace_back(home, type, walk.numbers);
-    walk.grads.emplace_back(found, Py_TYPE(grad), walk.numbers);
+    walk.grads.emplace_back(grad, grad_class, walk.numbers);
     walk.homes.push_back(address_of(home));
-    walk.addresses.push_back(address_of(found));
+    walk.addresses.push_back(address_of(grad));
   }
   std::unordered_set<PyObject*> seen;
   Py_ssize_t next = 0;
@@ -690,27 +647,18 @@ inline bool fill(Walk& walk, PyObject* lists, PyObject* params, PyObject* tensor
       }
       walk.lengths.push_back(PyList_GET_SIZE(group));
       for (Py_ssize_t k = 0; k < PyList_GET_SIZE(group); ++k) {
-        PyObject* param = PyList_GET_ITEM(group, k);
-        if (!THPVariable_Check(param)) {
+        py::object param = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(group, k));
+        if (!THPVariable_Check(param.ptr())) {
           return false;
         }
-        PyTypeObject* type = Py_TYPE(param);
-        const bool plain = has_plain_grad(type);
-        if (!THPVariable_CheckTypeExact(type)) {
-          PyObject* object = reinterpret_cast<PyObject*>(type);
-          if (std::none_of(walk.types.begin(), walk.types.end(),
-                           [&](const auto& each) { return each.first.ptr() == object; })) {
-            walk.types.emplace_back(py::reinterpret_borrow<py::object>(object), plain);
-          }
-        }
         Py_ssize_t among = kLacking;
-        if (!seen.insert(param).second) {
+        if (!seen.insert(param.ptr()).second) {
           among = kAgain;
-        } else if (next < having && PyList_GET_ITEM(params, next) == param) {
+        } else if (next < having && PyList_GET_ITEM(params, next) == param.ptr()) {
           among = next++;
         }
-        walk.places.push_back(
-            Place{py::reinterpret_borrow<py::object>(param), plain ? type : nullptr, among});
+        const Kind& kind = walk.kinds.of(param.ptr());
+        walk.places.push_back(Place{std::move(param), &kind, among});
       }
     }
   }
@@ -719,19 +667,13 @@ inline bool fill(Walk& walk, PyObject* lists, PyObject* params, PyObject* tensor
 
 // walk_over(lists, params, tensors, aligned, may_share, distributed): a GradientWalk over what was
 // found, or None if C++ cannot walk over it. The parameters that have a gradient, each once and in
-// order, and these gradients; whether all of them are aligned to 16 bytes, and whether two may be
-// one. `distributed`: None, or which of the parameters are DTensors, the names of the attributes
-// that have the local tensor and the spec, and what says whether a gradient lies as its parameter.
+// order, and these gradients, of DTensors the local ones, which lie as their parameters do; whether
+// all of them are aligned to 16 bytes, and whether two may be one. `distributed`: see Kinds.
 inline PyObject* walk_over(PyObject*, PyObject* args) {
   PyObject *lists = nullptr, *params = nullptr, *tensors = nullptr, *distributed = nullptr;
   int aligned = 0, may_share = 0;
-  if (!PyArg_ParseTuple(args, "OO!O!ppO", &lists, &PyList_Type, &params, &PyList_Type, &tensors,
-                        &aligned, &may_share, &distributed)) {
-    return nullptr;
-  }
-  PyObject *marks = Py_None, *local_name = nullptr, *spec_name = nullptr, *lie_alike = nullptr;
-  if (distributed != Py_None &&
-      !PyArg_ParseTuple(distributed, "OUUO", &marks, &local_name, &spec_name, &lie_alike)) {
+  if (!PyArg_ParseTuple(args, "OO!OppO", &lists, &PyList_Type, &params, &tensors, &aligned,
+                        &may_share, &distributed)) {
     return nullptr;
   }
   PyTypeObject* type = reinterpret_cast<PyTypeObject*>(gradient_walk_type);
@@ -741,14 +683,11 @@ inline PyObject* walk_over(PyObject*, PyObject* args) {
   }
   bool walkable = false;
   const bool done = guarded([&] {
-    Walk* walk = new Walk();
+    Walk* walk = new Walk(distributed);
     reinterpret_cast<GradientWalk*>(made)->walk = walk;
     walk->aligned = aligned != 0;
     walk->may_share = may_share != 0;
-    walk->local_name = py::reinterpret_borrow<py::object>(local_name);
-    walk->spec_name = py::reinterpret_borrow<py::object>(spec_name);
-    walk->lie_alike = py::reinterpret_borrow<py::object>(lie_alike);
-    walkable = fill(*walk, lists, params, tensors, marks);
+    walkable = fill(*walk, lists, params, tensors);
     walk->shared = coincide(walk->addresses, walk->scratch);
   });
   if (done && walkable) {
@@ -786,159 +725,285 @@ inline bool is_dense(const at::Tensor& tensor) {
   return true;
 }
 
-// collect(params, detached): the gradients that there are, if kernels reach all of them by their
-// addresses. None if they do not, or Python has to be asked, or one needs a gradient and they are
-// to be detached; else the places of those who have one (None: all), their gradients, the addresses
-// as a tensor on the host, and as bytes the sizes and kinds: where these are equal, those are.
+// How DTensors lie, each way once.
+class Layouts {
+ public:
+  // The number of one. Two meshes that are equal are two: they may have other process groups.
+  size_t number(const Lie& lie) {
+    for (size_t tried = 0; tried < each_.size(); ++tried) {  // The last one first.
+      const size_t at = (last_ + tried) % each_.size();
+      if (each_[at].mesh.ptr() == lie.mesh.ptr() &&
+          Lie::are_equal(each_[at].placements, lie.placements)) {
+        return last_ = at;
+      }
+    }
+    each_.push_back(lie);
+    return last_ = each_.size() - 1;
+  }
+
+  bool empty() const { return each_.empty(); }
+
+  // As a list of mesh and placements.
+  py::object listed() const {
+    return list_of(each_.size(), [&](size_t at) {
+      return PyTuple_Pack(2, each_[at].mesh.ptr(), each_[at].placements.ptr());
+    });
+  }
+
+ private:
+  std::vector<Lie> each_;
+  size_t last_ = 0;
+};
+
+// What `collect` brings together.
+struct Collection {
+  explicit Collection(PyObject* distributed) : kinds(distributed) {}
+
+  Kinds kinds;
+  std::vector<at::Tensor> held;
+  std::vector<c10::Storage> memory;
+  std::vector<int64_t> addresses;
+  std::vector<Py_ssize_t> having;
+  std::vector<py::object> elements;  // Of the parameters that have a gradient.
+  std::string signature;             // The size and kind of each gradient.
+  Layouts layouts;
+  std::vector<int32_t> laid;  // Which of them each gradient has; -1 for a plain one.
+
+  // Takes the gradient of a parameter, if it has one; false if Python has to look at it.
+  bool take(PyObject* param, Py_ssize_t place, bool detached, bool beside) {
+    const Kind& kind = kinds.of(param);
+    if (!kind.plain) {
+      return false;
+    }
+    at::Tensor grad = THPVariable_Unpack(param).grad();
+    if (!grad.defined()) {
+      return true;
+    }
+    if (kind.is_distributed()) {
+      PyObject* object = object_of(grad.unsafeGetTensorImpl());
+      if (object == nullptr || !kinds.of(object).is_distributed()) {
+        return false;
+      }
+      const Kind& grad_kind = kinds.of(object);
+      const py::object own = py::reinterpret_borrow<py::object>(part_of(param, kind.spec));
+      const py::object spec = py::reinterpret_borrow<py::object>(part_of(object, grad_kind.spec));
+      if (!own || !spec) {
+        return false;
+      }
+      const Lie lie = kinds.lie(spec.ptr());
+      if (own.ptr() != spec.ptr() && !lie.is_like(kinds.lie(own.ptr()))) {
+        return false;
+      }
+      laid.resize(held.size(), -1);
+      laid.push_back(static_cast<int32_t>(layouts.number(lie)));
+      at::Tensor local = local_of(object, grad_kind);
+      grad = std::move(local);
+      if (!grad.defined()) {
+        return false;
+      }
+    }
+    PyTypeObject* type = class_of(grad);
+    if (type == nullptr || !THPVariable_CheckTypeExact(type) || !has_memory(grad) ||
+        (!held.empty() && grad.device() != held[0].device()) ||
+        (detached && grad.requires_grad())) {
+      return false;
+    }
+    const c10::ScalarType dtype = grad.scalar_type();
+    if ((dtype != at::kFloat && dtype != at::kHalf && dtype != at::kBFloat16 &&
+         dtype != at::kDouble) ||
+        !is_dense(grad)) {
+      return false;
+    }
+    if (beside) {  // Else no optimizer can step, or memory holds the opposite of a gradient.
+      const at::Tensor home =
+          kind.is_distributed() ? local_of(param, kind) : THPVariable_Unpack(param);
+      if (!home.defined() || !has_memory(home) || home.device() != grad.device() ||
+          home.sizes() != grad.sizes() || grad.is_neg()) {
+        return false;
+      }
+      PyObject* element = kind.is_distributed() ? part_of(param, kind.local) : param;
+      const bool detach = element != param && THPVariable_Unpack(element).requires_grad();
+      elements.push_back(py::reinterpret_steal<py::object>(detach ? THPVariable_Wrap(home)
+                                                                  : Py_NewRef(element)));
+    }
+    const int64_t address = address_of(grad), size = grad.numel();
+    const int code = dtype == at::kFloat      ? 0
+                     : dtype == at::kHalf     ? 1
+                     : dtype == at::kBFloat16 ? 2
+                                              : 3;
+    const char kind_of_grad = static_cast<char>(2 * code + (address % 16 == 0));
+    signature.append(reinterpret_cast<const char*>(&size), sizeof(size));
+    signature.push_back(kind_of_grad);
+    addresses.push_back(address);
+    memory.push_back(grad.storage());
+    held.push_back(std::move(grad));
+    having.push_back(place);
+    return true;
+  }
+};
+
+// collect(params, distributed, detached, beside, may_share): the gradients that there are, if
+// kernels reach all of them by their addresses. None if they do not, or Python has to be asked, or
+// something is not as it is wanted to be:
+//   detached: no gradient needs a gradient itself;
+//   beside: each lies on the device of its parameter and has its shape;
+//   may_share: two of them may be one.
+// Else the places of those who have one (None: all), their gradients, the addresses as a tensor on
+// the host, as bytes the sizes and kinds (where these are equal, those are), `beside` the
+// parameters' own elements as a list, and how DTensors lie, each as its parameter: None if there
+// are none, else as bytes the number of each one's mesh and placements (int32, -1: a plain tensor)
+// and a list of those. `distributed`: see Kinds.
 inline PyObject* collect(PyObject*, PyObject* args) {
-  PyObject* params = nullptr;
-  int detached = 0;
-  if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &params, &detached)) {
+  PyObject *params = nullptr, *distributed = nullptr;
+  int detached = 0, beside = 0, may_share = 0;
+  if (!PyArg_ParseTuple(args, "O!Oppp", &PyList_Type, &params, &distributed, &detached, &beside,
+                        &may_share)) {
     return nullptr;
   }
-  PyObject* answer = nullptr;
+  py::object answer = py::none();
   const bool done = guarded([&] {
-    std::vector<at::Tensor> held;
-    std::vector<c10::Storage> memory;
-    std::vector<int64_t> addresses, scratch;
-    std::vector<Py_ssize_t> having;
-    std::string signature;
-    PyTypeObject* known = nullptr;  // A class whose `grad` is plain.
-    answer = Py_None;
+    Collection found(distributed);
+    std::vector<int64_t> scratch;
+    const auto fetch_ahead = [&](Py_ssize_t begin) {
+      Ahead ahead;
+      const Py_ssize_t end = begin + static_cast<Py_ssize_t>(Ahead::kMost);
+      for (Py_ssize_t i = begin; i < std::min(end, PyList_GET_SIZE(params)); ++i) {
+        const Kind* kind = found.kinds.known(PyList_GET_ITEM(params, i));
+        if (kind != nullptr && kind->plain) {
+          ahead.add(PyList_GET_ITEM(params, i), *kind);
+        }
+      }
+      ahead.fetch();
+    };
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
       const py::object param = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(params, i));
-      if (Py_TYPE(param.ptr()) != known) {
-        if (!THPVariable_Check(param.ptr()) || !has_plain_grad(Py_TYPE(param.ptr()))) {
-          return;
-        }
-        known = Py_TYPE(param.ptr());
-      }
-      const at::Tensor& grad = THPVariable_Unpack(param.ptr()).grad();
-      if (!grad.defined()) {
-        continue;
-      }
-      const PyTypeObject* type = class_of(grad);
-      if (type == nullptr || !THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type)) ||
-          !has_memory(grad) || (!held.empty() && grad.device() != held[0].device()) ||
-          (detached && grad.requires_grad())) {
+      if (!THPVariable_Check(param.ptr())) {
         return;
       }
-      const c10::ScalarType dtype = grad.scalar_type();
-      if ((dtype != at::kFloat && dtype != at::kHalf && dtype != at::kBFloat16 &&
-           dtype != at::kDouble) ||
-          !is_dense(grad)) {
+      if (i == 0) {
+        found.kinds.of(param.ptr());
+        fetch_ahead(0);
+      }
+      if (i % static_cast<Py_ssize_t>(Ahead::kMost) == 0) {
+        fetch_ahead(i + static_cast<Py_ssize_t>(Ahead::kMost));
+      }
+      if (!found.take(param.ptr(), i, detached != 0, beside != 0)) {
         return;
       }
-      const int64_t address = address_of(grad), size = grad.numel();
-      const int code = dtype == at::kFloat      ? 0
-                       : dtype == at::kHalf     ? 1
-                       : dtype == at::kBFloat16 ? 2
-                                                : 3;
-      const char kind = static_cast<char>(2 * code + (address % 16 == 0));
-      signature.append(reinterpret_cast<const char*>(&size), sizeof(size));
-      signature.push_back(kind);
-      addresses.push_back(address);
-      held.push_back(grad);
-      memory.push_back(grad.storage());
-      having.push_back(i);
     }
-    if (held.empty() || coincide(addresses, scratch)) {
+    if (found.held.empty() || (!may_share && coincide(found.addresses, scratch))) {
       return;
     }
-    py::object places = py::none();
-    if (static_cast<Py_ssize_t>(having.size()) != PyList_GET_SIZE(params)) {
-      places =
-          py::reinterpret_steal<py::object>(PyList_New(static_cast<Py_ssize_t>(having.size())));
-      for (size_t k = 0; places && k < having.size(); ++k) {
-        PyObject* place = PyLong_FromSsize_t(having[k]);
-        if (place == nullptr) {
-          throw PythonRaised();
-        }
-        PyList_SET_ITEM(places.ptr(), static_cast<Py_ssize_t>(k), place);
-      }
+    const size_t count = found.held.size();
+    py::object places = py::none(), elements = py::none(), layouts = py::none();
+    if (static_cast<Py_ssize_t>(count) != PyList_GET_SIZE(params)) {
+      places = list_of(count, [&](size_t k) { return PyLong_FromSsize_t(found.having[k]); });
     }
-    py::object numbers = numbers_of(addresses);
-    py::object bytes = py::reinterpret_steal<py::object>(
-        PyBytes_FromStringAndSize(signature.data(), static_cast<Py_ssize_t>(signature.size())));
-    if (!bytes || !places) {
-      throw PythonRaised();
+    if (beside) {
+      elements = list_of(count, [&](size_t k) { return Py_NewRef(found.elements[k].ptr()); });
     }
-    const py::object tensors = hold(std::move(held), std::move(memory));
-    answer = PyTuple_Pack(4, places.ptr(), tensors.ptr(), numbers.ptr(), bytes.ptr());
-    if (answer == nullptr) {
+    if (!found.layouts.empty()) {
+      found.laid.resize(count, -1);
+      const py::object numbers = as_bytes(found.laid.data(), count * sizeof(found.laid[0]));
+      const py::object listed = found.layouts.listed();
+      layouts = py::reinterpret_steal<py::object>(PyTuple_Pack(2, numbers.ptr(), listed.ptr()));
+    }
+    const py::object numbers = numbers_of(found.addresses);
+    const py::object signature = as_bytes(found.signature.data(), found.signature.size());
+    const py::object tensors = hold(std::move(found.held), std::move(found.memory));
+    answer = py::reinterpret_steal<py::object>(
+        PyTuple_Pack(6, places.ptr(), tensors.ptr(), numbers.ptr(), signature.ptr(), elements.ptr(),
+                     layouts.ptr()));
+    if (!answer) {
       throw PythonRaised();
     }
   });
   if (done) {
-    if (answer == Py_None) {
-      Py_INCREF(answer);
-    }
-    return answer;
+    return answer.release().ptr();
   }
-  if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {  // A tensor that has no address.
+  // A tensor that has no address, or a torch that names the parts of DTensors otherwise.
+  if (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_TypeError)) {
     PyErr_Clear();
     Py_RETURN_NONE;
   }
   return nullptr;
 }
 
-// Fetches a tensor's memory, and what counts the writes to it; both are only pointed at by it.
-inline void fetch_parts(const c10::TensorImpl* impl) {
-  if (impl->has_storage()) {
-    fetch_lines(impl->unsafe_storage().unsafeGetStorageImpl(), 64);
+// localized(lists, distributed): the local tensors of DTensors, and how these lie. The first list
+// has DTensors, the others what belongs to each: DTensors that lie as it does, or numbers of their
+// own (0-d), which stay; empty ones stay empty. None if it is not so, or Python has to be asked.
+// Else the lists, and a list of mesh and placements, each once. `distributed`: see Kinds.
+inline PyObject* localized(PyObject*, PyObject* args) {
+  PyObject *lists = nullptr, *distributed = nullptr;
+  if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &lists, &distributed)) {
+    return nullptr;
   }
-  const void* counter = nullptr;  // Its address alone: nothing is read there.
-  static_assert(sizeof(c10::VariableVersion) == sizeof(counter));
-  std::memcpy(&counter, static_cast<const void*>(&impl->version_counter()), sizeof(counter));
-  fetch_lines(counter, 16);
-}
-
-// Calls `visit(tensor)` for all tensors of a list, a tuple or of HeldTensors, of which some are
-// fetched at a time as `fetch_ahead` does it. False, with a Python error set, if there is something
-// else in it; `visit` runs no Python code.
-template <typename Visit>
-bool every_tensor(PyObject* tensors, Visit visit) {
-  const bool held = Py_TYPE(tensors) == reinterpret_cast<PyTypeObject*>(held_tensors_type);
-  return guarded([&] {
-    py::object items;
-    size_t count = 0;
-    if (held) {
-      count = reinterpret_cast<HeldTensors*>(tensors)->tensors->size();
-    } else {
-      items =
-          py::reinterpret_steal<py::object>(PySequence_Fast(tensors, "expected a list of tensors"));
-      if (!items) {
-        throw PythonRaised();
+  py::object answer = py::none();
+  const bool done = guarded([&] {
+    Kinds kinds(distributed);
+    Layouts layouts;
+    std::vector<std::pair<py::object, Lie>> specs;  // Of the first list.
+    std::vector<std::vector<py::object>> found;
+    for (Py_ssize_t l = 0; l < PyList_GET_SIZE(lists); ++l) {
+      const py::object list = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(lists, l));
+      found.emplace_back();
+      if (!PyList_Check(list.ptr())) {
+        return;
       }
-      count = static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
-    }
-    const at::Tensor* some[kAhead];
-    for (size_t begin = 0; begin < count; begin += kAhead) {
-      const size_t end = std::min(begin + kAhead, count);
-      for (size_t i = begin; !held && i < end; ++i) {
-        fetch_lines(PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)), 64);
-      }
-      for (size_t i = begin; i < end; ++i) {
-        if (held) {
-          some[i - begin] = &(*reinterpret_cast<HeldTensors*>(tensors)->tensors)[i];
-        } else {
-          PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
-          if (!THPVariable_Check(item)) {
-            PyErr_Format(PyExc_TypeError, "expected tensors, got %s", Py_TYPE(item)->tp_name);
-            throw PythonRaised();
-          }
-          some[i - begin] = &THPVariable_Unpack(item);
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.ptr()); ++i) {
+        py::object item = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(list.ptr(), i));
+        if (!THPVariable_Check(item.ptr())) {
+          return;
         }
-        fetch_lines(some[i - begin]->unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
+        const Kind& kind = kinds.of(item.ptr());
+        if (!kind.is_distributed()) {
+          if (l == 0 || !THPVariable_CheckExact(item.ptr()) ||
+              THPVariable_Unpack(item.ptr()).dim() != 0) {
+            return;
+          }
+          found.back().push_back(std::move(item));
+          continue;
+        }
+        py::object spec = py::reinterpret_borrow<py::object>(part_of(item.ptr(), kind.spec));
+        py::object local = py::reinterpret_borrow<py::object>(part_of(item.ptr(), kind.local));
+        if (!spec || !local || Py_TYPE(local.ptr()) != tensor_class() ||
+            THPVariable_Unpack(local.ptr()).requires_grad()) {
+          return;
+        }
+        if (l == 0) {
+          Lie lie = kinds.lie(spec.ptr());
+          layouts.number(lie);
+          specs.emplace_back(std::move(spec), std::move(lie));
+        } else if (static_cast<size_t>(i) >= specs.size() ||
+                   (spec.ptr() != specs[static_cast<size_t>(i)].first.ptr() &&
+                    !kinds.lie(spec.ptr()).is_like(specs[static_cast<size_t>(i)].second))) {
+          return;
+        }
+        found.back().push_back(std::move(local));
       }
-      for (size_t i = begin; i < end; ++i) {
-        fetch_parts(some[i - begin]->unsafeGetTensorImpl());
+      if (!found.back().empty() && found.back().size() != specs.size()) {
+        return;
       }
-      for (size_t i = begin; i < end; ++i) {
-        visit(*some[i - begin]);
-      }
+    }
+    const py::object made = list_of(found.size(), [&](size_t l) {
+      return list_of(found[l].size(), [&](size_t i) { return Py_NewRef(found[l][i].ptr()); })
+          .release()
+          .ptr();
+    });
+    answer = py::reinterpret_steal<py::object>(
+        PyTuple_Pack(2, made.ptr(), layouts.listed().ptr()));
+    if (!answer) {
+      throw PythonRaised();
     }
   });
+  if (done) {
+    return answer.release().ptr();
+  }
+  if (PyErr_ExceptionMatches(PyExc_TypeError)) {  // A torch that names their parts otherwise.
+    PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+  return nullptr;
 }
 
 // count_write(tensors): as torch.autograd.graph.increment_version, which leaves inference tensors
@@ -976,6 +1041,27 @@ inline PyObject* addresses(PyObject*, PyObject* tensors) {
     guarded([&] { answer = numbers_of(found).release().ptr(); });
   }
   return answer;
+}
+
+// requiring(params): which of a list of parameters require a gradient, a byte each; None if there
+// is one that Python has to be asked.
+inline PyObject* requiring(PyObject*, PyObject* params) {
+  py::object marks;
+  const bool done = guarded([&] {
+    std::string found;
+    PyTypeObject* plain = nullptr;  // A class of which C++ sees what Python would say.
+    if (!every_tensor(params, [&](const at::Tensor& tensor) {
+          PyTypeObject* type = class_of(tensor);
+          const bool known = type == plain && type != nullptr;
+          plain = known || (type != nullptr && has_plain("requires_grad", type)) ? type : nullptr;
+          found.push_back(plain == nullptr ? 2 : tensor.requires_grad());
+        })) {
+      throw PythonRaised();
+    }
+    const bool all = found.find('\2') == std::string::npos;
+    marks = all ? as_bytes(found.data(), found.size()) : py::none();
+  });
+  return done ? marks.release().ptr() : nullptr;
 }
 
 // lie_at(tensors, addresses): whether each of a list of tensors lies where a list of numbers says.
@@ -1029,9 +1115,11 @@ PyMethodDef gradient_walk_functions[] = {
     {"walk_over", walk_over, METH_VARARGS,
      "A GradientWalk over gradients that were found, or None."},
     {"collect", collect, METH_VARARGS, "The gradients of a list of parameters, or None."},
+    {"localized", localized, METH_VARARGS, "The local tensors of lists of DTensors, or None."},
     {"count_write", count_write, METH_O, "Counts a write to every tensor."},
     {"versions", versions, METH_O, "How often each tensor was written to."},
     {"addresses", addresses, METH_O, "Where each tensor lies."},
+    {"requiring", requiring, METH_O, "Which parameters require a gradient, a byte each, or None."},
     {"lie_at", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lie_at)), METH_FASTCALL,
      "Whether tensors lie where a list of numbers says."},
     {nullptr, nullptr, 0, nullptr}};
