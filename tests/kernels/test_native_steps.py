@@ -101,13 +101,11 @@ def test_a_first_step_that_is_skipped_leaves_nothing_behind(name):
 
 
 def test_a_child_of_a_fork_steps_as_its_parent_does():
-    # With one thread: torch's own pool does not survive a fork either.
     expected = trained(MAKERS["AdamW"])
     child = fork()
     if not child:
         code = 1
         try:
-            torch.set_num_threads(1)
             code = 0 if same(trained(MAKERS["AdamW"]), expected) else 2
         finally:
             os._exit(code)
@@ -121,7 +119,7 @@ def test_a_child_of_a_process_that_has_run_threads_takes_small_steps(threads, mo
         monkeypatch.setattr(native, "library", lambda: None)
     threads(2)
     torch.ones(1 << 20).sum()
-    child = fork()
+    child = fork(threads=None)
     if not child:
         faulthandler.dump_traceback_later(20, exit=True, file=sys.__stderr__)
         code = 1
@@ -164,7 +162,7 @@ def test_what_torch_computes_on_one_thread_in_such_a_child_is_the_parents_bits(t
     threads(2)
     torch.ones(1 << 20).sum()
     expected = stepped()
-    child = fork()
+    child = fork(threads=None)
     if not child:
         faulthandler.dump_traceback_later(20, exit=True, file=sys.__stderr__)
         code = 1

@@ -337,7 +337,7 @@ def recipe_here() -> Recipe:
             "-fno-math-errno",
             "-fno-trapping-math",
             *([own] if cpu else []),
-            *(["-fopenmp"] if openmp else []),
+            *(["-DGRADILOCKS_OPENMP"] if openmp else []),
         ),
         facts={
             "sources": native_build.sources_hash(SOURCES),
