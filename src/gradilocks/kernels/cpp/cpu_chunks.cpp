@@ -2,8 +2,6 @@
 #include "cpu_chunks.h"
 
 #include <ATen/Parallel.h>
-#include <pthread.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <atomic>
@@ -54,24 +52,7 @@ class SameRounding {
 };
 #endif
 
-// A fork takes one thread along, and libgomp then waits for ever for the others of its pool: where
-// there were others, the child computes on one. torch's own operators open a parallel region for
-// large tensors alone, so that a small model steps in a child; with ours it must too.
-bool forks_with_threads = false;
-std::atomic<bool> pool_is_lost{false};
-
-void before_fork() {
-  struct stat told;  // Its links are 2 and one for each thread.
-  forks_with_threads = stat("/proc/self/task", &told) != 0 || told.st_nlink > 3;
-}
-
-void in_child() {
-  if (forks_with_threads) {
-    pool_is_lost = true;
-  }
-}
-
-[[maybe_unused]] const int forks_are_watched = pthread_atfork(before_fork, nullptr, in_child);
+std::atomic<bool> on_one_thread{false};
 
 using Stretch = std::function<void(int64_t, int64_t)>;
 
@@ -138,8 +119,10 @@ Chunks::Chunks(const int64_t* sizes, const int64_t* given, int64_t count, int64_
   begin.push_back(static_cast<int64_t>(chunks.size()));
 }
 
+void stay_on_one_thread() { on_one_thread = true; }
+
 void Chunks::run(int64_t grain, const std::function<void(int64_t, int64_t)>& work) const {
-  if (pool_is_lost) {
+  if (on_one_thread) {
     work(0, static_cast<int64_t>(chunks.size()));
     return;
   }
