@@ -9,14 +9,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
+
 __all__ = ["fork", "fork_server", "without_leaks"]
 
 
-def fork() -> int:
+def fork(*, threads: int | None = 1) -> int:
     """As `os.fork`; the child does not collect what earlier tests have left behind.
 
     Some of it, such as a process group, waits in its destructor for threads that a fork does not
     have.
+
+    Args:
+        threads: how many torch may use in the child, where its pool has gone; None to leave that.
     """
     gc.collect()
     gc.disable()
@@ -24,6 +29,8 @@ def fork() -> int:
         child = os.fork()
         if not child:
             gc.freeze()
+            if threads is not None:
+                torch.set_num_threads(threads)
     finally:
         gc.enable()
     return child

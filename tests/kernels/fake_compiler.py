@@ -55,7 +55,7 @@ class Fake:
             libraries=(),
             compilers=(Compiler((str(self.program),), f"fake++ {self.version}"),),
             flags=("-O2",),
-            kernel_flags=("-O3", "-march=native", "-fopenmp"),
+            kernel_flags=("-O3", "-march=native", "-DGRADILOCKS_OPENMP"),
             facts={
                 "sources": sources_hash(self.sources),
                 "torch": "2.0",

@@ -71,17 +71,20 @@ def test_what_is_built_is_found_again_with_its_hash_and_its_history(fake, cache)
 def test_kernels_alone_are_compiled_for_this_processor(fake, cache):
     native_build.build(fake.recipe(), cache)
     compiled = {line.split("/")[-1]: line for line in fake.asked() if " -c " in line}
-    assert "-O3 -march=native -fopenmp -c" in compiled["cpu_kernels.o"]
+    assert "-O3 -march=native -DGRADILOCKS_OPENMP -c" in compiled["cpu_kernels.o"]
     assert "-march" not in compiled["module.o"]
     assert all("-std=c++20 -O2" in line for name, line in compiled.items() if name != "trial.o")
 
 
-def test_clang_compiles_without_openmp_whose_calls_libgomp_lacks(fake, cache):
+def test_clang_is_not_given_what_only_gcc_knows(fake, cache):
     recipe = fake.recipe()
+    native_build.build(recipe, cache)
+    assert any("--param ggc-min-heapsize" in line for line in fake.asked())
+    (fake.folder / "asked").unlink()
     clang = Compiler(recipe.compilers[0].command, "clang version 14.0.6")
     native_build.build(replace(recipe, compilers=(clang,)), cache)
     assert any("-march=native" in line for line in fake.asked())
-    assert not any("-fopenmp" in line for line in fake.asked())
+    assert not any("--param" in line for line in fake.asked())
 
 
 def test_eight_processes_build_once(fake, cache):

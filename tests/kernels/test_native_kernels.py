@@ -296,6 +296,26 @@ def test_tensors_of_inference_mode_can_be_clipped_there():
         assert torch.equal(tensor, torch.full((3,), 2.0))
 
 
+ON_TWO_THREADS = """
+import os, torch
+from gradilocks.kernels import native_backend
+
+tensors = [torch.empty(1 << 16) for _ in range(8)]  # Nothing has opened a parallel region so far.
+torch.set_num_threads(2)
+before = os.listdir("/proc/self/task")
+native_backend.measure(tensors)
+assert len(os.listdir("/proc/self/task")) == len(before) + 1
+"""
+
+
+@pytest.mark.skipif(not native.recipe_here().facts["openmp"], reason="torch runs on no OpenMP here")
+def test_the_work_is_shared_out_among_torchs_threads(script_server, tmp_path):
+    script = tmp_path / "two_threads.py"
+    script.write_text(ON_TWO_THREADS)
+    done = script_server.run(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_several_python_threads_may_work_at_once():
     tensors = [torch.randn(size) for size in (5, 70_001, 200_000)]
     expected = native_backend.measure(tensors).norms

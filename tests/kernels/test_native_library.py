@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 import types
 import warnings
 from dataclasses import replace
@@ -29,7 +30,13 @@ def fake(tmp_path, monkeypatch):
     """A compiler, a cache and a loader for tests."""
     monkeypatch.delenv("GRADILOCKS_NATIVE", raising=False)
     monkeypatch.setenv("GRADILOCKS_NATIVE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "loaded", lambda path: types.SimpleNamespace(path=path))
+    threads = []
+
+    def loaded(path):
+        alone = lambda: threads.append("one")  # noqa: E731
+        return types.SimpleNamespace(path=path, cpu_one_thread=alone, threads=threads)
+
+    monkeypatch.setattr(native, "loaded", loaded)
     folder = tmp_path / "fake"
     folder.mkdir()
     return Fake(folder)
@@ -150,6 +157,25 @@ def test_a_forked_child_asks_for_itself(fake):
     mine._lock.release()
     assert mine.library_within(PATIENCE) is not None, "the child has not read the parent's pipe"
     assert fake.linked() == 1
+
+
+@pytest.mark.parametrize("is_loaded", ["before the fork", "in the child"])
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_a_child_of_a_process_with_threads_computes_on_one(fake, is_loaded, has_threads):
+    mine = NativeLibrary(fake.recipe)
+    if is_loaded == "before the fork":
+        assert mine.library_within(PATIENCE).threads == []
+    if has_threads:
+        done = threading.Event()
+        thread = threading.Thread(target=done.wait)
+        thread.start()
+        mine.before_fork()
+        done.set()
+        thread.join()
+    else:
+        mine._forks_with_threads = False  # Other tests may have left a pool in this process.
+    mine.after_fork()
+    assert mine.library_within(PATIENCE).threads == ["one"] * has_threads
 
 
 def test_a_worker_of_a_dataloader_takes_what_is_there_and_builds_nothing(fake, monkeypatch):

@@ -101,13 +101,11 @@ def test_a_first_step_that_is_skipped_leaves_nothing_behind(name):
 
 
 def test_a_child_of_a_fork_steps_as_its_parent_does():
-    # With one thread: torch's own pool does not survive a fork either.
     expected = trained(MAKERS["AdamW"])
     child = fork()
     if not child:
         code = 1
         try:
-            torch.set_num_threads(1)
             code = 0 if same(trained(MAKERS["AdamW"]), expected) else 2
         finally:
             os._exit(code)
@@ -121,7 +119,7 @@ def test_a_child_of_a_process_that_has_run_threads_takes_small_steps(threads, mo
         monkeypatch.setattr(native, "library", lambda: None)
     threads(2)
     torch.ones(1 << 20).sum()
-    child = fork()
+    child = fork(threads=None)
     if not child:
         faulthandler.dump_traceback_later(20, exit=True, file=sys.__stderr__)
         code = 1
@@ -149,6 +147,33 @@ def test_a_child_of_a_process_that_has_run_threads_takes_small_steps(threads, mo
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+FIRST_IN_A_CHILD = """
+import faulthandler, os, sys, torch
+from gradilocks.kernels import native
+
+torch.set_num_threads(2)
+torch.ones(1 << 20).sum()
+assert native._HERE._module is None
+child = os.fork()
+if not child:
+    faulthandler.dump_traceback_later(60, exit=True)
+    tensors = [torch.empty(1 << 16) for _ in range(8)]
+    from gradilocks.kernels import native_backend
+
+    native_backend.multiply_(tensors, torch.zeros(()))
+    native_backend.measure(tensors)
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_of_such_a_process_may_be_the_first_to_load_the_library(script_server, tmp_path):
+    script = tmp_path / "first_in_a_child.py"
+    script.write_text(FIRST_IN_A_CHILD)
+    done = script_server.run(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("shapes", [[(4,)] * 300, [(20_000,)] * 8])
 def test_what_torch_computes_on_one_thread_in_such_a_child_is_the_parents_bits(threads, shapes):
     def stepped():
@@ -164,7 +189,7 @@ def test_what_torch_computes_on_one_thread_in_such_a_child_is_the_parents_bits(t
     threads(2)
     torch.ones(1 << 20).sum()
     expected = stepped()
-    child = fork()
+    child = fork(threads=None)
     if not child:
         faulthandler.dump_traceback_later(20, exit=True, file=sys.__stderr__)
         code = 1

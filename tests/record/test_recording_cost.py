@@ -23,12 +23,14 @@ from gradilocks.observe.step_recorder import ScriptRecorder, StepRecorder
 from gradilocks.observe.torch_hooks import TorchHooks
 from gradilocks.record.journal import Journal
 from gradilocks.step.events import EVENTS, StepListener
+from tests import PATIENCE
 
 pytestmark = pytest.mark.skipif(
     native.library() is None or not kernels.BACKENDS["cpu"].BY_ADDRESS,
     reason="the native library is not built: Python walks over the tensors one by one",
 )
 DETAIL, STEPS, WARM_UP = 4, 8, 8
+HELD = {"flush_every": 100, "flush_seconds": PATIENCE}  # Nothing is written because time passes.
 
 
 class Counter(TorchDispatchMode):
@@ -89,7 +91,7 @@ def recorded_by_a_control(many, elements, path, monkeypatch):
     counter = Counter()
     params = parameters(many, elements)
     optimizer = torch.optim.SGD(params, lr=1e-3)
-    with Recorder(path, detail_every=DETAIL, flush_every=100, log=False) as recorder:
+    with Recorder(path, detail_every=DETAIL, **HELD, log=False) as recorder:
         control = GradientControl(optimizer, scale=None, clip=1.0, record=recorder)
         for number, _ in enumerate(train(params, optimizer, control.step)):
             if number == WARM_UP:
@@ -105,7 +107,7 @@ def watched(many, elements, path, monkeypatch, *, clip=False):
     counter = Counter()
     params = parameters(many, elements)
     made = ScriptRecorder(
-        path, all_ranks=False, git=None, detail_every=DETAIL, flush_every=100, log=False
+        path, all_ranks=False, git=None, detail_every=DETAIL, **HELD, log=False
     )
     steps = StepRecorder(lambda: made, warn=pytest.fail)
     calls = ScriptCalls(keeps=True, began=steps.data_wait.forward_begins)

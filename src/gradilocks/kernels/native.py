@@ -96,6 +96,8 @@ class NativeLibrary:
         self._next_look = 0.0
         self._warning = ""
         self._lock = threading.Lock()
+        self._forks_with_threads = True
+        self._lost_threads = False
 
     def library(self) -> Any:
         """The module, or None as long as it is not there. Never waits, but for GRADILOCKS_NATIVE.
@@ -127,9 +129,24 @@ class NativeLibrary:
         self.library()
         return f"{'Python' if self._module is None else 'C++'}: {self._why}"
 
+    def before_fork(self) -> None:
+        """In the parent: a child has the thread that forks, and no other."""
+        try:  # Its links are 2 and one for each thread.
+            self._forks_with_threads = os.stat("/proc/self/task").st_nlink > 3
+        except OSError:
+            self._forks_with_threads = True
+
     def after_fork(self) -> None:
-        """In a child: the lock may have been held, and the pipe is the parent's."""
+        """In a child: the lock may have been held, and the pipe is the parent's.
+
+        Where there were other threads, the child computes on one: OpenMP would wait for ever for
+        those of its pool. torch's own operators use the pool for large tensors alone, so that a
+        small model steps in a child; with ours it must too.
+        """
         self._lock, self._next_look = threading.Lock(), 0.0
+        self._lost_threads |= self._forks_with_threads
+        if self._module is not None and self._lost_threads:
+            self._module.cpu_one_thread()
         if self._build is not None:
             self._build.forget()
             self._build = None
@@ -190,11 +207,14 @@ class NativeLibrary:
 
     def _load(self, entry: Entry) -> None:
         try:
-            self._module = load(entry)
+            module = load(entry)
         except Unavailable as error:
             self._settle(str(error))
             self._warn(f"the C++ library in {entry.path}: {error}")
         else:
+            if self._lost_threads:
+                module.cpu_one_thread()
+            self._module = module
             self._settle(f"built {entry.built} by {entry.compiler}, {entry.path}")
 
     def _settle(self, why: str) -> None:
@@ -337,7 +357,7 @@ def recipe_here() -> Recipe:
             "-fno-math-errno",
             "-fno-trapping-math",
             *([own] if cpu else []),
-            *(["-fopenmp"] if openmp else []),
+            *(["-DGRADILOCKS_OPENMP"] if openmp else []),
         ),
         facts={
             "sources": native_build.sources_hash(SOURCES),
@@ -560,7 +580,7 @@ def build_native(
 
 _HERE = NativeLibrary(recipe_here)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_HERE.after_fork)
+    os.register_at_fork(before=_HERE.before_fork, after_in_child=_HERE.after_fork)
 
 library = _HERE.library
 library_within = _HERE.library_within

@@ -2,14 +2,24 @@
 #include "cpu_chunks.h"
 
 #include <ATen/Parallel.h>
-#include <pthread.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 
 #if defined(__SSE__)
 #include <xmmintrin.h>
+#endif
+
+#if defined(GRADILOCKS_OPENMP)
+// What `#pragma omp parallel` of g++ calls. Called by name, because clang's pragma (and with it
+// at::parallel_for) calls functions that libgomp, on which torch runs, does not have; the libraries
+// of LLVM and Intel have these too.
+extern "C" {
+void GOMP_parallel(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+int omp_get_num_threads(void);
+int omp_get_thread_num(void);
+}
 #endif
 
 namespace gradilocks {
@@ -42,24 +52,52 @@ class SameRounding {
 };
 #endif
 
-// A fork takes one thread along, and libgomp then waits for ever for the others of its pool: where
-// there were others, the child computes on one. torch's own operators open a parallel region for
-// large tensors alone, so that a small model steps in a child; with ours it must too.
-bool forks_with_threads = false;
-std::atomic<bool> pool_is_lost{false};
+std::atomic<bool> on_one_thread{false};
 
-void before_fork() {
-  struct stat told;  // Its links are 2 and one for each thread.
-  forks_with_threads = stat("/proc/self/task", &told) != 0 || told.st_nlink > 3;
-}
+using Stretch = std::function<void(int64_t, int64_t)>;
 
-void in_child() {
-  if (forks_with_threads) {
-    pool_is_lost = true;
+#if defined(GRADILOCKS_OPENMP)
+// A loop over [0, end), of which each thread of the pool takes one stretch.
+struct Loop {
+  int64_t end;
+  int64_t grain;
+  const Stretch& work;
+  std::atomic_flag has_failed = ATOMIC_FLAG_INIT;
+  std::exception_ptr failure;
+
+  void take_part() noexcept {
+    const int64_t most = (end + grain - 1) / grain;
+    const int64_t threads = std::min<int64_t>(omp_get_num_threads(), most);
+    const int64_t length = (end + threads - 1) / threads;
+    const int64_t from = omp_get_thread_num() * length;
+    if (from >= end) {
+      return;
+    }
+    try {
+      work(from, std::min(end, from + length));
+    } catch (...) {
+      if (!has_failed.test_and_set()) {
+        failure = std::current_exception();
+      }
+    }
+  }
+};
+
+void share_out(int64_t end, int64_t grain, const Stretch& work) {
+  if (end <= grain || at::in_parallel_region() || at::get_num_threads() == 1) {
+    work(0, end);
+    return;
+  }
+  Loop loop{end, grain, work, {}, {}};
+  // 0: as many threads as torch has been set to use.
+  GOMP_parallel([](void* given) { static_cast<Loop*>(given)->take_part(); }, &loop, 0, 0);
+  if (loop.failure) {
+    std::rethrow_exception(loop.failure);
   }
 }
-
-[[maybe_unused]] const int forks_are_watched = pthread_atfork(before_fork, nullptr, in_child);
+#else
+void share_out(int64_t end, int64_t, const Stretch& work) { work(0, end); }
+#endif
 
 }  // namespace
 
@@ -81,15 +119,17 @@ Chunks::Chunks(const int64_t* sizes, const int64_t* given, int64_t count, int64_
   begin.push_back(static_cast<int64_t>(chunks.size()));
 }
 
+void stay_on_one_thread() { on_one_thread = true; }
+
 void Chunks::run(int64_t grain, const std::function<void(int64_t, int64_t)>& work) const {
-  if (pool_is_lost) {
+  if (on_one_thread) {
     work(0, static_cast<int64_t>(chunks.size()));
     return;
   }
   const unsigned rounding = SameRounding::here();
   // Each thread gets one stretch, the same at every call, so that what it has read is in its cache
   // when it comes to write. A chunk belongs to the stretch in which it begins.
-  at::parallel_for(0, weights_.back(), grain, [&](int64_t from, int64_t to) {
+  share_out(weights_.back(), grain, [&](int64_t from, int64_t to) {
     const SameRounding same(rounding);
     const auto first = std::lower_bound(weights_.begin(), weights_.end() - 1, from);
     const auto last = std::lower_bound(first, weights_.end() - 1, to);

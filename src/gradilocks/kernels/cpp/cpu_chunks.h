@@ -12,6 +12,10 @@ struct Chunk {
   int64_t length;  // Of them.
 };
 
+// From here on all is computed by the thread that calls: in a child of a fork, which has lost the
+// others.
+void stay_on_one_thread();
+
 // The chunks of tensors of given sizes: runs of at most `chunk` elements of one tensor, tensor by
 // tensor. Nothing here depends on the number of threads.
 class Chunks {
@@ -20,7 +24,7 @@ class Chunks {
   Chunks(const int64_t* sizes, const int64_t* codes, int64_t count, int64_t chunk, bool is_double);
 
   // Calls `work` with the first chunk of a run and the one after its last, until all are done, on
-  // as many threads as torch uses, or on this one alone in a child of a fork that lost the others.
+  // as many threads as torch uses, or on this one alone after `stay_on_one_thread`.
   // `grain`: so few elements are not worth a thread of their own.
   void run(int64_t grain, const std::function<void(int64_t, int64_t)>& work) const;
 

@@ -354,6 +354,11 @@ PyObject* advance_scale(PyObject*, PyObject* const* given, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
+PyObject* one_thread(PyObject*, PyObject*) {
+  stay_on_one_thread();
+  Py_RETURN_NONE;
+}
+
 PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
@@ -383,6 +388,8 @@ bool add_cpu_kernels(PyObject* module) {
                                      "optimizer, own, groups, settings, rates, count, skip"},
                                     {"cpu_advance", fast(advance_scale), METH_FASTCALL,
                                      "six numbers, scale, tracker, hysteresis, skipped"},
+                                    {"cpu_one_thread", one_thread, METH_NOARGS,
+                                     "from here on the caller's thread computes alone"},
                                     {nullptr, nullptr, 0, nullptr}};
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr || PyModule_AddObject(module, "CpuChunks", type) < 0) {
