@@ -9,6 +9,7 @@ from gradilocks.scale.scale_policy import (
     ScalePolicy,
     ScaleRules,
     StaticScale,
+    bounds_in_float32,
     scale_gradient,
     scale_loss,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "ScaleRules",
     "StaticScale",
     "advance_dynamic",
+    "bounds_in_float32",
     "resolve_scale",
     "scale_gradient",
     "scale_loss",

@@ -19,7 +19,14 @@ from torch import Tensor
 from gradilocks.clip import Chain, ClipPerGroup, ClipPolicy, resolve_clip
 from gradilocks.errors import BadState, MissingKey
 from gradilocks.names import OwnedParameters, Placed
-from gradilocks.scale import LARGEST, SMALLEST, DynamicScale, ScalePolicy, resolve_scale
+from gradilocks.scale import (
+    LARGEST,
+    SMALLEST,
+    DynamicScale,
+    ScalePolicy,
+    bounds_in_float32,
+    resolve_scale,
+)
 from gradilocks.state.other_scalers import recognize
 from gradilocks.step.outcome import fetch
 from gradilocks.values import ScaleState, moved
@@ -157,9 +164,8 @@ def load(
     _require(saved, ("scale", "_growth_tracker"), where="state_dict")
     rebuilt = rebuild(scale_policy, ours["scale_policy"], "scale")
     clip = rebuild(clip_policy, ours["clip_policy"], "clip")
-    scale, (lowest, highest) = check_scale(saved["scale"]), rebuilt.bounds()
-    # The scale is a float32, the policy's bounds are not.
-    if not lowest * (1 - 1e-6) <= scale <= highest * (1 + 1e-6):
+    scale, (lowest, highest) = check_scale(saved["scale"]), bounds_in_float32(*rebuilt.bounds())
+    if not lowest <= scale <= highest:
         raise BadState(
             f"the scale in the state_dict must lie in [{lowest:g}, {highest:g}], as its policy "
             f"says, got {scale:g}."
@@ -211,11 +217,21 @@ def fitted(
     ours["clip_policy"] = describe(clip_policy)
     tracker = saved.get("_growth_tracker", 0)
     before = ours.get("scale_policy", {}).get("name")
+    kept = save_scale(scale_policy, fresh)
     if before != scale_policy.policy_name:
         scale = None if before == "NoScale" else scale
-        kept = save_scale(scale_policy, fresh)
         ours |= {"hysteresis": kept["hysteresis"], "scale_state": kept["state"]}
         tracker = _plain(fresh.growth_tracker)
+    else:
+        tracker = _check_count("_growth_tracker", tracker, lowest=-(2**31))
+        tracker = max(tracker, -scale_policy.delay)
+        more = ours.get("scale_state")
+        ours["scale_state"] = dict(kept["state"])
+        for name in kept["state"] if isinstance(more, Mapping) else ():
+            value = more.get(name, kept["state"][name])
+            if name in scale_policy.kept_scales:
+                value = min(max(_check_number(name, value), lowest), highest)
+            ours["scale_state"][name] = value
     ours["scale_policy"] = describe(scale_policy)
     parts = ours.get("parts") or ()
     ours["parts"] = tuple((k, fitted(each, scale_policy, clip_policy)) for k, each in parts) or None
@@ -284,11 +300,14 @@ def load_scale(policy: ScalePolicy, saved: Mapping[str, Any], kept: Any) -> Scal
             f"the state of the scale policy {policy.policy_name} in the state_dict must have "
             f"{sorted(state.more)}, got {more!r:.100}."
         )
+    lowest, highest = bounds_in_float32(lowest, highest)
     for name, tensor in state.more.items():
         value = more[name]
         if not tensor.is_floating_point():
             _check_count(name, value)
-        elif not lowest <= _check_number(name, value) <= highest:  # What is kept there is a scale.
+        elif name not in policy.kept_scales:
+            value = math.inf if value is None else _check_number(name, value)
+        elif not lowest <= _check_number(name, value) <= highest:
             raise BadState(
                 f"{name} in the state_dict must lie in [{lowest:g}, {highest:g}], as the policy "
                 f"says, got {value!r}."
