@@ -69,6 +69,8 @@ class Loaded:
     of_all: tuple[list[Placed], dict[str, Tensor]] | None = None
     """What it remembers of each parameter of all ranks, and which they are; None if nothing was
     saved of it, or not whose it is."""
+    known: Sequence[int] | None = None
+    """The places of those of this rank's parameters that `memory` is about; None: all of them."""
     steps: int | None = None
     """How many steps had been judged; None if another scaler has saved it."""
     streak: int = 0
@@ -122,6 +124,7 @@ def load(
     clip_policy: ClipPolicy,
     *,
     owned: OwnedParameters,
+    changed: bool = False,
 ) -> Loaded:
     """Checks `saved` against the present policies and says what to go on with.
 
@@ -131,6 +134,8 @@ def load(
         scale_policy: the policy in force; a checkpoint of another class does not fit.
         clip_policy: likewise.
         owned: the parameters of this rank.
+        changed: whether parameters may have been added or taken away since: then what is known of
+            the others is taken, else a checkpoint of other parameters does not fit.
 
     Returns:
         What was loaded. Raises BadState if anything does not fit.
@@ -170,7 +175,7 @@ def load(
             f"the scale in the state_dict must lie in [{lowest:g}, {highest:g}], as its policy "
             f"says, got {scale:g}."
         )
-    memory, of_all = _load_named_memory(clip, ours, owned)
+    memory, of_all, known = _load_named_memory(clip, ours, owned, changed=changed)
     kept = {"hysteresis": ours["hysteresis"], "state": ours.get("scale_state") or {}}
     return Loaded(
         scale_policy=rebuilt,
@@ -178,6 +183,7 @@ def load(
         state=load_scale(rebuilt, saved, {"policy": ours["scale_policy"], **kept}),
         memory=memory,
         of_all=of_all,
+        known=known,
         steps=_check_count("steps", ours["steps"]),
         streak=_check_count("streak", ours["streak"]),
     )
@@ -226,9 +232,10 @@ def fitted(
         tracker = _check_count("_growth_tracker", tracker, lowest=-(2**31))
         tracker = max(tracker, -scale_policy.delay)
         more = ours.get("scale_state")
-        ours["scale_state"] = dict(kept["state"])
-        for name in kept["state"] if isinstance(more, Mapping) else ():
-            value = more.get(name, kept["state"][name])
+        ours["scale_state"] = {}
+        more = more if isinstance(more, Mapping) else {}
+        for name, start in kept["state"].items():
+            value = more.get(name, start)
             if name in scale_policy.kept_scales:
                 value = min(max(_check_number(name, value), lowest), highest)
             ours["scale_state"][name] = value
@@ -335,12 +342,19 @@ def save_memory(memory: Mapping[str, Tensor] | None) -> dict[str, Any] | None:
 
 
 def _load_named_memory(
-    policy: ClipPolicy, ours: Mapping[str, Any], owned: OwnedParameters
-) -> tuple[dict[str, Tensor] | None, tuple[list[Placed], dict[str, Tensor]] | None]:
-    """What the clip policy remembers, of this rank's parameters and of all; or BadState."""
+    policy: ClipPolicy, ours: Mapping[str, Any], owned: OwnedParameters, *, changed: bool
+) -> tuple[
+    dict[str, Tensor] | None,
+    tuple[list[Placed], dict[str, Tensor]] | None,
+    Sequence[int] | None,
+]:
+    """What the clip policy remembers, of this rank's parameters and of all; or BadState.
+
+    And of which of this rank's parameters that is, if not of all of them.
+    """
     count, saved = len(owned.parameters), ours.get("clip_state")
     if not policy.by_parameter or saved is None:
-        return load_memory(policy, saved, count), None
+        return load_memory(policy, saved, count), None, None
     placed = ours.get("clip_parameters")
     if placed is None:  # From before names were saved.
         if owned.apart:
@@ -349,16 +363,21 @@ def _load_named_memory(
                 "or so, but not of which, and the ranks hold different ones here. Start without "
                 "the state_dict; one that is saved now has the names."
             )
-        return load_memory(policy, saved, count), None
+        return load_memory(policy, saved, count), None, None
     if not isinstance(placed, list) or not all(map(_is_placed, placed)):
         raise BadState(
             "clip_parameters in the state_dict must be pairs of a name and a place, got "
             f"{placed!r:.80}."
         )
     placed = [(name, place) for name, place in placed]
+    known = owned.known_among(placed) if changed else {}
+    if known and (len(known) < count or (owned.alone and count < len(placed))):
+        of_some = load_memory(policy, saved, len(placed)) or {}
+        chosen = {name: of_some[name][list(known.values())] for name in policy.by_parameter}
+        return {**of_some, **chosen}, None, list(known)
     of_all = load_memory(policy, saved, count if owned.alone and placed else len(placed))
     if of_all is None or not placed:  # Saved before the first step: nothing was learned.
-        return None, None
+        return None, None, None
     try:
         places = owned.places_among(placed)
     except KeyError as error:
@@ -372,7 +391,7 @@ def _load_named_memory(
         ) from None
     each = {name: of_all[name] for name in policy.by_parameter}
     mine = {name: tensor[places] for name, tensor in each.items()}
-    return {**of_all, **mine}, (placed, each)
+    return {**of_all, **mine}, (placed, each), None
 
 
 def load_memory(policy: ClipPolicy, saved: Any, count: int) -> dict[str, Tensor] | None:

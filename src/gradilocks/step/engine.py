@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import uuid
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -216,6 +216,13 @@ class Seen(NamedTuple):
     """This rank's part of it, if it is about the gradients of all ranks."""
 
 
+class Remembered(NamedTuple):
+    """What a clip policy remembers, and of which parameters, in order."""
+
+    memory: dict[str, Tensor] | None
+    params: list[Tensor]
+
+
 class Met(NamedTuple):
     """What the ranks that hold one model have told each other once."""
 
@@ -299,14 +306,9 @@ class Engine:
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and what lies on a device for kernels do not travel.
-        left: dict[str, Any] = {"_memory_of": [], "_rank_group": None, "_settler": None}
+        left: dict[str, Any] = {"_rank_group": None, "_settler": None}
         left |= {"_table_of": None, "_every_parameter": None, "_told_params": [], "_met": Met()}
         left |= {"_order_of": None, "_names_told": []}
-        if self._of_all is None and self.memory is not None and self.clip_policy.by_parameter:
-            placed, memory = self._placed_memory()
-            if placed is not None and memory is not None:
-                known = {name: memory[name] for name in self.clip_policy.by_parameter}
-                left["_of_all"] = placed, known
         return {**self.__dict__, **left}
 
     def use(self, scale: ScalePolicy, clip: ClipPolicy) -> None:
@@ -892,11 +894,8 @@ class Engine:
         """How many steps have been judged. Waits for the device."""
         return int(fetch(self.steps)[0])
 
-    def _placed_memory(self) -> tuple[Sequence[Placed] | None, dict[str, Tensor] | None]:
-        """What the clip policy remembers, and of which parameters: of all ranks' if it is known.
-
-        None in the place of these if the checkpoint that it is from did not say them.
-        """
+    def _placed_memory(self) -> tuple[Sequence[Placed], Mapping[str, Tensor] | None]:
+        """What the clip policy remembers, and of which parameters: of all ranks' if it is known."""
         if self.memory is None:
             # Ranks that have not met do not know each other's parameters: it is of none of them.
             learns_each = has_other_ranks() and self.clip_policy.by_parameter
@@ -906,24 +905,53 @@ class Engine:
         if self._of_all is not None:
             placed, known = self._of_all
             return placed, {**self.memory, **known}
-        if not self._memory_of:
-            return None, self.memory
-        return [(name, "") for name in self.names.of(self._memory_of)], self.memory
+        every = list(every_parameter(self.names.optimizers))
+        return [(name, "") for name in self.names.of(every)], self.memory_for(every)
+
+    def memory_for(self, params: Sequence[Tensor]) -> Mapping[str, Tensor] | None:
+        """What the clip policy remembers, with a number for each of `params` where it has one."""
+        memory = self.memory
+        if memory is None or same_parameters(self._memory_of, params):
+            return memory
+        home = self.state.scale.device
+        return remap_memory(self.clip_policy, memory, self._memory_of, params, home)
+
+    def remembered(self, among: Iterable[Tensor]) -> Remembered | None:
+        """What the clip policy remembers, if all that it is about are `among` these parameters.
+
+        None if one is not, or if it is about parameters of other ranks too.
+        """
+        here = set(map(id, among))
+        if self._of_all is not None or not here.issuperset(map(id, self._memory_of)):
+            return None
+        return Remembered(self.memory, self._memory_of)
+
+    def remember(self, kept: Remembered) -> None:
+        """Goes on with what the clip policy remembers of other parameters than the present ones."""
+        self.memory, self._memory_of = kept
 
     def load(
-        self, state_dict: Mapping[str, Any], model_ranks: ModelRanks | None = None
+        self,
+        state_dict: Mapping[str, Any],
+        model_ranks: ModelRanks | None = None,
+        *,
+        changed: bool = False,
     ) -> int | None:
         """Goes on from a checkpoint; one that does not fit raises and changes nothing.
 
         Args:
             state_dict: of this class, or of another scaler.
             model_ranks: the ranks that hold the model together, if several do.
+            changed: whether parameters may have been added or taken away since it was saved.
 
         Returns:
             How many steps had been counted there; None if another scaler has saved it.
         """
-        owned = owned_parameters(every_parameter(self.names.optimizers), self.names, model_ranks)
-        loaded = checkpoint.load(state_dict, self.scale_policy, self.clip_policy, owned=owned)
+        every = list(every_parameter(self.names.optimizers))
+        owned = owned_parameters(every, self.names, model_ranks)
+        loaded = checkpoint.load(
+            state_dict, self.scale_policy, self.clip_policy, owned=owned, changed=changed
+        )
         if not self.elsewhere:
             refuse_misfits(loaded.clip_policy, self.names)
         if loaded.of_all is not None and self._every_parameter is not None:
@@ -938,11 +966,14 @@ class Engine:
             self._counted = loaded.steps
         home, memory = self.state.scale.device, loaded.memory
         self.memory = None if memory is None else {k: moved(t, home) for k, t in memory.items()}
-        self._memory_of, self._of_all, self._recalled = [], None, frozenset()
+        known_here = range(len(every)) if loaded.known is None else loaded.known
+        self._memory_of = [] if memory is None else [every[k] for k in known_here]
+        self._of_all, self._recalled = None, frozenset()
         if loaded.of_all is not None:
             placed, known = loaded.of_all
-            self._of_all = placed, {name: moved(tensor, home) for name, tensor in known.items()}
             self._recalled = frozenset(placed)
+            if len(placed) != len(every) or any(place for _, place in placed):  # Other ranks' too.
+                self._of_all = placed, {name: moved(each, home) for name, each in known.items()}
         self.losses.forget()
         return loaded.steps
 
@@ -971,11 +1002,10 @@ class Engine:
         self._recalled = frozenset()
         self._table_of, self._told_params = None, []
 
-    def recall(self, saved: Any) -> None:
-        """Goes on with what the clip policy remembered, as `save_memory` wrote it."""
-        count = sum(1 for _ in every_parameter(self.names.optimizers))
-        self.memory = checkpoint.load_memory(self.clip_policy, saved, count)
-        self._memory_of = []
+    def recall(self, saved: Any, whose: list[Tensor]) -> None:
+        """Goes on with what the clip policy remembered of `whose`, as `save_memory` wrote it."""
+        self.memory = checkpoint.load_memory(self.clip_policy, saved, len(whose))
+        self._memory_of = [] if self.memory is None else whose
 
     def refuse(self, model_ranks: ModelRanks) -> None:
         """Tells the other ranks, as long as they listen, that this one refuses the step.
@@ -1301,11 +1331,9 @@ class Engine:
         """What the clip policy remembers."""
         policy = self.clip_policy
         every = list(every_parameter(self.names.optimizers))
-        memory = self.memory
+        memory = self.memory_for(every)
         if memory is None:
             memory = policy.start(home, len(every)) or {}
-        elif self._memory_of and not same_parameters(self._memory_of, every):
-            memory = dict(remap_memory(policy, memory, self._memory_of, every, home))
         self._memory_of = every
         self.memory = {name: moved(tensor, home) for name, tensor in memory.items()}
         return self.memory
