@@ -249,7 +249,6 @@ class OwnedParameters(NamedTuple):
             found.append(at)
         return found
 
-
     def known_among(self, saved: Sequence[Placed]) -> dict[int, int]:
         """Where those of them are that are among `saved`, after some were added or taken away.
 

@@ -249,13 +249,16 @@ class Outcome(ScalerOutcome):
 
     def describe(self, *, at_most: int = 3) -> str:
         """The culprits in words, or why a finite step was skipped."""
-        if self.rejected:
+        if self.rejected and self.norm > self.limit:
             return f"finite gradients, rejected: norm {self.norm:.6g} over {self.limit:.6g}"
         return super().describe(at_most=at_most)
 
     @property
     def limit(self) -> float:
-        """The bound that was put on the norm; inf if there was none."""
+        """The bound that was put on the norm; inf if there was none.
+
+        Of a chain the smallest of its policies'; of a rejected step, the bound that rejected it.
+        """
         return self._numbers["limit"]
 
     @property
