@@ -10,6 +10,7 @@ from gradilocks.scale.scale_policy import (
     ScaleRules,
     StaticScale,
     bounds_in_float32,
+    in_float32,
     scale_gradient,
     scale_loss,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "StaticScale",
     "advance_dynamic",
     "bounds_in_float32",
+    "in_float32",
     "resolve_scale",
     "scale_gradient",
     "scale_loss",

@@ -6,6 +6,7 @@ that neither the host nor a captured graph has to know what the scale is.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "bounds_in_float32",
     "check_moving",
     "check_scale",
+    "in_float32",
     "new_state",
     "scale_gradient",
     "scale_loss",
@@ -220,8 +222,12 @@ def bounds_in_float32(lowest: float, highest: float) -> tuple[float, float]:
     Args:
         lowest, highest: as the user wrote them, such as 1e-4, which no float32 is.
     """
-    low, high = torch.tensor([lowest, highest], dtype=torch.float32, device="cpu").tolist()
-    return min(lowest, low), max(highest, high)
+    return min(lowest, in_float32(lowest)), max(highest, in_float32(highest))
+
+
+def in_float32(value: float) -> float:
+    """The float32 that is nearest to `value`: what a scale is that was set to it."""
+    return ctypes.c_float(value).value
 
 
 def check_scale(name: str, value: float) -> None:

@@ -28,6 +28,7 @@ from gradilocks.scale import (
     resolve_scale,
 )
 from gradilocks.state.other_scalers import recognize
+from gradilocks.step.diagnose import Symptom
 from gradilocks.step.outcome import fetch
 from gradilocks.values import ScaleState, moved
 
@@ -74,6 +75,8 @@ class Loaded:
     steps: int | None = None
     """How many steps had been judged; None if another scaler has saved it."""
     streak: int = 0
+    symptoms: Sequence[Symptom] = ()
+    """The last steps of the streak, oldest first, as far as they were saved."""
 
 
 def save(
@@ -85,6 +88,7 @@ def save(
     parameters: Sequence[Placed] | None,
     steps: int,
     streak: int,
+    symptoms: Sequence[Symptom] = (),
 ) -> dict[str, Any]:
     """The checkpoint of a GradientControl.
 
@@ -93,6 +97,7 @@ def save(
         memory: what the clip policy remembers.
         parameters: those of which it remembers a number each, in order; None if that is not known.
         steps, streak: how many steps it has judged, and how many in a row were non-finite.
+        symptoms: the last of the streak, oldest first.
     """
     named: dict[str, Any] = {}
     if clip_policy.by_parameter and parameters is not None:
@@ -114,6 +119,7 @@ def save(
             "scale_state": scale["state"],
             "steps": steps,
             "streak": streak,
+            "streak_steps": [[s.scale, s.nan, s.inf, s.loss_nonfinite] for s in symptoms],
         },
     }
 
@@ -186,7 +192,29 @@ def load(
         known=known,
         steps=_check_count("steps", ours["steps"]),
         streak=_check_count("streak", ours["streak"]),
+        symptoms=_load_symptoms(ours.get("streak_steps", []), ours["streak"]),
     )
+
+
+def _load_symptoms(saved: Any, streak: int) -> list[Symptom]:
+    """The last steps of a streak of non-finite ones, or BadState; none were saved before 0.2."""
+    if not isinstance(saved, (list, tuple)) or len(saved) > streak:
+        raise BadState(
+            f"streak_steps in the state_dict must be a list of at most {streak} steps, as many as "
+            f"streak says, got {saved!r:.80}."
+        )
+    symptoms = []
+    for each in saved:
+        row = list(each) if isinstance(each, (list, tuple)) else []
+        if len(row) != 4 or not (row[3] is None or isinstance(row[3], bool)):
+            raise BadState(
+                "a step of streak_steps in the state_dict must have a scale, how many NaN and Inf "
+                f"there were, and whether the loss was one of them, got {each!r:.80}."
+            )
+        if not all(type(number) is int and number >= 0 for number in row[1:3]):
+            raise BadState(f"streak_steps in the state_dict must count NaN and Inf, got {row!r}.")
+        symptoms.append(Symptom(check_scale(row[0]), *row[1:]))
+    return symptoms
 
 
 def fitted(

@@ -72,9 +72,15 @@ from gradilocks.ranks.parameter_table import (
     table_of_model,
     told_by,
 )
-from gradilocks.scale import NoScale, ScalePolicy, scale_gradient, scale_loss
+from gradilocks.scale import (
+    NoScale,
+    ScalePolicy,
+    in_float32,
+    scale_gradient,
+    scale_loss,
+)
 from gradilocks.state import checkpoint
-from gradilocks.step.diagnose import never_finite
+from gradilocks.step.diagnose import Symptom, never_finite
 from gradilocks.step.framework_wrappers import KINDS, ours_inside
 from gradilocks.step.measure import measure
 from gradilocks.step.outcome import Outcome, Streak, fetch
@@ -808,17 +814,21 @@ class Engine:
         if replicas is not None:
             mine = [symptom.loss_nonfinite for symptom in symptoms], described, culprits
             told = tell_all(mine, ranks_in(replicas), replicas)
-            broken = [any(flags) for flags in zip(*(flags for flags, *_ in told), strict=True)]
+            broken = [
+                True if any(flags) else None if None in flags else False
+                for flags in zip(*(flags for flags, *_ in told), strict=True)
+            ]
             symptoms = [
                 dataclasses.replace(symptom, loss_nonfinite=flag)
                 for symptom, flag in zip(symptoms, broken, strict=True)
             ]
             # Of a loss that was broken only the rank that had it can tell.
             _, described, culprits = next((each for each in told if each[0][-1]), told[0])
+        lowest, highest = map(in_float32, self.scale_policy.bounds())
         return never_finite(
             symptoms,
             in_a_row=int(fetch(self.streak.count)[0]),
-            bounds=self.scale_policy.bounds(),
+            bounds=(lowest, highest),
             culprits=culprits,
             described=described,
         )
@@ -875,6 +885,7 @@ class Engine:
         fresh control by its own keys, as torch.distributed.checkpoint does, must find them.
         """
         placed, memory = self._placed_memory()
+        streak = int(fetch(self.streak.count)[0])
         return checkpoint.save(
             self.scale_policy,
             self.clip_policy,
@@ -882,8 +893,24 @@ class Engine:
             memory=memory,
             parameters=placed,
             steps=self.count_of_steps(),
-            streak=int(fetch(self.streak.count)[0]),
+            streak=streak,
+            symptoms=self._own_symptoms(streak),
         )
+
+    def _own_symptoms(self, streak: int) -> list[Symptom]:
+        """What is known here of the present run of non-finite steps, of which there are `streak`.
+
+        Of ranks with copies of the model each knows whether its own loss was finite, and another
+        may go on from what this one saves.
+        """
+        symptoms = self.streak.symptoms()[-streak:] if streak else []
+        group = self._rank_group
+        if not has_other_ranks() or (group is not None and len(group.ranks) == world_size()):
+            return symptoms
+        return [
+            symptom if symptom.loss_nonfinite else dataclasses.replace(symptom, loss_nonfinite=None)
+            for symptom in symptoms
+        ]
 
     def forget_steps(self) -> None:
         """Counts from 0: somebody else goes on with what has been counted."""
@@ -960,7 +987,7 @@ class Engine:
             self._table_of, self._told_params = None, []
         self.use(loaded.scale_policy, loaded.clip_policy)
         checkpoint.refill(self.state, loaded.state)
-        self.streak.restore(loaded.streak)
+        self.streak.restore(loaded.streak, loaded.symptoms)
         if loaded.steps is not None:
             self.steps.fill_(loaded.steps)
             self._counted = loaded.steps
